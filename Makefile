@@ -1,0 +1,68 @@
+# `make serve` sets up and serves the demo model on two CPU engines; `make test` sets up and runs
+# every check. A finished set-up is kept in .venv and used again until what it was made from changes.
+#
+#   PYTHON       interpreter to set up with: 3.11 or 3.12
+#   TORCH_INDEX  package index for PyTorch, such as https://download.pytorch.org/whl/cpu;
+#                empty: whatever build pip's own configuration finds
+#   PORT         port of `make serve`
+#   ARGS         more arguments for `shoal serve`
+#   PYTEST_ARGS  more arguments for pytest
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+TORCH_INDEX ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+TORCH := torch==2.13.0
+UV := uv==0.13.8
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: serve test lint format lock clean setup
+.DELETE_ON_ERROR:
+
+serve: setup
+	@exec $(BIN)/shoal serve $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/installed
+
+# Everything is pinned and hashed in the lock, which leaves nothing to resolve: --no-deps. PyTorch comes
+# second, and finds its own dependencies in place unless its build brings more of them. What vLLM
+# declares and the lock leaves out on purpose (requirements/excludes.txt) is no conflict.
+$(VENV)/locked: requirements/cpu.lock requirements/make_venv.py
+	@echo "Setting up $(VENV) (once; this downloads vLLM and PyTorch)"
+	@test -n "$(PYTHON)" || { echo "Shoal needs Python: apt-get install python3"; exit 1; }
+	@$(PYTHON) requirements/make_venv.py $(VENV)
+	@$(PIP) install --no-deps --require-hashes -r requirements/cpu.lock
+	@$(PIP) install --no-warn-conflicts $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/locked pyproject.toml
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Resolves for every supported Python at once. The resolver has an environment of its own.
+lock:
+	$(PYTHON) requirements/make_venv.py .venv-lock
+	.venv-lock/bin/python -m pip install --quiet $(UV)
+	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --custom-compile-command "make lock" \
+		--extra cpu --excludes requirements/excludes.txt \
+		--output-file requirements/cpu.lock pyproject.toml requirements/cpu.in
+
+clean:
+	rm -rf $(VENV) .venv-lock .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The runtime: controller, engine processes, and every message between them."""

@@ -1,0 +1,207 @@
+"""Who may import whom, checked on the source: no module is run.
+
+The rules are those of ``docs/architecture.md``. A function-level import counts like any other,
+except where it matters what an import of a module brings into the process.
+"""
+
+import ast
+import graphlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "policies": frozenset({"policies"}),
+    "runtime": frozenset({"runtime", "policies"}),
+    "server": frozenset({"server", "runtime", "policies"}),
+    "loadgen": frozenset({"loadgen"}),
+}
+"""Top-level package -> the packages of ours its modules may import."""
+
+BEHIND_THE_CLIENT = ("runtime.engine", "runtime.controller")
+"""What the server reaches through messages alone."""
+
+MODEL_LIBRARIES = frozenset({"torch", "transformers", "triton", "vllm"})
+MAY_IMPORT_MODEL_LIBRARIES = frozenset(
+    {
+        "runtime.engine.communicators",
+        "runtime.engine.executor",
+        "runtime.engine.kv_cache",
+        "runtime.engine.layouts",
+        "runtime.engine.runner",
+        "runtime.engine.seams",
+        "runtime.engine.vllm_backend",
+        "runtime.engine.vllm_core",
+        "runtime.engine.weights",
+        "server.frontend",
+    }
+)
+
+LIGHT = ("runtime.controller", "runtime.engine.agent", "runtime.engine.fake", "runtime.client")
+"""Modules and packages that bring no model library into the process that imports them."""
+
+MAX_LINES = 600
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module imports; ``eager``: when it is imported itself."""
+
+    target: str
+    line: int
+    eager: bool
+
+
+@dataclass
+class Module:
+    """One source file."""
+
+    name: str
+    package: str
+    lines: int
+    imports: list[Import] = field(default_factory=list)
+
+
+def problems(root: Path) -> list[str]:
+    """Return one line per broken rule in the packages under ``root``."""
+    modules = read_modules(root)
+    checks = (layers, model_libraries, weight, cycles, lengths)
+    return [problem for check in checks for problem in check(modules)]
+
+
+def read_modules(root: Path) -> dict[str, Module]:
+    """Parse every module of the known packages under ``root``, by name."""
+    files = {_module_name(path.relative_to(root)): path for path in _sources(root)}
+    return {name: _read(name, path, files.keys()) for name, path in files.items()}
+
+
+def layers(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield imports across folders that the folders' order forbids."""
+    for module, found in _imports(modules):
+        ours, theirs = _top(module.name), _top(found.target)
+        if theirs in {*MAY_IMPORT, "tests"} and theirs not in MAY_IMPORT[ours]:
+            yield f"{module.name}:{found.line}: {ours} may not import {theirs}"
+        if ours == "server" and _within(found.target, BEHIND_THE_CLIENT):
+            yield f"{module.name}:{found.line}: server may not import {found.target}"
+
+
+def model_libraries(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield imports of vLLM, PyTorch and the like outside the modules named for them."""
+    for module, found in _imports(modules):
+        library = _top(found.target)
+        if library in MODEL_LIBRARIES and module.name not in MAY_IMPORT_MODEL_LIBRARIES:
+            yield f"{module.name}:{found.line}: may not import {library}"
+
+
+def weight(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield light modules whose import reaches a model library through others."""
+    for name in sorted(modules):
+        if _within(name, LIGHT):
+            way = _way_to_model_library(name, modules)
+            if len(way) > 2:
+                yield f"{name}: imports a model library by way of {' -> '.join(way[1:])}"
+
+
+def cycles(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield an import cycle among modules, and one among packages beside each other."""
+    of_modules: dict[str, set[str]] = {name: set() for name in modules}
+    of_packages: dict[str, set[str]] = {module.package: set() for module in modules.values()}
+    for module, found in _imports(modules):
+        if found.target not in modules:
+            continue
+        of_modules[module.name].add(found.target)
+        here, there = module.package, modules[found.target].package
+        if not _within(here, (there,)) and not _within(there, (here,)):
+            of_packages[here].add(there)
+    for kind, graph in (("modules", of_modules), ("packages", of_packages)):
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            yield f"import cycle of {kind}: {' -> '.join(reversed(error.args[1]))}"
+
+
+def lengths(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield modules that are too long to read in one go."""
+    for module in modules.values():
+        if module.lines > MAX_LINES:
+            yield f"{module.name}: {module.lines} lines, more than {MAX_LINES}"
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for package in MAY_IMPORT:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _read(name: str, path: Path, known: Iterable[str]) -> Module:
+    source = path.read_text(encoding="utf-8")
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    module = Module(name, package, len(source.splitlines()))
+    tree = ast.parse(source, str(path))
+    lazy = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        for target in _targets(node, package, frozenset(known)):
+            module.imports.append(Import(target, getattr(node, "lineno", 0), id(node) not in lazy))
+    return module
+
+
+def _targets(node: ast.AST, package: str, known: frozenset[str]) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=base, names=names, level=level):
+            if level:
+                above = package.split(".")[: len(package.split(".")) - level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for alias in names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in known else str(base)
+        case ast.Call(func=called, args=[ast.Constant(value=str(target)), *_]):
+            if _called_name(called) in {"import_module", "__import__"}:
+                yield target
+
+
+def _called_name(called: ast.expr) -> str | None:
+    match called:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return None
+
+
+def _imports(modules: Mapping[str, Module]) -> Iterator[tuple[Module, Import]]:
+    for module in modules.values():
+        for found in module.imports:
+            yield module, found
+
+
+def _way_to_model_library(start: str, modules: Mapping[str, Module]) -> list[str]:
+    """Return the chain of eager imports from ``start`` to a model library, or an empty list."""
+    ways = [[start]]
+    seen = {start}
+    for way in ways:
+        for found in modules[way[-1]].imports:
+            if not found.eager or found.target in seen:
+                continue
+            seen.add(found.target)
+            if _top(found.target) in MODEL_LIBRARIES:
+                return [*way, found.target]
+            if found.target in modules:
+                ways.append([*way, found.target])
+    return []
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _within(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
