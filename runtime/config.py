@@ -1,0 +1,82 @@
+"""What a node is started with, and where its processes find each other."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from policies.partition import Group, degrees
+
+
+class FakeSettings(msgspec.Struct, frozen=True):
+    """Settings of the fake engine (``engine/fake.py``)."""
+
+    step_seconds: float = 0.0
+    """Time of one step."""
+    num_blocks: int = 1024
+    block_tokens: int = 16
+    max_num_seqs: int = 64
+    max_model_len: int = 4096
+
+
+class NodeConfig(msgspec.Struct, frozen=True):
+    """One Shoal node. Picklable: it is handed to every process."""
+
+    engines: int
+    max_group: int
+    policy: str
+    runtime_dir: str
+    """Private directory of the node's sockets; removed when the node ends."""
+    vllm_args: dict[str, Any]
+    """Fields of vLLM's ``AsyncEngineArgs`` that the user set."""
+    api_servers: int = 1
+    fake: FakeSettings | None = None
+    prepare_timeout_seconds: float = 10.0
+    """How long a member may take to answer ``Prepare`` under hard preemption, and any other step
+    of a switch under either treatment."""
+    seed: int = 0
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Group sizes this node forms."""
+        return degrees(self.max_group)
+
+
+class Addresses:
+    """The node's ZMQ endpoints: Unix sockets in the private runtime directory."""
+
+    def __init__(self, runtime_dir: str | Path) -> None:
+        self._dir = Path(runtime_dir)
+
+    def _ipc(self, name: str) -> str:
+        return f"ipc://{self._dir / name}"
+
+    @property
+    def engines(self) -> str:
+        """Controller's ROUTER that the engines' DEALERs connect to (identity ``engine-<i>``)."""
+        return self._ipc("engines")
+
+    @property
+    def control(self) -> str:
+        """Controller's ROUTER for front ends (identity ``front-<i>``) and ``supervisor``."""
+        return self._ipc("control")
+
+    def front_input(self, index: int) -> str:
+        """Front end's ROUTER that vLLM's ``AsyncMPClient`` binds; the controller connects."""
+        return self._ipc(f"front-in-{index}")
+
+    def front_output(self, index: int) -> str:
+        """Front end's PULL that vLLM's ``AsyncMPClient`` binds; controller and engines push."""
+        return self._ipc(f"front-out-{index}")
+
+    def runner(self, engine: int) -> str:
+        """A runner's own PULL: steps of its single unit, and ``Attach``."""
+        return self._ipc(f"runner-{engine}")
+
+    def group_runner(self, group: Group, engine: int) -> str:
+        """A runner's PULL for the steps of one group."""
+        return self._ipc(f"group-{'-'.join(map(str, group))}-{engine}")
+
+    def responses(self, engine: int) -> str:
+        """An engine's PULL for the results of every core it leads."""
+        return self._ipc(f"responses-{engine}")

@@ -1,0 +1,134 @@
+"""One KV buffer for every layout of an engine, and the way from virtual to physical block ids.
+
+A block of the TP-p layout holds ``min(p, kv_heads)`` times the tokens of a DP block and that
+fraction of its heads: the same bytes. So one raw buffer, one block count and one set of physical
+ids serve all layouts (the KV cache adaptor of Flying Serving, 4.2).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import vllm.v1.worker.gpu.attn_utils as v2_attention
+import vllm.v1.worker.gpu_model_runner as v1_runner
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
+
+NULL_BLOCK = 0
+"""vLLM's null block: id 0 in every pool, virtual or physical."""
+
+
+def block_tokens(degree: int, base_tokens: int, kv_heads: int) -> int:
+    """Return the tokens of one block under TP-``degree``.
+
+    Beyond ``kv_heads`` members each holds a full head already, so a block holds no more tokens.
+    """
+    return base_tokens * min(degree, kv_heads)
+
+
+class SharedKVBuffer:
+    """The one allocation behind the KV caches of every layout of this engine."""
+
+    def __init__(self) -> None:
+        self._raw: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer.
+
+        Raises:
+            RuntimeError: the first layout has not allocated it yet.
+        """
+        if self._raw is None:
+            raise RuntimeError("the KV buffer is allocated by the first layout's start")
+        return int(self._raw.numel())
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While active, vLLM's runners take their KV views from this buffer.
+
+        Stands in for ``vllm.v1.worker.utils.allocate_kv_cache`` under the names by which the V1
+        and V2 model runners call it.
+        """
+        modules: tuple[Any, ...] = (v1_runner, v2_attention)
+        saved = [module.allocate_kv_cache for module in modules]
+        for module in modules:
+            module.allocate_kv_cache = self._views
+        try:
+            yield
+        finally:
+            for module, function in zip(modules, saved, strict=True):
+                module.allocate_kv_cache = function
+
+    def _views(
+        self,
+        config: KVCacheConfig,
+        device: torch.device,
+        layout: Any,
+        kernel_block_sizes: list[int] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        (size,) = {tensor.size for tensor in config.kv_cache_tensors}
+        if self._raw is None:
+            self._raw = torch.zeros(size, dtype=torch.int8, device=device)
+        if size != self._raw.numel():
+            raise RuntimeError(
+                f"a layout needs {size} bytes of KV cache, the shared buffer has {self.num_bytes}"
+            )
+        caches: dict[str, torch.Tensor] = {}
+        for tensor in config.kv_cache_tensors:
+            group_id, group = next(
+                (index, group)
+                for index, group in enumerate(config.kv_cache_groups)
+                if tensor.layers[0] in group.layer_names
+            )
+            views = create_kv_cache_views(
+                self._raw,
+                group.kv_cache_spec,
+                config.num_blocks_of(tensor),
+                layout,
+                tensor,
+                kernel_block_size=kernel_block_sizes[group_id] if kernel_block_sizes else None,
+            )
+            caches.update(zip(tensor.layers, views, strict=True))
+        return caches
+
+
+class BlockMap:
+    """A member's table from a group's virtual block ids to its own physical ids."""
+
+    def __init__(self) -> None:
+        self._physical: dict[int, int] = {NULL_BLOCK: NULL_BLOCK}
+
+    def extend(self, virtual: Sequence[int], physical: Sequence[int]) -> None:
+        """Add or replace entries; closed blocks keep a stale entry that no step names."""
+        self._physical.update(zip(virtual, physical, strict=True))
+
+    def apply(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return the step with every block id physical; the leader's own copy stays virtual."""
+        table = self._physical
+        cached = output.scheduled_cached_reqs
+        zeroed = output.new_block_ids_to_zero
+        copies = output.kv_cache_block_copies
+        return dataclasses.replace(
+            output,
+            scheduled_new_reqs=[
+                dataclasses.replace(request, block_ids=_mapped(table, request.block_ids))
+                for request in output.scheduled_new_reqs
+            ],
+            scheduled_cached_reqs=dataclasses.replace(
+                cached,
+                new_block_ids=[
+                    None if ids is None else _mapped(table, ids) for ids in cached.new_block_ids
+                ],
+            ),
+            new_block_ids_to_zero=zeroed and [table[block] for block in zeroed],
+            kv_cache_block_copies=copies
+            and [KVCacheBlockCopy(table[copy[0]], table[copy[1]]) for copy in copies],
+        )
+
+
+def _mapped(table: Mapping[int, int], ids: tuple[list[int], ...]) -> tuple[list[int], ...]:
+    return tuple([table[block] for block in group] for group in ids)

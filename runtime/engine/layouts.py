@@ -1,0 +1,195 @@
+"""A layout: one vLLM configuration, and on a runner one stock worker that shares weights and KV.
+
+The DP layout comes first: it owns the weights and allocates the KV buffer; every other layout views
+both. A layout is known by its degree (the number of engines that form one instance in it).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from policies.partition import Group
+from runtime.config import NodeConfig
+from runtime.engine.communicators import Communicators, world_minimum
+from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
+from runtime.engine.weights import (
+    VIEW_LOAD_FORMAT,
+    WEIGHT_SCHEME,
+    SharedWeights,
+    group_gate_up,
+)
+
+DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+"""Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
+
+LAYOUT_RESERVE_BYTES = 1_400 << 20
+"""GPU memory kept free of KV for each layout beyond DP: its NCCL buffers, graphs and workspaces."""
+
+
+def dp_config(node: NodeConfig, executor_class: type) -> VllmConfig:
+    """Return vLLM's configuration of the DP layout.
+
+    Raises:
+        ValueError: vLLM refuses the arguments.
+    """
+    arguments = dict(node.vllm_args)
+    block = arguments.pop("block_size", None) or DEFAULT_BLOCK_TOKENS.get(
+        current_platform.device_type, 16
+    )
+    return _engine_config(node, arguments, 1, int(block), executor_class)
+
+
+def group_config(node: NodeConfig, dp: VllmConfig, degree: int, executor_class: type) -> VllmConfig:
+    """Return vLLM's configuration of the TP-``degree`` layout that shares memory with ``dp``."""
+    tokens = block_tokens(
+        degree, dp.cache_config.block_size, dp.model_config.get_total_num_kv_heads()
+    )
+    arguments = dict(node.vllm_args) | {"load_format": VIEW_LOAD_FORMAT}
+    return _engine_config(node, arguments, degree, tokens, executor_class)
+
+
+def _engine_config(
+    node: NodeConfig, arguments: dict[str, Any], degree: int, tokens: int, executor_class: type
+) -> VllmConfig:
+    asynchronous = arguments.pop("async_scheduling", None)
+    arguments |= {
+        "tensor_parallel_size": degree,
+        "block_size": tokens,
+        "distributed_executor_backend": executor_class,
+        "scheduling_policy": "priority",
+        "additional_config": {"shoal_weights": f"{WEIGHT_SCHEME},groups={node.max_group}"},
+    }
+    if current_platform.is_cuda():
+        arguments["async_scheduling"] = asynchronous
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    if current_platform.is_cpu():
+        # The platform turns it off because its own executors gain nothing; ours supports it.
+        config.scheduler_config.async_scheduling = bool(asynchronous)
+    config.quant_config = SharedWeights(views=degree > 1)
+    # A layout that cannot hold the asked length serves what it can; wider ones hold more.
+    config.model_config.original_max_model_len = -1
+    return config
+
+
+class Layout:
+    """One layout on one runner: its communicators, its stock worker, its block map.
+
+    Args:
+        config: vLLM's configuration of the layout.
+        communicators: the layout's groups.
+        buffer: the engine's KV buffer.
+        engine: this runner's engine, its rank in the node's process group.
+        extra_layouts: layouts beyond DP that the engine's memory must also hold.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        communicators: Communicators,
+        buffer: SharedKVBuffer,
+        engine: int,
+        extra_layouts: int,
+    ) -> None:
+        self.config = config
+        self.degree: int = config.parallel_config.tensor_parallel_size
+        self.engine = engine
+        self.block_map: BlockMap | None = None
+        self._communicators = communicators
+        self._buffer = buffer
+        self._extra_layouts = extra_layouts
+        self._worker = WorkerWrapperBase(rpc_rank=0, global_rank=communicators.group.index(engine))
+
+    @property
+    def group(self) -> Group:
+        """The engines of this runner's group in this layout."""
+        return self._communicators.group
+
+    @property
+    def model(self) -> nn.Module:
+        """The layout's model on this runner."""
+        return self._worker.worker.model_runner.get_model()
+
+    @property
+    def model_runner(self) -> Any:
+        """vLLM's model runner of this layout."""
+        return self._worker.worker.model_runner
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Be in this layout: its groups and workspace are vLLM's current ones."""
+        with self._communicators.active():
+            yield
+
+    def create_worker(self, init_method: str) -> None:
+        """Create the stock worker and its runner's buffers.
+
+        For every layout before any loads: vLLM's worker checks the device's free memory here.
+
+        Args:
+            init_method: rendezvous of the node's process group, already joined.
+        """
+        with self.active():
+            self._worker.init_worker(
+                all_kwargs=[
+                    {
+                        "vllm_config": self.config,
+                        "local_rank": self.engine,
+                        "rank": self.engine,
+                        "distributed_init_method": init_method,
+                        "is_driver_worker": True,
+                    }
+                ]
+            )
+            self._worker.init_device()
+
+    def load(self, groups: int) -> None:
+        """Load (DP) or view (other layouts) the weights.
+
+        Args:
+            groups: size of the node's largest group.
+        """
+        with self.active():
+            self._worker.load_model()
+        if self.degree == 1:
+            group_gate_up(self.model, groups)
+
+    def call(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a worker method in this layout (``vllm.v1.serial_utils.run_method``)."""
+        if method == "determine_available_memory":
+            return self._available_memory()
+        with self.active(), self._buffer.in_use():
+            return run_method(self._worker, method, args, kwargs or {})
+
+    def execute(self, scheduler_output: Any) -> Any:
+        """Run one model step; block ids are virtual in a group (``Worker.execute_model``)."""
+        if self.block_map is not None:
+            scheduler_output = self.block_map.apply(scheduler_output)
+        with self.active():
+            return self._worker.execute_model(scheduler_output)
+
+    def sample(self, grammar_output: Any) -> Any:
+        """Sample the step that ``execute`` ran (``Worker.sample_tokens``)."""
+        with self.active():
+            return self._worker.sample_tokens(grammar_output)
+
+    def _available_memory(self) -> int:
+        """Return the KV bytes of this layout: the same on every engine and in every layout."""
+        if self.degree > 1:
+            # vLLM still runs its profiling step (and compiles in it) with the size fixed.
+            self.config.cache_config.kv_cache_memory_bytes = self._buffer.num_bytes
+        with self.active():
+            available: int = run_method(self._worker, "determine_available_memory", (), {})
+        if self.degree > 1:
+            return self._buffer.num_bytes
+        if current_platform.is_cuda() and not self.config.cache_config.kv_cache_memory_bytes:
+            available -= self._extra_layouts * LAYOUT_RESERVE_BYTES
+        return world_minimum(available)

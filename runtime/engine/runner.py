@@ -1,0 +1,296 @@
+"""The runner process: owns one GPU, holds every layout, and does what the queues say, in order.
+
+It reads one queue at a time (see ``steps.py``). Being in a group's queue is what makes it a member:
+there is no state to agree on beyond the order of messages.
+"""
+
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import zmq
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from policies.partition import Group, leader_of
+from runtime.config import Addresses, NodeConfig
+from runtime.engine import steps
+from runtime.engine.communicators import Communicators, join_world
+from runtime.engine.executor import UnitExecutor
+from runtime.engine.kv_cache import BlockMap, SharedKVBuffer
+from runtime.engine.layouts import Layout, dp_config, group_config
+from runtime.engine.seams import check_seams
+from runtime.engine.weights import register_view_loader
+
+STARTUP_EPOCH = 0
+"""Epoch of the phase in which each layout's core starts: no bind uses it."""
+
+
+class Responder:
+    """Sends answers from a thread of its own, so that a copy off the device never holds the runner.
+
+    An asynchronous output is resolved here, in the order the steps ran.
+    """
+
+    def __init__(self, context: zmq.Context[Any], addresses: Addresses, engine: int) -> None:
+        self._context = context
+        self._addresses = addresses
+        self._engine = engine
+        self._queue: queue.SimpleQueue[tuple[Group, int, Any] | None] = queue.SimpleQueue()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+        self._thread.start()
+
+    def answer(self, group: Group, seq: int, value: Any) -> None:
+        """Queue the answer to instruction ``seq`` of ``group`` for the group's leader."""
+        self._queue.put((group, seq, value))
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+        for socket in self._sockets.values():
+            socket.close(linger=1000)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            group, seq, value = item
+            try:
+                if isinstance(value, AsyncModelRunnerOutput):
+                    value = value.get_output()
+                message = steps.dumps(steps.Result(group, seq, self._engine, value))
+            except Exception as error:  # noqa: BLE001 - reported to the scheduler, which ends
+                message = steps.dumps(steps.Failure(self._engine, one_line(error)))
+            self._socket(leader_of(group)).send(message)
+
+    def _socket(self, leader: int) -> "zmq.Socket[bytes]":
+        if leader not in self._sockets:
+            self._sockets[leader] = push_socket(self._context, self._addresses.responses(leader))
+        return self._sockets[leader]
+
+
+class RandomState:
+    """The random number generators that vLLM's samplers draw from, on this process."""
+
+    def __init__(self) -> None:
+        self._saved: tuple[Any, ...] | None = None
+
+    def save(self) -> None:
+        """Remember the state, before a group reseeds it."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._saved = (torch.get_rng_state(), device, numpy.random.get_state(), random.getstate())
+
+    def restore(self) -> None:
+        """Go back to the remembered state, so that members go on sampling differently alone."""
+        if self._saved is None:
+            return
+        cpu, device, numpy_state, python_state = self._saved
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+        numpy.random.set_state(numpy_state)
+        random.setstate(python_state)
+        self._saved = None
+
+
+class Runner:
+    """The queues and layouts of one engine.
+
+    Args:
+        node: the node's configuration.
+        engine: this runner's engine.
+        layouts: the loaded layouts by degree.
+        phases: seconds that each phase of loading took.
+        context: ZMQ context of the process.
+    """
+
+    def __init__(
+        self,
+        node: NodeConfig,
+        engine: int,
+        layouts: dict[int, Layout],
+        phases: dict[str, float],
+        context: zmq.Context[Any],
+    ) -> None:
+        self._layouts = layouts
+        self._phases = phases
+        self._engine = engine
+        addresses = Addresses(node.runtime_dir)
+        self._responder = Responder(context, addresses, engine)
+        self._random = RandomState()
+        self._queues: dict[int, zmq.Socket[bytes]] = {}
+        for degree, layout in layouts.items():
+            address = (
+                addresses.runner(engine)
+                if degree == 1
+                else addresses.group_runner(layout.group, engine)
+            )
+            self._queues[degree] = context.socket(zmq.PULL)
+            self._queues[degree].set_hwm(0)
+            self._queues[degree].bind(address)
+        self._degree = 1
+
+    def serve(self) -> None:
+        """Start the cores, narrow layouts first, then do what the queues say, for ever."""
+        for degree in self._layouts:
+            self._degree = degree
+            while self._turn() != steps.Detach(STARTUP_EPOCH):
+                pass
+        self._degree = 1
+        # Every worker's start seeds alike; engines alone should not sample alike.
+        seed = self._layouts[1].config.model_config.seed
+        set_random_seed(seed + self._engine)
+        while True:
+            self._turn()
+
+    def _turn(self) -> steps.Instruction:
+        instruction: steps.Instruction = steps.loads(self._queues[self._degree].recv())
+        handler: Callable[[Any], None] = getattr(self, f"_on_{type(instruction).__name__.lower()}")
+        handler(instruction)
+        return instruction
+
+    @property
+    def _layout(self) -> Layout:
+        return self._layouts[self._degree]
+
+    @property
+    def _is_first(self) -> bool:
+        return leader_of(self._layout.group) == self._engine
+
+    def _on_call(self, call: steps.Call) -> None:
+        if call.method == steps.STARTUP_PHASES:
+            value: Any = self._phases
+        else:
+            value = self._layout.call(call.method, call.args, call.kwargs)
+        self._responder.answer(self._layout.group, call.seq, value)
+
+    def _on_step(self, step: steps.Step) -> None:
+        output = self._layout.execute(step.scheduler_output)
+        if output is None and step.sample:
+            output = self._layout.sample(step.grammar_output)
+        if output is not None:
+            self._answer_step(step.seq, output)
+
+    def _on_sample(self, sample: steps.Sample) -> None:
+        self._answer_step(sample.seq, self._layout.sample(sample.grammar_output))
+
+    def _answer_step(self, seq: int, output: Any) -> None:
+        if self._is_first:
+            self._responder.answer(self._layout.group, seq, output)
+
+    def _on_attach(self, attach: steps.Attach) -> None:
+        self._random.save()
+        self._degree = len(attach.group)
+
+    def _on_bind(self, bind: steps.Bind) -> None:
+        # Members sample independently and stay equal only by equal generators: after unequal work
+        # alone they would pick different tokens, with no error.
+        set_random_seed(bind.seed)
+        if self._layout.block_map is None:
+            self._layout.block_map = BlockMap()
+        self._layout.block_map.extend(bind.virtual, bind.physical[self._engine])
+
+    def _on_extend(self, extend: steps.Extend) -> None:
+        block_map = self._layout.block_map
+        if block_map is None:
+            raise RuntimeError("lease extended before the group was bound")
+        block_map.extend(extend.virtual, extend.physical[self._engine])
+
+    def _on_detach(self, detach: steps.Detach) -> None:
+        if detach.epoch != STARTUP_EPOCH:
+            self._random.restore()
+        self._degree = 1
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error as one line: its type and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def push_socket(context: zmq.Context[Any], address: str) -> "zmq.Socket[bytes]":
+    """Return a PUSH socket without a send limit, connected to ``address``."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket
+
+
+@contextmanager
+def _failures_reported(node: NodeConfig, engine: int, context: zmq.Context[Any]) -> Iterator[None]:
+    """Tell every scheduler process that may wait for this runner that it will not answer."""
+    try:
+        yield
+    except Exception as error:
+        addresses = Addresses(node.runtime_dir)
+        message = steps.dumps(steps.Failure(engine, one_line(error)))
+        leaders = {engine - engine % degree for degree in node.degrees}
+        for leader in leaders:
+            socket = push_socket(context, addresses.responses(leader))
+            socket.send(message)
+            socket.close(linger=1000)
+        raise
+
+
+def load_layouts(node: NodeConfig, engine: int) -> tuple[dict[int, Layout], dict[str, float]]:
+    """Join the node's process group and load every layout. Collective over the whole node.
+
+    Returns the layouts by degree, DP first, and the seconds each phase took.
+    """
+    phases: dict[str, float] = {}
+    runtime_dir = Path(node.runtime_dir)
+    # vLLM's CPU communicators name their shared memory by it.
+    os.environ["VLLM_DIST_IDENT"] = runtime_dir.name
+    init_method = f"file://{runtime_dir / runtime_dir.name}"
+    backend = current_platform.dist_backend
+    with _timed(phases, "communicators"):
+        if current_platform.is_cuda():
+            torch.cuda.set_device(engine)
+        join_world(engine, node.engines, init_method, backend)
+        dp = dp_config(node, UnitExecutor)
+        configs = {1: dp} | {
+            degree: group_config(node, dp, degree, UnitExecutor) for degree in node.degrees[1:]
+        }
+        pool = {degree: Communicators(config, backend) for degree, config in configs.items()}
+    buffer = SharedKVBuffer()
+    layouts = {
+        degree: Layout(config, pool[degree], buffer, engine, len(configs) - 1)
+        for degree, config in configs.items()
+    }
+    register_view_loader(lambda: layouts[1].model)
+    with _timed(phases, "workers"):
+        for layout in layouts.values():
+            layout.create_worker(init_method)
+    for degree, layout in layouts.items():
+        with _timed(phases, "weights" if degree == 1 else f"tp{degree} views"):
+            layout.load(node.max_group)
+    return layouts, phases
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    phases[name] = time.monotonic() - start
+
+
+def run_runner(node: NodeConfig, engine: int) -> None:
+    """Process entry: load everything and serve until the process is ended by a signal.
+
+    There is nothing to clean up in order: the supervisor removes the node's sockets and shared
+    memory, the driver frees the GPU.
+    """
+    check_seams()
+    context: zmq.Context[Any] = zmq.Context()
+    with _failures_reported(node, engine, context):
+        layouts, phases = load_layouts(node, engine)
+        Runner(node, engine, layouts, phases, context).serve()

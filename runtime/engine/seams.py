@@ -1,0 +1,76 @@
+"""What Shoal needs of vLLM: the version and every function it hangs on, checked at start."""
+
+import importlib
+from dataclasses import dataclass
+
+VLLM_VERSION = "0.32.0"
+
+
+class UnsupportedVllm(RuntimeError):
+    """The installed vLLM is not the one Shoal hangs on; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One attribute of vLLM that a module of Shoal relies on."""
+
+    module: str
+    attribute: str
+    used_by: str
+
+
+SEAMS = (
+    Seam("vllm.v1.engine.core", "EngineCore.preprocess_add_request", "vllm_core"),
+    Seam("vllm.v1.engine.core", "EngineCore.add_request", "vllm_core"),
+    Seam("vllm.v1.engine.core", "EngineCore.abort_requests", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "vllm_core"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", "lease"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.free_blocks", "lease"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.evict_blocks", "vllm_core"),
+    Seam("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "executor"),
+    Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", "layouts"),
+    Seam("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache", "kv_cache"),
+    Seam("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache", "kv_cache"),
+    Seam("vllm.v1.kv_cache_interface", "create_kv_cache_views", "kv_cache"),
+    Seam("vllm.v1.worker.workspace", "_manager", "communicators"),
+    Seam("vllm.distributed.parallel_state", "initialize_model_parallel", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_TP", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_EPLB", "communicators"),
+    Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", "weights"),
+    Seam("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", "weights"),
+    Seam("vllm.model_executor.model_loader", "register_model_loader", "weights"),
+    Seam("vllm.v1.engine.async_llm", "AsyncLLM._add_request", "server.frontend"),
+)
+
+
+def missing_seams() -> list[Seam]:
+    """Return the seams that the installed vLLM lacks."""
+    return [seam for seam in SEAMS if not _present(seam)]
+
+
+def _present(seam: Seam) -> bool:
+    try:
+        target: object = importlib.import_module(seam.module)
+        for name in seam.attribute.split("."):
+            target = getattr(target, name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def check_seams() -> None:
+    """Check the installed vLLM.
+
+    Raises:
+        UnsupportedVllm: another version, or one that lacks a seam.
+    """
+    import vllm
+
+    if vllm.__version__.split("+")[0] != VLLM_VERSION:
+        raise UnsupportedVllm(f"Shoal needs vLLM {VLLM_VERSION}, found {vllm.__version__}")
+    if missing := missing_seams():
+        names = ", ".join(f"{seam.module}.{seam.attribute}" for seam in missing)
+        raise UnsupportedVllm(f"vLLM {vllm.__version__} lacks {names}")

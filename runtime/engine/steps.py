@@ -1,0 +1,111 @@
+"""What an engine's scheduler process tells its runners, and what they answer.
+
+Sent pickled over private Unix sockets. A runner reads one queue at a time: its own, or, between
+``Attach`` and ``Detach``, that of the group it belongs to. Both are first in, first out, so a step
+that was queued before a switch always runs before it.
+"""
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.partition import Group
+
+STARTUP_PHASES = "startup_phases"
+"""``Call`` method that the runner answers itself: seconds that each phase of loading took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a worker method on every member of the unit; each answers."""
+
+    seq: int
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Run one model step; the unit's first member answers.
+
+    ``sample`` is False when the grammar of a request needs a token still in flight: ``Sample``
+    follows, and the answer comes after it.
+    """
+
+    seq: int
+    scheduler_output: Any
+    grammar_output: Any
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Finish a step that was sent with ``sample=False``."""
+
+    seq: int
+    grammar_output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """On a runner's own queue: read the group's queue from now on."""
+
+    group: Group
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """First message of a bound phase: open the lease and reseed every member alike."""
+
+    epoch: int
+    virtual: list[int]
+    physical: dict[int, list[int]]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """More blocks for the lease: ``physical[member][k]`` backs ``virtual[k]`` on that member."""
+
+    virtual: list[int]
+    physical: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """On a group's queue: read the runner's own queue again."""
+
+    epoch: int
+
+
+Instruction = Call | Step | Sample | Attach | Bind | Extend | Detach
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One runner's answer to ``Call`` or ``Step``."""
+
+    group: Group
+    seq: int
+    engine: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A runner cannot go on; ``error`` is one line."""
+
+    engine: int
+    error: str
+
+
+def dumps(message: Instruction | Result | Failure) -> bytes:
+    """Serialise a message between the processes of one node."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def loads(data: bytes) -> Any:
+    """Read a message that a process of this node wrote."""
+    return pickle.loads(data)

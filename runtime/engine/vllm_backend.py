@@ -1,0 +1,232 @@
+"""The real engine: vLLM cores in this scheduler process, runners in theirs."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.config import VllmConfig
+from vllm.v1.engine import (
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    UtilityOutput,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from policies.partition import Group
+from runtime.config import Addresses, NodeConfig
+from runtime.engine import steps
+from runtime.engine.agent import Agent
+from runtime.engine.executor import Inbox, UnitChannel, UnitExecutor, channel_sockets
+from runtime.engine.interface import CoreOutputs
+from runtime.engine.layouts import dp_config, group_config
+from runtime.engine.runner import STARTUP_EPOCH
+from runtime.engine.seams import VLLM_VERSION, check_seams
+from runtime.engine.vllm_core import VllmCore
+from runtime.messages import LayoutLimits
+from runtime.transport import ZmqAgentTransport
+
+LOAD_TIMEOUT_SECONDS = 1800.0
+"""Longest time a runner may take to load before its first answer."""
+
+
+class VllmBackend:
+    """Implements ``interface.EngineBackend`` with vLLM."""
+
+    def __init__(self, node: NodeConfig, engine: int) -> None:
+        check_seams()
+        self.engine = engine
+        self.startup_seconds: dict[str, float] = {}
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._addresses = Addresses(node.runtime_dir)
+        self._inbox = Inbox(self._context, self._addresses.responses(engine))
+        self._log_stats = not node.vllm_args.get("disable_log_stats", False)
+        self._own_channel: UnitChannel
+        self._lent: dict[int, Any] = {}
+        self._decoder = MsgpackDecoder()
+        self._encoder = MsgpackEncoder()
+        self._cores = self._start_cores(node)
+        self._single = self._cores[(engine,)]
+        self.num_blocks = int(self._single.block_pool.num_gpu_blocks) - 1
+        widest = max(self._cores, key=len)
+        self.ready_response = _ready_response(self._cores[widest].engine_core.vllm_config)
+
+    def _start_cores(self, node: NodeConfig) -> dict[Group, VllmCore]:
+        """Start the core of every group this engine leads, narrow first, as the runners do."""
+        cores: dict[Group, VllmCore] = {}
+        dp = dp_config(node, UnitExecutor)
+        for degree in node.degrees:
+            if self.engine % degree:
+                break
+            start = time.monotonic()
+            config = dp if degree == 1 else group_config(node, dp, degree, UnitExecutor)
+            group = tuple(range(self.engine, self.engine + degree))
+            cores[group] = self._start_core(group, config)
+            name = "dp core" if degree == 1 else f"tp{degree} core"
+            self.startup_seconds[name] = time.monotonic() - start
+        return cores
+
+    def _start_core(self, group: Group, config: VllmConfig) -> VllmCore:
+        channel = UnitChannel(group, channel_sockets(self._context, self._addresses, group))
+        self._inbox.add(channel)
+        if len(group) == 1:
+            # The first answer comes when the runner has loaded every layout.
+            seq, future = channel.expect(answers=1)
+            channel.send(steps.Call(seq, steps.STARTUP_PHASES))
+            self.startup_seconds |= self._inbox.wait(future, LOAD_TIMEOUT_SECONDS)
+        UnitExecutor.connect(channel, self._inbox)
+        core = VllmCore(group, config, log_stats=self._log_stats)
+        channel.send(steps.Detach(STARTUP_EPOCH))
+        if len(group) == 1:
+            self._own_channel = channel
+        return core
+
+    @property
+    def layouts(self) -> Sequence[LayoutLimits]:
+        """Limits of every layout this engine leads a group of."""
+        return [
+            LayoutLimits(
+                degree=len(group),
+                block_tokens=core.engine_core.vllm_config.cache_config.block_size,
+                max_num_seqs=core.engine_core.vllm_config.scheduler_config.max_num_seqs,
+                max_model_len=core.engine_core.vllm_config.model_config.max_model_len,
+            )
+            for group, core in self._cores.items()
+        ]
+
+    def core(self, group: Group) -> VllmCore:
+        """See ``interface.EngineBackend.core``."""
+        return self._cores[group]
+
+    @property
+    def cores(self) -> Mapping[Group, VllmCore]:
+        """See ``interface.EngineBackend.cores``."""
+        return self._cores
+
+    # --- lending ---
+
+    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
+        """See ``interface.EngineBackend.lend``."""
+        pool = self._single.block_pool
+        while urgent and pool.get_num_free_blocks() < blocks and not self._single.in_flight:
+            if not self._single.preempt_last():
+                break
+        taken = pool.get_new_blocks(min(blocks, pool.get_num_free_blocks()))
+        self._lent.update((block.block_id, block) for block in taken)
+        return [block.block_id for block in taken]
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """See ``interface.EngineBackend.take_back``."""
+        self._single.block_pool.free_blocks([self._lent.pop(block) for block in blocks])
+        self._single.wake()
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """See ``interface.EngineBackend.lent``."""
+        return frozenset(self._lent)
+
+    # --- runner ---
+
+    def attach(self, group: Group, epoch: int) -> None:
+        """See ``interface.EngineBackend.attach``."""
+        self._own_channel.send(steps.Attach(group, epoch))
+
+    def pollables(self) -> Sequence[Any]:
+        """See ``interface.EngineBackend.pollables``."""
+        return [self._inbox.socket]
+
+    def on_readable(self) -> None:
+        """See ``interface.EngineBackend.on_readable``."""
+        self._inbox.drain()
+
+    def next_wakeup(self) -> float | None:
+        """Everything the real engine waits for arrives as a message."""
+        return None
+
+    # --- vLLM's utility calls ---
+
+    def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
+        """See ``interface.EngineBackend.utility``.
+
+        Only what a stock front end needs of a text-only engine; the rest is refused by name.
+        """
+        client_index, call_id, method, _ = self._decoder.decode(frames)
+        output = UtilityOutput(call_id)
+        if method == "get_supported_tasks":
+            output.result = UtilityResult(self._single.supported_tasks)
+        elif method == "reset_prefix_cache":
+            for core in self._cores.values():
+                core.evict_prefix_cache()
+            output.result = UtilityResult(True)
+        elif method in ("is_sleeping", "is_scheduler_paused"):
+            output.result = UtilityResult(False)
+        elif method in ("reset_mm_cache", "reset_encoder_cache"):
+            output.result = UtilityResult(None)  # there are none: multimodal models are refused
+        else:
+            output.failure_message = f"Shoal does not support the utility call {method!r}"
+        if not answer:
+            return None
+        encoded = self._encoder.encode(EngineCoreOutputs(utility_output=output))
+        return CoreOutputs(client_index, encoded)
+
+    # --- books ---
+
+    def check_integrity(self) -> list[str]:
+        """See ``interface.EngineBackend.check_integrity``."""
+        problems = [line for core in self._cores.values() for line in core.check_integrity()]
+        pool = self._single.block_pool
+        if self._single.num_requests == 0:
+            accounted = pool.get_num_free_blocks() + len(self._lent)
+            if accounted != self.num_blocks:
+                problems.append(
+                    f"engine {self.engine}: {accounted} blocks free or lent, "
+                    f"expected {self.num_blocks}"
+                )
+        unheld = [block_id for block_id, block in self._lent.items() if block.ref_cnt != 1]
+        if unheld:
+            problems.append(f"engine {self.engine}: lent blocks not held once: {unheld[:8]}")
+        return problems
+
+    def close(self) -> None:
+        """See ``interface.EngineBackend.close``."""
+        self._context.destroy(linger=0)
+
+
+def _ready_response(config: VllmConfig) -> bytes:
+    """Return what ``EngineCoreProc._make_ready_response`` would for the widest layout."""
+    parallel, scheduler, cache = (
+        config.parallel_config,
+        config.scheduler_config,
+        config.cache_config,
+    )
+    response = EngineCoreReadyResponse(
+        max_model_len=config.model_config.max_model_len,
+        num_gpu_blocks=cache.num_gpu_blocks or 0,
+        block_size=cache.block_size,
+        dp_stats_address=None,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        vllm_version=VLLM_VERSION,
+        world_size=parallel.world_size,
+        data_parallel_size=1,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        data_parallel_rank=0,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        instance_id=config.instance_id,
+        supports_lora=False,
+        max_loras=0,
+        effective_attention_block_size=cache.effective_attention_block_size,
+    )
+    return msgspec.msgpack.encode(response)
+
+
+def run_scheduler(node: NodeConfig, engine: int) -> None:
+    """Process entry: start the cores with the runners, then serve the controller."""
+    backend = VllmBackend(node, engine)
+    transport = ZmqAgentTransport(
+        engine, Addresses(node.runtime_dir), node.api_servers, backend.pollables()
+    )
+    Agent(backend, transport, startup_seconds=backend.startup_seconds).run()

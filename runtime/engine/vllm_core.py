@@ -1,0 +1,265 @@
+"""A unit: a stock vLLM ``EngineCore`` driven by Shoal's own loop.
+
+vLLM's ``EngineCore.step_with_batch_queue`` schedules one step and then blocks for an older one.
+Here the two halves are apart, so the engine can answer its controller at any moment between them:
+those moments are its safe points.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from policies.partition import Group, leader_of
+from runtime.engine import steps
+from runtime.engine.executor import UnitExecutor
+from runtime.engine.interface import CoreLoad, CoreOutputs, Lease
+from runtime.engine.lease import GroupLease
+
+LEASE_CHUNK = 16
+"""Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was queued for the runners and not collected."""
+
+    seq: int
+    scheduled: SchedulerOutput
+    future: "Future[Any]"
+
+
+class VllmCore:
+    """Implements ``interface.Core`` over one ``EngineCore``.
+
+    Args:
+        group: the unit's engines.
+        config: the layout's vLLM configuration; the members' runners must be reading this unit's
+            queue, because creating the ``EngineCore`` starts their workers.
+        log_stats: whether vLLM's scheduler makes statistics.
+    """
+
+    def __init__(self, group: Group, config: VllmConfig, *, log_stats: bool) -> None:
+        self.group = group
+        self.engine_core = EngineCore(config, UnitExecutor, log_stats)
+        self.supported_tasks = self.engine_core.get_supported_tasks()
+        self._scheduler: Any = self.engine_core.scheduler
+        self._executor: UnitExecutor = self.engine_core.model_executor
+        self._depth = self.engine_core.batch_queue_size
+        self._in_flight: deque[InFlight] = deque()
+        # A step whose sampling waits for the output of the step before it (grammars).
+        self._deferred: InFlight | None = None
+        # The scheduler had nothing to run: asking again is useless until something changes.
+        self._stalled = False
+        self._outputs: list[CoreOutputs] = []
+        self._finished: list[str] = []
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder = MsgpackEncoder()
+        self._lease = GroupLease(group, self.block_pool) if len(group) > 1 else None
+
+    @property
+    def block_pool(self) -> Any:
+        """The core's ``vllm.v1.core.block_pool.BlockPool``: virtual blocks in a group."""
+        return self._scheduler.kv_cache_manager.block_pool
+
+    # --- requests ---
+
+    def add(self, request_id: str, frames: Sequence[Any]) -> None:
+        """See ``interface.Core.add``."""
+        request = self._decoder.decode(frames)
+        try:
+            self.engine_core.add_request(*self.engine_core.preprocess_add_request(request))
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error)) from error
+        self._stalled = False
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See ``interface.Core.abort``."""
+        self.engine_core.abort_requests(list(request_ids))
+        self._stalled = False
+
+    # --- steps ---
+
+    def advance(self) -> bool:
+        """See ``interface.Core.advance``."""
+        collected = self.collect()
+        return self._dispatch() or collected
+
+    def collect(self) -> bool:
+        """See ``interface.Core.collect``."""
+        collected = False
+        while self._in_flight and self._in_flight[0].future.done():
+            self._collect_one(self._in_flight.popleft())
+            collected = True
+        return collected
+
+    def _collect_one(self, step: InFlight) -> None:
+        outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
+        self._stalled = False
+        for client_index, client_outputs in outputs.items():
+            client_outputs.engine_index = leader_of(self.group)
+            self._finished += [
+                output.request_id for output in client_outputs.outputs if output.finished
+            ]
+            self._outputs.append(CoreOutputs(client_index, self._encoder.encode(client_outputs)))
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            grammar = self._scheduler.get_grammar_bitmask(deferred.scheduled)
+            self._executor.sample_step(deferred.seq, grammar)
+
+    def _dispatch(self) -> bool:
+        if self._stalled or self._deferred or len(self._in_flight) >= self._depth:
+            return False
+        if not self._scheduler.has_requests():
+            return False
+        scheduled = self._scheduler.schedule()
+        if not scheduled.total_num_scheduled_tokens:
+            # Nothing can run before a step in flight ends, blocks come free or a request arrives.
+            self._stalled = True
+            if not _tells_runners(scheduled):
+                return False
+        sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
+        grammar = self._grammar(scheduled) if sample else None
+        seq, future = self._executor.run_step(scheduled, grammar, sample=sample)
+        step = InFlight(seq, scheduled, future)
+        self._in_flight.append(step)
+        if not sample:
+            self._deferred = step
+        return True
+
+    def _grammar(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
+        if not scheduled.total_num_scheduled_tokens:
+            return None
+        return self._scheduler.get_grammar_bitmask(scheduled)
+
+    def take_outputs(self) -> list[CoreOutputs]:
+        """See ``interface.Core.take_outputs``."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_finished(self) -> list[str]:
+        """See ``interface.Core.take_finished``."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def in_flight(self) -> int:
+        """See ``interface.Core.in_flight``."""
+        return len(self._in_flight)
+
+    @property
+    def num_requests(self) -> int:
+        """See ``interface.Core.num_requests``."""
+        return len(self._scheduler.requests)
+
+    @property
+    def load(self) -> CoreLoad:
+        """See ``interface.Core.load``."""
+        running, waiting = self._scheduler.get_request_counts()
+        return CoreLoad(running, waiting, int(self.block_pool.get_num_free_blocks()))
+
+    # --- group cores ---
+
+    @property
+    def _group_lease(self) -> GroupLease:
+        if self._lease is None:
+            raise TypeError("a single engine has no lease")
+        return self._lease
+
+    def bind(self, epoch: int, lease: Lease, seed: int) -> None:
+        """See ``interface.Core.bind``."""
+        virtual = self._group_lease.open(lease)
+        self._executor.channel.send(steps.Bind(epoch, virtual, _plain(lease), seed))
+        self._stalled = False
+
+    def grow(self, lease: Lease) -> None:
+        """See ``interface.Core.grow``."""
+        virtual = self._group_lease.open(lease)
+        self._executor.channel.send(steps.Extend(virtual, _plain(lease)))
+        self._stalled = False
+
+    def release(self, epoch: int) -> Lease:
+        """See ``interface.Core.release``."""
+        self._executor.channel.send(steps.Detach(epoch))
+        return self._group_lease.close()
+
+    def shrink(self, keep: int) -> Lease:
+        """See ``interface.Core.shrink``."""
+        return self._group_lease.close(keep)
+
+    @property
+    def blocks_wanted(self) -> int:
+        """See ``interface.Core.blocks_wanted``."""
+        if self._lease is None:
+            return 0
+        waiting = sum(
+            -(-(request.num_tokens + 1) // self.engine_core.vllm_config.cache_config.block_size)
+            for request in self._scheduler.waiting
+        )
+        # Each running request may cross into a new block before the next chance to grow.
+        lacking = len(self._scheduler.running) + waiting - self._lease.num_free
+        return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
+
+    @property
+    def lease_blocks(self) -> int:
+        """See ``interface.Core.lease_blocks``."""
+        return self._lease.num_open if self._lease is not None else 0
+
+    # --- lending (single cores) ---
+
+    def wake(self) -> None:
+        """Blocks came free: the scheduler may have something to run again."""
+        self._stalled = False
+
+    def preempt_last(self) -> bool:
+        """Preempt the latest running request: its blocks come free, it is recomputed later.
+
+        The body of ``Scheduler.reset_prefix_cache(reset_running_requests=True)`` for one request.
+        Returns whether there was one. Only while no step is in flight.
+        """
+        if not self._scheduler.running:
+            return False
+        request = self._scheduler.running.pop()
+        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return True
+
+    def evict_prefix_cache(self) -> None:
+        """Forget every cached prefix.
+
+        Also while blocks are lent or held, when vLLM's ``BlockPool.reset_prefix_cache`` refuses.
+        """
+        self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
+
+    def check_integrity(self) -> list[str]:
+        """See ``interface.Core.check_integrity``."""
+        name = f"core {list(self.group)}"
+        problems = self._lease.check_integrity() if self._lease is not None else []
+        if self.num_requests == 0 and self._lease is not None:
+            held = self._lease.num_open - self._lease.num_free
+            if held:
+                problems.append(f"{name}: {held} virtual blocks held by no request")
+        waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
+        if waiting + running > self.num_requests:
+            problems.append(f"{name}: {waiting + running} queued, {self.num_requests} known")
+        return problems
+
+
+def _tells_runners(scheduled: SchedulerOutput) -> bool:
+    """Return whether a step without tokens still carries news for the runners."""
+    return bool(scheduled.finished_req_ids or scheduled.preempted_req_ids)
+
+
+def _awaits_tokens(scheduled: SchedulerOutput) -> bool:
+    return bool(scheduled.pending_structured_output_tokens)
+
+
+def _plain(lease: Lease) -> dict[int, list[int]]:
+    return {member: list(blocks) for member, blocks in lease.items()}
