@@ -1,0 +1,109 @@
+"""What a policy wants, frozen, and the check that it can be done."""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from policies.partition import Group, Partition, PartitionError, parse_partition
+from policies.snapshot import PoolRequest, Snapshot, UnitState
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Hand a request of the pool to a unit, which starts it now."""
+
+    request_id: str
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a policy wants done now; the empty plan keeps all as it is."""
+
+    dispatches: tuple[Dispatch, ...] = ()
+    target: Partition | None = None
+    """Partition to switch to; None keeps the one there is."""
+    treatment: Literal["sequential", "hard"] = "sequential"
+    """What happens to the requests that run on the units of the switch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A named pure function from a snapshot to a plan."""
+
+    name: str
+    plan: "PlanFunction"
+    decides_layout: bool
+    """Whether the policy sets targets: then nobody else may."""
+
+
+class PlanFunction(Protocol):
+    """Pure: the same snapshot gives the same plan."""
+
+    def __call__(self, snapshot: Snapshot, /) -> Plan:
+        """Return what to do now."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be done in the snapshot it was made for; the message says why."""
+
+
+@dataclass(slots=True)
+class Room:
+    """What is left of a unit while a plan's dispatches are added up."""
+
+    unit: UnitState
+    slots: int = field(init=False)
+    blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = self.unit.free_slots if self.unit.serving else 0
+        self.blocks = self.unit.free_blocks
+
+    def takes(self, request: PoolRequest) -> bool:
+        """Return whether the unit can start the request after what it was given already."""
+        return (
+            self.slots > 0
+            and self.unit.can_hold(request)
+            and self.unit.blocks_for(request) <= self.blocks
+        )
+
+    def take(self, request: PoolRequest) -> None:
+        """Count the request in."""
+        self.slots -= 1
+        self.blocks -= self.unit.blocks_for(request)
+
+
+def check_plan(plan: Plan, snapshot: Snapshot) -> None:
+    """Check that every dispatch can start at once and that the target can be formed.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    requests = {request.request_id: request for request in snapshot.pool}
+    rooms = {unit.group: Room(unit) for unit in snapshot.units}
+    for dispatch in plan.dispatches:
+        request = requests.pop(dispatch.request_id, None)
+        room = rooms.get(dispatch.group)
+        if request is None:
+            raise PlanError(
+                f"request {dispatch.request_id} is not in the pool, or twice in the plan"
+            )
+        if room is None:
+            raise PlanError(f"{list(dispatch.group)} is no unit")
+        if not room.takes(request):
+            raise PlanError(f"unit {list(dispatch.group)} cannot start {dispatch.request_id} now")
+        room.take(request)
+    if plan.target is not None:
+        _check_target(plan.target, snapshot)
+
+
+def _check_target(target: Partition, snapshot: Snapshot) -> None:
+    try:
+        canonical = parse_partition(target, engines=snapshot.engines, max_group=snapshot.max_group)
+    except PartitionError as error:
+        raise PlanError(str(error)) from error
+    if canonical != target:
+        raise PlanError("the target's units are not in order")
+    for group in target:
+        if len(group) > 1 and snapshot.dead.intersection(group):
+            raise PlanError(f"unit {list(group)} names a dead engine")

@@ -1,0 +1,230 @@
+"""What the controller knows: engines, the partition, and where every request is.
+
+Plain bookkeeping: nothing here sends a message or decides anything.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from policies.partition import Group, Partition, leader_of, singles
+from policies.snapshot import PoolRequest
+from runtime import messages as m
+from runtime import wire
+
+
+class EngineState(enum.StrEnum):
+    """How an engine is."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    SILENT = "silent"
+    """It did not answer in time; it is left alone until it does."""
+    DEAD = "dead"
+
+
+class Outcome(enum.StrEnum):
+    """How a request left the node."""
+
+    FINISHED = "finished"
+    """By its engine: done, or refused there with an error."""
+    ABORTED = "aborted"
+    """By its client."""
+    TOO_LONG = "too_long"
+    """No group that this node can form holds it."""
+    LOST = "lost"
+    """Its engine died."""
+
+
+class Engine(msgspec.Struct):
+    """One engine."""
+
+    number: int
+    state: EngineState = EngineState.STARTING
+    ready: m.EngineReady | None = None
+    reason: str | None = None
+    """Why it is silent or dead."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request, from its arrival on."""
+
+    id: str
+    client: int
+    """Number of the front end that sent it."""
+    frames: list[bytes]
+    """vLLM's own payload."""
+    seen: PoolRequest
+    """What policies see of it."""
+
+
+class CoreBook(msgspec.Struct):
+    """The requests of one group's core, bound now or not."""
+
+    group: Group
+    requests: dict[str, Request] = {}
+    """In the order they were sent there."""
+    sent: int = 0
+    """``AddRequest`` messages ever sent for this group."""
+    load: m.Load | None = None
+    """The last report."""
+
+    @property
+    def uncounted(self) -> list[Request]:
+        """Requests whose KV blocks the last report does not count as taken: the latest ones."""
+        if self.load is None:
+            return list(self.requests.values())
+        count = self.sent - self.load.added + self.load.waiting
+        return list(self.requests.values())[-count:] if count else []
+
+
+class Book:
+    """All of it, for one node.
+
+    Args:
+        engines: number of engines.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self.engines = [Engine(number) for number in range(engines)]
+        self.partition: Partition = singles(engines)
+        self.bound: dict[Group, int] = {}
+        """Epoch of the bind of every group of the partition with more than one engine."""
+        self.cores: dict[Group, CoreBook] = {}
+        self.outcomes: Counter[Outcome] = Counter()
+        self.stale = 0
+        """Switch messages that came too late and were dropped."""
+        self._where: dict[str, Group] = {}
+        self._epoch = 0
+
+    def next_epoch(self) -> int:
+        """Return an epoch higher than any before."""
+        self._epoch += 1
+        return self._epoch
+
+    # --- engines ------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """Whether every engine has been ready."""
+        return all(engine.ready is not None for engine in self.engines)
+
+    def in_state(self, *states: EngineState) -> frozenset[int]:
+        """Return the engines in one of these states."""
+        return frozenset(engine.number for engine in self.engines if engine.state in states)
+
+    def serves(self, group: Group) -> bool:
+        """Return whether every engine of the group is well."""
+        return all(self.engines[engine].state is EngineState.SERVING for engine in group)
+
+    def silence(self, engines: Iterable[int], reason: str) -> None:
+        """Note that engines do not answer."""
+        for engine in engines:
+            if self.engines[engine].state is EngineState.SERVING:
+                self.engines[engine].state = EngineState.SILENT
+                self.engines[engine].reason = reason
+
+    def limits(self, group: Group) -> m.LayoutLimits:
+        """Return what the group's layout can hold.
+
+        Raises:
+            LookupError: its leader is not ready, or does not know the layout.
+        """
+        ready = self.engines[leader_of(group)].ready
+        for limits in ready.layouts if ready is not None else ():
+            if limits.degree == len(group):
+                return limits
+        raise LookupError(f"no limits known for unit {list(group)}")
+
+    def num_blocks(self, engine: int) -> int:
+        """Return the size of an engine's pool; 0 before it is ready."""
+        ready = self.engines[engine].ready
+        return 0 if ready is None else ready.num_blocks
+
+    # --- partition ----------------------------------------------------------------------------
+
+    def unit_of(self, engine: int) -> Group:
+        """Return the unit that an engine is in."""
+        return next(group for group in self.partition if engine in group)
+
+    def set_bound(self, group: Group, epoch: int) -> None:
+        """Make a unit of engines that were alone."""
+        rest = [unit for unit in self.partition if not set(unit) & set(group)]
+        self.partition = tuple(sorted([*rest, group]))
+        self.bound[group] = epoch
+
+    def set_free(self, group: Group) -> None:
+        """Make each engine of a unit a unit of its own."""
+        rest = [unit for unit in self.partition if unit != group]
+        self.partition = tuple(sorted([*rest, *((engine,) for engine in group)]))
+        self.bound.pop(group, None)
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def core(self, group: Group) -> CoreBook:
+        """Return the book of a group's core."""
+        return self.cores.setdefault(group, CoreBook(group))
+
+    def place(self, request: Request, group: Group) -> None:
+        """Note that a request was sent to a unit."""
+        core = self.core(group)
+        core.requests[request.id] = request
+        core.sent += 1
+        self._where[request.id] = group
+
+    def where(self, request_id: str) -> Group | None:
+        """Return the unit that a request was sent to."""
+        return self._where.get(request_id)
+
+    def remove(self, request_id: str, outcome: Outcome) -> Request | None:
+        """Forget a request that was sent to a unit; None if it is not known (any more)."""
+        group = self._where.pop(request_id, None)
+        if group is None:
+            return None
+        self.outcomes[outcome] += 1
+        return self.cores[group].requests.pop(request_id)
+
+    def paused_in(self, unit: Group) -> int:
+        """Return the requests that wait for another unit of this unit's engines to be back."""
+        return sum(
+            len(core.requests)
+            for core in self.cores.values()
+            if core.group != unit
+            and leader_of(core.group) in unit
+            and core.group not in self.partition
+        )
+
+    def check_integrity(self) -> list[str]:
+        """Return one line per broken invariant."""
+        problems = []
+        covered = sorted(engine for group in self.partition for engine in group)
+        if covered != [engine.number for engine in self.engines]:
+            problems.append(f"controller: partition {self.partition} is not one")
+        if set(self.bound) != {group for group in self.partition if len(group) > 1}:
+            problems.append(f"controller: bound groups {sorted(self.bound)} are not the units")
+        placed = {id_: core.group for core in self.cores.values() for id_ in core.requests}
+        if placed != self._where:
+            problems.append("controller: a request is in two units, or in none")
+        return problems
+
+
+def pool_request(view: wire.RequestView, *, longest: int, now: float) -> PoolRequest:
+    """Return what policies see of a request.
+
+    Args:
+        view: the request as it came.
+        longest: tokens of the longest sequence that the node takes. A front end bounds a request
+            without ``max_tokens`` by what this leaves: such a bound asks for no room.
+        now: arrival, seconds.
+    """
+    sampling = view.sampling_params or wire.Sampling()
+    bound = view.prompt_tokens + (sampling.max_tokens or 1)
+    return PoolRequest(
+        request_id=view.request_id,
+        prompt_tokens=view.prompt_tokens,
+        total_tokens=bound if bound < longest else min(view.prompt_tokens + 1, bound),
+        priority=view.priority,
+        arrival=now,
+    )

@@ -1,0 +1,470 @@
+"""The controller's loop: what arrives, what the policy wants, what is sent.
+
+Three kinds of messages arrive: requests in vLLM's format from the front ends, calls from front ends
+and the supervisor, and the engines' reports. After each batch of them the policy is asked once.
+"""
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Collection
+
+import msgspec
+
+from policies.partition import Partition, PartitionError, layout_name, leader_of, parse_partition
+from policies.plan import Plan, PlanError, check_plan
+from policies.registry import get_policy
+from runtime import messages as m
+from runtime import wire
+from runtime.clock import Clock, monotonic
+from runtime.config import Addresses, NodeConfig
+from runtime.controller import views
+from runtime.controller.audit import Audit
+from runtime.controller.book import Book, EngineState, Outcome, Request, pool_request
+from runtime.controller.capacity import Capacity
+from runtime.controller.leases import Leases
+from runtime.controller.pool import TaskPool
+from runtime.controller.switch import Switch
+from runtime.transport import (
+    SUPERVISOR,
+    Arrival,
+    Channel,
+    ControllerTransport,
+    ZmqControllerTransport,
+    front_identity,
+)
+
+log = logging.getLogger("shoal.controller")
+
+SWITCHES_KEPT = 32
+"""Past switches that ``GET /admin/layout`` shows."""
+POLICY_TIMEOUT_SECONDS = 600.0
+"""How long requests may take to end in a sequential switch that the policy asked for."""
+RETRY_SECONDS = 5.0
+"""Pause after a failed switch before the policy may ask for another."""
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """Who waits for a switch, and the number of the call."""
+
+    peer: str
+    number: int
+
+
+class Controller:
+    """One node's controller.
+
+    Args:
+        config: the node.
+        transport: the way to everybody.
+        clock: monotonic seconds; injected so that tests own it.
+        wall: seconds since the epoch, for people to read.
+
+    Raises:
+        UnknownPolicyError: ``config.policy`` names none.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        transport: ControllerTransport,
+        *,
+        clock: Clock = monotonic,
+        wall: Clock = time.time,
+    ) -> None:
+        self.book = Book(config.engines)
+        self.pool = TaskPool()
+        self.leases = Leases(self.book, transport)
+        self.switches: deque[m.SwitchView] = deque(maxlen=SWITCHES_KEPT)
+        self._policy = get_policy(config.policy)
+        self._capacity = Capacity(config, self.book, self.leases, self.pool)
+        self._config = config
+        self._transport = transport
+        self._clock = clock
+        self._wall = wall
+        self._switch: Switch | None = None
+        self._caller: _Call | None = None
+        self._audit: Audit | None = None
+        self._later: deque[tuple[str, m.SetLayout | m.AuditNode]] = deque()
+        self._retry_at = 0.0
+        self._outcomes: Counter[str] = Counter()
+
+    # --- loop ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve for ever; ends with the process."""
+        try:
+            while True:
+                self.turn()
+        finally:
+            self._transport.close()
+
+    def turn(self, timeout: float | None = None) -> None:
+        """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
+        self._transport.wait(self._patience(timeout))
+        for arrival in self._transport.receive():
+            self._take(arrival)
+        if self._switch is not None:
+            self._switch.tick()
+        self._end_switch()
+        self._end_audit()
+        self._take_deferred()
+        if self.book.started:
+            self._decide()
+
+    def _patience(self, timeout: float | None) -> float | None:
+        due = [
+            self._switch.deadline if self._switch is not None else None,
+            self._audit.deadline if self._audit is not None else None,
+        ]
+        now = self._clock()
+        if self._policy.decides_layout and self._retry_at > now:
+            due.append(self._retry_at)
+        waits = [timeout, *(max(0.0, at - now) for at in due if at is not None)]
+        return min((seconds for seconds in waits if seconds is not None), default=None)
+
+    def _take(self, arrival: Arrival) -> None:
+        try:
+            match arrival.channel:
+                case Channel.ENGINE:
+                    self._take_report(m.decode_to_controller(arrival.frames[0]))
+                case Channel.CONTROL:
+                    self._take_call(arrival.peer, m.decode_control(arrival.frames[0]))
+                case Channel.FRONT:
+                    self._take_request(arrival.frames[0], arrival.frames[1:])
+        except msgspec.DecodeError as error:
+            log.error("dropped a malformed message from %s: %s", arrival.peer, error)
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _take_request(self, kind: bytes, frames: list[bytes]) -> None:
+        if kind == wire.RequestType.ADD.value:
+            self._add(frames)
+        elif kind == wire.RequestType.ABORT.value:
+            self._abort(wire.decode_abort(frames))
+        elif kind == wire.RequestType.UTILITY.value:
+            self._utility(frames)
+        else:
+            log.error("dropped a front end's message of unknown type %r", kind)
+
+    def _add(self, frames: list[bytes]) -> None:
+        view = wire.decode_request(frames)
+        if view.request_id in self.pool or self.book.where(view.request_id) is not None:
+            log.error("dropped request %s: there is one of this id", view.request_id)
+            return
+        seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
+        request = Request(view.request_id, view.client_index, frames, seen)
+        if self._capacity.holds(seen):
+            self.pool.add(request)
+        else:
+            self._fail([request], Outcome.TOO_LONG)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        by_leader: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            if self.pool.remove(request_id) is not None:
+                self.book.outcomes[Outcome.ABORTED] += 1
+                continue
+            group = self.book.where(request_id)
+            if group is not None:
+                self.book.remove(request_id, Outcome.ABORTED)
+                by_leader.setdefault(leader_of(group), []).append(request_id)
+        for engine, ids in by_leader.items():
+            self._transport.to_engine(engine, m.AbortRequests(ids))
+
+    def _utility(self, frames: list[bytes]) -> None:
+        alive = sorted(self.book.in_state(EngineState.SERVING))
+        for engine in alive:
+            self._transport.to_engine(engine, m.Utility(answer=engine == alive[0]), frames)
+        if not alive:
+            call = wire.decode_utility(frames)
+            failure = wire.encode_utility_failure(call.call_id, "no engine is left")
+            self._transport.to_front(call.client_index, [failure])
+
+    def _fail(self, requests: list[Request], outcome: Outcome) -> None:
+        """End requests with an error; they are in no book (any more)."""
+        by_client: dict[int, list[str]] = {}
+        for request in requests:
+            by_client.setdefault(request.client, []).append(request.id)
+        for client, ids in by_client.items():
+            log.warning("requests end with an error (%s): %s", outcome, ", ".join(ids))
+            self._transport.to_front(client, [wire.encode_finish(ids, wire.FinishReason.ERROR)])
+
+    # --- engines' reports ---------------------------------------------------------------------
+
+    def _take_report(self, message: m.ToController) -> None:
+        if self._sender(message) in self.book.in_state(EngineState.DEAD):
+            return
+        match message:
+            case m.Load():
+                self._take_load(message)
+            case m.Prepared() | m.Committed() | m.Released() | m.Resumed():
+                self._take_answer(message)
+            case m.NeedBlocks():
+                self.leases.need(message)
+            case m.Lent():
+                self.leases.lent(message)
+            case m.Returning():
+                self.leases.returning(message)
+            case m.Integrity():
+                if self._audit is not None:
+                    self._audit.answer(message)
+            case m.EngineReady():
+                self._take_ready(message)
+            case m.EngineFailed(engine, error):
+                self._lose([engine], error)
+
+    @staticmethod
+    def _sender(message: m.ToController) -> int:
+        if isinstance(message, m.Released | m.NeedBlocks | m.Returning):
+            return leader_of(message.group)
+        return message.engine
+
+    def _take_ready(self, message: m.EngineReady) -> None:
+        engine = self.book.engines[message.engine]
+        engine.ready, engine.state = message, EngineState.SERVING
+        if self.book.started:
+            self._greet_fronts()
+
+    def _greet_fronts(self) -> None:
+        ready = [engine.ready for engine in self.book.engines if engine.ready is not None]
+        greeting = wire.merge_ready_responses(
+            [answer.ready_response for answer in ready],
+            max_model_len=self._capacity.longest,
+            num_blocks=sum(answer.num_blocks for answer in ready),
+        )
+        for index in range(self._config.api_servers):
+            self._transport.greet_front(index, greeting)
+
+    def _take_load(self, load: m.Load) -> None:
+        self.book.core(load.group).load = load
+        for request_id in load.finished:
+            self.book.remove(request_id, Outcome.FINISHED)
+
+    def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
+        if isinstance(message, m.Resumed):
+            engine = self.book.engines[message.engine]
+            if engine.state is EngineState.SILENT:
+                engine.state, engine.reason = EngineState.SERVING, None
+                log.warning("engine %d answers again", message.engine)
+        if self._switch is None or not self._switch.handle(message):
+            self.book.stale += 1
+
+    def _lose(self, engines: Collection[int], reason: str) -> None:
+        """Go on without engines that died, and without those that died with them."""
+        gone = {tied for engine in engines for tied in self._tied(engine)}
+        gone -= self.book.in_state(EngineState.DEAD)
+        if not gone:
+            return
+        log.error("engines %s are lost: %s", sorted(gone), reason)
+        for number in gone:
+            engine = self.book.engines[number]
+            engine.state, engine.reason = EngineState.DEAD, reason
+        for group in [group for group in self.book.bound if gone.intersection(group)]:
+            if self._switch is None or not self._switch.is_released(group):
+                self.book.set_free(group)
+        self.leases.lose(gone)
+        self._lose_requests(gone)
+        if self._audit is not None:
+            self._audit.lose(gone)
+        if self._switch is not None:
+            self._switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
+        self._transport.to_control(SUPERVISOR, m.KillEngines(sorted(gone), reason))
+
+    def _tied(self, engine: int) -> frozenset[int]:
+        """Return the engines that cannot go on without this one."""
+        unit = self.book.unit_of(engine)
+        switch = self._switch
+        if unit in self.book.bound and (switch is None or not switch.is_released(unit)):
+            return frozenset(unit)
+        return frozenset({engine}) if switch is None else switch.tied(engine)
+
+    def _lose_requests(self, gone: Collection[int]) -> None:
+        """End the requests whose KV was (also) on dead engines, and those nobody can hold now."""
+        lost = []
+        for core in list(self.book.cores.values()):
+            if not set(gone).intersection(core.group) or not core.requests:
+                continue
+            ids = list(core.requests)
+            if leader_of(core.group) not in gone:
+                self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
+            removed = [self.book.remove(request_id, Outcome.LOST) for request_id in ids]
+            lost += [request for request in removed if request is not None]
+        for request in self.pool.all():
+            if not self._capacity.holds(request.seen):
+                self.pool.remove(request.id)
+                lost.append(request)
+        self._fail(lost, Outcome.LOST)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def _take_call(self, peer: str, message: m.ToControllerControl) -> None:
+        match message:
+            case m.GetLayout(call):
+                self._transport.to_control(peer, self._layout(call))
+            case m.SetLayout():
+                if self._audit is not None:
+                    self._later.append((peer, message))
+                else:
+                    self._set_layout(peer, message)
+            case m.AuditNode():
+                if self._audit is not None or self._switch is not None:
+                    self._later.append((peer, message))
+                else:
+                    self._start_audit(peer, message)
+            case m.EngineDied(engine, reason):
+                self._lose([engine], reason)
+
+    def _take_deferred(self) -> None:
+        """Take the calls that waited for a switch or an audit to end, while nothing is running."""
+        while self._later and self._audit is None and self._switch is None:
+            self._take_call(*self._later.popleft())
+
+    def _layout(self, call: int) -> m.LayoutView:
+        reason = views.not_ready_reason(self.book)
+        return m.LayoutView(
+            call=call,
+            engines=views.engine_views(self.book, self.leases),
+            units=views.unit_views(self.book, self.leases, self._busy),
+            switches=list(self.switches),
+            waiting=len(self.pool),
+            policy=self._policy.name,
+            ready=reason is None,
+            reason=reason,
+            switches_total=dict(self._outcomes),
+        )
+
+    @property
+    def _busy(self) -> frozenset[int]:
+        return frozenset() if self._switch is None else self._switch.engines
+
+    def _set_layout(self, peer: str, message: m.SetLayout) -> None:
+        status, error = 200, ""
+        target: Partition = ()
+        try:
+            target = parse_partition(
+                message.units, engines=self._config.engines, max_group=self._config.max_group
+            )
+        except PartitionError as problem:
+            status, error = 400, str(problem)
+        else:
+            status, error = self._refusal(target)
+        if error:
+            self._transport.to_control(peer, m.CallFailed(message.call, status, error))
+            return
+        self._start_switch(target, message.treatment, message.timeout_seconds)
+        self._caller = _Call(peer, message.call)
+        self._end_switch()
+
+    def _refusal(self, target: Partition) -> tuple[int, str]:
+        """Return the HTTP status and the reason why a target cannot be switched to now."""
+        if not self.book.started:
+            return 503, str(views.not_ready_reason(self.book))
+        if self._switch is not None:
+            return 409, "a switch is running: ask again when it is over"
+        if self._policy.decides_layout:
+            return 409, f"the layout is decided by the policy {self._policy.name!r}"
+        gone = self.book.in_state(EngineState.DEAD, EngineState.SILENT)
+        for group in target:
+            lost = sorted(gone.intersection(group))
+            if len(group) > 1 and lost and group not in self.book.partition:
+                return 503, f"unit {list(group)} needs engines {lost}, which do not answer"
+        return 200, ""
+
+    # --- switches -----------------------------------------------------------------------------
+
+    def _start_switch(self, target: Partition, treatment: m.Treatment, timeout: float) -> None:
+        self._switch = Switch(
+            self.book,
+            self.leases,
+            self._transport,
+            clock=self._clock,
+            lose=self._lose,
+            target=target,
+            treatment=treatment,
+            timeout=timeout,
+            answer_timeout=self._config.prepare_timeout_seconds,
+            lease=self._capacity.lease_for,
+            seed=lambda epoch: (self._config.seed + epoch) % 2**31,
+        )
+
+    def _end_switch(self) -> None:
+        switch = self._switch
+        if switch is None or not switch.done:
+            return
+        self._switch = None
+        view = views.switch_view(switch, self.book.partition, at=self._wall(), now=self._clock())
+        self.switches.append(view)
+        self._outcomes[switch.outcome] += 1
+        if switch.error is not None:
+            log.error("switch to %s failed: %s", list(switch.target), switch.error)
+            self._retry_at = self._clock() + RETRY_SECONDS
+        caller, self._caller = self._caller, None
+        if caller is not None:
+            failed = m.CallFailed(caller.number, switch.status, switch.error or "")
+            done = m.SwitchDone(caller.number, view)
+            self._transport.to_control(caller.peer, done if switch.error is None else failed)
+
+    # --- audit --------------------------------------------------------------------------------
+
+    def _start_audit(self, peer: str, message: m.AuditNode) -> None:
+        deadline = self._clock() + self._config.prepare_timeout_seconds
+        audit = Audit(message.call, peer, deadline)
+        self._audit = self.leases.audit = audit
+        for engine in sorted(self.book.in_state(EngineState.SERVING)):
+            leases = {g: n for g, n in self.leases.opened.items() if leader_of(g) == engine}
+            audit.ask(engine, self.leases.blocks_of(engine), leases)
+            self._transport.to_engine(engine, m.CheckIntegrity(message.call))
+
+    def _end_audit(self) -> None:
+        audit = self._audit
+        if audit is None:
+            return
+        if audit.deadline <= self._clock():
+            audit.time_out()
+        if audit.done:
+            self._audit = self.leases.audit = None
+            own = self.book.check_integrity() + self.leases.check_integrity()
+            answer = m.AuditDone(audit.call, own + audit.problems)
+            self._transport.to_control(audit.peer, answer)
+
+    # --- decisions ----------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Ask the policy and do what it wants; a plan that cannot be done changes nothing."""
+        now = self._clock()
+        held = self._switch is not None or self._audit is not None or now < self._retry_at
+        snapshot = self._capacity.snapshot(now, switching=held, busy=self._busy)
+        try:
+            plan = self._policy.plan(snapshot)
+            check_plan(plan, snapshot)
+        except PlanError as error:
+            log.error("policy %s: invalid plan: %s", self._policy.name, error)
+            return
+        except Exception:
+            # A policy is code of others: the node goes on without its advice.
+            log.exception("policy %s failed", self._policy.name)
+            return
+        self._dispatch(plan)
+        if plan.target is not None and not held and plan.target != self.book.partition:
+            treatment = m.Treatment(plan.treatment)
+            self._start_switch(plan.target, treatment, POLICY_TIMEOUT_SECONDS)
+
+    def _dispatch(self, plan: Plan) -> None:
+        for dispatch in plan.dispatches:
+            request = self.pool.remove(dispatch.request_id)
+            if request is None:
+                raise LookupError(f"request {dispatch.request_id} is not in the pool")
+            group = dispatch.group
+            self.book.place(request, group)
+            add = m.AddRequest(group, request.id)
+            self._transport.to_engine(leader_of(group), add, request.frames)
+            placed = m.Placed(request.id, group, layout_name(group))
+            self._transport.to_control(front_identity(request.client), placed)
+
+
+def run_controller(config: NodeConfig) -> None:
+    """Entry of the controller's process."""
+    logging.basicConfig(format="controller: %(message)s", level=logging.WARNING)
+    transport = ZmqControllerTransport(Addresses(config.runtime_dir), config.api_servers)
+    Controller(config, transport).run()

@@ -1,0 +1,364 @@
+"""A switch from one partition to another, as a state machine over the engines' answers.
+
+A switch dissolves the groups that the target does not have, then forms those that are new, disjoint
+ones side by side. Each group goes through its own stages:
+
+    release:  RELEASING ──Released──> RESUMING ──Resumed from all──> DONE
+    bind:     WAITING ──members free──> PREPARING ──Prepared from all──> COMMITTING ──> DONE
+                                            └─time-out, death─> ABORTING ──Resumed──> DONE
+
+The partition changes when a group is DONE, never before. If anything fails, what can be undone is:
+the switch turns round and restores the partition it started from, as far as its engines are alive.
+A failure after ``Commit`` cannot be undone: members may be inside a collective, the group is lost.
+"""
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import msgspec
+
+from policies.partition import Group, Partition, leader_of
+from runtime import messages as m
+from runtime.clock import Clock
+from runtime.controller.book import Book, EngineState
+from runtime.controller.leases import Leases
+from runtime.transport import ControllerTransport
+
+LoseEngines = Callable[[Collection[int], str], None]
+"""Called with engines that a broken group takes down, and why."""
+
+
+class SwitchOutcome(enum.StrEnum):
+    """How a switch ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    """It turned round: the partition is the one before, without engines that were lost."""
+
+
+class Stage(enum.Enum):
+    """Where one group stands."""
+
+    WAITING = enum.auto()
+    PREPARING = enum.auto()
+    COMMITTING = enum.auto()
+    ABORTING = enum.auto()
+    RELEASING = enum.auto()
+    KEEPING = enum.auto()
+    """A sequential release took too long and is being taken back."""
+    RESUMING = enum.auto()
+    DONE = enum.auto()
+
+
+COMMITTED_STAGES = (Stage.COMMITTING, Stage.RELEASING, Stage.KEEPING)
+"""Stages in which the members may be inside the group's collectives: they live or die together."""
+
+
+class Move(msgspec.Struct):
+    """One group's bind or release."""
+
+    group: Group
+    epoch: int
+    stage: Stage
+    deadline: float | None = None
+    awaiting: set[int] = set()
+    lent: dict[int, list[int]] = {}
+
+
+class Switch:
+    """One switch.
+
+    Args:
+        book: engines and partition; the switch moves the latter.
+        leases: block books.
+        transport: the way to the engines.
+        clock: monotonic seconds.
+        lose: takes engines down that a broken group has lost.
+        target: canonical partition to reach.
+        treatment: what happens to running requests.
+        timeout: seconds that requests have to end under ``SEQUENTIAL``.
+        answer_timeout: seconds that an engine has for any other answer.
+        lease: returns the blocks that a new group's members are asked for.
+        seed: returns the shared seed of a bind, given its epoch.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        leases: Leases,
+        transport: ControllerTransport,
+        *,
+        clock: Clock,
+        lose: LoseEngines,
+        target: Partition,
+        treatment: m.Treatment,
+        timeout: float,
+        answer_timeout: float,
+        lease: Callable[[Group], int],
+        seed: Callable[[int], int],
+    ) -> None:
+        self.before = book.partition
+        self.target = target
+        self.treatment = treatment
+        self.epoch = book.next_epoch()
+        self.error: str | None = None
+        self.status = 200
+        """HTTP status of the outcome."""
+        self.started = clock()
+        self.paused = 0
+        self.resumed = 0
+        self.drained = 0
+        self._book = book
+        self._leases = leases
+        self._transport = transport
+        self._clock = clock
+        self._lose = lose
+        self._patience = timeout if treatment is m.Treatment.SEQUENTIAL else answer_timeout
+        self._answer_timeout = answer_timeout
+        self._lease = lease
+        self._seed = seed
+        self._restoring = False
+        self._moves: list[Move] = []
+        self._touched: set[int] = set()
+        self._begin(target)
+
+    # --- what others see ----------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return all(move.stage is Stage.DONE for move in self._moves)
+
+    @property
+    def outcome(self) -> SwitchOutcome:
+        """How it ended, once it is done."""
+        return SwitchOutcome.DONE if self.error is None else SwitchOutcome.FAILED
+
+    @property
+    def engines(self) -> frozenset[int]:
+        """Engines that the switch regroups: they get no new requests until it is over."""
+        return frozenset(self._touched)
+
+    @property
+    def deadline(self) -> float | None:
+        """Clock time of the next time-out."""
+        due = (move.deadline for move in self._moves if move.stage is not Stage.DONE)
+        return min((d for d in due if d is not None), default=None)
+
+    def tied(self, engine: int) -> frozenset[int]:
+        """Return the engines that die with this one because of a bind or release in progress."""
+        for move in self._moves:
+            if engine in move.group and move.stage in COMMITTED_STAGES:
+                return frozenset(move.group)
+        return frozenset({engine})
+
+    def is_released(self, group: Group) -> bool:
+        """Return whether a unit of the partition is dissolved but for its members' answers."""
+        return any(m.group == group and m.stage is Stage.RESUMING for m in self._moves)
+
+    # --- start --------------------------------------------------------------------------------
+
+    def _begin(self, target: Partition) -> None:
+        old = [g for g in self._book.partition if len(g) > 1 and g not in target]
+        new = [g for g in target if len(g) > 1 and g not in self._book.partition]
+        self._moves = [Move(g, self._book.bound[g], Stage.RELEASING) for g in old]
+        self._moves += [Move(g, self._book.next_epoch(), Stage.WAITING) for g in new]
+        self._touched.update(engine for move in self._moves for engine in move.group)
+        if self.treatment is m.Treatment.SEQUENTIAL and not self._restoring:
+            units = [unit for unit in self._book.partition if self._touched.intersection(unit)]
+            self.drained = sum(len(self._book.core(unit).requests) for unit in units)
+        for move in self._moves[: len(old)]:
+            self._await(move, Stage.RELEASING, [leader_of(move.group)], self._patience)
+            release = m.Release(move.epoch, move.group, self._treatment)
+            self._transport.to_engine(leader_of(move.group), release)
+        self._prepare_free()
+
+    @property
+    def _treatment(self) -> m.Treatment:
+        # A restored unit held no request that could be waited for: nothing was sent to it.
+        return m.Treatment.HARD if self._restoring else self.treatment
+
+    def _prepare_free(self) -> None:
+        """Start the binds whose members are alone now."""
+        for move in self._moves:
+            alone = all((engine,) in self._book.partition for engine in move.group)
+            if move.stage is Stage.WAITING and alone:
+                self._await(move, Stage.PREPARING, move.group, self._patience)
+                prepare = m.Prepare(
+                    move.epoch, move.group, self._treatment, self._lease(move.group)
+                )
+                for engine in move.group:
+                    self._transport.to_engine(engine, prepare)
+
+    def _await(self, move: Move, stage: Stage, engines: Iterable[int], seconds: float) -> None:
+        move.stage = stage
+        move.awaiting = set(engines)
+        move.deadline = self._clock() + seconds
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def handle(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> bool:
+        """Take an engine's answer; False when it is about nothing that is going on."""
+        move = next((move for move in self._moves if move.epoch == message.epoch), None)
+        if move is None:
+            return False
+        match message:
+            case m.Prepared() if move.stage is Stage.PREPARING:
+                self._prepared(move, message)
+            case m.Committed(engine=engine) if move.stage is Stage.COMMITTING:
+                self._committed(move, engine)
+            case m.Committed() if move.stage is Stage.KEEPING:
+                self._finish(move)
+            case m.Released() if move.stage in (Stage.RELEASING, Stage.KEEPING):
+                self._released(move, message)
+            case m.Resumed() if move.stage in (Stage.RESUMING, Stage.ABORTING):
+                self._resumed(move, message)
+            case _:
+                return False
+        self._settle()
+        return True
+
+    def _prepared(self, move: Move, message: m.Prepared) -> None:
+        self._leases.add(message.engine, move.group, message.blocks)
+        move.lent[message.engine] = message.blocks
+        move.awaiting.discard(message.engine)
+        self.paused += message.paused
+        if not move.awaiting:
+            self._commit(move)
+
+    def _commit(self, move: Move) -> None:
+        lease = self._leases.even_out(move.group, move.lent)
+        self._leases.open(move.group, len(lease[leader_of(move.group)]))
+        self._await(move, Stage.COMMITTING, move.group, self._answer_timeout)
+        for engine in move.group:
+            commit = m.Commit(move.epoch, move.group, self._seed(move.epoch), lease)
+            self._transport.to_engine(engine, commit)
+
+    def _committed(self, move: Move, engine: int) -> None:
+        move.awaiting.discard(engine)
+        if not move.awaiting:
+            self._book.set_bound(move.group, move.epoch)
+            self.resumed += len(self._book.core(move.group).requests)
+            self._finish(move)
+
+    def _released(self, move: Move, message: m.Released) -> None:
+        self._leases.cancel(move.group)
+        self._leases.close(move.group, message.returned)
+        self.paused += message.paused
+        self._await(move, Stage.RESUMING, self._alive(move.group), self._answer_timeout)
+        for engine in sorted(move.awaiting):
+            blocks = message.returned.get(engine, [])
+            self._transport.to_engine(engine, m.Resume(move.epoch, move.group, blocks))
+
+    def _resumed(self, move: Move, message: m.Resumed) -> None:
+        move.awaiting.discard(message.engine)
+        self.resumed += message.resumed
+        if not move.awaiting:
+            self._free(move)
+
+    def _free(self, move: Move) -> None:
+        if move.stage is Stage.RESUMING:
+            self._book.set_free(move.group)
+        self._finish(move)
+
+    def _finish(self, move: Move) -> None:
+        move.stage = Stage.DONE
+        move.awaiting.clear()
+        move.deadline = None
+
+    def _alive(self, group: Group) -> list[int]:
+        return [e for e in group if self._book.engines[e].state is not EngineState.DEAD]
+
+    # --- failures -----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Act on answers that did not come in time."""
+        now = self._clock()
+        for move in self._open_moves():
+            if move.deadline is not None and move.deadline <= now:
+                self._time_out(move)
+        self._settle()
+
+    def _open_moves(self) -> Iterator[Move]:
+        return (move for move in list(self._moves) if move.stage is not Stage.DONE)
+
+    def _time_out(self, move: Move) -> None:
+        late = sorted(move.awaiting)
+        unit = list(move.group)
+        match move.stage:
+            case Stage.PREPARING:
+                error = f"engines {late} did not reach a safe point within {self._patience:g} s"
+                if self._treatment is m.Treatment.HARD:
+                    self._book.silence(late, error)
+                self._fail(504, error)
+            case Stage.RELEASING if self._treatment is m.Treatment.SEQUENTIAL:
+                self._fail(504, f"the requests of unit {unit} did not end in {self._patience:g} s")
+            case Stage.COMMITTING | Stage.RELEASING | Stage.KEEPING:
+                error = f"engines {late} did not answer within {self._answer_timeout:g} s"
+                self._lose(move.group, f"unit {unit} is broken: {error}")
+            case Stage.RESUMING | Stage.ABORTING:
+                error = f"engines {late} did not answer within {self._answer_timeout:g} s"
+                self._book.silence(late, error)
+                self._free(move)
+                self._fail(504, error)
+
+    def _fail(self, status: int, error: str) -> None:
+        """Turn round: stop what has not happened, undo what is half done."""
+        if self.error is None:
+            self.error, self.status = error, status
+        for move in self._open_moves():
+            if move.stage is Stage.WAITING:
+                self._finish(move)
+            elif move.stage is Stage.PREPARING:
+                self._abort(move)
+            elif move.stage is Stage.RELEASING and self._treatment is m.Treatment.SEQUENTIAL:
+                self._await(move, Stage.KEEPING, [leader_of(move.group)], self._answer_timeout)
+                keep = m.KeepBound(move.epoch, move.group)
+                self._transport.to_engine(leader_of(move.group), keep)
+
+    def _abort(self, move: Move) -> None:
+        for engine, blocks in move.lent.items():
+            # The engine itself takes back what it lent in ``Prepare``.
+            self._leases.remove(engine, move.group, blocks)
+        alive = self._alive(move.group)
+        answering = [e for e in alive if self._book.engines[e].state is EngineState.SERVING]
+        self._await(move, Stage.ABORTING, answering, self._answer_timeout)
+        for engine in alive:
+            self._transport.to_engine(engine, m.AbortBind(move.epoch, move.group))
+        if not answering:
+            self._finish(move)
+
+    def lost(self, engines: Collection[int], reason: str) -> None:
+        """Go on without engines that have died; the book says already that they are dead."""
+        touched = False
+        for move in self._open_moves():
+            if not set(engines).intersection(move.group):
+                continue
+            touched = True
+            if move.stage in COMMITTED_STAGES:
+                self._finish(move)
+                continue
+            move.awaiting.difference_update(engines)
+            for engine in engines:
+                move.lent.pop(engine, None)
+            if move.stage in (Stage.RESUMING, Stage.ABORTING) and not move.awaiting:
+                self._free(move)
+        if touched:
+            self._fail(503, reason)
+            self._settle()
+
+    def _settle(self) -> None:
+        """After every change: go on to the next binds, or to the restoration of a failed switch."""
+        if self.error is None or self._restoring:
+            self._prepare_free()
+        elif self.done:
+            self._restoring = True
+            self._begin(self._restorable())
+
+    def _restorable(self) -> Partition:
+        """Return the partition before the switch, without groups that have lost an engine."""
+        units: list[Group] = []
+        for group in self.before:
+            whole = len(group) == 1 or self._book.serves(group)
+            units += [group] if whole else [(engine,) for engine in group]
+        return tuple(units)

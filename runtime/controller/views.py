@@ -1,0 +1,89 @@
+"""The node as ``GET /admin/layout`` shows it."""
+
+from collections.abc import Collection, Iterable
+
+from policies.partition import Group, layout_name
+from runtime import messages as m
+from runtime.controller.book import Book, Engine, EngineState
+from runtime.controller.leases import Leases
+from runtime.controller.switch import Switch
+
+
+def engine_views(book: Book, leases: Leases) -> list[m.EngineView]:
+    """Return every engine."""
+    return [_engine_view(engine, leases) for engine in book.engines]
+
+
+def _engine_view(engine: Engine, leases: Leases) -> m.EngineView:
+    ready = engine.ready
+    return m.EngineView(
+        engine=engine.number,
+        state=engine.state,
+        num_blocks=0 if ready is None else ready.num_blocks,
+        lent_blocks={
+            ",".join(map(str, group)): blocks
+            for group, blocks in leases.lent_by(engine.number).items()
+        },
+        startup_seconds={} if ready is None else ready.startup_seconds,
+    )
+
+
+def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[m.UnitView]:
+    """Return every unit; ``busy`` are the engines that a switch regroups."""
+    return [_unit_view(book, leases, group, busy) for group in book.partition]
+
+
+def _unit_view(book: Book, leases: Leases, group: Group, busy: Collection[int]) -> m.UnitView:
+    load = book.core(group).load
+    return m.UnitView(
+        engines=group,
+        layout=layout_name(group),
+        state="switching" if set(busy).intersection(group) else _state(book, group),
+        running=0 if load is None else load.running,
+        waiting=0 if load is None else load.waiting,
+        lease_blocks=leases.opened.get(group, 0),
+        paused_requests=book.paused_in(group),
+    )
+
+
+def _state(book: Book, group: Group) -> str:
+    states = {book.engines[engine].state for engine in group}
+    worst_first = (EngineState.DEAD, EngineState.SILENT, EngineState.STARTING)
+    return next((state for state in worst_first if state in states), EngineState.SERVING)
+
+
+def not_ready_reason(book: Book) -> str | None:
+    """Return why the node cannot take requests; None if it can."""
+    if not book.started:
+        return f"engines {_numbers(book, EngineState.STARTING)} are starting"
+    if not book.in_state(EngineState.SERVING):
+        return f"engines {_numbers(book, EngineState.DEAD, EngineState.SILENT)} are lost"
+    return None
+
+
+def _numbers(book: Book, *states: EngineState) -> list[int]:
+    return sorted(book.in_state(*states))
+
+
+def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float) -> m.SwitchView:
+    """Return a finished switch.
+
+    Args:
+        switch: what happened.
+        after: the partition it left.
+        at: wall clock at its end, seconds.
+        now: monotonic clock at its end, seconds.
+    """
+    return m.SwitchView(
+        epoch=switch.epoch,
+        at=at - (now - switch.started),
+        before=list(switch.before),
+        after=list(after),
+        treatment=switch.treatment,
+        outcome=switch.outcome,
+        error=switch.error,
+        duration_seconds=now - switch.started,
+        paused=switch.paused,
+        resumed=switch.resumed,
+        drained=switch.drained,
+    )

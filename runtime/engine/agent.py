@@ -1,0 +1,413 @@
+"""An engine's part in the protocol: one thread that serves its unit and follows the controller.
+
+The agent owns no model. It feeds an ``EngineBackend`` (``interface.py``), publishes what its cores
+produce, and keeps the engine's side of binds, releases and leases. Its states:
+
+    SOLO ──Prepare──> PREPARING ──safe point──> PREPARED ──Commit──> BOUND ──Resume──> SOLO
+                          └───────AbortBind───────┴──────> SOLO
+
+Under hard preemption the safe point is now; a sequential bind drains the engine's own core first.
+At most one core is *active*: the engine's own in SOLO and PREPARING, the group's when it leads a
+bound group. Every other core is paused: steps already in flight are still collected.
+"""
+
+import enum
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from policies.partition import Group, leader_of
+from runtime import messages as m
+from runtime import wire
+from runtime.clock import Clock, monotonic
+from runtime.engine.interface import Core, CoreLoad, EngineBackend, Lease
+from runtime.transport import AgentTransport, Frames
+
+LEASE_FLOOR = 64
+"""Virtual blocks an idle group keeps, so that its next request starts without asking for more."""
+IDLE_SECONDS = 1.0
+"""How long a group is idle before it gives blocks back: a client that sends one request after the
+other should not move its lease every time."""
+RETRY_SECONDS = 0.05
+"""Pause before a group asks again for blocks when the members had none."""
+
+
+class State(enum.StrEnum):
+    """Where the engine stands in a bind."""
+
+    SOLO = "solo"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    BOUND = "bound"
+
+
+class Bind(msgspec.Struct):
+    """The bind that this engine is in."""
+
+    epoch: int
+    group: Group
+    blocks_asked: int
+    lent: list[int]
+    """What this engine lent in ``Prepare``; taken back if the bind is aborted."""
+    releasing: m.Release | None = None
+    """A release that waits for the group's requests to be done."""
+    released: bool = False
+
+
+class Growth(msgspec.Struct):
+    """What the bound group wants of its members."""
+
+    asked: bool = False
+    retry_at: float = 0.0
+    idle_since: float | None = None
+
+
+class Agent:
+    """One engine's loop and state machine.
+
+    Args:
+        backend: the engine's cores and block pool.
+        transport: the way to the controller and the front ends.
+        clock: seconds; injected so that tests own it.
+        startup_seconds: time of each phase of the engine's start, reported once.
+    """
+
+    def __init__(
+        self,
+        backend: EngineBackend,
+        transport: AgentTransport,
+        *,
+        clock: Clock = monotonic,
+        startup_seconds: dict[str, float] | None = None,
+    ) -> None:
+        self.engine = backend.engine
+        self.running = True
+        self.stale = 0
+        """Switch messages dropped because their epoch was over."""
+        self._backend = backend
+        self._transport = transport
+        self._clock = clock
+        self._own: Group = (backend.engine,)
+        self._bind: Bind | None = None
+        self._state = State.SOLO
+        self._growth = Growth()
+        self._epoch = -1
+        self._loads: dict[Group, tuple[CoreLoad, int]] = {}
+        self._added: dict[Group, int] = {}
+        self._rejected: dict[Group, list[str]] = {}
+        # The first turn waits for nothing: the controller starts no request before the first load.
+        self._busy = True
+        self._announce(startup_seconds or {})
+
+    @property
+    def state(self) -> State:
+        """Where the engine stands."""
+        return self._state
+
+    @property
+    def active(self) -> Core | None:
+        """The core that may dispatch steps now, if any."""
+        if self._state in (State.SOLO, State.PREPARING):
+            return self._backend.core(self._own)
+        bind = self._bind
+        if self._state is State.BOUND and bind and not bind.released and self._leads(bind.group):
+            return self._backend.core(bind.group)
+        return None
+
+    def run(self) -> None:
+        """Serve until ``Stop``.
+
+        Raises:
+            Exception: whatever the backend could not go on from; the controller has been told.
+        """
+        try:
+            while self.running:
+                self.turn()
+        finally:
+            self._backend.close()
+            self._transport.close()
+
+    def turn(self, timeout: float | None = None) -> None:
+        """Do everything that is due once, after waiting for it at most ``timeout`` seconds.
+
+        Raises:
+            Exception: see ``run``.
+        """
+        try:
+            self._transport.wait(self._patience(timeout))
+            for frames in self._transport.receive():
+                self._handle(m.decode_to_engine(frames[0]), frames[1:])
+            self._backend.on_readable()
+            self._drive()
+            self._reach_safe_point()
+            self._tend_lease()
+            self._publish()
+        except Exception as error:
+            self.running = False
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._transport.to_controller(m.EngineFailed(self.engine, cause))
+            raise
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _announce(self, startup_seconds: dict[str, float]) -> None:
+        backend = self._backend
+        self._transport.to_controller(
+            m.EngineReady(
+                self.engine,
+                backend.num_blocks,
+                list(backend.layouts),
+                backend.ready_response,
+                startup_seconds,
+            )
+        )
+
+    def _handle(self, message: m.ToEngine, frames: Frames) -> None:
+        match message:
+            case m.AddRequest():
+                self._add(message, frames)
+            case m.AbortRequests(request_ids):
+                for core in self._backend.cores.values():
+                    core.abort(request_ids)
+            case m.Prepare():
+                self._prepare(message)
+            case m.Commit():
+                self._commit(message)
+            case m.AbortBind():
+                self._abort_bind(message)
+            case m.Release():
+                self._release(message)
+            case m.KeepBound(epoch):
+                self._keep_bound(epoch)
+            case m.Resume():
+                self._resume(message)
+            case m.Lend():
+                self._lend(message)
+            case m.Grow():
+                self._grow(message)
+            case m.TakeBack(blocks=blocks):
+                self._backend.take_back(blocks)
+            case m.Utility(answer):
+                self._utility(frames, answer)
+            case m.CheckIntegrity(call):
+                self._check_integrity(call)
+            case m.Stop():
+                self.running = False
+
+    def _add(self, message: m.AddRequest, frames: Frames) -> None:
+        self._added[message.group] = self._added.get(message.group, 0) + 1
+        try:
+            self._backend.core(message.group).add(message.request_id, frames)
+        except ValueError as error:
+            print(f"engine {self.engine}: refused {message.request_id}: {error}", file=sys.stderr)
+            client = wire.decode_request(frames).client_index
+            answer = wire.encode_finish([message.request_id], wire.FinishReason.ERROR)
+            self._transport.to_front(client, [answer])
+            self._rejected.setdefault(message.group, []).append(message.request_id)
+
+    def _utility(self, frames: Sequence[bytes], answer: bool) -> None:
+        output = self._backend.utility(frames, answer=answer)
+        if output is not None:
+            self._transport.to_front(output.client_index, output.frames)
+
+    def _check_integrity(self, call: int) -> None:
+        backend = self._backend
+        leases = [(g, core.lease_blocks) for g, core in backend.cores.items() if len(g) > 1]
+        self._transport.to_controller(
+            m.Integrity(call, self.engine, backend.check_integrity(), sorted(backend.lent), leases)
+        )
+
+    # --- binds and releases -------------------------------------------------------------------
+
+    def _prepare(self, message: m.Prepare) -> None:
+        if message.epoch <= self._epoch or self._state is not State.SOLO:
+            self.stale += 1
+            return
+        self._epoch = message.epoch
+        self._bind = Bind(message.epoch, message.group, message.blocks, [])
+        self._state = State.PREPARING
+        if message.treatment is m.Treatment.HARD:
+            self._lend_and_answer(self._bind)
+
+    def _lend_and_answer(self, bind: Bind) -> None:
+        bind.lent = self._backend.lend(bind.blocks_asked)
+        self._state = State.PREPARED
+        paused = self._backend.core(self._own).num_requests
+        self._transport.to_controller(m.Prepared(bind.epoch, self.engine, bind.lent, paused))
+
+    def _commit(self, message: m.Commit) -> None:
+        bind = self._current(message.epoch, State.PREPARED)
+        if bind is None:
+            return
+        self._backend.attach(bind.group, bind.epoch)
+        if self._leads(bind.group):
+            self._backend.core(bind.group).bind(bind.epoch, message.lease, message.seed)
+        self._growth = Growth()
+        self._state = State.BOUND
+        self._transport.to_controller(m.Committed(bind.epoch, self.engine))
+
+    def _abort_bind(self, message: m.AbortBind) -> None:
+        bind = self._current(message.epoch, State.PREPARING, State.PREPARED)
+        if bind is not None:
+            self._go_solo(bind, bind.lent)
+
+    def _release(self, message: m.Release) -> None:
+        bind = self._current(message.epoch, State.BOUND)
+        if bind is None:
+            return
+        bind.releasing = message
+        if message.treatment is m.Treatment.HARD:
+            self._dissolve(bind)
+
+    def _keep_bound(self, epoch: int) -> None:
+        bind = self._current(epoch, State.BOUND)
+        if bind is not None and not bind.released:
+            bind.releasing = None
+            self._transport.to_controller(m.Committed(epoch, self.engine))
+
+    def _dissolve(self, bind: Bind) -> None:
+        core = self._backend.core(bind.group)
+        returned = core.release(bind.epoch)
+        bind.released = True
+        self._transport.to_controller(
+            m.Released(bind.epoch, bind.group, _plain(returned), core.num_requests)
+        )
+
+    def _resume(self, message: m.Resume) -> None:
+        bind = self._current(message.epoch, State.BOUND)
+        if bind is not None:
+            self._go_solo(bind, message.blocks)
+
+    def _go_solo(self, bind: Bind, blocks: Sequence[int]) -> None:
+        self._backend.take_back(blocks)
+        self._bind = None
+        self._state = State.SOLO
+        resumed = self._backend.core(self._own).num_requests
+        self._transport.to_controller(m.Resumed(bind.epoch, self.engine, resumed))
+
+    def _reach_safe_point(self) -> None:
+        """Finish a sequential bind or release whose last request is done."""
+        bind, core = self._bind, self.active
+        if bind is None or core is None or core.num_requests or core.in_flight:
+            return
+        if self._state is State.PREPARING:
+            self._lend_and_answer(bind)
+        elif bind.releasing is not None:
+            self._dissolve(bind)
+
+    def _current(self, epoch: int, *states: State) -> Bind | None:
+        """Return the bind that a message is about; None, and count it, when it came too late."""
+        bind = self._bind
+        if bind is not None and bind.epoch == epoch and self._state in states:
+            return bind
+        self.stale += 1
+        return None
+
+    def _leads(self, group: Group) -> bool:
+        return leader_of(group) == self.engine
+
+    # --- leases -------------------------------------------------------------------------------
+
+    def _lend(self, message: m.Lend) -> None:
+        if self._current(message.epoch, State.BOUND) is None:
+            return
+        blocks = self._backend.lend(message.blocks, urgent=message.urgent)
+        self._transport.to_controller(m.Lent(message.epoch, self.engine, message.group, blocks))
+
+    def _grow(self, message: m.Grow) -> None:
+        """Open what the members lent; an empty lease says that they had nothing to lend."""
+        if self._current(message.epoch, State.BOUND) is None:
+            return
+        self._growth.asked = False
+        added = len(message.lease.get(self.engine, ()))
+        if added:
+            self._backend.core(message.group).grow(message.lease)
+        else:
+            self._growth.retry_at = self._clock() + RETRY_SECONDS
+
+    def _tend_lease(self) -> None:
+        """Ask for blocks that the active group lacks; give back what idle or paused ones hold."""
+        active = self.active
+        for group, core in self._backend.cores.items():
+            if len(group) == 1:
+                continue
+            if core is active:
+                self._tend_active(group, core)
+            elif core.lease_blocks:
+                self._return(group, core, keep=0)
+
+    def _tend_active(self, group: Group, core: Core) -> None:
+        growth, now = self._growth, self._clock()
+        if core.num_requests or core.in_flight:
+            growth.idle_since = None
+            self._ask(group, core, now)
+            return
+        if growth.idle_since is None:
+            growth.idle_since = now
+        if now - growth.idle_since >= IDLE_SECONDS and core.lease_blocks > LEASE_FLOOR:
+            self._return(group, core, keep=LEASE_FLOOR)
+
+    def _ask(self, group: Group, core: Core, now: float) -> None:
+        growth, bind = self._growth, self._bind
+        if bind is None or growth.asked or now < growth.retry_at:
+            return
+        wanted = core.blocks_wanted
+        if wanted > 0:
+            # With nothing running no block of the group will come free by itself.
+            urgent = not core.in_flight and not core.load.running
+            growth.asked = True
+            self._transport.to_controller(m.NeedBlocks(bind.epoch, group, wanted, urgent))
+
+    def _return(self, group: Group, core: Core, *, keep: int) -> None:
+        returned = _plain(core.shrink(keep))
+        if any(returned.values()):
+            self._transport.to_controller(m.Returning(self._epoch, group, returned))
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        active = self.active
+        self._busy = False
+        for core in self._backend.cores.values():
+            if core is active:
+                self._busy = core.advance()
+            elif core.in_flight:
+                self._busy |= core.collect()
+
+    def _publish(self) -> None:
+        for group, core in self._backend.cores.items():
+            for output in core.take_outputs():
+                self._transport.to_front(output.client_index, output.frames)
+            finished = core.take_finished() + self._rejected.pop(group, [])
+            load, added = core.load, self._added.get(group, 0)
+            if finished or (load, added) != self._loads.get(group):
+                self._loads[group] = (load, added)
+                self._transport.to_controller(
+                    m.Load(
+                        engine=self.engine,
+                        group=group,
+                        running=load.running,
+                        waiting=load.waiting,
+                        free_blocks=load.free_blocks,
+                        added=added,
+                        finished=finished,
+                    )
+                )
+
+    def _patience(self, timeout: float | None) -> float | None:
+        """Return how long to wait: not past the next thing that is due without a message."""
+        if self._busy:
+            return 0.0
+        now, due = self._clock(), [timeout, self._backend.next_wakeup()]
+        growth, core = self._growth, self.active
+        if core is not None and len(core.group) > 1:
+            if core.num_requests and not growth.asked and growth.retry_at > now:
+                due.append(growth.retry_at - now)
+            if growth.idle_since is not None and core.lease_blocks > LEASE_FLOOR:
+                due.append(max(0.0, growth.idle_since + IDLE_SECONDS - now))
+        return min((seconds for seconds in due if seconds is not None), default=None)
+
+
+def _plain(lease: Lease) -> dict[int, list[int]]:
+    return {engine: list(blocks) for engine, blocks in lease.items()}

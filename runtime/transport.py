@@ -1,0 +1,248 @@
+"""How the controller and the engines reach each other and the front ends.
+
+Two small protocols are all that ``controller`` and ``engine.agent`` know; the classes here carry
+them over ZMQ sockets, ``loopback.py`` carries them in memory for tests and simulated time. Every
+implementation keeps the order of messages between any two processes.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import zmq
+
+from runtime.config import Addresses
+from runtime.messages import Message, encode
+
+Frames = list[bytes]
+
+_MAX_PER_TURN = 256
+"""Messages taken from one socket before the process does its other work."""
+
+
+class Channel(enum.Enum):
+    """Where a message to the controller comes from."""
+
+    ENGINE = "engine"
+    CONTROL = "control"
+    """A front end's or the supervisor's calls."""
+    FRONT = "front"
+    """Requests in vLLM's own format."""
+
+
+class Arrival(NamedTuple):
+    """One message to the controller."""
+
+    channel: Channel
+    peer: str
+    """Identity to answer on ``CONTROL``; a name for logs elsewhere."""
+    frames: Frames
+
+
+class ControllerTransport(Protocol):
+    """The controller's way to everybody."""
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until a message may be there, at most ``timeout`` seconds (None: for ever)."""
+
+    def receive(self) -> list[Arrival]:
+        """Return what has arrived, without blocking."""
+
+    def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """Send to an engine; an engine that is not connected is ignored."""
+
+    def to_control(self, peer: str, message: Message) -> None:
+        """Send to a front end or the supervisor; one that is not connected is ignored."""
+
+    def greet_front(self, index: int, payload: bytes) -> None:
+        """Present the node to a front end as its engine core."""
+
+    def to_front(self, index: int, frames: Sequence[bytes]) -> None:
+        """Send encoded ``EngineCoreOutputs`` to a front end."""
+
+    def close(self) -> None:
+        """Free the sockets."""
+
+
+class AgentTransport(Protocol):
+    """An engine's way to the controller and the front ends."""
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until something may be due, at most ``timeout`` seconds (None: for ever)."""
+
+    def receive(self) -> list[Frames]:
+        """Return the controller's messages that have arrived, without blocking."""
+
+    def to_controller(self, message: Message) -> None:
+        """Send to the controller."""
+
+    def to_front(self, index: int, frames: Sequence[Any]) -> None:
+        """Send encoded ``EngineCoreOutputs`` to a front end."""
+
+    def close(self) -> None:
+        """Free the sockets, after what was sent has left (within a second)."""
+
+
+def engine_identity(engine: int) -> str:
+    """Return the name of an engine on the controller's socket."""
+    return f"engine-{engine}"
+
+
+def front_identity(index: int) -> str:
+    """Return the name of a front end on the controller's control socket."""
+    return f"front-{index}"
+
+
+SUPERVISOR = "supervisor"
+"""Name of the supervisor on the controller's control socket."""
+
+_VLLM_ENGINE_IDENTITY = (0).to_bytes(2, "little")
+"""What vLLM's client expects of its engine core of rank 0."""
+
+
+def open_socket(
+    context: zmq.Context[Any], kind: int, *, identity: bytes | None = None
+) -> zmq.Socket[Any]:
+    """Return a socket without queue limits that gives what it sent one second to leave at close."""
+    socket: zmq.Socket[Any] = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 1000)
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    return socket
+
+
+def drain(socket: zmq.Socket[Any]) -> Iterator[Frames]:
+    """Yield the messages that a socket holds, at most a turn's worth, without blocking."""
+    for _ in range(_MAX_PER_TURN):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+def _milliseconds(timeout: float | None) -> int | None:
+    return None if timeout is None else max(0, round(timeout * 1000))
+
+
+class ZmqAgentTransport:
+    """``AgentTransport`` over ZMQ.
+
+    Args:
+        engine: this engine's number.
+        addresses: the node's endpoints.
+        api_servers: number of front ends.
+        pollables: further sockets that end a wait (the backend's).
+    """
+
+    def __init__(
+        self, engine: int, addresses: Addresses, api_servers: int, pollables: Sequence[Any] = ()
+    ) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        identity = engine_identity(engine).encode()
+        self._controller = open_socket(self._context, zmq.DEALER, identity=identity)
+        self._controller.connect(addresses.engines)
+        self._fronts = []
+        for index in range(api_servers):
+            front = open_socket(self._context, zmq.PUSH)
+            front.connect(addresses.front_output(index))
+            self._fronts.append(front)
+        self._poller = zmq.Poller()
+        for socket in (self._controller, *pollables):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def wait(self, timeout: float | None) -> None:
+        """See ``AgentTransport.wait``."""
+        self._poller.poll(_milliseconds(timeout))
+
+    def receive(self) -> list[Frames]:
+        """See ``AgentTransport.receive``."""
+        return list(drain(self._controller))
+
+    def to_controller(self, message: Message) -> None:
+        """See ``AgentTransport.to_controller``."""
+        self._controller.send(encode(message))
+
+    def to_front(self, index: int, frames: Sequence[Any]) -> None:
+        """See ``AgentTransport.to_front``."""
+        self._fronts[index].send_multipart(frames)
+
+    def close(self) -> None:
+        """See ``AgentTransport.close``."""
+        self._context.destroy(linger=1000)
+
+
+class ZmqControllerTransport:
+    """``ControllerTransport`` over ZMQ: two ROUTERs, and a DEALER and a PUSH per front end."""
+
+    def __init__(self, addresses: Addresses, api_servers: int) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._addresses = addresses
+        self._engines = self._router(addresses.engines)
+        self._control = self._router(addresses.control)
+        self._inputs: dict[int, zmq.Socket[Any]] = {}
+        self._outputs = [open_socket(self._context, zmq.PUSH) for _ in range(api_servers)]
+        for index, output in enumerate(self._outputs):
+            output.connect(addresses.front_output(index))
+        self._poller = zmq.Poller()
+        self._poller.register(self._engines, zmq.POLLIN)
+        self._poller.register(self._control, zmq.POLLIN)
+
+    def _router(self, address: str) -> zmq.Socket[Any]:
+        router = open_socket(self._context, zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.bind(address)
+        return router
+
+    def wait(self, timeout: float | None) -> None:
+        """See ``ControllerTransport.wait``."""
+        self._poller.poll(_milliseconds(timeout))
+
+    def receive(self) -> list[Arrival]:
+        """See ``ControllerTransport.receive``."""
+        arrivals = []
+        for channel, router in (
+            (Channel.ENGINE, self._engines),
+            (Channel.CONTROL, self._control),
+        ):
+            for identity, *frames in drain(router):
+                arrivals.append(Arrival(channel, identity.decode(), frames))
+        for index, dealer in self._inputs.items():
+            name = front_identity(index)
+            arrivals += (Arrival(Channel.FRONT, name, frames) for frames in drain(dealer))
+        return arrivals
+
+    def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """See ``ControllerTransport.to_engine``."""
+        self._route(self._engines, engine_identity(engine), [encode(message), *frames])
+
+    def to_control(self, peer: str, message: Message) -> None:
+        """See ``ControllerTransport.to_control``."""
+        self._route(self._control, peer, [encode(message)])
+
+    @staticmethod
+    def _route(router: zmq.Socket[Any], peer: str, frames: Sequence[bytes]) -> None:
+        try:
+            router.send_multipart([peer.encode(), *frames])
+        except zmq.ZMQError as error:
+            # A peer that is gone (or not there yet) is no error of the sender: the supervisor
+            # reports deaths, and time-outs cover the rest.
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+
+    def greet_front(self, index: int, payload: bytes) -> None:
+        """See ``ControllerTransport.greet_front``."""
+        dealer = open_socket(self._context, zmq.DEALER, identity=_VLLM_ENGINE_IDENTITY)
+        dealer.connect(self._addresses.front_input(index))
+        dealer.send(payload)
+        self._inputs[index] = dealer
+        self._poller.register(dealer, zmq.POLLIN)
+
+    def to_front(self, index: int, frames: Sequence[bytes]) -> None:
+        """See ``ControllerTransport.to_front``."""
+        self._outputs[index].send_multipart(frames)
+
+    def close(self) -> None:
+        """See ``ControllerTransport.close``."""
+        self._context.destroy(linger=1000)

@@ -1,0 +1,209 @@
+"""The fake engine keeps the interface's promises on its own."""
+
+import msgspec
+import pytest
+
+from runtime import wire
+from runtime.clock import ManualClock
+from runtime.config import FakeSettings, NodeConfig
+from runtime.engine.fake import FakeBackend, Faults, Seam, expected_tokens
+from runtime.engine.interface import CoreLoad, RunnerDied
+from tests.runtime.loopback_node import request_payload
+
+SETTINGS = FakeSettings(
+    step_seconds=0.5, num_blocks=10, block_tokens=4, max_num_seqs=3, max_model_len=30
+)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def make(clock: ManualClock, engine: int = 0, faults: Faults = Faults()) -> FakeBackend:
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+    return FakeBackend(config, engine, clock=clock, faults=faults)
+
+
+def run(core, clock: ManualClock, steps: int = 200) -> dict[str, list[int]]:
+    """Step until nothing is left and return every token."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(steps):
+        clock.advance(SETTINGS.step_seconds)
+        core.advance()
+        for outputs in core.take_outputs():
+            for output in msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if not core.num_requests and not core.in_flight:
+            return tokens
+    raise AssertionError("requests are left")
+
+
+def test_tokens_depend_on_prompt_and_position_only() -> None:
+    assert expected_tokens([1, 2, 3], 50) == expected_tokens([1, 2, 3], 60)[:50]
+    assert expected_tokens([1, 2, 3], 50) != expected_tokens([1, 2, 4], 50)
+    tokens = expected_tokens([1, 2, 3], 50)
+    assert all(tokens[k : k + 2] != tokens[k + 1 : k + 3] for k in range(48))
+
+
+def test_a_step_takes_its_time(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    core.add("a", request_payload("a", [1, 2], 1))
+    assert core.advance()
+    assert core.in_flight == 1
+    assert not core.collect()
+    clock.advance(0.5)
+    assert core.collect()
+    assert (core.in_flight, core.num_requests, core.take_finished()) == (0, 0, ["a"])
+
+
+def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
+    backend = make(clock)
+    assert backend.next_wakeup() is None
+    backend.core((0,)).add("a", request_payload("a", [1, 2], 1))
+    backend.core((0,)).advance()
+    clock.advance(0.2)
+    assert backend.next_wakeup() == pytest.approx(0.3)
+
+
+def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock) -> None:
+    backend = make(clock)
+    core = backend.core((0,))
+    prompts = {f"r{k}": [k + 1] * 9 for k in range(3)}
+    for request_id, prompt in prompts.items():
+        core.add(request_id, request_payload(request_id, prompt, 18))
+    # Three requests of 27 tokens want 21 blocks of the 10 there are.
+    tokens = run(core, clock)
+    assert tokens == {r: expected_tokens(p, 18) for r, p in prompts.items()}
+    assert backend.check_integrity() == []
+    assert core.load == CoreLoad(0, 0, 10)
+
+
+def test_batch_is_bounded(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    for k in range(5):
+        core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
+    core.advance()
+    assert core.load == CoreLoad(3, 2, 7)
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 30])
+def test_impossible_prompts_are_refused(clock: ManualClock, prompt: list[int]) -> None:
+    core = make(clock).core((0,))
+    with pytest.raises(ValueError, match="prompt of"):
+        core.add("a", request_payload("a", prompt, 3))
+    assert core.num_requests == 0
+
+
+def test_output_ends_at_the_model_length(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    core.add("a", request_payload("a", [1] * 28, None))
+    assert len(run(core, clock)["a"]) == 2
+
+
+def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
+    backend = make(clock)
+    core = backend.core((0,))
+    for request_id in ("early", "late"):
+        core.add(request_id, request_payload(request_id, [1] * 16, 3))
+    core.advance()
+    assert len(backend.lend(5)) == 2
+    assert len(backend.lend(4, urgent=True)) == 4
+    assert core.load == CoreLoad(1, 1, 0)
+    backend.take_back(sorted(backend.lent))
+    assert run(core, clock)["late"] == expected_tokens([1] * 16, 3)
+    assert backend.check_integrity() == []
+
+
+def test_blocks_that_are_not_lent_cannot_come_back(clock: ManualClock) -> None:
+    with pytest.raises(KeyError):
+        make(clock).take_back([3])
+
+
+def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
+    backend = make(clock)
+    group = backend.core((0, 1))
+    mine = backend.lend(6)
+    lease = {0: mine, 1: [9, 8, 7, 6, 5, 4]}
+    pairs = set(zip(lease[0], lease[1], strict=True))
+    group.bind(1, lease, seed=0)
+    group.add("a", request_payload("a", [1] * 9, 8))  # two blocks of 8 tokens, then a third
+    group.advance()
+    first = group.shrink(3)
+    assert group.lease_blocks == 3
+    assert run(group, clock)["a"] == expected_tokens([1] * 9, 8)
+    rest = group.release(1)
+    assert (len(first[0]), len(rest[0]), group.lease_blocks) == (3, 3, 0)
+    returned = set(zip([*first[0], *rest[0]], [*first[1], *rest[1]], strict=True))
+    assert returned == pairs
+
+
+def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
+    backend = make(clock)
+    group = backend.core((0, 1))
+    group.bind(1, {0: backend.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
+    group.add("a", request_payload("a", [1] * 9, 8))
+    group.advance()
+    assert len(group.release(1)[0]) == 4
+    assert group.lease_blocks == 2
+    assert not group.advance()
+    group.abort(["a"])
+    assert len(group.shrink(0)[1]) == 2
+
+
+def test_blocks_wanted_is_what_is_lacking(clock: ManualClock) -> None:
+    backend = make(clock)
+    group = backend.core((0, 1))
+    group.bind(1, {0: backend.lend(1), 1: [1]}, seed=0)
+    assert group.blocks_wanted == 0
+    group.add("a", request_payload("a", [1] * 20, 8))
+    assert group.blocks_wanted == 2
+    group.grow({0: backend.lend(2), 1: [2, 3]})
+    assert group.blocks_wanted == 0
+
+
+def test_lease_of_uneven_columns_is_refused(clock: ManualClock) -> None:
+    backend = make(clock)
+    with pytest.raises(ValueError, match="zip"):
+        backend.core((0, 1)).bind(1, {0: backend.lend(3), 1: [1]}, seed=0)
+
+
+def test_only_leaders_have_a_group_core(clock: ManualClock) -> None:
+    assert set(make(clock, 0).cores) == {(0,), (0, 1)}
+    assert set(make(clock, 1).cores) == {(1,)}
+
+
+def test_utility_calls(clock: ManualClock) -> None:
+    backend = make(clock)
+
+    def ask(method: str, *, answer: bool) -> wire.UtilityOutput | None:
+        output = backend.utility([msgspec.msgpack.encode([1, 5, method, []])], answer=answer)
+        if output is None:
+            return None
+        assert output.client_index == 1
+        return msgspec.msgpack.decode(output.frames[0], type=wire.Outputs).utility_output
+
+    tasks = ask("get_supported_tasks", answer=True)
+    assert tasks is not None
+    assert tasks.result == (None, ["generate"])
+    unknown = ask("sleep", answer=True)
+    assert unknown is not None
+    assert "sleep" in (unknown.failure_message or "")
+    assert ask("get_supported_tasks", answer=False) is None
+
+
+@pytest.mark.parametrize("seam", list(Seam))
+def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None:
+    backend = make(clock, faults=Faults(die_at=seam))
+    calls = {
+        Seam.LEND: lambda: backend.lend(1),
+        Seam.TAKE_BACK: lambda: backend.take_back([]),
+        Seam.ATTACH: lambda: backend.attach((0, 1), 1),
+        Seam.BIND: lambda: backend.core((0, 1)).bind(1, {0: [], 1: []}, 0),
+        Seam.RELEASE: lambda: backend.core((0, 1)).release(1),
+    }
+    for other, call in calls.items():
+        if other is not seam:
+            call()
+    with pytest.raises(RunnerDied, match=seam.value):
+        calls[seam]()

@@ -1,0 +1,254 @@
+"""A whole node in one thread: controller, agents on fake backends, front ends, all in memory.
+
+Nothing runs by itself: ``step`` gives one process a turn, ``settle`` all of them until nothing is
+left to do. Time is a ``ManualClock``.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from runtime import messages as m
+from runtime import wire
+from runtime.clock import ManualClock
+from runtime.config import FakeSettings, NodeConfig
+from runtime.controller.process import Controller
+from runtime.engine.agent import Agent
+from runtime.engine.fake import FakeBackend, Faults, expected_tokens
+from runtime.engine.interface import RunnerDied
+from runtime.loopback import LoopbackNetwork
+from runtime.transport import SUPERVISOR
+
+_outputs = msgspec.msgpack.Decoder(wire.Outputs)
+SMALL = FakeSettings(num_blocks=64, block_tokens=4, max_num_seqs=8, max_model_len=400)
+
+
+def request_payload(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int | None,
+    *,
+    client: int = 0,
+    priority: int = 0,
+) -> list[bytes]:
+    """Return an ``EngineCoreRequest`` as vLLM encodes it."""
+    head = [request_id, list(prompt), None, {"max_tokens": max_tokens}, None, 0.0, None, None, None]
+    return [msgspec.msgpack.encode([*head, None, None, client, 0, priority])]
+
+
+class LoopbackNode:
+    """See the module.
+
+    Args:
+        engines: number of engines.
+        seed: order of arrivals and turns; None delivers at once and in order.
+    """
+
+    def __init__(
+        self,
+        engines: int = 4,
+        *,
+        max_group: int | None = None,
+        seed: int | None = None,
+        policy: str = "manual",
+        settings: FakeSettings = SMALL,
+        faults: dict[int, Faults] | None = None,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.clock = ManualClock(1000.0)
+        self.config = NodeConfig(
+            engines=engines,
+            max_group=max_group or engines,
+            policy=policy,
+            runtime_dir=str(Path("unused")),
+            vllm_args={},
+            api_servers=2,
+            fake=settings,
+            prepare_timeout_seconds=5.0,
+        )
+        self.network = LoopbackNetwork(self.rng if seed is not None else None)
+        self.controller = Controller(
+            self.config, self.network.controller, clock=self.clock, wall=self.clock
+        )
+        self.backends = {
+            e: FakeBackend(self.config, e, clock=self.clock, faults=(faults or {}).get(e, Faults()))
+            for e in range(engines)
+        }
+        self.agents = {
+            e: Agent(backend, self.network.agent(e), clock=self.clock)
+            for e, backend in self.backends.items()
+        }
+        self.hung: set[int] = set()
+        self.deaths: dict[int, Exception] = {}
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, wire.FinishReason] = {}
+        self.aborted: set[str] = set()
+        self.utilities: list[wire.UtilityOutput] = []
+        self._calls = 0
+
+    # --- running ---
+
+    def step(self) -> None:
+        """Give one process, drawn at random, a turn."""
+        who = self.rng.choice([None, *self.agents])
+        if who is None:
+            self.controller.turn()
+        elif who not in self.hung:
+            self.turn_agent(who)
+
+    def turn_agent(self, engine: int) -> None:
+        """Give an engine a turn; one that cannot go on is buried."""
+        try:
+            self.agents[engine].turn()
+        except (RunnerDied, KeyError) as error:
+            self.deaths[engine] = error
+            del self.agents[engine]
+
+    def settle(self, rounds: int = 3000) -> None:
+        """Run until nothing is left to do at this time; fail if that never comes."""
+        quiet = 0
+        for _ in range(rounds):
+            self.controller.turn()
+            for engine in sorted(set(self.agents) - self.hung):
+                self.turn_agent(engine)
+            self.collect()
+            quiet = quiet + 1 if self.is_quiet else 0
+            if quiet == 3:
+                return
+        raise AssertionError(f"the node does not settle: {self.describe()}")
+
+    @property
+    def is_quiet(self) -> bool:
+        alive = set(self.agents) - self.hung
+        queues = [self.network.to_engines[e] for e in alive]
+        stepping = any(c.in_flight for e in alive for c in self.backends[e].cores.values())
+        return not stepping and not any(queues) and not any(self.network.to_controller.values())
+
+    def run_for(self, seconds: float, tick: float = 0.05) -> None:
+        """Let time pass, settling as it does."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.advance(tick)
+            self.settle()
+
+    def describe(self) -> str:
+        states = {e: agent.state.value for e, agent in self.agents.items()}
+        return f"{states}, partition {self.controller.book.partition}, missing {self.missing}"
+
+    def kill(self, engine: int, reason: str = "killed") -> None:
+        """End an engine as the operating system would; the supervisor tells."""
+        self.agents.pop(engine, None)
+        self.network.control_sends(SUPERVISOR, m.EngineDied(engine, reason))
+
+    # --- clients ---
+
+    def send(
+        self,
+        request_id: str,
+        prompt_tokens: int = 10,
+        max_tokens: int = 8,
+        *,
+        client: int = 0,
+        priority: int = 0,
+    ) -> None:
+        """Send a request whose prompt is drawn from its id."""
+        rng = random.Random(request_id)
+        prompt = [rng.randrange(5, 250) for _ in range(prompt_tokens)]
+        self.prompts[request_id] = (prompt, max_tokens)
+        payload = request_payload(request_id, prompt, max_tokens, client=client, priority=priority)
+        self.network.front_sends(client, wire.RequestType.ADD, payload)
+
+    def abort(self, request_id: str, client: int = 0) -> None:
+        """Withdraw a request, as a front end does for a client that is gone."""
+        self.aborted.add(request_id)
+        payload = [msgspec.msgpack.encode([request_id])]
+        self.network.front_sends(client, wire.RequestType.ABORT, payload)
+
+    def utility(self, method: str, client: int = 0) -> None:
+        """Make a utility call."""
+        payload = [msgspec.msgpack.encode([client, 7, method, []])]
+        self.network.front_sends(client, wire.RequestType.UTILITY, payload)
+
+    def collect(self) -> None:
+        """Take what the front ends received; nothing may follow the end of a request."""
+        for frames_list in self.network.front_outputs.values():
+            for frames in frames_list:
+                message = _outputs.decode(frames[0])
+                if message.utility_output is not None:
+                    self.utilities.append(message.utility_output)
+                for output in message.outputs:
+                    assert output.request_id not in self.finish, "token after the end"
+                    got = self.tokens.setdefault(output.request_id, [])
+                    got += output.new_token_ids
+                    if output.finish_reason is not None:
+                        self.finish[output.request_id] = output.finish_reason
+            frames_list.clear()
+
+    @property
+    def missing(self) -> list[str]:
+        return sorted(set(self.prompts) - set(self.finish) - self.aborted)
+
+    def assert_exact(self) -> None:
+        """Every request that ended in order has exactly its tokens; aborted ones a prefix."""
+        for request_id, (prompt, max_tokens) in self.prompts.items():
+            got = self.tokens.get(request_id, [])
+            expected = expected_tokens(prompt, max_tokens)
+            if self.finish.get(request_id) is wire.FinishReason.LENGTH:
+                assert got == expected, request_id
+            else:
+                assert got == expected[: len(got)], request_id
+
+    # --- operators ---
+
+    def call(self, message_type: type, *args: object) -> int:
+        self._calls += 1
+        self.network.control_sends("front-0", message_type(self._calls, *args))
+        return self._calls
+
+    def set_layout(
+        self,
+        *units: Sequence[int],
+        treatment: m.Treatment = m.Treatment.HARD,
+        timeout: float = 60.0,
+    ) -> int:
+        return self.call(m.SetLayout, [list(unit) for unit in units], treatment, timeout)
+
+    def reply(self, call: int) -> m.FromController | None:
+        replies = self.network.control_replies.get("front-0", [])
+        return next((r for r in replies if getattr(r, "call", None) == call), None)
+
+    def switch(
+        self, *units: Sequence[int], treatment: m.Treatment = m.Treatment.HARD
+    ) -> m.SwitchView:
+        """Switch and settle; the switch must be done then."""
+        call = self.set_layout(*units, treatment=treatment)
+        self.settle()
+        reply = self.reply(call)
+        assert isinstance(reply, m.SwitchDone), reply
+        return reply.switch
+
+    def audit(self) -> list[str]:
+        call = self.call(m.AuditNode)
+        self.settle()
+        reply = self.reply(call)
+        assert isinstance(reply, m.AuditDone), reply
+        return reply.problems
+
+    def view(self) -> m.LayoutView:
+        call = self.call(m.GetLayout)
+        self.settle()
+        reply = self.reply(call)
+        assert isinstance(reply, m.LayoutView)
+        return reply
+
+    def placed(self) -> dict[str, tuple[int, ...]]:
+        """Return where every request was sent, by its note to the front ends."""
+        return {
+            note.request_id: note.unit
+            for replies in self.network.control_replies.values()
+            for note in replies
+            if isinstance(note, m.Placed)
+        }

@@ -1,0 +1,96 @@
+"""One long random life of a node: switches, requests, aborts and audits in any order of arrival."""
+
+import random
+
+from policies.partition import Group, Partition, groups_of
+from runtime.messages import AuditDone, AuditNode, CallFailed, SwitchDone, Treatment
+from tests.runtime.loopback_node import LoopbackNode
+
+MOST_MISSING = 40
+"""Requests under way at once: enough to fill every batch and the pool."""
+
+
+def random_partition(rng: random.Random, engines: int) -> Partition:
+    """Draw an aligned partition: each aligned run is taken whole or split in halves."""
+
+    def split(first: int, size: int) -> list[Group]:
+        if size == 1 or rng.random() < 0.4:
+            return [tuple(range(first, first + size))]
+        return split(first, size // 2) + split(first + size // 2, size // 2)
+
+    return tuple(split(0, engines))
+
+
+class RandomRun:
+    """Acts at random on a node, and brings everything to its end.
+
+    Args:
+        node: whose ``rng`` decides what happens.
+    """
+
+    def __init__(self, node: LoopbackNode) -> None:
+        self.node = node
+        self.switches: list[SwitchDone | CallFailed] = []
+        self.audits: list[AuditDone] = []
+        self._switch: int | None = None
+        self._audit: int | None = None
+        node.settle()
+
+    @property
+    def operations(self) -> int:
+        """Requests sent, and groups bound or released, so far."""
+        groups = (
+            set(reply.switch.before) ^ set(reply.switch.after)
+            for reply in self.switches
+            if isinstance(reply, SwitchDone)
+        )
+        changed = sum(len(group) > 1 for change in groups for group in change)
+        return len(self.node.prompts) + changed
+
+    def act(self) -> None:
+        """Do one thing, and let some processes have some turns."""
+        node, rng = self.node, self.node.rng
+        draw = rng.random()
+        if draw < 0.45 and len(node.missing) < MOST_MISSING:
+            number = len(node.prompts)
+            prompt = rng.randrange(200, 380) if rng.random() < 0.05 else rng.randrange(1, 50)
+            node.send(f"r{number}", prompt, rng.randrange(1, 20), priority=rng.randrange(3))
+        elif draw < 0.5 and node.missing:
+            node.abort(rng.choice(node.missing))
+        elif draw < 0.55 and self._audit is None:
+            self._audit = node.call(AuditNode)
+        elif self._switch is None:
+            units = random_partition(rng, node.config.engines)
+            treatment = rng.choice(list(Treatment))
+            self._switch = node.set_layout(*units, treatment=treatment, timeout=0.2)
+        for _ in range(rng.randrange(12)):
+            node.step()
+        node.clock.advance(rng.choice([0.0, 0.0, 0.01, 0.02]))
+        node.collect()
+        self._read_replies()
+
+    def finish(self) -> None:
+        """Give every unit its turn until every request has ended, then leave all engines alone."""
+        node, engines = self.node, self.node.config.engines
+        node.run_for(2.0)
+        self._read_replies()
+        for _ in range(20):
+            for degree in reversed(node.config.degrees):
+                node.switch(*groups_of(engines, degree))
+                node.run_for(0.2)
+            if not node.missing:
+                break
+        node.run_for(2.0)
+
+    def _read_replies(self) -> None:
+        if self._switch is not None and (reply := self.node.reply(self._switch)) is not None:
+            assert isinstance(reply, SwitchDone | CallFailed)
+            self.switches.append(reply)
+            self._switch = None
+        if self._audit is not None and (reply := self.node.reply(self._audit)) is not None:
+            assert isinstance(reply, AuditDone)
+            self.audits.append(reply)
+            self._audit = None
+        # The log of replies would make every look-up slower than the one before.
+        for replies in self.node.network.control_replies.values():
+            replies.clear()
