@@ -64,6 +64,7 @@ def _engine_config(
         "block_size": tokens,
         "distributed_executor_backend": executor_class,
         "scheduling_policy": "priority",
+        "use_tqdm_on_load": False,
         "additional_config": {"shoal_weights": f"{WEIGHT_SCHEME},groups={node.max_group}"},
     }
     if current_platform.is_cuda():

@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -248,8 +249,10 @@ def load_layouts(node: NodeConfig, engine: int) -> tuple[dict[int, Layout], dict
     """
     phases: dict[str, float] = {}
     runtime_dir = Path(node.runtime_dir)
-    # vLLM's CPU communicators name their shared memory by it.
-    os.environ["VLLM_DIST_IDENT"] = runtime_dir.name
+    # vLLM's CPU communicator goes through shared memory only where all ranks have one name for it.
+    # Shared memory spins while it waits, starves engines that share cores, hangs for ever when a
+    # member dies and leaks when one is killed: with a name for each rank, CPU engines use gloo.
+    os.environ["VLLM_DIST_IDENT"] = f"{runtime_dir.name}-{engine}"
     init_method = f"file://{runtime_dir / runtime_dir.name}"
     backend = current_platform.dist_backend
     with _timed(phases, "communicators"):
@@ -257,6 +260,10 @@ def load_layouts(node: NodeConfig, engine: int) -> tuple[dict[int, Layout], dict
             torch.cuda.set_device(engine)
         join_world(engine, node.engines, init_method, backend)
         dp = dp_config(node, UnitExecutor)
+        if current_platform.is_cpu() and dp.model_config.enforce_eager:
+            # vLLM compiles some small functions all the same, and a machine that serves eagerly on
+            # CPUs may have no C++ compiler.
+            torch.compiler.set_stance("force_eager")
         configs = {1: dp} | {
             degree: group_config(node, dp, degree, UnitExecutor) for degree in node.degrees[1:]
         }
@@ -289,6 +296,8 @@ def run_runner(node: NodeConfig, engine: int) -> None:
     There is nothing to clean up in order: the supervisor removes the node's sockets and shared
     memory, the driver frees the GPU.
     """
+    # vLLM 0.32 calls what torch 2.13 deprecates; nothing a user of Shoal could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed")
     check_seams()
     context: zmq.Context[Any] = zmq.Context()
     with _failures_reported(node, engine, context):

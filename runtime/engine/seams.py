@@ -42,7 +42,7 @@ SEAMS = (
     Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", "weights"),
     Seam("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", "weights"),
     Seam("vllm.model_executor.model_loader", "register_model_loader", "weights"),
-    Seam("vllm.v1.engine.async_llm", "AsyncLLM._add_request", "server.frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", "server.frontend"),
 )
 
 

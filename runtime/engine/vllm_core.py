@@ -50,6 +50,8 @@ class VllmCore:
         self.group = group
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
         self.supported_tasks = self.engine_core.get_supported_tasks()
+        # What the first step of a layout does once, such as connecting its members, is done here.
+        self.engine_core.execute_dummy_batch()
         self._scheduler: Any = self.engine_core.scheduler
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size

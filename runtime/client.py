@@ -1,0 +1,174 @@
+"""The front ends' side of the control channel: calls to the controller, and its notes."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import zmq.asyncio
+
+from runtime.config import Addresses
+from runtime.messages import (
+    AuditDone,
+    AuditNode,
+    CallFailed,
+    GetLayout,
+    KillEngines,
+    LayoutView,
+    Message,
+    Placed,
+    SetLayout,
+    SwitchDone,
+    SwitchView,
+    Treatment,
+    decode_from_controller,
+    encode,
+)
+from runtime.transport import front_identity
+
+ANSWER_SECONDS = 5.0
+"""How long the controller may take to answer a call that waits for nobody else."""
+
+Answer = LayoutView | SwitchDone | AuditDone
+A = TypeVar("A", LayoutView, SwitchDone, AuditDone)
+
+
+class CallError(Exception):
+    """The controller refused a call, failed at it, or did not answer.
+
+    Attributes:
+        status: the HTTP status that says which.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ControlClient:
+    """Calls to the controller, from one asyncio event loop. An asynchronous context manager.
+
+    Args:
+        addresses: the node's endpoints.
+        index: this front end's number.
+        on_placed: called for every ``Placed`` note, in order.
+    """
+
+    def __init__(
+        self, addresses: Addresses, index: int, on_placed: Callable[[Placed], None]
+    ) -> None:
+        self._address = addresses.control
+        self._identity = front_identity(index).encode()
+        self._on_placed = on_placed
+        self._calls = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket
+        self._reader: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._identity)
+        self._socket.connect(self._address)
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._fail_pending("the front end is shutting down")
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    async def get_layout(self, timeout: float = ANSWER_SECONDS) -> LayoutView:
+        """Return what the node looks like now.
+
+        Raises:
+            CallError: there was no answer within ``timeout`` seconds.
+        """
+        return await self._call(LayoutView, lambda call: GetLayout(call), timeout)
+
+    async def set_layout(
+        self, units: Sequence[Sequence[int]], treatment: Treatment, timeout: float
+    ) -> SwitchView:
+        """Switch to a partition and return what that took, when it is done.
+
+        Args:
+            units: the engines of every unit.
+            treatment: what happens to the requests that run on the engines concerned.
+            timeout: seconds after which the controller gives up.
+
+        Raises:
+            CallError: the partition is not valid, or the switch failed.
+        """
+        wanted = [list(unit) for unit in units]
+        done = await self._call(
+            SwitchDone,
+            lambda call: SetLayout(call, wanted, treatment, timeout),
+            timeout + ANSWER_SECONDS,
+        )
+        return done.switch
+
+    async def audit(self, timeout: float = 2 * ANSWER_SECONDS) -> list[str]:
+        """Return every broken invariant of the controller's and the engines' books.
+
+        Raises:
+            CallError: an engine or the controller did not answer.
+        """
+        return (await self._call(AuditDone, lambda call: AuditNode(call), timeout)).problems
+
+    async def _call(self, kind: type[A], request: Callable[[int], Message], timeout: float) -> A:
+        if self._reader.done():
+            raise CallError(503, "the link to the controller is broken")
+        call = next(self._calls)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[call] = future
+        try:
+            await self._socket.send(encode(request(call)))
+            answer = await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            message = f"the controller did not answer within {timeout:g} seconds"
+            raise CallError(504, message) from None
+        finally:
+            del self._pending[call]
+        if not isinstance(answer, kind):
+            raise CallError(500, f"the controller answered with {type(answer).__name__}")
+        return answer
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(decode_from_controller(await self._socket.recv()))
+        finally:
+            self._fail_pending("the link to the controller is broken")
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Placed():
+                self._on_placed(message)
+            case KillEngines():
+                raise TypeError("KillEngines is for the supervisor")
+            case CallFailed(call=call, status=status, error=error):
+                self._settle(call, CallError(status, error))
+            case LayoutView(call=call) | SwitchDone(call=call) | AuditDone(call=call):
+                self._settle(call, message)
+
+    def _settle(self, call: int, result: Answer | CallError) -> None:
+        future = self._pending.get(call)
+        if future is None or future.done():
+            return  # its caller gave up
+        if isinstance(result, CallError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _fail_pending(self, reason: str) -> None:
+        for call in list(self._pending):
+            self._settle(call, CallError(503, reason))

@@ -1,0 +1,205 @@
+"""A child process of the node: how it starts, what it tells its parent, how it ends.
+
+Children ignore SIGINT (a terminal sends it to all of them; the supervisor decides), end on SIGTERM
+by ``SystemExit`` so that their clean-up runs, and are killed by the kernel if the supervisor dies.
+"""
+
+import atexit
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any
+
+DEBUG_VARIABLE = "SHOAL_DEBUG"
+"""Environment variable that makes a failing child print its traceback."""
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+READY = ""
+"""What a child reports when it can work; anything else is the cause of its end."""
+
+Target = Callable[[Callable[[], None]], None]
+"""What a child runs: given a function to call when it is ready. Picklable."""
+
+
+def choose_context() -> BaseContext:
+    """Return how children start: forked if that is safe, else spawned.
+
+    A fork shares what the parent has imported, which saves seconds per process. It is safe while
+    the parent has a single thread and CUDA is not initialised.
+    """
+    torch = sys.modules.get("torch")
+    uses_cuda = torch is not None and torch.cuda.is_initialized()
+    single = len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208 - threads of any library
+    return multiprocessing.get_context("fork" if single and not uses_cuda else "spawn")
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back, so that none meets a child that is not set up for it yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Child:
+    """A process of the node. Starts at once; ``signals_held`` must be in effect.
+
+    Args:
+        context: see ``choose_context``.
+        name: name for the user, such as ``engine 1 runner``.
+        target: what it runs.
+        engine: the engine it belongs to, if any.
+    """
+
+    def __init__(
+        self, context: BaseContext, name: str, target: Target, engine: int | None = None
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self.is_ready = False
+        self._reported: str | None = None
+        self.reports, writer = context.Pipe(duplex=False)
+        # Typed by multiprocessing for each context class only.
+        make: Any = context
+        self._process: multiprocessing.process.BaseProcess = make.Process(
+            target=_child_main, args=(target, writer, os.getpid()), name=f"shoal {name}"
+        )
+        self._process.start()
+        writer.close()
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the process has ended."""
+        return self._process.sentinel
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.is_alive()
+
+    def read_report(self) -> None:
+        """Take what the process has reported, without blocking."""
+        try:
+            while self.reports.poll():
+                report = self.reports.recv()
+                if report == READY:
+                    self.is_ready = True
+                else:
+                    self._reported = report
+        except EOFError:
+            return  # it has ended, or closed its side
+
+    @property
+    def cause(self) -> str:
+        """Why the process ended, in a few words."""
+        self.read_report()
+        if self._reported is not None:
+            return self._reported
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        if self.is_alive:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.is_alive:
+            self._process.kill()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the process to end, and return whether it has."""
+        self._process.join(timeout)
+        return not self.is_alive
+
+
+def named_target(path: str, *args: object) -> Target:
+    """Return a target that imports ``module:function`` in the child and calls it with ``args``."""
+    return NamedTarget(path, args)
+
+
+class NamedTarget:
+    """A target given by name, so that only the process that runs it imports its module."""
+
+    def __init__(self, path: str, args: tuple[object, ...]) -> None:
+        self._path = path
+        self._args = args
+
+    def __call__(self, ready: Callable[[], None]) -> None:
+        """Import and run the function; it says by its own protocol when it is ready."""
+        del ready
+        module, _, function = self._path.partition(":")
+        getattr(importlib.import_module(module), function)(*self._args)
+
+
+def exit_without_teardown(code: int) -> None:
+    """Have the interpreter leave its modules as they are when it exits, with ``code``.
+
+    Taking vLLM's modules apart takes seconds, and Triton's then report leaks to the user. A forked
+    process exits like this in any case.
+    """
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)
+
+
+def _child_main(target: Target, reports: Connection, parent: int) -> None:
+    _die_with(parent)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_in_order)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    code = 1
+    try:
+        target(lambda: reports.send(READY))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as error:  # noqa: BLE001 - the parent shows it, whatever it is
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exc()
+        cause = " ".join(str(error).split())
+        reports.send(f"{type(error).__name__}: {cause}" if cause else type(error).__name__)
+    exit_without_teardown(code)
+    sys.exit(code)
+
+
+def _exit_in_order(number: int, frame: object) -> None:
+    del number, frame
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends."""
+    assert threading.current_thread() is threading.main_thread()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit(1)  # it was too late

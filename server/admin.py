@@ -1,0 +1,137 @@
+"""The admin API: see and change the layout, and check the node's books."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse
+
+from runtime.client import CallError, ControlClient
+from runtime.messages import EngineView, LayoutView, SwitchView, Treatment, UnitView
+from server.errors import error_response
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+MAX_TIMEOUT_SECONDS = 3600.0
+
+
+class LayoutRequest(msgspec.Struct, frozen=True):
+    """Body of ``POST /admin/layout``."""
+
+    units: list[list[int]]
+    preempt: Treatment = Treatment.SEQUENTIAL
+    timeout: float = DEFAULT_TIMEOUT_SECONDS
+
+
+class BadRequestError(ValueError):
+    """A body that is no ``LayoutRequest``; the message names what is wrong."""
+
+
+def parse_layout_request(body: bytes) -> LayoutRequest:
+    """Decode and check the body of ``POST /admin/layout``.
+
+    Raises:
+        BadRequestError: it is not JSON, lacks ``units``, has a value of the wrong type or range, or
+            a field that does not exist.
+    """
+    try:
+        fields = msgspec.json.decode(body)
+        if not isinstance(fields, dict):
+            raise BadRequestError("the body must be a JSON object")
+        unknown = sorted(set(fields) - set(LayoutRequest.__struct_fields__))
+        if unknown:
+            known = ", ".join(LayoutRequest.__struct_fields__)
+            raise BadRequestError(f"unknown field {', '.join(unknown)}: the fields are {known}")
+        request = msgspec.convert(fields, LayoutRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body is not valid: {error}") from None
+    if not 0 < request.timeout <= MAX_TIMEOUT_SECONDS:
+        raise BadRequestError(
+            f"timeout is {request.timeout:g}: it must be more than 0 and at most "
+            f"{MAX_TIMEOUT_SECONDS:g} seconds"
+        )
+    return request
+
+
+def admin_router(control: ControlClient) -> APIRouter:
+    """Return the admin routes on a link to the controller."""
+    router = APIRouter(prefix="/admin")
+
+    @router.get("/layout")
+    async def get_layout() -> JSONResponse:
+        try:
+            return JSONResponse(layout_json(await control.get_layout()))
+        except CallError as error:
+            return error_response(error.status, str(error))
+
+    @router.post("/layout")
+    async def set_layout(request: Request) -> JSONResponse:
+        try:
+            wanted = parse_layout_request(await request.body())
+            switch = await control.set_layout(wanted.units, wanted.preempt, wanted.timeout)
+        except BadRequestError as error:
+            return error_response(400, str(error))
+        except CallError as error:
+            return error_response(error.status, str(error))
+        return JSONResponse(_switch_json(switch))
+
+    @router.post("/audit")
+    async def audit() -> JSONResponse:
+        try:
+            problems = await control.audit()
+        except CallError as error:
+            return error_response(error.status, str(error))
+        return JSONResponse({"clean": not problems, "problems": problems})
+
+    return router
+
+
+def layout_json(view: LayoutView) -> dict[str, Any]:
+    """Return the body of ``GET /admin/layout``."""
+    return {
+        "ready": view.ready,
+        "reason": view.reason,
+        "policy": view.policy,
+        "waiting": view.waiting,
+        "units": [_unit_json(unit) for unit in view.units],
+        "engines": [_engine_json(engine) for engine in view.engines],
+        "switches": [_switch_json(switch) for switch in view.switches],
+    }
+
+
+def _unit_json(unit: UnitView) -> dict[str, Any]:
+    return {
+        "engines": list(unit.engines),
+        "layout": unit.layout,
+        "state": unit.state,
+        "running": unit.running,
+        "waiting": unit.waiting,
+        "paused": unit.paused_requests,
+        "lease_blocks": unit.lease_blocks,
+    }
+
+
+def _engine_json(engine: EngineView) -> dict[str, Any]:
+    return {
+        "engine": engine.engine,
+        "state": engine.state,
+        "num_blocks": engine.num_blocks,
+        "lent_blocks": engine.lent_blocks,
+    }
+
+
+def _switch_json(switch: SwitchView) -> dict[str, Any]:
+    return {
+        "epoch": switch.epoch,
+        "at": switch.at,
+        "before": [list(unit) for unit in switch.before],
+        "after": [list(unit) for unit in switch.after],
+        "preempt": switch.treatment.value,
+        "outcome": switch.outcome,
+        "error": switch.error,
+        "duration_seconds": switch.duration_seconds,
+        "requests": {
+            "paused": switch.paused,
+            "resumed": switch.resumed,
+            "drained": switch.drained,
+        },
+    }

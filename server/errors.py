@@ -1,0 +1,43 @@
+"""Errors as users see them: one line on the command line, OpenAI's JSON over HTTP."""
+
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+USAGE_EXIT_CODE = 2
+"""Exit code of a command that was refused before it started anything."""
+
+
+class UserError(Exception):
+    """Something the caller of a command has to change; the message is one line that names it."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the cause of a foreign exception as one line.
+
+    A pydantic ``ValidationError`` (vLLM's configuration classes) is reduced to its first complaint.
+    """
+    complaints = getattr(error, "errors", None)
+    if callable(complaints):
+        first = complaints()[0]
+        # Unions list one location per member: the first names the field.
+        where = str(first["loc"][0]).partition(".")[0] if first["loc"] else ""
+        message = str(first["msg"]).removeprefix("Value error, ")
+        text = f"{where}: {message}" if where else message
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return the JSON of an error as OpenAI's API and vLLM shape it."""
+    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def error_response(
+    status: int, message: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """Return an HTTP response with ``error_body``."""
+    return JSONResponse(error_body(status, message), status_code=status, headers=headers)

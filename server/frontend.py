@@ -1,0 +1,355 @@
+"""The front end: vLLM's ``AsyncLLM`` and OpenAI routers in Shoal's application.
+
+The only module of this package that imports vLLM, and so the slow one to import. vLLM's own are the
+argument parser, the tokenizers and chat templates, the OpenAI routes and the client that speaks to
+an engine core; the controller answers that client as if it were one.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields
+from socket import socket
+from typing import Any, NoReturn
+
+logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+# vLLM sets its loggers up only after some of its modules have logged to the last resort, stderr.
+
+# ruff: noqa: E402 - see above
+import prometheus_client
+import uvicorn
+import uvloop
+import vllm.envs as vllm_envs
+from fastapi import FastAPI
+from prometheus_client import values as prometheus_values
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.entrypoints.launchers.utils.server_utils import lifespan
+from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
+from vllm.entrypoints.openai.completion.api_router import router as completion_router
+from vllm.entrypoints.openai.models.api_router import router as models_router
+from vllm.entrypoints.openai.responses.api_router import router as responses_router
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
+from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+from vllm.exceptions import VLLMError
+from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import set_ulimit
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+from runtime.client import ControlClient
+from runtime.config import Addresses, NodeConfig
+from server.app import AppOptions, Backstage, build_app
+from server.errors import UserError, one_line
+from server.options import api_keys
+from server.placement import Placements
+
+VLLM_ROUTERS = (
+    chat_router,
+    completion_router,
+    responses_router,
+    models_router,
+    tokenize_router,
+    basic_router,
+)
+VIEWABLE_QUANTIZATION: frozenset[str | None] = frozenset({None})
+"""Kinds of weights of which a TP layout can be views of the whole; None: not quantised."""
+
+_TASKS = ("generate",)
+
+_LAST_SECONDS = 3
+"""What the responses of aborted requests may take to end."""
+_ABORT_AGAIN_SECONDS = 0.1
+"""Pause between two rounds of aborts: a request may have been on its way to the engines."""
+
+
+# --- in the main process: arguments and configuration ---
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    """vLLM's parser with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return vLLM's parser of ``vllm serve``, without Shoal's own options."""
+    parser: argparse.ArgumentParser = make_arg_parser(
+        _Parser(
+            prog="shoal serve",
+            description="Serve one model on this machine and switch between DP and TP.",
+        )
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Namespace:
+    """Parse the arguments of ``shoal serve``.
+
+    Raises:
+        UserError: they are not valid.
+    """
+    try:
+        args = parser.parse_args(argv)
+        validate_parsed_serve_args(args)
+        for plugin, load in (
+            (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
+            (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
+        ):
+            if plugin:
+                load(plugin)
+        validate_api_server_args(args)
+    except (VLLMError, ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(one_line(error)) from error
+    return args
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that vLLM can use, without initialising CUDA; 0 on a CPU."""
+    return int(current_platform.device_count()) if current_platform.is_cuda_alike() else 0
+
+
+def engine_args(args: Namespace, default_of: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the fields of ``AsyncEngineArgs`` that differ from their defaults."""
+    names = [field.name for field in fields(AsyncEngineArgs) if hasattr(args, field.name)]
+    return {n: getattr(args, n) for n in names if getattr(args, n) != default_of(n)}
+
+
+def make_vllm_config(vllm_args: Mapping[str, Any]) -> Any:
+    """Return the ``VllmConfig`` of the front ends, checked for what Shoal supports.
+
+    Raises:
+        UserError: vLLM refuses the arguments, or the model is of a kind Shoal does not support.
+    """
+    try:
+        config = AsyncEngineArgs(**vllm_args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except Exception as error:  # vLLM and transformers raise every kind here
+        raise UserError(one_line(error)) from error
+    check_model_config(config.model_config)
+    return config
+
+
+def check_model_config(model: Any) -> None:
+    """Refuse kinds of models that Shoal does not support.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+
+    Raises:
+        UserError: the model is of such a kind; the message names it.
+    """
+    kinds = {
+        "a multimodal model": model.is_multimodal_model,
+        "a pooling model": model.runner_type != "generate",
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a mixture-of-experts model": model.is_moe,
+        "a model with state-space layers": model.is_hybrid or model.is_attention_free,
+        "a model with latent attention (MLA)": model.use_mla,
+        f"quantised ({model.quantization})": model.quantization not in VIEWABLE_QUANTIZATION,
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise UserError(f"{model.model} is {kind}: not supported")
+
+
+# --- in a front-end process ---
+
+
+class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's ``AsyncLLM`` that tells ``placements`` the id of every request it sends.
+
+    The client's ``add_request_async`` is the one call that every request makes on its way to the
+    engine core, those of ``n > 1`` included, in the context of the HTTP request.
+    """
+
+    def follow(self, placements: Placements) -> None:
+        """Start to tell ``placements``."""
+        send = self.engine_core.add_request_async
+
+        async def add_request_async(request: Any) -> None:
+            placements.expect(request.request_id)
+            await send(request)
+
+        self.engine_core.add_request_async = add_request_async
+
+    async def abort_all(self) -> None:
+        """End every request; its client gets what there is, with finish reason ``abort``."""
+        await self.abort(list(self.output_processor.request_states), internal=True)
+
+    def count_per_engine(self, engines: int) -> None:
+        """Label metrics with the engine whose unit ran a step, not as of one engine core."""
+        if self.log_stats:
+            self.logger_manager: Any = StatLoggerManager(
+                vllm_config=self.vllm_config,
+                engine_idxs=list(range(engines)),
+                client_count=self._client_count,
+            )
+            self.logger_manager.log_engine_initialized()
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """One front-end process: what ``runtime.process.Child`` runs. Picklable.
+
+    Attributes:
+        config: the node.
+        index: number of this front end.
+        vllm_config: see ``make_vllm_config``.
+        args: the parsed arguments of ``shoal serve``.
+        listener: the bound socket that all front ends share.
+    """
+
+    config: NodeConfig
+    index: int
+    vllm_config: Any
+    args: Namespace
+    listener: socket
+
+    def __call__(self, ready: Callable[[], None]) -> None:
+        """Serve until SIGTERM. Calls ``ready`` when connections are accepted."""
+        if self.config.api_servers > 1:
+            _share_metrics(self.config)
+        set_ulimit()
+        uvloop.run(self._serve(ready))
+
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        placements = Placements()
+        addresses = Addresses(self.config.runtime_dir)
+        async with ControlClient(addresses, self.index, placements.placed) as control:
+            engine = self._connect(addresses)
+            try:
+                engine.follow(placements)
+                engine.count_per_engine(self.config.engines)
+                # The controller knows this front end from here on, and can send it notes.
+                await control.get_layout()
+                await self._serve_http(engine, control, placements, ready)
+            finally:
+                engine.shutdown()
+
+    def _connect(self, addresses: Addresses) -> PlacedAsyncLLM:
+        engine: PlacedAsyncLLM = PlacedAsyncLLM.from_vllm_config(
+            self.vllm_config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            enable_log_requests=self.args.enable_log_requests,
+            disable_log_stats=self.args.disable_log_stats,
+            client_addresses={
+                "input_address": addresses.front_input(self.index),
+                "output_address": addresses.front_output(self.index),
+            },
+            client_count=self.config.api_servers,
+            client_index=self.index,
+        )
+        return engine
+
+    async def _serve_http(
+        self,
+        engine: PlacedAsyncLLM,
+        control: ControlClient,
+        placements: Placements,
+        ready: Callable[[], None],
+    ) -> None:
+        backstage = Backstage(
+            control=control,
+            placements=placements,
+            is_alive=lambda: not engine.errored,
+            engine_metrics=_engine_metrics,
+            vllm_routers=VLLM_ROUTERS,
+        )
+        app = build_app(backstage, _app_options(self.args), lifespan)
+        init_exception_handler(app)
+        await init_app_state(engine, app.state, self.args, _TASKS)
+        server = _Server(_uvicorn_config(app, self.args), ready, engine.abort_all)
+        app.state.server = server  # vLLM's handlers stop it when the link to the engines breaks
+        await server.serve(sockets=[self.listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server that says when it accepts connections, and ends requests in order.
+
+    uvicorn cancels what still runs when ``timeout_graceful_shutdown`` is over; requests are aborted
+    in the engines ``_LAST_SECONDS`` before that, which lets their responses end like any other.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        ready: Callable[[], None],
+        abort_all: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(config)
+        self._ready = ready
+        self._abort_all = abort_all
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        aborting = asyncio.create_task(self._abort_late_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            aborting.cancel()
+
+    async def _abort_late_requests(self) -> None:
+        await asyncio.sleep((self.config.timeout_graceful_shutdown or 0) - _LAST_SECONDS)
+        # A client that does not read its response is cut off by uvicorn: nothing to report.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        while True:
+            await self._abort_all()
+            await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+
+
+def _uvicorn_config(app: FastAPI, args: Namespace) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        timeout_graceful_shutdown=args.shutdown_timeout + _LAST_SECONDS,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers or "TLSv1",
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+    )
+
+
+def _app_options(args: Namespace) -> AppOptions:
+    return AppOptions(
+        api_keys=api_keys(args, os.environ),
+        root_path=args.root_path or "",
+        allowed_origins=args.allowed_origins,
+        allowed_methods=args.allowed_methods,
+        allowed_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
+    )
+
+
+def _share_metrics(config: NodeConfig) -> None:
+    """Keep Prometheus' values in files that all front ends share (its multi-process mode).
+
+    prometheus_client chooses at import, which a forked process has behind it; no metric exists yet.
+    """
+    directory = os.path.join(config.runtime_dir, "prometheus")  # noqa: PTH118 - a string is wanted
+    os.makedirs(directory, exist_ok=True)  # noqa: PTH103
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
+    prometheus_values.ValueClass = prometheus_values.get_value_class()  # type: ignore[no-untyped-call]
+
+
+def _engine_metrics() -> bytes:
+    return prometheus_client.generate_latest(get_prometheus_registry())

@@ -1,0 +1,332 @@
+"""The options of ``shoal serve``: Shoal's own, its defaults, and what of vLLM's it refuses.
+
+Works on the parsed ``argparse.Namespace``, without importing vLLM. What can only be told from the
+model is checked in ``frontend.py``.
+"""
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policies.registry import POLICIES, UnknownPolicyError, get_policy
+from runtime.config import FakeSettings
+from server.errors import UserError
+
+DEFAULT_POLICY = "manual"
+ENGINE_COUNTS = (1, 2, 4, 8)
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+
+DEMO_NAME = "shoal-demo"
+DEMO_ENGINES = 2
+CPU_ENGINES = 2
+DEMO_KV_BYTES = 64 << 20
+CPU_KV_BYTES = 1 << 30
+"""KV cache of an engine on a CPU, where vLLM's own default is a share of all memory."""
+
+_LORA = "LoRA is not supported"
+_MULTIMODAL = "multimodal models are not supported"
+_SPECULATIVE = "speculative decoding is not supported"
+_POOLING = "pooling models are not supported"
+_SHOAL_CHOOSES = "Shoal chooses it while it serves; use --engines and --max-group"
+_EXPERTS = "mixture-of-experts models are not supported"
+_TRANSFER = "transferring KV between servers is not supported"
+_OFFLOAD = "offloading is not supported"
+_ONE_NODE = "Shoal serves on one node"
+_PROCESSES = "Shoal runs its own engine processes"
+_ROUTES = "Shoal does not offer the routes it adds"
+
+REFUSED: Mapping[str, str] = {
+    "enable_lora": _LORA,
+    "lora_modules": _LORA,
+    "default_mm_loras": _LORA,
+    "lora_target_modules": _LORA,
+    "limit_mm_per_prompt": _MULTIMODAL,
+    "mm_processor_kwargs": _MULTIMODAL,
+    "media_io_kwargs": _MULTIMODAL,
+    "enable_mm_embeds": _MULTIMODAL,
+    "mm_encoder_only": _MULTIMODAL,
+    "speculative_config": _SPECULATIVE,
+    "spec_method": _SPECULATIVE,
+    "spec_model": _SPECULATIVE,
+    "spec_tokens": _SPECULATIVE,
+    "convert": _POOLING,
+    "pooler_config": _POOLING,
+    "pipeline_parallel_size": "pipeline parallel is not supported",
+    "tensor_parallel_size": _SHOAL_CHOOSES,
+    "data_parallel_size": _SHOAL_CHOOSES,
+    "data_parallel_size_local": _SHOAL_CHOOSES,
+    "data_parallel_rank": _SHOAL_CHOOSES,
+    "data_parallel_start_rank": _SHOAL_CHOOSES,
+    "data_parallel_hybrid_lb": _SHOAL_CHOOSES,
+    "data_parallel_external_lb": _SHOAL_CHOOSES,
+    "data_parallel_multi_port_external_lb": _SHOAL_CHOOSES,
+    "decode_context_parallel_size": "context parallel is not supported",
+    "prefill_context_parallel_size": "context parallel is not supported",
+    "enable_expert_parallel": _EXPERTS,
+    "enable_eplb": _EXPERTS,
+    "enable_elastic_ep": _EXPERTS,
+    "enable_dbo": "dual batch overlap is not supported",
+    "ubatch_size": "micro-batching is not supported",
+    "quantization": "quantised weights are not supported",
+    "quantization_config": "quantised weights are not supported",
+    "kv_transfer_config": _TRANSFER,
+    "ec_transfer_config": _TRANSFER,
+    "kv_events_config": "KV events are not supported",
+    "kv_offloading_size": _OFFLOAD,
+    "cpu_offload_gb": _OFFLOAD,
+    "cpu_offload_params": _OFFLOAD,
+    "offload_group_size": _OFFLOAD,
+    "nnodes": _ONE_NODE,
+    "node_rank": _ONE_NODE,
+    "headless": _ONE_NODE,
+    "device_ids": "choose GPUs with CUDA_VISIBLE_DEVICES",
+    "distributed_executor_backend": _PROCESSES,
+    "scheduler_cls": _PROCESSES,
+    "worker_cls": _PROCESSES,
+    "worker_extension_cls": _PROCESSES,
+    "enable_sleep_mode": "sleep mode is not supported",
+    "enable_fault_tolerance": "Shoal supervises its engines itself",
+    "weight_transfer_config": "changing weights while serving is not supported",
+    "enable_prompt_embeds": "prompt embeddings are not supported",
+    "grpc": "gRPC is not supported",
+    "grpc_port": "gRPC is not supported",
+    "uds": "Unix domain sockets are not supported; use --host and --port",
+    "middleware": "middleware from the command line is not supported",
+    "enable_ssl_refresh": "refreshing certificates is not supported",
+    "enable_offline_docs": _ROUTES,
+    "enable_scale_out": _ROUTES,
+    "enable_server_load_tracking": _ROUTES,
+    "enable_tokenizer_info_endpoint": _ROUTES,
+    "tokens_only": _ROUTES,
+    "profiler_config": _ROUTES,
+}
+"""Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
+
+
+def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add Shoal's own options to vLLM's parser, and change the defaults of some of vLLM's.
+
+    Raises:
+        UserError: ``PORT`` in ``environ`` is not a port.
+    """
+    group = parser.add_argument_group("Shoal", "How many engines, and how they may be grouped.")
+    group.add_argument(
+        "--engines",
+        type=int,
+        help="number of engines: 1, 2, 4 or 8 (default: the GPUs, rounded down to one of these; "
+        f"{CPU_ENGINES} on a CPU)",
+    )
+    group.add_argument(
+        "--max-group", type=int, help="largest group of engines (default: all of them)"
+    )
+    group.add_argument(
+        "--policy",
+        default=DEFAULT_POLICY,
+        help=f"what decides the layout: {', '.join(POLICIES)} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prepare-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long an engine may take to reach a safe point (default: %(default)s)",
+    )
+    group.add_argument(
+        "--fake-engine",
+        action="store_true",
+        help="for tests: engines that run no model and make tokens up",
+    )
+    group.add_argument(
+        "--fake-step-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="for tests: duration of a step of the fake engine (default: %(default)s)",
+    )
+    parser.set_defaults(
+        host=DEFAULT_HOST, port=_port_of(environ), uvicorn_log_level="warning", api_server_count=1
+    )
+
+
+def _port_of(environ: Mapping[str, str]) -> int:
+    text = environ.get("PORT", str(DEFAULT_PORT))
+    if not text.isdecimal() or int(text) > 65535:
+        raise UserError(f"PORT is {text!r}: it must be a port number from 0 to 65535")
+    return int(text)
+
+
+def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) -> None:
+    """Set the defaults of the environment that vLLM and its libraries read when they are imported.
+
+    Args:
+        environ: the environment, changed in place; what the user set stays.
+        argv: the arguments of ``shoal serve``.
+    """
+    # A VLLM_CPU_KVCACHE_SPACE meant for one engine would be taken by each.
+    environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    defaults = {
+        # Several engines share the cores: no pinning, no thread pool in each.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # vLLM and torch warn of every default that does not suit the machine.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    model = _model_in(argv)
+    if model is None or Path(model).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    for name, value in defaults.items():
+        environ.setdefault(name, value)
+
+
+def _model_in(argv: Sequence[str]) -> str | None:
+    """Return the model named first in ``argv`` or by ``--model``, before there is a parser."""
+    for position, argument in enumerate(argv):
+        if argument.startswith("--model="):
+            return argument.removeprefix("--model=")
+        if argument == "--model" and position + 1 < len(argv):
+            return argv[position + 1]
+    if argv and not argv[0].startswith("-"):
+        return argv[0]
+    return None
+
+
+def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
+    """Refuse what Shoal does not support or cannot mean.
+
+    Args:
+        args: the parsed arguments.
+        default_of: returns the default of an argument.
+
+    Raises:
+        UserError: the first such option; the message names it.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None) != default_of(name):
+            raise UserError(f"{_flag(name)}: {reason}")
+    if args.runner not in ("auto", "generate"):
+        raise UserError(f"--runner {args.runner}: {_POOLING}")
+    _check_shoal_options(args)
+
+
+def _check_shoal_options(args: Namespace) -> None:
+    try:
+        get_policy(args.policy)
+    except UnknownPolicyError as error:
+        raise UserError(f"--policy: {error}") from None
+    for name in ("engines", "max_group"):
+        value = getattr(args, name)
+        if value is not None and value not in ENGINE_COUNTS:
+            raise UserError(f"{_flag(name)} {value}: it must be one of 1, 2, 4, 8")
+    if args.prepare_timeout <= 0:
+        raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
+    if args.fake_step_ms < 0:
+        raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
+    if args.fake_step_ms and not args.fake_engine:
+        raise UserError("--fake-step-ms needs --fake-engine")
+    if args.api_server_count is None or args.api_server_count < 1:
+        raise UserError(f"--api-server-count {args.api_server_count}: it must be at least 1")
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port {args.port}: it must be from 0 to 65535")
+    if args.api_key is not None and not all(args.api_key):
+        raise UserError("--api-key: a key is empty")
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise UserError("--ssl-keyfile and --ssl-certfile need each other")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_model(model: str) -> None:
+    """Refuse a model directory that is not there or holds no model.
+
+    A name that does not look like a path is left to vLLM, which asks the Hugging Face hub.
+
+    Raises:
+        UserError: it is a path with no model.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{model}: no config.json, so no model in Hugging Face format")
+    elif path.exists():
+        raise UserError(f"{model}: not a directory")
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise UserError(f"{model}: no such directory")
+
+
+def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, int]:
+    """Return the number of engines and the largest group.
+
+    Args:
+        args: the parsed arguments.
+        gpus: GPUs that vLLM can use; 0 on a CPU.
+        demo: whether it is the demo model that is served.
+
+    Raises:
+        UserError: more engines than GPUs, or a group larger than the engines.
+    """
+    available = gpus or CPU_ENGINES
+    if demo:
+        available = min(available, DEMO_ENGINES)
+    engines = args.engines or max(count for count in ENGINE_COUNTS if count <= available)
+    if gpus and engines > gpus and not args.fake_engine:
+        raise UserError(f"--engines {engines}: this machine has {gpus} GPUs")
+    max_group = args.max_group or engines
+    if max_group > engines:
+        raise UserError(f"--max-group {max_group}: there are only {engines} engines")
+    return engines, max_group
+
+
+def apply_defaults(
+    args: Namespace, default_of: Callable[[str], Any], *, on_cpu: bool, demo: Path | None
+) -> None:
+    """Fill in what the user left to Shoal.
+
+    Args:
+        args: the parsed arguments, changed in place.
+        default_of: returns the default of an argument.
+        on_cpu: whether the engines run on a CPU.
+        demo: the demo checkpoint if that is served.
+    """
+
+    def choose(name: str, value: Any) -> None:
+        if getattr(args, name) == default_of(name):
+            setattr(args, name, value)
+
+    # vLLM accepts a request's priority under this policy only; equal ones keep their order.
+    args.scheduling_policy = "priority"
+    if demo is not None:
+        args.model = str(demo)
+        choose("served_model_name", [DEMO_NAME])
+        choose("enforce_eager", True)
+        choose("kv_cache_memory_bytes", DEMO_KV_BYTES)
+        if on_cpu:
+            choose("dtype", "float32")
+    if on_cpu:
+        choose("kv_cache_memory_bytes", CPU_KV_BYTES)
+
+
+def api_keys(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the valid API keys: ``--api-key``, or else ``VLLM_API_KEY``."""
+    keys = args.api_key or [environ.get("VLLM_API_KEY", "")]
+    return tuple(key for key in keys if key)
+
+
+def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> FakeSettings | None:
+    """Return the fake engine's settings, or None if real engines are asked for."""
+    if not args.fake_engine:
+        return None
+    return FakeSettings(
+        step_seconds=args.fake_step_ms / 1000,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )

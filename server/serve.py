@@ -1,0 +1,187 @@
+"""``shoal serve``: from the command line to a running node."""
+
+import errno
+import json
+import os
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.config import NodeConfig
+from runtime.process import exit_without_teardown
+from runtime.supervisor import Say, Supervisor, make_runtime_dir
+from server.errors import UserError
+from server.options import (
+    add_shoal_options,
+    api_keys,
+    apply_defaults,
+    check_model,
+    check_options,
+    engines_and_group,
+    fake_settings,
+    prepare_environment,
+)
+
+
+def say_aloud(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class ReadyNode:
+    """What a node that takes requests is called and where it is."""
+
+    address: str
+    """Base URL, without a slash at the end."""
+    model: str
+    """Name to ask for."""
+    engines: int
+    max_group: int
+    api_key: str | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal serve`` and return the exit code.
+
+    Raises:
+        UserError: see ``run``.
+    """
+    return run(argv, print_ready)
+
+
+def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = say_aloud) -> int:
+    """Serve until a signal or a failure, and return the exit code.
+
+    Args:
+        argv: the arguments of ``shoal serve``.
+        on_ready: called once requests are taken; the node ends in order if it raises
+            ``StopRequestedError``.
+        say: prints a line of the start-up report.
+
+    Raises:
+        UserError: the arguments, the model or the port do not allow to start.
+    """
+    started = time.monotonic()
+    prepare_environment(os.environ, argv)
+    from server import frontend  # slow: vLLM
+
+    parser = frontend.make_parser()
+    add_shoal_options(parser, os.environ)
+    args = frontend.parse(parser, list(argv))
+    check_options(args, parser.get_default)
+    imported = time.monotonic()
+    say("Starting Shoal")
+    say(f"  imports took {imported - started:.1f} s")
+    with _bind(args.host, args.port) as listener:
+        config, vllm_config = _configure(args, parser.get_default)
+        say(f"  configuration took {time.monotonic() - imported:.1f} s")
+
+        def ready() -> None:
+            say(f"  ready after {time.monotonic() - started:.1f} s")
+            on_ready(_describe(args, config, listener))
+
+        frontends = [
+            frontend.Frontend(config, index, vllm_config, args, listener)
+            for index in range(config.api_servers)
+        ]
+        code = Supervisor(config, frontends, say, args.shutdown_timeout).run(ready)
+    exit_without_teardown(code)
+    return code
+
+
+def _configure(args: Namespace, default_of: Callable[[str], Any]) -> tuple[NodeConfig, Any]:
+    """Return the node that the arguments describe, and the front ends' ``VllmConfig``."""
+    from server import frontend
+
+    gpus = frontend.count_gpus()
+    demo = _choose_model(args, default_of)
+    engines, max_group = engines_and_group(args, gpus, demo=demo is not None)
+    apply_defaults(args, default_of, on_cpu=not gpus, demo=demo)
+    check_model(args.model)
+    vllm_args = frontend.engine_args(args, default_of)
+    vllm_config = frontend.make_vllm_config(vllm_args)
+    config = NodeConfig(
+        engines=engines,
+        max_group=max_group,
+        policy=args.policy,
+        runtime_dir=str(make_runtime_dir()),
+        vllm_args=vllm_args,
+        api_servers=args.api_server_count,
+        fake=fake_settings(
+            args,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+        ),
+        prepare_timeout_seconds=args.prepare_timeout,
+        seed=args.seed or 0,
+    )
+    return config, vllm_config
+
+
+def _choose_model(args: Namespace, default_of: Callable[[str], Any]) -> Path | None:
+    """Set ``args.model``; return the demo checkpoint if it is that."""
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    elif args.model == default_of("model"):
+        from server.demo import ensure_demo_model
+
+        return ensure_demo_model()
+    return None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address, so that a port in use is known before the slow start.
+
+    Raises:
+        UserError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        in_use = error.errno == errno.EADDRINUSE
+        cause = "the port is in use" if in_use else (error.strerror or str(error)).lower()
+        raise UserError(f"cannot listen on {host}:{port}: {cause}") from None
+    return listener
+
+
+def _describe(args: Namespace, config: NodeConfig, listener: socket.socket) -> ReadyNode:
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if args.ssl_certfile else "http"
+    return ReadyNode(
+        address=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+        model=args.served_model_name[0] if args.served_model_name else args.model,
+        engines=config.engines,
+        max_group=config.max_group,
+        api_key=next(iter(api_keys(args, os.environ)), None),
+    )
+
+
+def print_ready(node: ReadyNode) -> None:
+    """Print where the node is, and what to try on it."""
+    key = " -H 'Authorization: Bearer KEY'" if node.api_key is not None else ""
+    chat = f'{{"model": "{node.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    say_aloud(f"Shoal serves {node.model} on {node.address}")
+    say_aloud(
+        f"  try it:  curl {node.address}/v1/chat/completions{key} "
+        f"-H 'Content-Type: application/json' -d '{chat}'"
+    )
+    for units in _switch_examples(node):
+        body = json.dumps({"units": units})
+        say_aloud(f"  switch:  curl -X POST {node.address}/admin/layout{key} -d '{body}'")
+
+
+def _switch_examples(node: ReadyNode) -> list[list[list[int]]]:
+    """Return the partition with the first group formed, if this node can form any."""
+    if node.max_group == 1:
+        return []
+    group = list(range(node.max_group))
+    return [[group, *([engine] for engine in range(node.max_group, node.engines))]]

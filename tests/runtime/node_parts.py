@@ -1,0 +1,90 @@
+"""Processes of a node played for the supervisor's tests: no vLLM, no engine, no HTTP.
+
+What each does follows from the ``NodeConfig.vllm_args`` of the test: ``fail`` names the part that
+fails, ``kill`` the engines that the controller wants ended at SIGUSR1, ``log`` its file.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from runtime.config import Addresses, NodeConfig
+from runtime.messages import (
+    EngineDied,
+    EngineView,
+    GetLayout,
+    KillEngines,
+    LayoutView,
+    decode_control,
+    encode,
+)
+from runtime.transport import SUPERVISOR
+
+
+def scheduler(config: NodeConfig, engine: int) -> None:
+    run_part(config, f"scheduler-{engine}")
+
+
+def runner(config: NodeConfig, engine: int) -> None:
+    # A segment that only the supervisor can remove if this process is killed.
+    Path(f"/dev/shm/test-{Path(config.runtime_dir).name}-{engine}").touch()
+    run_part(config, f"runner-{engine}")
+
+
+def run_part(config: NodeConfig, name: str) -> None:
+    """Say who and where this process is, then fail or wait for the end, as the test wants."""
+    Path(config.vllm_args["pids"], name).write_text(str(os.getpid()))
+    if config.vllm_args.get("fail") == name:
+        raise OSError("out of\nblocks")
+    while True:
+        signal.pause()
+
+
+def controller(config: NodeConfig) -> None:
+    """Answer layouts, ask for what the test wants to be killed, and note every death."""
+    Path(config.vllm_args["pids"], "controller").write_text(str(os.getpid()))
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(Addresses(config.runtime_dir).control)
+    wanted = config.vllm_args.get("kill", [])
+
+    def kill(*_: object) -> None:
+        message = encode(KillEngines(wanted, "their group broke"))
+        socket.send_multipart([SUPERVISOR.encode(), message])
+
+    signal.signal(signal.SIGUSR1, kill)
+    questions = 0
+    while True:
+        peer, payload = socket.recv_multipart()
+        message = decode_control(payload)
+        if isinstance(message, EngineDied):
+            with Path(config.vllm_args["log"]).open("a") as log:
+                log.write(f"{message.engine}: {message.reason}\n")
+            Path(config.vllm_args["pids"], f"died-{message.engine}").touch()
+        if isinstance(message, GetLayout):
+            questions += 1
+            ready = questions > 1  # the supervisor has to ask again
+            socket.send_multipart([peer, encode(layout(config, message.call, ready))])
+
+
+def layout(config: NodeConfig, call: int, ready: bool) -> LayoutView:
+    phases = {"weights": 1.5} if ready else {}
+    engines = [EngineView(e, "serving", 8, {}, phases) for e in range(config.engines)]
+    return LayoutView(call, engines, [], [], 0, "manual", ready, None)
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """A front end that is ready at once and ends on SIGTERM, or only when it is killed."""
+
+    config: NodeConfig
+    stubborn: bool = False
+
+    def __call__(self, ready: Callable[[], None]) -> None:
+        if self.stubborn:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        run_part(self.config, "front")

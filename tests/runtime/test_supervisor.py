@@ -1,0 +1,199 @@
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import supervisor
+from runtime.config import NodeConfig
+from runtime.process import choose_context
+from runtime.supervisor import Supervisor, make_runtime_dir
+from tests.runtime.node_parts import FrontEnd
+
+PARTS = "tests.runtime.node_parts"
+
+
+class Node:
+    """A supervisor over played processes, and what is to be seen of it from outside."""
+
+    def __init__(self, tmp_path: Path, **wanted: Any) -> None:
+        self.pids_dir = tmp_path / "pids"
+        self.pids_dir.mkdir()
+        self.log = tmp_path / "log"
+        self.log.touch()
+        self.said: list[str] = []
+        self.runtime_dir = make_runtime_dir()
+        self.config = NodeConfig(
+            engines=2,
+            max_group=2,
+            policy="manual",
+            runtime_dir=str(self.runtime_dir),
+            vllm_args={"pids": str(self.pids_dir), "log": str(self.log), **wanted},
+        )
+
+    def run(self, on_ready: Callable[[], None], *, stubborn: bool = False) -> int:
+        front = FrontEnd(self.config, stubborn)
+        return Supervisor(self.config, [front], self.said.append).run(on_ready)
+
+    def pid(self, part: str) -> int:
+        return int((self.pids_dir / part).read_text())
+
+    def kill(self, part: str) -> None:
+        os.kill(self.pid(part), signal.SIGKILL)
+
+    def ask_to_kill(self) -> None:
+        os.kill(self.pid("controller"), signal.SIGUSR1)
+
+    def leftovers(self) -> list[str]:
+        names = [path.name for path in self.pids_dir.iterdir() if not path.name.startswith("died")]
+        alive = [name for name in names if is_alive(self.pid(name))]
+        shared = [path.name for path in Path("/dev/shm").glob(f"*{self.runtime_dir.name}*")]
+        return alive + shared + [str(d) for d in [self.runtime_dir] if d.exists()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def played_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(supervisor, "_SCHEDULER", f"{PARTS}:scheduler")
+    monkeypatch.setattr(supervisor, "_RUNNER", f"{PARTS}:runner")
+    monkeypatch.setattr(supervisor, "_CONTROLLER", f"{PARTS}:controller")
+    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 2.0)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def when(path: Path, act: Callable[[], None]) -> threading.Thread:
+    """Start a thread that calls ``act`` once ``path`` exists."""
+
+    def wait() -> None:
+        while not path.exists():
+            pass_time.wait(0.01)
+        act()
+
+    pass_time = threading.Event()
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_node_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    node = Node(tmp_path)
+    assert node.run(lambda: os.kill(os.getpid(), number)) == 0
+    assert node.leftovers() == []
+
+
+def test_the_start_is_reported_by_phase(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.run(interrupt)
+    assert [line.split(" up ")[0].strip() for line in node.said] == [
+        "controller",
+        "engine 0",
+        "engine 1",
+        "front end",
+    ]
+    assert "weights 1.5 s" in node.said[1]
+
+
+def test_an_engine_that_fails_to_start_ends_the_start_with_its_cause(tmp_path: Path) -> None:
+    node = Node(tmp_path, fail="runner-1")
+    assert node.run(lambda: pytest.fail("it cannot be ready")) == 1
+    assert node.said[-1] == "shoal: engine 1 runner: OSError: out of blocks"
+    assert node.leftovers() == []
+
+
+@pytest.mark.parametrize("part", ["controller", "front"])
+def test_the_node_ends_with_its_controller_or_a_front_end(tmp_path: Path, part: str) -> None:
+    node = Node(tmp_path)
+    assert node.run(lambda: node.kill(part)) == 1
+    name = {"controller": "controller", "front": "front end 0"}[part]
+    assert node.said[-1] == f"shoal: {name}: killed by SIGKILL"
+    assert node.leftovers() == []
+
+
+@pytest.mark.parametrize(("part", "twin"), [("scheduler", "runner"), ("runner", "scheduler")])
+def test_an_engine_dies_whole_and_the_node_goes_on(tmp_path: Path, part: str, twin: str) -> None:
+    node = Node(tmp_path)
+    watcher = when(node.pids_dir / "died-0", interrupt)
+    assert node.run(lambda: node.kill(f"{part}-0")) == 0
+    watcher.join()
+    assert node.log.read_text() == f"0: engine 0 {part}: killed by SIGKILL\n"
+    assert "engine 0 is lost" in node.said[-1]
+    assert node.leftovers() == []
+
+
+def test_the_controller_can_have_an_engine_killed(tmp_path: Path) -> None:
+    node = Node(tmp_path, kill=[1])
+    watcher = when(node.pids_dir / "died-1", interrupt)
+    assert node.run(node.ask_to_kill) == 0
+    watcher.join()
+    assert node.log.read_text() == "1: their group broke\n"
+
+
+def test_the_last_engine_takes_the_node_with_it(tmp_path: Path) -> None:
+    node = Node(tmp_path, kill=[0, 1])
+    assert node.run(node.ask_to_kill) == 1
+    assert node.said[-1] == "shoal: no engine is left: their group broke"
+    assert node.leftovers() == []
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 3600.0)
+    node = Node(tmp_path)
+    end = Supervisor._end_in_order
+
+    def end_and_signal(self: Supervisor) -> bool:
+        timer = threading.Timer(0.1, interrupt)
+        timer.start()
+        try:
+            return end(self)
+        finally:
+            timer.join()
+
+    monkeypatch.setattr(Supervisor, "_end_in_order", end_and_signal)
+    assert node.run(interrupt, stubborn=True) == 1
+    assert node.leftovers() == []
+
+
+def test_a_process_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 0.0)
+    node = Node(tmp_path)
+    assert node.run(interrupt, stubborn=True) == 1
+    assert node.leftovers() == []
+
+
+def test_the_runtime_dir_is_private_and_short() -> None:
+    path = make_runtime_dir()
+    try:
+        assert path.stat().st_mode & 0o777 == 0o700
+        assert len(str(path / "group-0-1-2-3-4-5-6-7-7")) < 107
+    finally:
+        path.rmdir()
+
+
+def test_a_parent_with_threads_does_not_fork() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, daemon=True)
+    thread.start()
+    try:
+        assert choose_context().get_start_method() == "spawn"
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,63 @@
+"""A ``shoal serve`` over fake engines in a process of its own, as a user starts it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ADDRESS = re.compile(r"on (http://\S+)")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the ids of a process's children, in the order of their starts."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class ServedNode:
+    """A running server; ``lines`` is what it has printed until it was ready."""
+
+    def __init__(self, cache: Path, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--fake-engine"]
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            env={**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.temporary = cache
+        self.lines: list[str] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.lstrip().startswith("switch:"):
+                break
+        found = ADDRESS.search("\n".join(self.lines))
+        self.url = found.group(1) if found else ""
+        # Its temporary files are in the cache directory, so this one is its own.
+        self.runtime_dir = next(cache.glob("shoal-*"), Path("none"))
+        self.children = children_of(self.process.pid) if self.url else []
+
+    def kill(self, part: str) -> None:
+        """Kill the child process that is this part of the node, known by the order of starts."""
+        order = ["engine 0", "engine 1", "controller", "front end 0", "front end 1"]
+        os.kill(self.children[order.index(part)], signal.SIGKILL)
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> list[str]:
+        """Send a signal to the process group's leader, and return what it still printed."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> list[str]:
+        """Wait for the end, and return what was printed since the server was ready."""
+        output, _ = self.process.communicate(timeout=60)
+        return list(output.splitlines())
+
+    def leftovers(self) -> list[str]:
+        """Return processes, runtime directories and shared memory that outlived the server."""
+        alive = [f"pid {child}" for child in self.children if Path(f"/proc/{child}").exists()]
+        directories = [path.name for path in self.temporary.glob("shoal-*")]
+        segments = [path.name for path in Path("/dev/shm").glob(f"*{self.runtime_dir.name}*")]
+        return alive + directories + segments

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from runtime.messages import Treatment
+from server.admin import DEFAULT_TIMEOUT_SECONDS, BadRequestError, parse_layout_request
+
+
+def test_units_alone_are_enough() -> None:
+    request = parse_layout_request(b'{"units": [[0, 1], [2]]}')
+    assert request.units == [[0, 1], [2]]
+    assert request.preempt is Treatment.SEQUENTIAL
+    assert request.timeout == DEFAULT_TIMEOUT_SECONDS
+
+
+def test_every_field_is_taken() -> None:
+    request = parse_layout_request(b'{"units": [[0]], "preempt": "hard", "timeout": 1.5}')
+    assert (request.preempt, request.timeout) == (Treatment.HARD, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "not valid"),
+        (b"{", "not valid"),
+        (b"\xff", "not valid"),
+        (b"[[0]]", "object"),
+        (b"{}", "units"),
+        (b'{"units": null}', "units"),
+        (b'{"units": [0]}', "units"),
+        (b'{"units": [[0.5]]}', "units"),
+        (b'{"units": [["0"]]}', "units"),
+        (b'{"units": [[true]]}', "units"),
+        (b'{"units": [[0]], "preempt": "soft"}', "soft"),
+        (b'{"units": [[0]], "preempt": 1}', "preempt"),
+        (b'{"units": [[0]], "timeout": "1"}', "timeout"),
+        (b'{"units": [[0]], "timeout": 0}', "timeout"),
+        (b'{"units": [[0]], "timeout": -1}', "timeout"),
+        (b'{"units": [[0]], "timeout": 3601}', "timeout"),
+        (b'{"units": [[0]], "timeout": 1e400}', "not valid"),
+    ],
+)
+def test_what_is_wrong_is_named(body: bytes, named: str) -> None:
+    with pytest.raises(BadRequestError, match=named):
+        parse_layout_request(body)
+
+
+def test_every_unknown_field_is_named() -> None:
+    body = json.dumps({"units": [[0]], "treatment": "hard", "force": True}).encode()
+    with pytest.raises(BadRequestError, match="unknown field force, treatment"):
+        parse_layout_request(body)

@@ -1,0 +1,126 @@
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server import frontend
+from server.demo import ensure_demo_model
+from server.errors import UserError
+from server.options import REFUSED, add_shoal_options, apply_defaults, check_options
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    made = frontend.make_parser()
+    add_shoal_options(made, {})
+    return made
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_demo_model(tmp_path_factory.mktemp("models"))
+
+
+def parse(parser: ArgumentParser, *argv: str) -> Namespace:
+    args = frontend.parse(parser, list(argv))
+    check_options(args, parser.get_default)
+    return args
+
+
+def test_every_refused_option_is_one_of_vllms(parser: ArgumentParser) -> None:
+    defaults = vars(parser.parse_args([]))
+    assert set(REFUSED) <= set(defaults)
+
+
+def test_the_defaults_are_not_refused(parser: ArgumentParser) -> None:
+    assert parse(parser, "model").model_tag == "model"
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--enable-lora"], "--enable-lora"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
+        (["-tp", "2"], "--tensor-parallel-size"),
+        (["--data-parallel-size", "2"], "--data-parallel-size"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel"),
+        (["--quantization", "fp8"], "--quantization"),
+        (["--speculative-config", '{"num_speculative_tokens": 1}'], "--speculative-config"),
+        (["--kv-transfer-config", '{"kv_role": "kv_both"}'], "--kv-transfer-config"),
+        (["--runner", "pooling"], "--runner pooling"),
+        (["--limit-mm-per-prompt", '{"image": 1}'], "--limit-mm-per-prompt"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--max-model-len", "long"], "--max-model-len"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "nosuch"], "nosuch"),
+        (["--chat-template", "/no/such/template"], "/no/such/template"),
+    ],
+)
+def test_a_refusal_is_one_line_that_names_the_option(
+    parser: ArgumentParser, argv: list[str], named: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(parser, "model", *argv)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_engines_get_what_the_user_set_and_nothing_else(parser: ArgumentParser, demo: Path) -> None:
+    args = parse(parser, "--max-model-len", "128", "--engines", "2")
+    apply_defaults(args, parser.get_default, on_cpu=True, demo=demo)
+    assert frontend.engine_args(args, parser.get_default) == {
+        "model": str(demo),
+        "served_model_name": ["shoal-demo"],
+        "max_model_len": 128,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
+        "dtype": "float32",
+        "scheduling_policy": "priority",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"max_model_len": 10**6}, "max_model_len"), ({"dtype": "float7"}, "dtype")],
+)
+def test_vllms_refusals_are_one_line(demo: Path, wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        frontend.make_vllm_config({"model": str(demo), **wrong})
+    assert "\n" not in str(caught.value)
+
+
+SUPPORTED: dict[str, Any] = {
+    "model": "m",
+    "is_multimodal_model": False,
+    "runner_type": "generate",
+    "is_encoder_decoder": False,
+    "is_moe": False,
+    "is_hybrid": False,
+    "is_attention_free": False,
+    "use_mla": False,
+    "quantization": None,
+}
+
+
+def test_a_plain_model_is_supported() -> None:
+    frontend.check_model_config(SimpleNamespace(**SUPPORTED))
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ({"is_multimodal_model": True}, "multimodal"),
+        ({"runner_type": "pooling"}, "pooling"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_moe": True}, "mixture-of-experts"),
+        ({"is_hybrid": True}, "state-space"),
+        ({"is_attention_free": True}, "state-space"),
+        ({"use_mla": True}, "MLA"),
+        ({"quantization": "awq"}, "awq"),
+    ],
+)
+def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        frontend.check_model_config(SimpleNamespace(**SUPPORTED | kind))

@@ -1,0 +1,222 @@
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.errors import UserError, one_line
+from server.options import (
+    CPU_KV_BYTES,
+    DEMO_NAME,
+    REFUSED,
+    add_shoal_options,
+    api_keys,
+    apply_defaults,
+    check_model,
+    check_options,
+    engines_and_group,
+    fake_settings,
+    prepare_environment,
+)
+
+VLLM_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(REFUSED),
+    "runner": "auto",
+    "api_key": None,
+    "ssl_keyfile": None,
+    "ssl_certfile": None,
+    "served_model_name": None,
+    "enforce_eager": False,
+    "kv_cache_memory_bytes": None,
+    "dtype": "auto",
+    "scheduling_policy": "fcfs",
+    "model": "some/model",
+}
+
+
+def parsed(*argv: str, environ: dict[str, str] | None = None, **vllm: Any) -> Namespace:
+    parser = ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    add_shoal_options(parser, environ or {})
+    args = parser.parse_args(argv)
+    vars(args).update(VLLM_DEFAULTS | vllm)
+    return args
+
+
+def check(args: Namespace) -> None:
+    check_options(args, VLLM_DEFAULTS.get)
+
+
+def test_the_defaults_are_accepted() -> None:
+    check(parsed())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_unsupported_option_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(parsed(**{name: "set"}))
+    message = str(caught.value)
+    assert message.startswith("--" + name.replace("_", "-") + ": ")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--policy", "nosuch"], "nosuch"),
+        (["--engines", "3"], "--engines 3"),
+        (["--engines", "0"], "--engines 0"),
+        (["--engines", "16"], "--engines 16"),
+        (["--max-group", "3"], "--max-group 3"),
+        (["--prepare-timeout", "0"], "--prepare-timeout"),
+        (["--fake-engine", "--fake-step-ms", "-1"], "--fake-step-ms"),
+        (["--fake-step-ms", "1"], "--fake-engine"),
+        (["--port", "65536"], "--port 65536"),
+    ],
+)
+def test_a_value_out_of_range_is_named(argv: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        check(parsed(*argv))
+
+
+@pytest.mark.parametrize(
+    ("vllm", "named"),
+    [
+        ({"runner": "pooling"}, "--runner pooling"),
+        ({"api_key": ["one", ""]}, "--api-key"),
+        ({"api_server_count": 0}, "--api-server-count 0"),
+        ({"ssl_keyfile": "key"}, "--ssl-certfile"),
+    ],
+)
+def test_vllms_options_are_checked_too(vllm: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        check(parsed(**vllm))
+
+
+def test_the_port_comes_from_the_option_or_else_the_environment() -> None:
+    assert parsed().port == 8000
+    assert parsed().host == "127.0.0.1"
+    assert parsed(environ={"PORT": "81"}).port == 81
+    assert parsed("--port", "82", environ={"PORT": "81"}).port == 82
+
+
+@pytest.mark.parametrize("text", ["", "http", "-1", "65536", "80.5"])
+def test_a_bad_port_in_the_environment_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="PORT"):
+        parsed(environ={"PORT": text})
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "demo", "expected"),
+    [
+        ([], 0, False, (2, 2)),
+        ([], 1, False, (1, 1)),
+        ([], 3, False, (2, 2)),
+        ([], 7, False, (4, 4)),
+        ([], 8, False, (8, 8)),
+        ([], 64, False, (8, 8)),
+        ([], 8, True, (2, 2)),
+        ([], 1, True, (1, 1)),
+        (["--engines", "4"], 0, False, (4, 4)),
+        (["--engines", "4", "--max-group", "2"], 0, False, (4, 2)),
+        (["--engines", "8", "--fake-engine"], 1, False, (8, 8)),
+    ],
+)
+def test_engines_follow_the_gpus(
+    argv: list[str], gpus: int, demo: bool, expected: tuple[int, int]
+) -> None:
+    assert engines_and_group(parsed(*argv), gpus, demo=demo) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "named"),
+    [
+        (["--engines", "4"], 2, "2 GPUs"),
+        (["--engines", "2", "--max-group", "4"], 0, "--max-group 4"),
+        (["--max-group", "8"], 4, "--max-group 8"),
+    ],
+)
+def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        engines_and_group(parsed(*argv), gpus, demo=False)
+
+
+def test_the_demo_gets_small_defaults_that_the_user_can_override() -> None:
+    args = parsed(dtype="bfloat16")
+    apply_defaults(args, VLLM_DEFAULTS.get, on_cpu=True, demo=Path("/demo"))
+    assert args.model == "/demo"
+    assert args.served_model_name == [DEMO_NAME]
+    assert args.dtype == "bfloat16"
+    assert args.scheduling_policy == "priority"
+    assert args.kv_cache_memory_bytes < CPU_KV_BYTES
+
+
+def test_a_model_on_gpus_keeps_vllms_defaults() -> None:
+    args = parsed()
+    apply_defaults(args, VLLM_DEFAULTS.get, on_cpu=False, demo=None)
+    assert vars(args) == vars(parsed()) | {"scheduling_policy": "priority"}
+
+
+def test_models_that_cannot_be_there_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for model, named in (
+        (str(tmp_path / "missing"), "no such directory"),
+        ("./missing", "no such directory"),
+        (str(tmp_path), "config.json"),
+        (str(tmp_path / "file"), "not a directory"),
+    ):
+        with pytest.raises(UserError, match=named):
+            check_model(model)
+
+
+def test_models_that_may_be_there_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+    check_model("organisation/model-on-the-hub")
+
+
+def test_the_environment_keeps_what_the_user_set(tmp_path: Path) -> None:
+    environ = {"OMP_NUM_THREADS": "3", "VLLM_CPU_KVCACHE_SPACE": "40"}
+    prepare_environment(environ, [str(tmp_path)])
+    assert environ["OMP_NUM_THREADS"] == "3"
+    assert environ["HF_HUB_OFFLINE"] == "1"
+    assert environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environ
+
+
+@pytest.mark.parametrize(
+    ("argv", "offline"),
+    [
+        ([], True),
+        (["--port", "1"], True),
+        (["organisation/model"], False),
+        (["--port", "1", "--model", "organisation/model"], False),
+        (["--model=organisation/model"], False),
+    ],
+)
+def test_only_a_local_model_keeps_the_hub_out(argv: list[str], offline: bool) -> None:
+    environ: dict[str, str] = {}
+    prepare_environment(environ, argv)
+    assert ("HF_HUB_OFFLINE" in environ) is offline
+
+
+def test_keys_of_the_command_line_win() -> None:
+    environ = {"VLLM_API_KEY": "env"}
+    assert api_keys(parsed(api_key=["a", "b"]), environ) == ("a", "b")
+    assert api_keys(parsed(), environ) == ("env",)
+    assert api_keys(parsed(), {}) == ()
+
+
+def test_fake_settings_follow_the_options() -> None:
+    assert fake_settings(parsed(), max_num_seqs=1, max_model_len=2) is None
+    fake = fake_settings(
+        parsed("--fake-engine", "--fake-step-ms", "5"), max_num_seqs=1, max_model_len=2
+    )
+    assert fake is not None
+    assert (fake.step_seconds, fake.max_num_seqs, fake.max_model_len) == (0.005, 1, 2)
+
+
+def test_foreign_errors_become_one_line() -> None:
+    assert one_line(ValueError("a\n  b")) == "a b"
+    assert one_line(KeyError()) == "KeyError"
