@@ -326,8 +326,7 @@ def test_the_start_is_printed_by_phase_and_nothing_else_is(node: ServedNode) -> 
 def test_an_interrupted_server_leaves_nothing_and_says_nothing(
     node: ServedNode, http: httpx.Client
 ) -> None:
-    # Last of those that share the server. One request is running and cannot end by itself in time:
-    # nobody reads it, and a client that does would see it end with the finish reason abort.
+    # Last of those that share the server. Done or aborted, a running stream ends well.
     body = {"model": MODEL, "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
