@@ -175,9 +175,9 @@ def decode_utility(frames: Sequence[Any]) -> UtilityCall:
     return _utility_decoder.decode(frames[0])
 
 
-def encode_outputs(outputs: Sequence[Output], *, timestamp: float = 0.0) -> bytes:
-    """Encode new tokens for one front end."""
-    return _encoder.encode(Outputs(outputs=list(outputs), timestamp=timestamp))
+def encode_outputs(outputs: Sequence[Output], *, engine: int = 0, timestamp: float = 0.0) -> bytes:
+    """Encode new tokens that engine ``engine`` made for one front end."""
+    return _encoder.encode(Outputs(engine_index=engine, outputs=list(outputs), timestamp=timestamp))
 
 
 def encode_finish(request_ids: Iterable[str], reason: FinishReason) -> bytes:

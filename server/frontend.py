@@ -197,6 +197,8 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 client_count=self._client_count,
             )
             self.logger_manager.log_engine_initialized()
+            # The output handler runs already, and looks here for the loggers.
+            self._logger_ref[0] = self.logger_manager
 
 
 @dataclass(frozen=True)

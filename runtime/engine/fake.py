@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from policies.partition import Group
+from policies.partition import Group, leader_of
 from runtime import wire
 from runtime.clock import Clock, monotonic
 from runtime.config import Addresses, FakeSettings, NodeConfig
@@ -187,7 +187,7 @@ class FakeCore:
         self._running = [r for r in self._running if r.generated < r.max_tokens]
         now = self._clock()
         for client, outputs in by_client.items():
-            frame = wire.encode_outputs(outputs, timestamp=now)
+            frame = wire.encode_outputs(outputs, engine=leader_of(self.group), timestamp=now)
             self._outputs.append(CoreOutputs(client, [frame]))
         return True
 
