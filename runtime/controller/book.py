@@ -94,6 +94,7 @@ class Book:
         """Epoch of the bind of every group of the partition with more than one engine."""
         self.cores: dict[Group, CoreBook] = {}
         self.outcomes: Counter[Outcome] = Counter()
+        """Requests that have left the node."""
         self.stale = 0
         """Switch messages that came too late and were dropped."""
         self._where: dict[str, Group] = {}
@@ -178,13 +179,10 @@ class Book:
         """Return the unit that a request was sent to."""
         return self._where.get(request_id)
 
-    def remove(self, request_id: str, outcome: Outcome) -> Request | None:
+    def remove(self, request_id: str) -> Request | None:
         """Forget a request that was sent to a unit; None if it is not known (any more)."""
         group = self._where.pop(request_id, None)
-        if group is None:
-            return None
-        self.outcomes[outcome] += 1
-        return self.cores[group].requests.pop(request_id)
+        return None if group is None else self.cores[group].requests.pop(request_id)
 
     def paused_in(self, unit: Group) -> int:
         """Return the requests that wait for another unit of this unit's engines to be back."""

@@ -162,13 +162,11 @@ class Controller:
     def _abort(self, request_ids: list[str]) -> None:
         by_leader: dict[int, list[str]] = {}
         for request_id in request_ids:
-            if self.pool.remove(request_id) is not None:
-                self.book.outcomes[Outcome.ABORTED] += 1
-                continue
             group = self.book.where(request_id)
             if group is not None:
-                self.book.remove(request_id, Outcome.ABORTED)
                 by_leader.setdefault(leader_of(group), []).append(request_id)
+            if self.pool.remove(request_id) or self.book.remove(request_id):
+                self.book.outcomes[Outcome.ABORTED] += 1
         for engine, ids in by_leader.items():
             self._transport.to_engine(engine, m.AbortRequests(ids))
 
@@ -183,6 +181,7 @@ class Controller:
 
     def _fail(self, requests: list[Request], outcome: Outcome) -> None:
         """End requests with an error; they are in no book (any more)."""
+        self.book.outcomes[outcome] += len(requests)
         by_client: dict[int, list[str]] = {}
         for request in requests:
             by_client.setdefault(request.client, []).append(request.id)
@@ -239,7 +238,8 @@ class Controller:
     def _take_load(self, load: m.Load) -> None:
         self.book.core(load.group).load = load
         for request_id in load.finished:
-            self.book.remove(request_id, Outcome.FINISHED)
+            if self.book.remove(request_id) is not None:
+                self.book.outcomes[Outcome.FINISHED] += 1
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
         if isinstance(message, m.Resumed):
@@ -263,12 +263,13 @@ class Controller:
         for group in [group for group in self.book.bound if gone.intersection(group)]:
             if self._switch is None or not self._switch.is_released(group):
                 self.book.set_free(group)
+        if self._switch is not None:
+            # First: what members lent to a bind that is aborted now they take back by themselves.
+            self._switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
         self.leases.lose(gone)
         self._lose_requests(gone)
         if self._audit is not None:
             self._audit.lose(gone)
-        if self._switch is not None:
-            self._switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
         self._transport.to_control(SUPERVISOR, m.KillEngines(sorted(gone), reason))
 
     def _tied(self, engine: int) -> frozenset[int]:
@@ -288,7 +289,7 @@ class Controller:
             ids = list(core.requests)
             if leader_of(core.group) not in gone:
                 self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
-            removed = [self.book.remove(request_id, Outcome.LOST) for request_id in ids]
+            removed = [self.book.remove(request_id) for request_id in ids]
             lost += [request for request in removed if request is not None]
         for request in self.pool.all():
             if not self._capacity.holds(request.seen):

@@ -61,6 +61,9 @@ class Faults(msgspec.Struct, frozen=True):
     """Emit the second token of every request twice."""
 
 
+NO_FAULTS = Faults()
+
+
 class _Pool:
     """Free block ids, physical or virtual; gives out the lowest, so that runs are reproducible."""
 
@@ -367,7 +370,7 @@ class FakeBackend:
         engine: int,
         *,
         clock: Clock = monotonic,
-        faults: Faults = Faults(),  # noqa: B008 (frozen)
+        faults: Faults = NO_FAULTS,
     ) -> None:
         settings = config.fake or FakeSettings()
         self.engine = engine

@@ -10,11 +10,11 @@ MOST_MISSING = 40
 """Requests under way at once: enough to fill every batch and the pool."""
 
 
-def random_partition(rng: random.Random, engines: int) -> Partition:
+def random_partition(rng: random.Random, engines: int, max_group: int) -> Partition:
     """Draw an aligned partition: each aligned run is taken whole or split in halves."""
 
     def split(first: int, size: int) -> list[Group]:
-        if size == 1 or rng.random() < 0.4:
+        if size == 1 or (size <= max_group and rng.random() < 0.4):
             return [tuple(range(first, first + size))]
         return split(first, size // 2) + split(first + size // 2, size // 2)
 
@@ -60,7 +60,7 @@ class RandomRun:
         elif draw < 0.55 and self._audit is None:
             self._audit = node.call(AuditNode)
         elif self._switch is None:
-            units = random_partition(rng, node.config.engines)
+            units = random_partition(rng, node.config.engines, node.config.max_group)
             treatment = rng.choice(list(Treatment))
             self._switch = node.set_layout(*units, treatment=treatment, timeout=0.2)
         for _ in range(rng.randrange(12)):

@@ -1,4 +1,4 @@
-"""2,000 random binds, releases and requests in every order that processes and sockets could produce.
+"""2,000 random binds, releases and requests, in any order that processes could produce.
 
 Nothing may hang, no token be lost, repeated or reordered, no block leak, and every audit on the way
 must be clean. The controls show that each of these would be noticed.

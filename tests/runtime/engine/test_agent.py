@@ -8,7 +8,7 @@ from runtime import wire
 from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
 from runtime.engine.agent import IDLE_SECONDS, LEASE_FLOOR, Agent, State
-from runtime.engine.fake import FakeBackend, Faults, Seam
+from runtime.engine.fake import NO_FAULTS, FakeBackend, Faults, Seam
 from runtime.engine.interface import RunnerDied
 from runtime.loopback import LoopbackNetwork
 from runtime.transport import Channel
@@ -22,7 +22,7 @@ LEASE_1 = list(range(500, 600))
 class Bench:
     """One agent, its controller played by the test."""
 
-    def __init__(self, engine: int = 0, faults: Faults = Faults()) -> None:
+    def __init__(self, engine: int = 0, faults: Faults = NO_FAULTS) -> None:
         settings = FakeSettings(num_blocks=200, block_tokens=4, max_num_seqs=8, max_model_len=300)
         config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
         self.clock = ManualClock()
@@ -255,9 +255,7 @@ def test_refused_request_ends_with_an_error(bench: Bench) -> None:
 def test_load_is_reported_when_it_changes(bench: Bench) -> None:
     bench.agent.turn()
     assert bench.heard() == []
-    bench.network.controller.to_engine(
-        0, m.AddRequest((0,), "a"), request_payload("a", [1] * 8, 1)
-    )
+    bench.network.controller.to_engine(0, m.AddRequest((0,), "a"), request_payload("a", [1] * 8, 1))
     bench.agent.turn()
     bench.agent.turn()
     loads = [x for x in bench.heard() if isinstance(x, m.Load)]

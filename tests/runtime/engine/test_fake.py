@@ -6,7 +6,7 @@ import pytest
 from runtime import wire
 from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
-from runtime.engine.fake import FakeBackend, Faults, Seam, expected_tokens
+from runtime.engine.fake import NO_FAULTS, FakeBackend, Faults, Seam, expected_tokens
 from runtime.engine.interface import CoreLoad, RunnerDied
 from tests.runtime.loopback_node import request_payload
 
@@ -20,7 +20,7 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def make(clock: ManualClock, engine: int = 0, faults: Faults = Faults()) -> FakeBackend:
+def make(clock: ManualClock, engine: int = 0, faults: Faults = NO_FAULTS) -> FakeBackend:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     return FakeBackend(config, engine, clock=clock, faults=faults)
 

@@ -1,0 +1,88 @@
+"""Snapshots for the tests of policies: made by hand, or drawn by Hypothesis."""
+
+from hypothesis import strategies as st
+
+from policies.partition import Group, Partition, singles
+from policies.snapshot import PoolRequest, Snapshot, UnitState
+
+
+def request(
+    request_id: str = "r",
+    *,
+    prompt: int = 10,
+    total: int | None = None,
+    priority: int = 0,
+    arrival: float = 0.0,
+) -> PoolRequest:
+    return PoolRequest(request_id, prompt, total or prompt + 1, priority, arrival)
+
+
+def unit(
+    group: Group,
+    *,
+    serving: bool = True,
+    requests: int = 0,
+    slots: int = 4,
+    blocks: int = 100,
+    total_blocks: int = 100,
+    block_tokens: int = 4,
+    max_model_len: int = 400,
+) -> UnitState:
+    return UnitState(
+        group, serving, requests, slots, blocks, total_blocks, block_tokens, max_model_len
+    )
+
+
+def snapshot(
+    *units: UnitState,
+    pool: tuple[PoolRequest, ...] = (),
+    max_group: int | None = None,
+    dead: frozenset[int] = frozenset(),
+    switching: bool = False,
+    now: float = 0.0,
+) -> Snapshot:
+    """Return a snapshot whose units must partition the engines."""
+    partition = tuple(u.group for u in units)
+    engines = sum(len(group) for group in partition)
+    return Snapshot(now, engines, max_group or engines, dead, partition, switching, units, pool)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, engines: int) -> Partition:
+    """Draw an aligned partition of a power of two engines."""
+
+    def split(first: int, size: int) -> list[Group]:
+        if size == 1 or draw(st.booleans()):
+            return [tuple(range(first, first + size))]
+        return split(first, size // 2) + split(first + size // 2, size // 2)
+
+    return tuple(split(0, engines))
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> Snapshot:
+    """Draw any snapshot that a controller could make."""
+    engines = draw(st.sampled_from([1, 2, 4, 8]))
+    dead = frozenset(draw(st.sets(st.integers(0, engines - 1))))
+    partition = singles(engines) if dead else draw(partitions(engines))
+    small = st.integers(0, 20)
+    units = tuple(
+        unit(
+            group,
+            serving=not dead.intersection(group) and draw(st.booleans()),
+            requests=draw(small),
+            slots=draw(st.integers(0, 4)),
+            blocks=draw(st.integers(-3, 30)),
+            total_blocks=30,
+            block_tokens=4 * len(group),
+            max_model_len=draw(st.sampled_from([60, 120])),
+        )
+        for group in partition
+    )
+    pool = tuple(
+        request(f"r{k}", prompt=draw(st.integers(0, 150)), total=draw(st.integers(1, 200)))
+        for k in range(draw(st.integers(0, 12)))
+    )
+    return snapshot(
+        *units, pool=pool, dead=dead, switching=draw(st.booleans()), now=draw(st.floats(0, 1e6))
+    )

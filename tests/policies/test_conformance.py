@@ -1,0 +1,107 @@
+"""What every registered policy must hold to, whatever it wants."""
+
+import copy
+
+import pytest
+from hypothesis import given
+
+from policies.plan import Dispatch, Plan, PlanError, Policy, check_plan
+from policies.registry import POLICIES, UnknownPolicyError, get_policy
+from policies.snapshot import Snapshot
+from tests.policies.snapshots import request, snapshot, snapshots, unit
+
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+@every_policy
+@given(seen=snapshots())
+def test_plans_can_be_done(policy: Policy, seen: Snapshot) -> None:
+    """Dispatches start now and fit; targets are aligned, cover all engines, spare the dead."""
+    check_plan(policy.plan(seen), seen)
+
+
+@every_policy
+@given(seen=snapshots())
+def test_plans_are_a_function_of_the_snapshot(policy: Policy, seen: Snapshot) -> None:
+    twin = copy.deepcopy(seen)
+    assert policy.plan(seen) == policy.plan(twin)
+    assert seen == twin
+
+
+@every_policy
+@given(seen=snapshots())
+def test_no_target_while_a_switch_runs(policy: Policy, seen: Snapshot) -> None:
+    if seen.switching:
+        assert policy.plan(seen).target is None
+
+
+@every_policy
+@given(seen=snapshots())
+def test_layouts_are_left_alone_unless_the_policy_decides_them(
+    policy: Policy, seen: Snapshot
+) -> None:
+    if not policy.decides_layout:
+        assert policy.plan(seen).target is None
+
+
+@every_policy
+@given(seen=snapshots())
+def test_nothing_that_could_start_is_left_when_the_node_is_idle(
+    policy: Policy, seen: Snapshot
+) -> None:
+    """The first request that some unit can start is started: no policy of ours withholds work."""
+    plan = policy.plan(seen)
+    if plan.target is None and not plan.dispatches and seen.pool:
+        first = next((r for r in seen.pool if any(u.can_hold(r) for u in seen.units)), None)
+        if first is not None:
+            assert not any(can_start(u, first) for u in seen.units)
+
+
+def can_start(state, wanted) -> bool:
+    return (
+        state.serving
+        and state.free_slots > 0
+        and state.can_hold(wanted)
+        and state.blocks_for(wanted) <= state.free_blocks
+    )
+
+
+@every_policy
+def test_names_are_keys(policy: Policy) -> None:
+    assert get_policy(policy.name) is policy
+
+
+def test_unknown_policy_lists_those_there_are() -> None:
+    with pytest.raises(UnknownPolicyError, match="choose one of manual, static-dp, static-tp"):
+        get_policy("static")
+
+
+# --- the check itself ---
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan((Dispatch("none", (0,)),)), "not in the pool"),
+        (Plan((Dispatch("a", (0,)), Dispatch("a", (1,)))), "twice in the plan"),
+        (Plan((Dispatch("a", (0, 1)),)), "is no unit"),
+        (Plan((Dispatch("a", (2,)),)), "cannot start a now"),
+        (Plan((Dispatch("a", (0,)), Dispatch("b", (0,)))), "cannot start b now"),
+        (Plan((Dispatch("large", (0,)),)), "cannot start large now"),
+        (Plan(target=((0,), (1, 2), (3,))), "not an aligned"),
+        (Plan(target=((0, 1),)), "engines \\[2, 3\\] are in no unit"),
+        (Plan(target=((2, 3), (0, 1))), "not in order"),
+        (Plan(target=((0, 1), (2, 3))), "names a dead engine"),
+    ],
+)
+def test_plans_that_cannot_be_done_are_refused(plan: Plan, says: str) -> None:
+    seen = snapshot(
+        unit((0,), slots=1),
+        unit((1,)),
+        unit((2,), serving=False),
+        unit((3,), serving=False),
+        pool=(request("a"), request("b"), request("large", prompt=500)),
+        dead=frozenset({3}),
+    )
+    with pytest.raises(PlanError, match=says):
+        check_plan(plan, seen)

@@ -1,0 +1,95 @@
+"""The static policies: which unit gets a request, and which layout they want."""
+
+from policies.static import MANUAL, STATIC_DP, STATIC_TP, dispatch_least_loaded
+from tests.policies.snapshots import request, snapshot, unit
+
+
+def where(seen) -> dict[str, tuple[int, ...]]:
+    return {d.request_id: d.group for d in dispatch_least_loaded(seen)}
+
+
+def requests(count: int, **fields):
+    return tuple(request(f"r{k}", **fields) for k in range(count))
+
+
+def test_requests_spread_over_units() -> None:
+    seen = snapshot(unit((0,)), unit((1,)), pool=requests(4))
+    assert where(seen) == {"r0": (0,), "r1": (1,), "r2": (0,), "r3": (1,)}
+
+
+def test_the_least_loaded_unit_is_first() -> None:
+    seen = snapshot(unit((0,), requests=2), unit((1,), requests=1), pool=requests(1))
+    assert where(seen) == {"r0": (1,)}
+
+
+def test_load_is_per_engine() -> None:
+    seen = snapshot(
+        unit((0, 1), requests=3), unit((2,), requests=2), unit((3,), requests=2), pool=requests(1)
+    )
+    assert where(seen) == {"r0": (0, 1)}
+
+
+def test_slots_and_blocks_bound_what_leaves_the_pool() -> None:
+    assert len(where(snapshot(unit((0,), slots=3), pool=requests(9)))) == 3
+    # Ten tokens and the first new one are three blocks of four.
+    assert len(where(snapshot(unit((0,), blocks=8), pool=requests(9)))) == 2
+
+
+def test_units_that_do_not_serve_get_nothing() -> None:
+    seen = snapshot(unit((0,), serving=False), unit((1,)), pool=requests(2))
+    assert set(where(seen).values()) == {(1,)}
+
+
+def test_small_requests_do_not_overtake_a_large_one() -> None:
+    pool = (request("large", prompt=300), request("small", prompt=4))
+    assert where(snapshot(unit((0,), blocks=50), pool=pool)) == {}
+
+
+def test_a_request_that_waits_for_one_unit_leaves_others_open() -> None:
+    pool = (request("long", total=500), request("short"))
+    seen = snapshot(unit((0, 1), slots=0, max_model_len=800), unit((2,)), unit((3,)), pool=pool)
+    assert where(seen) == {"short": (2,)}
+
+
+def test_a_request_that_no_unit_holds_blocks_nobody() -> None:
+    pool = (request("long", total=500), request("short"))
+    assert where(snapshot(unit((0,)), unit((1,)), pool=pool)) == {"short": (0,)}
+
+
+def test_long_requests_go_to_a_unit_that_holds_them() -> None:
+    seen = snapshot(
+        unit((0,)),
+        unit((1,)),
+        unit((2, 3), requests=9, max_model_len=800),
+        pool=(request("long", total=500),),
+    )
+    assert where(seen) == {"long": (2, 3)}
+
+
+def test_manual_keeps_any_partition() -> None:
+    for units in ([unit((0, 1)), unit((2,)), unit((3,))], [unit((0, 1, 2, 3))]):
+        assert MANUAL.plan(snapshot(*units)).target is None
+
+
+def test_static_dp_takes_every_group_apart() -> None:
+    seen = snapshot(unit((0, 1)), unit((2,)), unit((3,)))
+    assert STATIC_DP.plan(seen).target == ((0,), (1,), (2,), (3,))
+    assert STATIC_DP.plan(snapshot(unit((0,)), unit((1,)))).target is None
+
+
+def test_static_tp_forms_the_largest_groups() -> None:
+    singles = [unit((engine,)) for engine in range(4)]
+    assert STATIC_TP.plan(snapshot(*singles)).target == ((0, 1, 2, 3),)
+    assert STATIC_TP.plan(snapshot(*singles, max_group=2)).target == ((0, 1), (2, 3))
+    assert STATIC_TP.plan(snapshot(unit((0, 1, 2, 3)))).target is None
+
+
+def test_static_tp_leaves_the_remainder_alone() -> None:
+    singles = [unit((engine,)) for engine in range(3)]
+    assert STATIC_TP.plan(snapshot(*singles, max_group=2)).target == ((0, 1), (2,))
+
+
+def test_static_tp_forms_no_group_with_a_dead_engine() -> None:
+    singles = [unit((engine,)) for engine in range(4)]
+    seen = snapshot(*singles, max_group=2, dead=frozenset({1}))
+    assert STATIC_TP.plan(seen).target == ((0,), (1,), (2, 3))

@@ -1,0 +1,80 @@
+"""A random life in which engines hang and die: the others go on, and every request gets an end."""
+
+import pytest
+
+from policies.partition import Partition, groups_of
+from runtime.controller.book import EngineState
+from runtime.wire import FinishReason
+from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.random_run import RandomRun
+
+ENGINES = 8
+ACTIONS = 600
+MOST_HUNG = 2
+LEAST_ALIVE = 4
+
+
+class DeadlyRun(RandomRun):
+    """Also hangs, wakes and kills engines."""
+
+    def act(self) -> None:
+        super().act()
+        node, rng = self.node, self.node.rng
+        if rng.random() < 0.03 and len(node.hung) < MOST_HUNG:
+            node.hung.add(rng.randrange(ENGINES))
+        if node.hung and rng.random() < 0.1:
+            node.hung.pop()
+        if rng.random() < 0.004 and len(node.agents) > LEAST_ALIVE:
+            node.kill(rng.choice(sorted(node.agents)))
+        if rng.random() < 0.02:
+            node.clock.advance(1.5)  # a few of these are a time-out
+        self.bury()
+
+    def bury(self) -> frozenset[int]:
+        """End what the controller has given up, as the supervisor would; return the dead."""
+        dead = self.node.controller.book.in_state(EngineState.DEAD)
+        for engine in dead:
+            self.node.agents.pop(engine, None)
+        return dead
+
+    def finish(self) -> None:
+        """Wake everyone who lives, then give every unit its turn until every request has ended."""
+        node = self.node
+        node.hung.clear()
+        node.run_for(2 * node.config.prepare_timeout_seconds, tick=1.0)
+        dead = self.bury()
+        for _ in range(20):
+            for degree in reversed(node.config.degrees):
+                node.switch(*without(groups_of(ENGINES, degree), dead))
+                node.run_for(0.2)
+            if not node.missing:
+                return
+
+
+def without(partition: Partition, dead: frozenset[int]) -> Partition:
+    """Take the groups apart that have a dead engine."""
+    return tuple(
+        unit
+        for group in partition
+        for unit in ([(engine,) for engine in group] if dead & set(group) else [group])
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_survivors_go_on(seed: int) -> None:
+    run = DeadlyRun(LoopbackNode(ENGINES, max_group=4, seed=seed))
+    for _ in range(ACTIONS):
+        run.act()
+    run.finish()
+    node = run.node
+
+    assert node.deaths == {}
+    assert node.missing == []
+    node.assert_exact()
+    assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
+    problems = [problem for audit in run.audits for problem in audit.problems]
+    assert [problem for problem in problems if "did not answer" not in problem] == []
+    assert node.audit() == []
+    alive = set(node.agents)
+    assert len(alive) >= 1
+    assert all(node.backends[engine].lent == frozenset() for engine in alive)
