@@ -109,7 +109,7 @@ class UnitExecutor(Executor):  # type: ignore[misc]
     from a configuration alone.
     """
 
-    channels: "ClassVar[deque[tuple[UnitChannel, Inbox]]]" = deque()
+    channels: ClassVar[deque[tuple[UnitChannel, Inbox]]] = deque()
     """What the next executors of this process connect to, in order."""
 
     @classmethod

@@ -30,6 +30,9 @@ from runtime.transport import ZmqAgentTransport
 LOAD_TIMEOUT_SECONDS = 1800.0
 """Longest time a runner may take to load before its first answer."""
 
+GRAMMAR_POLL_SECONDS = 0.005
+"""How often to look whether a grammar is compiled that a request waits for."""
+
 
 class VllmBackend:
     """Implements ``interface.EngineBackend`` with vLLM."""
@@ -141,8 +144,9 @@ class VllmBackend:
         self._inbox.drain()
 
     def next_wakeup(self) -> float | None:
-        """Everything the real engine waits for arrives as a message."""
-        return None
+        """See ``interface.EngineBackend.next_wakeup``: all but grammars arrives as a message."""
+        awaited = any(core.awaits_grammar for core in self._cores.values())
+        return GRAMMAR_POLL_SECONDS if awaited else None
 
     # --- vLLM's utility calls ---
 

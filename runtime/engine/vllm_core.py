@@ -6,7 +6,7 @@ those moments are its safe points.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from policies.partition import Group, leader_of
@@ -117,7 +118,9 @@ class VllmCore:
             self._executor.sample_step(deferred.seq, grammar)
 
     def _dispatch(self) -> bool:
-        if self._stalled or self._deferred or len(self._in_flight) >= self._depth:
+        if self._deferred or len(self._in_flight) >= self._depth:
+            return False
+        if self._stalled and not self._grammar_ready():
             return False
         if not self._scheduler.has_requests():
             return False
@@ -125,7 +128,8 @@ class VllmCore:
         if not scheduled.total_num_scheduled_tokens:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
             self._stalled = True
-            if not _tells_runners(scheduled):
+            # A request whose grammar is wrong ends with the output of a step, were it empty.
+            if not _tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
                 return False
         sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
         grammar = self._grammar(scheduled) if sample else None
@@ -135,6 +139,22 @@ class VllmCore:
         if not sample:
             self._deferred = step
         return True
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether a request waits for its grammar, which a thread of vLLM compiles.
+
+        The end of that sends no message: somebody has to look.
+        """
+        return any(self._grammars())
+
+    def _grammar_ready(self) -> bool:
+        return any(grammar.is_grammar_ready for grammar in self._grammars())
+
+    def _grammars(self) -> Iterator[Any]:
+        for request in self._scheduler.deferred_waiting:
+            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                yield request.structured_output_request
 
     def _grammar(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
         if not scheduled.total_num_scheduled_tokens:

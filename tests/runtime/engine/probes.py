@@ -1,0 +1,230 @@
+"""A runner that answers questions of the test about its inside, and functions to ask it.
+
+A probe is one more instruction in the queue that the runner reads: never in the middle of a step.
+"""
+
+import hashlib
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from policies.partition import Group
+from runtime.config import Addresses, NodeConfig
+from runtime.engine import runner as runner_module
+from runtime.engine import steps
+from runtime.engine.runner import Runner, run_runner
+from runtime.engine.weights import owned_bytes as bytes_owned
+
+
+def address(config: NodeConfig) -> str:
+    """Return where runners answer probes."""
+    return f"ipc://{Path(config.runtime_dir) / 'probes'}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Run ``function(runner, *args)`` in a runner's process and answer with what it returns."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def send(
+    context: zmq.Context[Any],
+    config: NodeConfig,
+    unit: Group,
+    engine: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Put a probe into the queue that a member of ``unit`` reads."""
+    addresses = Addresses(config.runtime_dir)
+    socket = context.socket(zmq.PUSH)
+    single = len(unit) == 1
+    socket.connect(addresses.runner(engine) if single else addresses.group_runner(unit, engine))
+    socket.send(pickle.dumps(Probe(function, args)))
+    socket.close(linger=10_000)
+
+
+def answer(data: bytes) -> Any:
+    """Read the answer to a probe."""
+    return pickle.loads(data)
+
+
+class ProbedRunner(Runner):
+    """Answers probes, and remembers what it was told to compute and what it sampled."""
+
+    def __init__(self, node: NodeConfig, *args: Any) -> None:
+        super().__init__(node, *args)
+        self.largest_step = 0
+        """Most tokens of one step."""
+        self.scheduled: Counter[str] = Counter()
+        """Tokens computed, by request."""
+        self.blocks: dict[str, list[int]] = {}
+        """Block ids (virtual in a group) of every request's table, as the scheduler said."""
+        self.sampled: dict[str, list[int]] = {}
+        """Tokens that this member sampled itself, by request, asynchronous steps left out."""
+        self.deferred_samples = 0
+        """Steps whose sampling came as a message of its own."""
+        self.skips_reseed = False
+        context: zmq.Context[Any] = zmq.Context()
+        self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._probes.connect(address(node))
+
+    def _on_probe(self, probe: Probe) -> None:
+        self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
+
+    def _on_step(self, step: steps.Step) -> None:
+        output = step.scheduler_output
+        self.scheduled.update(output.num_scheduled_tokens)
+        self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
+        for request in output.scheduled_new_reqs:
+            self.blocks[request.req_id] = list(request.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.blocks[request_id] = []
+            self.blocks[request_id] += new[0] if new else []
+        super()._on_step(step)
+
+    def _on_sample(self, sample: steps.Sample) -> None:
+        self.deferred_samples += 1
+        super()._on_sample(sample)
+
+    def _answer_step(self, seq: int, output: Any) -> None:
+        if not isinstance(output, AsyncModelRunnerOutput):
+            for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+                self.sampled.setdefault(request_id, []).extend(tokens)
+        super()._answer_step(seq, output)
+
+    def _on_bind(self, bind: steps.Bind) -> None:
+        if not self.skips_reseed:
+            super()._on_bind(bind)
+            return
+        with _without_reseed():
+            super()._on_bind(bind)
+
+
+@contextmanager
+def _without_reseed() -> Iterator[None]:
+    reseed = runner_module.set_random_seed
+    runner_module.set_random_seed = lambda _seed: None
+    try:
+        yield
+    finally:
+        runner_module.set_random_seed = reseed
+
+
+def run_probed_runner(node: NodeConfig, engine: int) -> None:
+    """Process entry: ``run_runner`` with a ``ProbedRunner``."""
+    runner_module.Runner = ProbedRunner
+    run_runner(node, engine)
+
+
+# --- what to ask ----------------------------------------------------------------------------------
+
+
+def scheduled(runner: ProbedRunner) -> dict[str, int]:
+    return dict(runner.scheduled)
+
+
+def largest_step(runner: ProbedRunner) -> int:
+    return runner.largest_step
+
+
+def sampled(runner: ProbedRunner) -> dict[str, list[int]]:
+    return runner.sampled
+
+
+def deferred_samples(runner: ProbedRunner) -> int:
+    return runner.deferred_samples
+
+
+def blocks(runner: ProbedRunner, request_id: str) -> list[int]:
+    return runner.blocks[request_id]
+
+
+def skip_reseed(runner: ProbedRunner, skip: bool) -> None:
+    runner.skips_reseed = skip
+
+
+def owned_bytes(runner: ProbedRunner) -> dict[int, int]:
+    """Return the parameter bytes that each layout does not share with the DP model."""
+    dp = runner._layouts[1].model
+    return {degree: bytes_owned(layout.model, dp) for degree, layout in runner._layouts.items()}
+
+
+def parameters(runner: ProbedRunner) -> dict[int, tuple[int, set[str], set[int]]]:
+    """Return bytes, devices and storages of each layout's parameters."""
+    return {
+        degree: (
+            sum(p.numel() * p.element_size() for p in layout.model.parameters()),
+            {p.device.type for p in layout.model.parameters()},
+            {p.untyped_storage().data_ptr() for p in layout.model.parameters()},
+        )
+        for degree, layout in runner._layouts.items()
+    }
+
+
+def kv_storages(runner: ProbedRunner) -> dict[int, set[tuple[int, int]]]:
+    """Return address and size of the storages behind each layout's KV caches."""
+    return {
+        degree: {
+            (cache.untyped_storage().data_ptr(), cache.untyped_storage().nbytes())
+            for cache in layout.model_runner.kv_caches
+        }
+        for degree, layout in runner._layouts.items()
+    }
+
+
+def _kv(runner: ProbedRunner, block: int) -> list[torch.Tensor]:
+    """Return a physical block's KV, one tensor per layer."""
+    return [cache[block] for cache in runner._layouts[1].model_runner.kv_caches]
+
+
+def kv_digest(runner: ProbedRunner, block_ids: list[int]) -> str:
+    """Return a digest of every byte in physical blocks, over all layers."""
+    digest = hashlib.sha256()
+    for block in block_ids:
+        for cache in _kv(runner, block):
+            digest.update(cache.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def add_kv_noise(runner: ProbedRunner, request_id: str) -> None:
+    """Damage this member's KV of a running request."""
+    layout = runner._layout
+    table = {} if layout.block_map is None else layout.block_map._physical
+    for block in runner.blocks[request_id]:
+        for cache in _kv(runner, table.get(block, block)):
+            cache.add_(torch.randn(cache.shape))
+
+
+def collapse_block_map(runner: ProbedRunner, request_id: str) -> None:
+    """Damage this member's table: every virtual block is the one where the request begins."""
+    block_map = runner._layout.block_map
+    assert block_map is not None
+    table = block_map._physical
+    first = table[runner.blocks[request_id][0]]
+    table.update((virtual, first) for virtual in table if virtual)
+
+
+def model_runner_module(runner: ProbedRunner) -> str:
+    """Return where vLLM's model runner class is from: that tells V1 from V2."""
+    (module,) = {
+        next(
+            base.__module__
+            for base in type(layout.model_runner).__mro__
+            if base.__name__ == "GPUModelRunner"
+        )
+        for layout in runner._layouts.values()
+    }
+    return module

@@ -1,0 +1,41 @@
+"""Prompts for token comparisons, and the model variants they run on."""
+
+import random
+from pathlib import Path
+
+from server.demo import Architecture, CheckpointSpec, write_checkpoint
+
+LENGTHS = (5, 17, 31, 32, 33, 64, 130, 300)
+"""Tokens of the prompts: below, at and above a block, and far above a step's budget."""
+VOCABULARY = 2048
+
+MODELS = {
+    "llama": CheckpointSpec(layers=2),
+    "llama-1-kv-head": CheckpointSpec(layers=2, kv_heads=1, seed=1),
+    "llama-2-kv-heads": CheckpointSpec(layers=2, kv_heads=2, seed=2),
+    "qwen2": CheckpointSpec(Architecture.QWEN2, layers=2),
+    "qwen3-tied": CheckpointSpec(Architecture.QWEN3, layers=2, tied_embeddings=True),
+}
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """Write one of ``MODELS`` into ``directory``, once, and return where."""
+    path = directory / name
+    if not path.exists():
+        write_checkpoint(path, MODELS[name])
+    return path
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    """Return prompts of random tokens, special ones left out."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = random_prompts(LENGTHS, seed=7)
+
+SHARED = [
+    PROMPTS[-1][:shared] + tail
+    for shared, tail in zip((200, 200, 128), random_prompts((20, 70, 33), seed=8), strict=True)
+]
+"""Prompts that begin like the longest one: prefix cache hits, whole and in part."""

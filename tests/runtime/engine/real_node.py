@@ -1,0 +1,468 @@
+"""A node of real engines on CPUs for tests: small models, the real controller, one front end.
+
+The engines' schedulers and runners are processes, forked from a server that has imported vLLM once.
+The controller runs in the test's own thread, inside ``RealNode.turn``; the test is the front end.
+Requests say in their ids on which unit they want to run (see ``ADDRESSED``).
+"""
+
+import itertools
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from policies.partition import Group, Partition, singles
+from policies.plan import Dispatch, Plan, Policy, Room
+from policies.registry import POLICIES
+from policies.snapshot import Snapshot
+from runtime import messages as m
+from runtime import wire
+from runtime.config import Addresses, NodeConfig
+from runtime.controller.process import Controller
+from runtime.engine import vllm_backend
+from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
+from server.demo import SPECIAL_TOKENS
+from tests.runtime.engine import probes
+
+PATIENCE_SECONDS = 60.0
+"""How long a test waits for anything before it fails: so long that it says nothing of speed."""
+
+MODEL_ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "seed": 0,
+    "disable_log_stats": True,
+}
+"""What every engine of the tests is started with, stock ones included."""
+
+EOS = SPECIAL_TOKENS.index("</s>")
+
+NODE_ARGS: dict[str, Any] = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 64}
+"""What makes a node's life hard: prompts of more than 64 tokens are computed in chunks."""
+
+
+# --- where requests run ---------------------------------------------------------------------------
+
+
+def _addressed(snapshot: Snapshot) -> Plan:
+    rooms = {unit.group: Room(unit) for unit in snapshot.units}
+    dispatches = []
+    for request in snapshot.pool:
+        room = rooms.get(unit_of(request.request_id))
+        if room is not None and room.takes(request):
+            room.take(request)
+            dispatches.append(Dispatch(request.request_id, room.unit.group))
+    return Plan(tuple(dispatches))
+
+
+def unit_of(request_id: str) -> Group:
+    """Return the unit that a request's id names: ``0-1/7`` runs on ``(0, 1)``."""
+    return tuple(map(int, request_id.split("/")[0].split("-")))
+
+
+ADDRESSED = Policy("addressed", _addressed, decides_layout=False)
+"""Sends every request to the unit that its id names, as soon as that exists and has room."""
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+PRELOAD = [__name__]
+"""What the fork server imports: everything an engine needs."""
+
+
+def _context() -> Any:
+    """Return the context of all processes: a fork server, which holds vLLM and not the test."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _child(log: str, environment: dict[str, str], target: Callable[..., Any], args: Any) -> None:
+    os.environ.update(environment)
+    # Locks made here then leave no named semaphore behind when the process is killed.
+    multiprocessing.set_start_method("fork", force=True)
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    target(*args)
+
+
+class Process:
+    """One forked process, whose output goes to a file that a failure shows."""
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        target: Callable[..., Any],
+        *args: Any,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._log = directory / f"{name}.log"
+        self._process = _context().Process(
+            target=_child, args=(str(self._log), environment or {}, target, args), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def kill(self) -> None:
+        """End the process as SIGKILL does, and wait for it."""
+        self._process.kill()
+        self._process.join()
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def join(self) -> None:
+        """Wait for an orderly end."""
+        self._process.join(PATIENCE_SECONDS)
+        assert self._process.exitcode == 0, f"{self.name} failed:\n{self.output[-4000:]}"
+
+
+# --- stock vLLM -----------------------------------------------------------------------------------
+
+
+def _stock(model: str, prompts: list[list[int]], max_tokens: int, answer: str) -> None:
+    from vllm import LLM
+
+    llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
+    Path(answer).write_bytes(
+        MsgpackEncoder().encode([list(output.outputs[0].token_ids) for output in outputs])[0]
+    )
+
+
+def stock_tokens(
+    model: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **environment: str
+) -> list[list[int]]:
+    """Return what stock vLLM, tensor parallel size 1, generates greedily for each prompt."""
+    with tempfile.TemporaryDirectory() as directory:
+        answer = Path(directory) / "tokens"
+        process = Process(
+            "stock",
+            Path(directory),
+            _stock,
+            str(model),
+            [list(prompt) for prompt in prompts],
+            max_tokens,
+            str(answer),
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
+        )
+        process.join()
+        tokens: list[list[int]] = MsgpackDecoder(list[list[int]]).decode(answer.read_bytes())
+    return tokens
+
+
+# --- the node -------------------------------------------------------------------------------------
+
+
+class WatchedTransport(ZmqControllerTransport):
+    """The controller's transport; the test can see, and act on, what goes to the engines."""
+
+    def __init__(self, addresses: Addresses, front: "zmq.Socket[bytes]") -> None:
+        super().__init__(addresses, api_servers=1)
+        self.before_send: Callable[[int, m.Message], None] = lambda _engine, _message: None
+        # A turn also ends when the front end got something.
+        self._poller.register(front, zmq.POLLIN)
+
+    def to_engine(self, engine: int, message: m.Message, frames: Sequence[bytes] = ()) -> None:
+        self.before_send(engine, message)
+        super().to_engine(engine, message, frames)
+
+
+class SwitchFailed(AssertionError):
+    """A switch that the controller could not do; the message is its error."""
+
+
+class RealNode:
+    """See the module. Use as a context manager.
+
+    Args:
+        model: checkpoint directory.
+        engines: number of engines, which is also the largest group.
+        patience: seconds that the controller gives an engine to answer.
+        environment: variables of the engines' processes.
+        vllm_args: further engine arguments, over ``MODEL_ARGS`` and ``NODE_ARGS``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        engines: int,
+        *,
+        patience: float = 60.0,
+        environment: dict[str, str] | None = None,
+        **vllm_args: Any,
+    ) -> None:
+        POLICIES[ADDRESSED.name] = ADDRESSED
+        self._directory = Path(tempfile.mkdtemp(prefix="shoal-test-"))
+        self.config = NodeConfig(
+            engines=engines,
+            max_group=engines,
+            policy=ADDRESSED.name,
+            runtime_dir=str(self._directory),
+            vllm_args={"model": str(model), **MODEL_ARGS, **NODE_ARGS, **vllm_args},
+            prepare_timeout_seconds=patience,
+        )
+        self.tokens: dict[str, list[int]] = {}
+        """Tokens received, by request."""
+        self.finished: dict[str, Any] = {}
+        """Finish reason of every request that ended."""
+        self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", **(environment or {})}
+        self._numbers = itertools.count(1)
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._replies: dict[int, m.FromController] = {}
+        self.processes: dict[str, Process] = {}
+        self.dead: set[int] = set()
+
+    # --- life ---
+
+    def __enter__(self) -> "RealNode":
+        addresses = Addresses(self.config.runtime_dir)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._input = self._socket(zmq.ROUTER, addresses.front_input(0))
+        self._output = self._socket(zmq.PULL, addresses.front_output(0))
+        self._probes = self._socket(zmq.PULL, probes.address(self.config))
+        self._control = self._peer(front_identity(0))
+        self._supervisor = self._peer(SUPERVISOR)
+        self.transport = WatchedTransport(addresses, self._output)
+        self.controller = Controller(self.config, self.transport)
+        for peer in (self._control, self._supervisor):
+            peer.connect(addresses.control)
+        try:
+            for engine in range(self.config.engines):
+                self._start(f"scheduler-{engine}", vllm_backend.run_scheduler, engine)
+                self._start(f"runner-{engine}", probes.run_probed_runner, engine)
+            self.until(lambda: self.controller.book.started and self._input.poll(0), "start")
+            self._engine_identity, _ = self._input.recv_multipart()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _socket(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.bind(address)
+        return socket
+
+    def _peer(self, identity: str) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        return socket
+
+    def _start(self, name: str, target: Callable[..., Any], engine: int) -> None:
+        self.processes[name] = Process(
+            name, self._directory, target, self.config, engine, environment=self._environment
+        )
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+        self.transport.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory)
+        for segment in Path("/dev/shm").glob(f"*{self._directory.name}*"):
+            segment.unlink()
+
+    def kill(self, name: str) -> None:
+        """Kill a process, and do what the supervisor does then."""
+        self.processes[name].kill()
+        self._lose(int(name.split("-")[1]), f"{name} was killed")
+
+    def _lose(self, engine: int, reason: str) -> None:
+        if engine in self.dead:
+            return
+        self.dead.add(engine)
+        for role in ("scheduler", "runner"):
+            self.processes[f"{role}-{engine}"].kill()
+        self._supervisor.send(m.encode(m.EngineDied(engine, reason)))
+
+    # --- turns ---
+
+    def turn(self, timeout: float = 0.2) -> None:
+        """Let the controller work, and receive what came to the front end."""
+        self.controller.turn(timeout)
+        while self._output.poll(0):
+            for output in self._decoder.decode(self._output.recv_multipart()).outputs:
+                assert output.request_id not in self.finished, "a token after the end"
+                self.tokens[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    self.finished[output.request_id] = output.finish_reason
+        while self._control.poll(0):
+            reply = m.decode_from_controller(self._control.recv())
+            if not isinstance(reply, m.Placed | m.KillEngines):
+                self._replies[reply.call] = reply
+        while self._supervisor.poll(0):
+            message = m.decode_from_controller(self._supervisor.recv())
+            assert isinstance(message, m.KillEngines)
+            for engine in message.engines:
+                self._lose(engine, message.reason)
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        for name, process in self.processes.items():
+            if not process.is_alive and int(name.split("-")[1]) not in self.dead:
+                raise AssertionError(f"{name} ended:\n{process.output[-4000:]}")
+
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        """Take turns until ``holds``; fail if that takes for ever."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            assert time.monotonic() < deadline, f"waited for ever: {what}"
+            self.turn()
+
+    # --- requests ---
+
+    def submit(
+        self,
+        unit: Group,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 32,
+        temperature: float = 0.0,
+        **sampling: Any,
+    ) -> list[str]:
+        """Send prompts that want to run on ``unit``, and return their request ids."""
+        ids = []
+        for prompt in prompts:
+            request_id = f"{'-'.join(map(str, unit))}/{next(self._numbers)}"
+            params = SamplingParams(
+                temperature=temperature, max_tokens=max_tokens, **{"ignore_eos": True} | sampling
+            )
+            params.update_from_generation_config({}, EOS)  # as vLLM's front end does
+            request = EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            self.tokens[request_id] = []
+            self._to_controller(wire.RequestType.ADD, self._encoder.encode(request))
+            ids.append(request_id)
+        return ids
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests; what comes of them until that is done is dropped."""
+        self._to_controller(wire.RequestType.ABORT, self._encoder.encode(list(request_ids)))
+
+    def _to_controller(self, kind: wire.RequestType, frames: Sequence[Any]) -> None:
+        self._input.send_multipart([self._engine_identity, kind.value, *frames])
+
+    def wait(self, request_ids: Sequence[str]) -> list[list[int]]:
+        """Wait for requests to end by their length, and return their tokens."""
+        self.until(lambda: self.finished.keys() >= set(request_ids), "requests")
+        for request_id in request_ids:
+            assert str(self.finished[request_id]) == "length", self.finished[request_id]
+        return [self.tokens[request_id] for request_id in request_ids]
+
+    def wait_for_tokens(self, request_ids: Sequence[str], count: int) -> None:
+        """Wait until each of the requests has at least ``count`` tokens."""
+        self.until(lambda: all(len(self.tokens[r]) >= count for r in request_ids), "tokens")
+
+    def generate(
+        self, unit: Group, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **sampling: Any
+    ) -> list[list[int]]:
+        """Return what a unit generates for each prompt."""
+        return self.wait(self.submit(unit, prompts, max_tokens, **sampling))
+
+    def generate_spread(
+        self, units: Sequence[Group], prompts: Sequence[Sequence[int]], max_tokens: int = 32
+    ) -> list[list[int]]:
+        """Return what prompts give that are dealt out to several units, all at once."""
+        ids = [
+            self.submit(units[index % len(units)], [prompt], max_tokens)[0]
+            for index, prompt in enumerate(prompts)
+        ]
+        return self.wait(ids)
+
+    # --- switches ---
+
+    @property
+    def partition(self) -> Partition:
+        return self.controller.book.partition
+
+    def ask(self, units: Sequence[Group], treatment: m.Treatment = m.Treatment.HARD) -> int:
+        """Ask for a partition without waiting; returns the call for ``switched``."""
+        call = next(self._numbers)
+        message = m.SetLayout(call, [list(unit) for unit in units], treatment, PATIENCE_SECONDS)
+        self._control.send(m.encode(message))
+        return call
+
+    def switched(self, call: int) -> m.SwitchView:
+        """Wait for a switch to be over.
+
+        Raises:
+            SwitchFailed: the controller could not do it.
+        """
+        self.until(lambda: call in self._replies, "switch")
+        reply = self._replies.pop(call)
+        if isinstance(reply, m.CallFailed):
+            raise SwitchFailed(reply.error)
+        assert isinstance(reply, m.SwitchDone)
+        return reply.switch
+
+    def switch(self, *units: Group, treatment: m.Treatment = m.Treatment.HARD) -> m.SwitchView:
+        """Switch to a partition; engines that are not named stay or become single."""
+        named = {engine for unit in units for engine in unit}
+        rest = [unit for unit in singles(self.config.engines) if unit[0] not in named]
+        return self.switched(self.ask([*units, *rest], treatment))
+
+    @contextmanager
+    def bound(self, *groups: Group) -> Iterator[None]:
+        """Bind groups for a while."""
+        self.switch(*groups)
+        try:
+            yield
+        finally:
+            self.switch()
+
+    def audit(self) -> list[str]:
+        """Return every broken invariant of the engines' and the controller's books."""
+        call = next(self._numbers)
+        self._control.send(m.encode(m.AuditNode(call)))
+        self.until(lambda: call in self._replies, "audit")
+        reply = self._replies.pop(call)
+        assert isinstance(reply, m.AuditDone)
+        return reply.problems
+
+    # --- looking into runners ---
+
+    def probe(self, engine: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``function(runner, *args)`` in a runner's process, between two of its steps."""
+        unit = self.controller.book.unit_of(engine)
+        probes.send(self._context, self.config, unit, engine, function, args)
+        self.until(lambda: self._probes.poll(0), "probe")
+        return probes.answer(self._probes.recv())
+
+    def probe_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``function(runner, *args)`` in every runner's process."""
+        return [self.probe(engine, function, *args) for engine in range(self.config.engines)]

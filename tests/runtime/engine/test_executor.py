@@ -1,0 +1,193 @@
+"""Answers of runners find their futures; failures and silence become errors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from runtime.config import Addresses
+from runtime.engine import steps
+from runtime.engine.executor import Inbox, UnitChannel, UnitExecutor, channel_sockets
+from runtime.engine.interface import RunnerDied
+
+GROUP = (0, 1)
+
+
+class Members:
+    """A unit's members as its scheduler process meets them: their queues, and one way to answer."""
+
+    def __init__(self, context: zmq.Context[Any], addresses: Addresses) -> None:
+        self.queues: list[zmq.Socket[bytes]] = []
+        for engine in GROUP:
+            queue: zmq.Socket[bytes] = context.socket(zmq.PULL)
+            queue.bind(addresses.group_runner(GROUP, engine))
+            self.queues.append(queue)
+        self.inbox = Inbox(context, addresses.responses(0))
+        self.channel = UnitChannel(GROUP, channel_sockets(context, addresses, GROUP))
+        self.inbox.add(self.channel)
+        self._answers: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._answers.connect(addresses.responses(0))
+
+    def received(self, engine: int) -> Any:
+        return steps.loads(self.queues[engine].recv())
+
+    def answer(self, seq: int, engine: int, value: Any, group: tuple[int, ...] = GROUP) -> None:
+        self._answers.send(steps.dumps(steps.Result(group, seq, engine, value)))
+
+    def fail(self, engine: int, error: str) -> None:
+        self._answers.send(steps.dumps(steps.Failure(engine, error)))
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield Members(context, Addresses(tmp_path))
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def executor(members: Members) -> UnitExecutor:
+    UnitExecutor.connect(members.channel, members.inbox)
+    executor = UnitExecutor.__new__(UnitExecutor)
+    executor._init_executor()
+    return executor
+
+
+def test_every_member_gets_an_instruction_in_the_order_sent(members: Members) -> None:
+    sent = [steps.Detach(epoch) for epoch in range(3)]
+    for instruction in sent:
+        members.channel.send(instruction)
+    for engine in GROUP:
+        assert [members.received(engine) for _ in sent] == sent
+
+
+def test_one_answer_is_its_value(members: Members) -> None:
+    seq, future = members.channel.expect(answers=1)
+    members.answer(seq, 0, "tokens")
+    assert members.inbox.wait(future, 10) == "tokens"
+
+
+def test_several_answers_come_in_member_order_whatever_order_they_arrive_in(
+    members: Members,
+) -> None:
+    seq, future = members.channel.expect(answers=2)
+    members.answer(seq, 1, "second")
+    members.answer(seq, 0, "first")
+    assert members.inbox.wait(future, 10) == ["first", "second"]
+
+
+def test_answers_out_of_order_find_their_own_futures(members: Members) -> None:
+    first, early = members.channel.expect(answers=1)
+    second, late = members.channel.expect(answers=1)
+    members.answer(second, 0, "b")
+    assert members.inbox.wait(late, 10) == "b"
+    assert not early.done()
+    members.answer(first, 0, "a")
+    assert members.inbox.wait(early, 10) == "a"
+
+
+def test_units_with_equal_numbers_do_not_mix_up_their_answers(members: Members) -> None:
+    single = UnitChannel((0,), [])
+    members.inbox.add(single)
+    seq, own = single.expect(answers=1)
+    group_seq, groups = members.channel.expect(answers=1)
+    assert seq == group_seq
+    members.answer(seq, 0, "own", group=(0,))
+    assert members.inbox.wait(own, 10) == "own"
+    assert not groups.done()
+
+
+def test_an_answer_nobody_waits_for_is_an_error(members: Members) -> None:
+    members.answer(5, 0, "stray")
+    assert members.inbox.socket.poll(10_000)
+    with pytest.raises(KeyError):
+        members.inbox.drain()
+
+
+def test_draining_an_empty_inbox_returns_at_once(members: Members) -> None:
+    members.inbox.drain()
+
+
+def test_a_failure_names_the_engine_and_the_cause(members: Members, executor: UnitExecutor) -> None:
+    _, future = members.channel.expect(answers=1)
+    for notice in (
+        lambda: members.inbox.wait(future, 10),
+        members.inbox.drain,
+        executor.check_health,
+    ):
+        members.fail(1, "ValueError: no")
+        assert members.inbox.socket.poll(10_000)
+        with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
+            notice()
+
+
+def test_silence_is_a_time_out(members: Members) -> None:
+    _, future = members.channel.expect(answers=1)
+    with pytest.raises(TimeoutError, match="no answer from a runner for 0 s"):
+        members.inbox.wait(future, 0.001)
+
+
+def test_half_of_the_answers_is_a_time_out(members: Members) -> None:
+    seq, future = members.channel.expect(answers=2)
+    members.answer(seq, 0, "first")
+    assert members.inbox.socket.poll(10_000)
+    with pytest.raises(TimeoutError):
+        members.inbox.wait(future, 0.001)
+    assert not future.done()
+
+
+# --- vLLM's executor interface ---
+
+
+def test_a_call_reaches_every_member_and_returns_every_answer(
+    members: Members, executor: UnitExecutor
+) -> None:
+    members.answer(0, 0, 10)
+    members.answer(0, 1, 11)
+    assert executor.collective_rpc("method", args=(1,), kwargs={"key": 2}) == [10, 11]
+    expected = steps.Call(0, "method", (1,), {"key": 2})
+    assert [members.received(engine) for engine in GROUP] == [expected, expected]
+
+
+def test_a_call_that_is_not_answered_is_a_time_out(executor: UnitExecutor) -> None:
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc("method", timeout=0.001)
+
+
+def test_calls_of_functions_or_without_waiting_are_refused(executor: UnitExecutor) -> None:
+    with pytest.raises(NotImplementedError):
+        executor.collective_rpc(lambda worker: worker)
+    with pytest.raises(NotImplementedError):
+        executor.collective_rpc("method", non_block=True)
+
+
+def test_a_step_goes_to_every_member_and_one_answers(
+    members: Members, executor: UnitExecutor
+) -> None:
+    seq, future = executor.run_step("scheduled", None, sample=True)
+    step = steps.Step(seq, "scheduled", None, sample=True)
+    assert [members.received(engine) for engine in GROUP] == [step, step]
+    members.answer(seq, 0, "output")
+    assert members.inbox.wait(future, 10) == "output"
+
+
+def test_a_deferred_step_is_answered_after_its_sampling(
+    members: Members, executor: UnitExecutor
+) -> None:
+    seq, future = executor.run_step("scheduled", None, sample=False)
+    executor.sample_step(seq, "grammar")
+    assert members.received(1) == steps.Step(seq, "scheduled", None, sample=False)
+    assert members.received(1) == steps.Sample(seq, "grammar")
+    members.answer(seq, 0, "output")
+    assert members.inbox.wait(future, 10) == "output"
+
+
+def test_steps_are_numbered_one_after_the_other(executor: UnitExecutor) -> None:
+    numbers = [executor.run_step("scheduled", None, sample=True)[0] for _ in range(3)]
+    assert numbers == [0, 1, 2]
+
+
+def test_it_supports_async_scheduling() -> None:
+    assert UnitExecutor.supports_async_scheduling()

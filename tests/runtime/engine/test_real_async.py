@@ -1,0 +1,94 @@
+"""Async scheduling on two real engines: the scheduler is a step ahead of the runner."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from vllm.config import StructuredOutputsConfig
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS, SHARED
+from tests.runtime.engine.real_node import RealNode, stock_tokens
+
+GROUP = (0, 1)
+UNITS = [(0,), (1,)]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "engine": {"enum": ["first", "second"]},
+        "bound": {"type": "boolean"},
+        "members": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
+    },
+    "required": ["engine", "bound", "members"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def node(llama: Path) -> Iterator[RealNode]:
+    # Blanks between the tokens of JSON would be the model's choice: it need not end.
+    config = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
+    with RealNode(llama, 2, async_scheduling=True, structured_outputs_config=config) as node:
+        yield node
+
+
+def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, llama: Path) -> None:
+    prompts = PROMPTS + SHARED
+    expected = stock_tokens(llama, prompts)
+    for _ in range(2):
+        assert node.generate_spread(UNITS, prompts) == expected
+        with node.bound(GROUP):
+            assert node.generate(GROUP, prompts) == expected
+    assert node.audit() == []
+
+
+def test_paused_requests_go_on_exactly(node: RealNode, llama: Path) -> None:
+    expected = stock_tokens(llama, PROMPTS, max_tokens=100)
+    paused = node.submit((1,), PROMPTS, max_tokens=100)
+    node.wait_for_tokens(paused, 5)
+    with node.bound(GROUP):
+        assert not node.finished.keys() & set(paused)
+        assert node.generate(GROUP, PROMPTS, max_tokens=100) == expected
+    assert node.wait(paused) == expected
+
+
+def structured(node: RealNode, unit: tuple[int, ...], prompt: list[int]) -> list[int]:
+    params = StructuredOutputsParams(json=SCHEMA)
+    params._backend = "xgrammar"  # what vLLM's front end chooses
+    (request,) = node.submit(
+        unit, [prompt], max_tokens=200, ignore_eos=False, structured_outputs=params
+    )
+    node.until(lambda: request in node.finished, "structured output")
+    assert str(node.finished[request]) == "stop"
+    return node.tokens[request]
+
+
+def test_a_json_schema_holds_in_a_group_though_sampling_is_deferred(
+    node: RealNode, llama: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(llama / "tokenizer.json"))
+    expected = [structured(node, (0,), prompt) for prompt in PROMPTS[:3]]
+    with node.bound(GROUP):
+        assert [structured(node, GROUP, prompt) for prompt in PROMPTS[:3]] == expected
+        # The grammar of a step needs the token of the step before: every member is told it late.
+        assert all(count > 0 for count in node.probe_all(probes.deferred_samples))
+    for tokens in expected:
+        answer: Any = json.loads(tokenizer.decode(tokens))
+        assert set(answer) == set(SCHEMA["required"])
+        assert answer["engine"] in ("first", "second")
+    assert node.audit() == []
+
+
+def test_a_request_with_a_wrong_grammar_ends_with_an_error(node: RealNode) -> None:
+    params = StructuredOutputsParams(grammar="root ::= ")
+    params._backend = "xgrammar"
+    (request,) = node.submit((0,), [PROMPTS[0]], structured_outputs=params)
+    node.until(lambda: request in node.finished, "the end")
+    assert str(node.finished[request]) == "error"
+    assert node.tokens[request] == []
+    assert node.audit() == []

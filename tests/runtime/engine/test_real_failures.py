@@ -1,0 +1,108 @@
+"""Engines that die or fall silent in the middle of a bind: it fails, the others serve on.
+
+The tests take engines away from one node, so they run in the order they are written.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import messages as m
+from tests.runtime.engine.prompts import PROMPTS
+from tests.runtime.engine.real_node import RealNode, SwitchFailed, stock_tokens
+
+ENGINES = 4
+SHORT = PROMPTS[:4]
+
+
+@pytest.fixture(scope="module")
+def node(llama: Path) -> Iterator[RealNode]:
+    with RealNode(llama, ENGINES, patience=2.0) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[list[int]]:
+    return stock_tokens(llama, SHORT)
+
+
+@pytest.fixture
+def at(node: RealNode) -> Iterator[Callable[[type[m.Message], int, Callable[[], None]], None]]:
+    """Do something just before the first message of a kind goes to an engine."""
+
+    def arrange(kind: type[m.Message], engine: int, act: Callable[[], None]) -> None:
+        def before_send(to: int, message: m.Message) -> None:
+            if to == engine and isinstance(message, kind):
+                node.transport.before_send = nothing
+                act()
+
+        node.transport.before_send = before_send
+
+    nothing = node.transport.before_send
+    yield arrange
+    node.transport.before_send = nothing
+
+
+def assert_serve(node: RealNode, engines: list[int], expected: list[list[int]]) -> None:
+    requests = [node.submit((engine,), SHORT) for engine in engines]
+    for ids in requests:
+        assert node.wait(ids) == expected
+
+
+def test_a_member_that_does_not_answer_fails_the_bind_and_comes_back(
+    node: RealNode, expected: list[list[int]], at: Callable[..., None]
+) -> None:
+    member = node.processes["scheduler-1"]
+    at(m.Prepare, 1, lambda: member.signal(signal.SIGSTOP))
+    with pytest.raises(SwitchFailed, match=r"engines \[1\] did not reach a safe point within 2 s"):
+        node.switch((0, 1))
+    assert_serve(node, [0, 2, 3], expected)
+    with node.bound((2, 3)):
+        assert node.generate((2, 3), SHORT) == expected
+    with pytest.raises(SwitchFailed, match=r"engines \[1\], which do not answer"):
+        node.switch((0, 1))
+
+    member.signal(signal.SIGCONT)
+    node.until(lambda: node.controller.book.serves((0, 1)), "engine 1 to answer again")
+    with node.bound((0, 1)):
+        assert node.generate((0, 1), SHORT) == expected
+    assert_serve(node, [0, 1, 2, 3], expected)
+    assert node.audit() == []
+
+
+def test_a_member_that_dies_before_it_is_prepared_fails_the_bind(
+    node: RealNode, expected: list[list[int]], at: Callable[..., None]
+) -> None:
+    paused = node.submit((0,), SHORT)
+    at(m.Prepare, 1, lambda: node.kill("scheduler-1"))
+    with pytest.raises(SwitchFailed, match=r"engines \[1\] are lost: scheduler-1 was killed"):
+        node.switch((0, 1))
+    assert node.wait(paused) == expected
+    assert_serve(node, [0, 2, 3], expected)
+    with node.bound((2, 3)):
+        assert node.generate((2, 3), SHORT) == expected
+    assert node.audit() == []
+
+
+def test_a_runner_that_dies_between_prepared_and_commit_takes_only_its_group_down(
+    node: RealNode, expected: list[list[int]], at: Callable[..., None]
+) -> None:
+    serving = node.submit((0,), SHORT, max_tokens=200)
+    doomed = node.submit((2,), SHORT, max_tokens=500)
+    node.wait_for_tokens(serving + doomed, 1)
+    at(m.Commit, 3, lambda: node.kill("runner-3"))
+    with pytest.raises(SwitchFailed, match=r"engines \[2, 3\] are lost: runner-3 was killed"):
+        node.switch((2, 3))
+    node.until(lambda: node.finished.keys() >= set(doomed), "their end")
+    assert {str(node.finished[request]) for request in doomed} == {"error"}
+    assert [tokens[:32] for tokens in node.wait(serving)] == expected
+    assert_serve(node, [0], expected)
+    assert node.dead == {1, 2, 3}
+    assert node.audit() == []
+
+
+def test_what_no_engine_can_run_is_refused(node: RealNode) -> None:
+    with pytest.raises(SwitchFailed, match=r"unit \[0, 1\] needs engines \[1\]"):
+        node.switch((0, 1))

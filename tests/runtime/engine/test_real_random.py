@@ -1,0 +1,81 @@
+"""Random binds, releases and requests on four real engines; every token is checked.
+
+The fake engine goes through far more of them in ``tests/runtime/controller``; this shows that what
+holds there holds with real block pools, runners and collectives.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from policies.partition import Group, Partition, groups_of, singles
+from tests.runtime.engine.prompts import PROMPTS, SHARED
+from tests.runtime.engine.real_node import RealNode, stock_tokens, unit_of
+
+ENGINES = 4
+OPERATIONS = 2000
+TOKENS = 12
+ALL = PROMPTS + SHARED
+
+PARTITIONS: tuple[Partition, ...] = (
+    singles(ENGINES),
+    groups_of(ENGINES, 2),
+    groups_of(ENGINES, 4),
+    ((0, 1), (2,), (3,)),
+    ((0,), (1,), (2, 3)),
+)
+
+
+@pytest.fixture(scope="module")
+def node(llama: Path) -> Iterator[RealNode]:
+    # 128 blocks an engine: leases, paused requests and prefix caches compete for them.
+    with RealNode(llama, ENGINES, kv_cache_memory_bytes=8 << 20) as node:
+        yield node
+
+
+def switch_to(node: RealNode, partition: Partition) -> None:
+    view = node.switch(*partition)
+    assert view.outcome == "done"
+    assert node.partition == partition
+
+
+def test_no_request_loses_or_repeats_a_token(node: RealNode, llama: Path) -> None:
+    expected = stock_tokens(llama, ALL, max_tokens=TOKENS)
+    draw = random.Random(20)
+    asked: dict[str, int] = {}
+    switches = 0
+    for _ in range(OPERATIONS):
+        if draw.random() < 0.4:
+            switch_to(node, draw.choice(PARTITIONS))
+            switches += 1
+        else:
+            unit: Group = draw.choice(node.partition)
+            which = draw.randrange(len(ALL))
+            (request,) = node.submit(unit, [ALL[which]], max_tokens=TOKENS)
+            asked[request] = which
+        for _ in range(draw.randrange(3)):
+            node.turn(timeout=draw.choice((0.0, 0.01)))
+    # Requests are paused, or wait in the pool, for units that come again now.
+    for partition in PARTITIONS[:3]:
+        switch_to(node, partition)
+        node.wait([request for request in asked if unit_of(request) in partition])
+    wrong = [request for request, which in asked.items() if node.tokens[request] != expected[which]]
+    assert wrong == []
+    assert len(asked) + switches == OPERATIONS
+    assert min(len(asked), switches) > OPERATIONS // 4
+    switch_to(node, singles(ENGINES))
+    assert node.audit() == []
+    assert all(blocks == 0 for blocks in node.controller.leases.opened.values())
+
+
+def test_the_books_notice_a_lost_block(node: RealNode) -> None:
+    """The audit above can fail."""
+    with node.bound((0, 1)):
+        node.controller.leases.blocks_of(1)
+        lent = node.controller.leases._lent[1][0, 1]
+        lost = lent.pop()
+        assert any("engine 1" in problem for problem in node.audit())
+        lent.add(lost)
+        assert node.audit() == []

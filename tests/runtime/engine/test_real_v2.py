@@ -1,0 +1,26 @@
+"""The V2 model runner, vLLM's default on GPUs: stock, DP and TP2 generate the same tokens."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
+    """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
+    program = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.engine.v2_main", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 0, program.stderr[-4000:]
+    result = json.loads(program.stdout.splitlines()[-1])
+    assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
+    tokens = result["tokens"]
+    assert len({tuple(output) for output in tokens["stock"]}) == 4
+    assert min(len(set(output)) for output in tokens["stock"]) >= 10
+    for layout, outputs in tokens.items():
+        assert outputs == tokens["stock"], layout
+    assert result["owned"] == [{"1": 0, "2": 0}] * 2
+    assert result["problems"] == []
