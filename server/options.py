@@ -21,6 +21,7 @@ DEFAULT_PORT = 8000
 
 DEMO_NAME = "shoal-demo"
 DEMO_ENGINES = 2
+DEMO_TOOL_PARSER = "hermes"
 CPU_ENGINES = 2
 DEMO_KV_BYTES = 64 << 20
 CPU_KV_BYTES = 1 << 30
@@ -308,6 +309,8 @@ def apply_defaults(
         args.model = str(demo)
         choose("served_model_name", [DEMO_NAME])
         choose("enforce_eager", True)
+        choose("enable_auto_tool_choice", True)
+        choose("tool_call_parser", DEMO_TOOL_PARSER)
         choose("kv_cache_memory_bytes", DEMO_KV_BYTES)
         if on_cpu:
             choose("dtype", "float32")

@@ -298,8 +298,11 @@ def run_runner(node: NodeConfig, engine: int) -> None:
     """
     # vLLM 0.32 calls what torch 2.13 deprecates; nothing a user of Shoal could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed")
+    # Sockets that vLLM makes for itself are removed with the node's directory.
+    os.environ["VLLM_RPC_BASE_PATH"] = node.runtime_dir
     check_seams()
     context: zmq.Context[Any] = zmq.Context()
+    context.linger = 0  # an answer to a scheduler that has ended must not hold this process
     with _failures_reported(node, engine, context):
         layouts, phases = load_layouts(node, engine)
         Runner(node, engine, layouts, phases, context).serve()

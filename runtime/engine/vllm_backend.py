@@ -42,6 +42,7 @@ class VllmBackend:
         self.engine = engine
         self.startup_seconds: dict[str, float] = {}
         self._context: zmq.Context[Any] = zmq.Context()
+        self._context.linger = 0  # a step for a runner that has ended must not hold this process
         self._addresses = Addresses(node.runtime_dir)
         self._inbox = Inbox(self._context, self._addresses.responses(engine))
         self._log_stats = not node.vllm_args.get("disable_log_stats", False)

@@ -1,4 +1,4 @@
-"""A ``shoal serve`` over fake engines in a process of its own, as a user starts it."""
+"""A ``shoal serve`` in a process of its own, as a user starts it."""
 
 import os
 import re
@@ -16,10 +16,17 @@ def children_of(pid: int) -> list[int]:
 
 
 class ServedNode:
-    """A running server; ``lines`` is what it has printed until it was ready."""
+    """A running server, over fake engines unless told otherwise.
 
-    def __init__(self, cache: Path, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--fake-engine"]
+    ``lines`` is what it has printed until it was ready.
+    """
+
+    def __init__(
+        self, cache: Path, *arguments: str, real: bool = False, **environment: str
+    ) -> None:
+        command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
+        if not real:
+            command.append("--fake-engine")
         self.process = subprocess.Popen(
             [*command, *arguments],
             env={**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache), **environment},
@@ -58,6 +65,10 @@ class ServedNode:
     def leftovers(self) -> list[str]:
         """Return processes, runtime directories and shared memory that outlived the server."""
         alive = [f"pid {child}" for child in self.children if Path(f"/proc/{child}").exists()]
-        directories = [path.name for path in self.temporary.glob("shoal-*")]
+        files = [
+            path.name
+            for path in self.temporary.iterdir()
+            if path.name.startswith("shoal-") or path.is_socket()
+        ]
         segments = [path.name for path in Path("/dev/shm").glob(f"*{self.runtime_dir.name}*")]
-        return alive + directories + segments
+        return alive + files + segments

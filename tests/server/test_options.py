@@ -27,6 +27,8 @@ VLLM_DEFAULTS: dict[str, Any] = {
     "ssl_certfile": None,
     "served_model_name": None,
     "enforce_eager": False,
+    "enable_auto_tool_choice": False,
+    "tool_call_parser": None,
     "kv_cache_memory_bytes": None,
     "dtype": "auto",
     "scheduling_policy": "fcfs",
@@ -150,6 +152,7 @@ def test_the_demo_gets_small_defaults_that_the_user_can_override() -> None:
     assert args.dtype == "bfloat16"
     assert args.scheduling_policy == "priority"
     assert args.kv_cache_memory_bytes < CPU_KV_BYTES
+    assert args.enable_auto_tool_choice
 
 
 def test_a_model_on_gpus_keeps_vllms_defaults() -> None:
