@@ -254,12 +254,15 @@ class Supervisor:
             for child in children:
                 child.terminate()
             deadline = time.monotonic() + seconds
-            while any(child.is_alive for child in children):
+            while alive := [child for child in children if child.is_alive]:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._signals > asked:
+                if self._signals > asked:
                     return False
-                sentinels = [child.sentinel for child in children if child.is_alive]
-                wait([*sentinels, self._wakeup], left)
+                if left <= 0:
+                    late = ", ".join(child.name for child in alive)
+                    self._say(f"shoal: killed what did not end within {seconds:g} s: {late}")
+                    return False
+                wait([*(child.sentinel for child in alive), self._wakeup], left)
                 self._empty_wakeup()
         return True
 

@@ -122,8 +122,17 @@ def drain(socket: zmq.Socket[Any]) -> Iterator[Frames]:
             return
 
 
-def _milliseconds(timeout: float | None) -> int | None:
-    return None if timeout is None else max(0, round(timeout * 1000))
+LONGEST_WAIT_SECONDS = 0.5
+"""Longest uninterrupted wait on a socket.
+
+A signal that arrives while ZMQ works inside the process, on the end of a peer say, does not end the
+wait that follows: without a bound its handler would never run.
+"""
+
+
+def _milliseconds(timeout: float | None) -> int:
+    bounded = LONGEST_WAIT_SECONDS if timeout is None else min(timeout, LONGEST_WAIT_SECONDS)
+    return max(0, round(bounded * 1000))
 
 
 class ZmqAgentTransport:

@@ -31,6 +31,7 @@ from runtime.engine.kv_cache import BlockMap, SharedKVBuffer
 from runtime.engine.layouts import Layout, dp_config, group_config
 from runtime.engine.seams import check_seams
 from runtime.engine.weights import register_view_loader
+from runtime.transport import LONGEST_WAIT_SECONDS
 
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
@@ -154,7 +155,10 @@ class Runner:
             self._turn()
 
     def _turn(self) -> steps.Instruction:
-        instruction: steps.Instruction = steps.loads(self._queues[self._degree].recv())
+        source = self._queues[self._degree]
+        while not source.poll(int(LONGEST_WAIT_SECONDS * 1000)):
+            pass
+        instruction: steps.Instruction = steps.loads(source.recv())
         handler: Callable[[Any], None] = getattr(self, f"_on_{type(instruction).__name__.lower()}")
         handler(instruction)
         return instruction
