@@ -42,6 +42,13 @@ SEAMS = (
     Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", "weights"),
     Seam("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", "weights"),
     Seam("vllm.model_executor.model_loader", "register_model_loader", "weights"),
+    Seam(
+        "vllm.v1.structured_output.request",
+        "StructuredOutputRequest.is_grammar_ready",
+        "vllm_core",
+    ),
+    Seam("vllm.v1.metrics.loggers", "StatLoggerManager.record", "server.frontend"),
+    Seam("vllm.entrypoints.launchers.api_server.app_state", "init_app_state", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", "server.frontend"),
 )
 
