@@ -1,10 +1,14 @@
 """What a policy wants, frozen, and the check that it can be done."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from policies.partition import Group, Partition, PartitionError, parse_partition
 from policies.snapshot import PoolRequest, Snapshot, UnitState
+
+TreatmentName = Literal["sequential", "soft", "hard"]
+"""What happens to the requests that run on the units of a switch: wait until they end; take them
+out and recompute them on another unit; or pause them, KV in place, until their unit is back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,7 @@ class Plan:
     dispatches: tuple[Dispatch, ...] = ()
     target: Partition | None = None
     """Partition to switch to; None keeps the one there is."""
-    treatment: Literal["sequential", "hard"] = "sequential"
-    """What happens to the requests that run on the units of the switch."""
+    treatment: TreatmentName = "sequential"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +57,27 @@ class Room:
     unit: UnitState
     slots: int = field(init=False)
     blocks: int = field(init=False)
+    load: float = field(init=False)
+    """Requests per engine."""
 
     def __post_init__(self) -> None:
+        self.load = self.unit.requests / len(self.unit.group)
         self.slots = self.unit.free_slots if self.unit.serving else 0
         self.blocks = self.unit.free_blocks
 
     def takes(self, request: PoolRequest) -> bool:
         """Return whether the unit can start the request after what it was given already."""
+        unit = self.unit
         return (
             self.slots > 0
-            and self.unit.can_hold(request)
-            and self.unit.blocks_for(request) <= self.blocks
+            and request.total_tokens <= unit.max_model_len
+            and unit.blocks_for(request) <= min(self.blocks, unit.total_blocks)
         )
 
     def take(self, request: PoolRequest) -> None:
         """Count the request in."""
         self.slots -= 1
+        self.load += 1 / len(self.unit.group)
         self.blocks -= self.unit.blocks_for(request)
 
 
@@ -93,6 +101,8 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
         if not room.takes(request):
             raise PlanError(f"unit {list(dispatch.group)} cannot start {dispatch.request_id} now")
         room.take(request)
+    if plan.treatment not in get_args(TreatmentName):
+        raise PlanError(f"no treatment {plan.treatment!r}")
     if plan.target is not None:
         _check_target(plan.target, snapshot)
 

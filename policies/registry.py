@@ -1,9 +1,13 @@
 """Policies by the name that ``--policy`` takes."""
 
+from policies.flying import FLYING
 from policies.plan import Policy
+from policies.slo import SLO
 from policies.static import MANUAL, STATIC_DP, STATIC_TP
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (MANUAL, STATIC_DP, STATIC_TP)}
+POLICIES: dict[str, Policy] = {
+    policy.name: policy for policy in (MANUAL, STATIC_DP, STATIC_TP, FLYING, SLO)
+}
 
 
 class UnknownPolicyError(ValueError):

@@ -3,9 +3,16 @@
 The controller and the simulator build the same types, so a policy cannot tell them apart.
 """
 
+import math
 from dataclasses import dataclass
 
+from policies.cost_model import CostModel
 from policies.partition import Group, Partition
+
+NORMAL_PRIORITY = 0
+"""The priority of requests that ask for none; lower ones are urgent."""
+SMOOTHING_SECONDS = 2.0
+"""Time constant of the smoothed figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +40,27 @@ class UnitState:
     requests: int
     """Requests dispatched to it and not ended."""
     free_slots: int
-    """Further requests that its batch can take."""
+    """Further requests that its batch can take, and the one that it may be given ahead."""
     free_blocks: int
     """KV blocks that a request could get now, in blocks of this unit's layout."""
     total_blocks: int
     """KV blocks that one request could ever get in this unit."""
     block_tokens: int
     max_model_len: int
+    running: int = 0
+    """Requests in its batch at the last report."""
+    waiting: int = 0
+    """Requests it was given that are in no batch yet, those on their way included."""
+    context_tokens: int = 0
+    """Prompt tokens of its requests, those generated before a move included."""
+    prefill_tokens: int = 0
+    """Prompt tokens of its ``waiting`` requests."""
+    by_priority: tuple[tuple[int, int], ...] = ()
+    """Priorities of its requests, ascending, and how many have each."""
+    longest_tokens: int = 0
+    """Tokens that the longest of its requests must be able to reach."""
+    paused: int = 0
+    """Requests that wait until its engines are grouped otherwise again."""
 
     def blocks_for(self, request: PoolRequest) -> int:
         """Return the KV blocks a request needs to produce its first token here."""
@@ -51,6 +72,34 @@ class UnitState:
             request.total_tokens <= self.max_model_len
             and self.blocks_for(request) <= self.total_blocks
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutState:
+    """What one group of ``degree`` idle engines can take."""
+
+    degree: int
+    slots: int
+    total_blocks: int
+    block_tokens: int
+    max_model_len: int
+
+    def can_hold(self, request: PoolRequest) -> bool:
+        """Return whether a group of this size holds the request at all."""
+        return (
+            request.total_tokens <= self.max_model_len
+            and request.prompt_tokens + 1 <= self.total_blocks * self.block_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a priority class was promised."""
+
+    priority: int
+    """Requests of this priority or a more urgent one, down to the next target's."""
+    ttft_seconds: float
+    tpot_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +118,29 @@ class Snapshot:
     units: tuple[UnitState, ...]
     """One per group of ``partition``, in its order."""
     pool: tuple[PoolRequest, ...]
-    """The head of the task pool, by priority, then arrival."""
+    """The head of the task pool, in the order of service: by priority, aged, then arrival."""
+    pending: Partition | None = None
+    """Partition that a running switch leads to."""
+    waiting: int = 0
+    """Requests in the whole pool."""
+    waiting_tokens: int = 0
+    """Prompt tokens of the whole pool."""
+    arrival_rate: float = 0.0
+    """Requests per second, smoothed over ``SMOOTHING_SECONDS``."""
+    smoothed_requests: float = 0.0
+    """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``."""
+    since_switch: float = math.inf
+    """Seconds since the last switch ended."""
+    since_urgent: float = math.inf
+    """Seconds since a request more urgent than ``NORMAL_PRIORITY`` was last on the node."""
+    layouts: tuple[LayoutState, ...] = ()
+    """Every layout that the node forms, narrowest first."""
+    cost_model: CostModel | None = None
+    """Predicts step times; None when the node was given no shape of its model."""
+    targets: tuple[Target, ...] = ()
+    """Most urgent class first."""
+
+    @property
+    def requests(self) -> int:
+        """Requests on the node: waiting, running and paused."""
+        return self.waiting + sum(unit.requests + unit.paused for unit in self.units)

@@ -1,54 +1,96 @@
 """Policies that keep one layout and hand each request to the least loaded unit that can start."""
 
-from policies.partition import Partition, groups_of, singles
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from policies.partition import Group, Partition, groups_of, singles
 from policies.plan import Dispatch, Plan, Policy, Room
 from policies.snapshot import PoolRequest, Snapshot
 
+Preference = Callable[[PoolRequest], int]
+"""1 for a request that is to go to the narrowest unit there is, -1 to the widest, 0 to any."""
+Hold = Callable[[PoolRequest], bool]
+"""Whether a request is left in the pool, for a unit that is being formed."""
 
-def dispatch_least_loaded(snapshot: Snapshot) -> tuple[Dispatch, ...]:
+
+def dispatch_least_loaded(
+    snapshot: Snapshot, *, prefer: Preference | None = None, hold: Hold | None = None
+) -> tuple[Dispatch, ...]:
     """Return the dispatches that can start now, in the pool's order.
 
     A request that fits a unit in principle but not now keeps that unit's room: a later, smaller one
     must not overtake it for ever. One that no unit can hold waits aside and blocks nobody.
+
+    Args:
+        snapshot: the node.
+        prefer: which width each request is for; among equal units the least loaded is taken.
+        hold: which requests are left in the pool.
     """
     rooms = [Room(unit) for unit in snapshot.units if unit.serving]
     dispatches = []
     for request in snapshot.pool:
-        if not any(room.slots > 0 for room in rooms):
+        rooms = [room for room in rooms if room.slots > 0]
+        if not rooms:
             break
-        room = _choose(rooms, request)
+        if hold is not None and hold(request):
+            continue
+        room = _choose(rooms, request, prefer)
         if room is not None:
             room.take(request)
             dispatches.append(Dispatch(request.request_id, room.unit.group))
     return tuple(dispatches)
 
 
-def _choose(rooms: list[Room], request: PoolRequest) -> Room | None:
-    open_rooms = [room for room in rooms if room.takes(request)]
-    if open_rooms:
-        return min(open_rooms, key=_load)
+def _choose(rooms: list[Room], request: PoolRequest, prefer: Preference | None) -> Room | None:
+    sign = 0 if prefer is None else prefer(request)
+    ranked = sorted(rooms, key=_load)
+    if sign:
+        ranked.sort(key=lambda room: sign * len(room.unit.group))
+    for room in ranked:
+        if room.takes(request):
+            return room
     for room in rooms:
         if room.unit.can_hold(request):
             room.slots = 0
     return None
 
 
-def _load(room: Room) -> tuple[float, int]:
-    """Return requests per engine, including those of this plan; the first unit wins a tie."""
-    taken = room.unit.free_slots - room.slots
-    return (room.unit.requests + taken) / len(room.unit.group), room.unit.group[0]
+_load = attrgetter("load")
 
 
 def _keep(snapshot: Snapshot) -> Plan:
     return Plan(dispatches=dispatch_least_loaded(snapshot))
 
 
-def _towards(snapshot: Snapshot, wanted: Partition) -> Plan:
-    """Return a plan that dispatches and moves to ``wanted``, dead engines left alone."""
-    alive = [group for group in wanted if not snapshot.dead.intersection(group)]
+def with_singles(snapshot: Snapshot, groups: Iterable[Group]) -> Partition:
+    """Return the partition of these groups, dead engines and all others left alone."""
+    alive = [group for group in groups if not snapshot.dead.intersection(group)]
     covered = {engine for group in alive for engine in group}
     rest = [(engine,) for engine in range(snapshot.engines) if engine not in covered]
-    target = tuple(sorted([*alive, *rest]))
+    return tuple(sorted([*alive, *rest]))
+
+
+def place_group(snapshot: Snapshot, degree: int) -> tuple[Group, ...]:
+    """Return one group of at least so many engines: one that there is, else the least loaded."""
+    groups = [
+        group
+        for group in groups_of(snapshot.engines, degree)
+        if not snapshot.dead.intersection(group)
+    ]
+    wide = [unit.group for unit in snapshot.units if degree <= len(unit.group) < snapshot.engines]
+    if wide:
+        return (min(wide, key=len),)
+    return (min(groups, key=lambda group: _requests_of(snapshot, group)),) if groups else ()
+
+
+def _requests_of(snapshot: Snapshot, group: Group) -> float:
+    units = [unit for unit in snapshot.units if set(unit.group) & set(group)]
+    return sum(unit.requests for unit in units)
+
+
+def _towards(snapshot: Snapshot, wanted: Partition) -> Plan:
+    """Return a plan that dispatches and moves to ``wanted``, dead engines left alone."""
+    target = with_singles(snapshot, wanted)
     return Plan(
         dispatches=dispatch_least_loaded(snapshot),
         target=None if snapshot.switching or target == snapshot.partition else target,

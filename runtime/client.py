@@ -13,12 +13,18 @@ from runtime.messages import (
     AuditDone,
     AuditNode,
     CallFailed,
+    CountRefused,
+    Ended,
     GetLayout,
     KillEngines,
     LayoutView,
     Message,
+    Note,
+    Outcome,
     Placed,
+    PoolLimits,
     SetLayout,
+    SetPolicy,
     SwitchDone,
     SwitchView,
     Treatment,
@@ -52,15 +58,13 @@ class ControlClient:
     Args:
         addresses: the node's endpoints.
         index: this front end's number.
-        on_placed: called for every ``Placed`` note, in order.
+        on_note: called for every note of the controller, in order.
     """
 
-    def __init__(
-        self, addresses: Addresses, index: int, on_placed: Callable[[Placed], None]
-    ) -> None:
+    def __init__(self, addresses: Addresses, index: int, on_note: Callable[[Note], None]) -> None:
         self._address = addresses.control
         self._identity = front_identity(index).encode()
-        self._on_placed = on_placed
+        self._on_note = on_note
         self._calls = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._context: zmq.asyncio.Context | None = None
@@ -116,6 +120,14 @@ class ControlClient:
         )
         return done.switch
 
+    async def set_policy(self, policy: str, timeout: float = ANSWER_SECONDS) -> LayoutView:
+        """Change the policy and return what the node looks like then.
+
+        Raises:
+            CallError: there is none of this name, or there was no answer.
+        """
+        return await self._call(LayoutView, lambda call: SetPolicy(call, policy), timeout)
+
     async def audit(self, timeout: float = 2 * ANSWER_SECONDS) -> list[str]:
         """Return every broken invariant of the controller's and the engines' books.
 
@@ -123,6 +135,10 @@ class ControlClient:
             CallError: an engine or the controller did not answer.
         """
         return (await self._call(AuditDone, lambda call: AuditNode(call), timeout)).problems
+
+    async def count_refused(self, outcome: Outcome) -> None:
+        """Tell the controller of a request that this front end refused; nothing is answered."""
+        await self._socket.send(encode(CountRefused(outcome)))
 
     async def _call(self, kind: type[A], request: Callable[[int], Message], timeout: float) -> A:
         if self._reader.done():
@@ -151,8 +167,8 @@ class ControlClient:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Placed():
-                self._on_placed(message)
+            case Placed() | Ended() | PoolLimits():
+                self._on_note(message)
             case KillEngines():
                 raise TypeError("KillEngines is for the supervisor")
             case CallFailed(call=call, status=status, error=error):

@@ -5,7 +5,12 @@ from typing import Any
 
 import msgspec
 
+from policies.cost_model import CostModel
 from policies.partition import Group, degrees
+from policies.snapshot import Target
+
+AGING_SECONDS = 30.0
+"""Wait in the task pool that makes up for one class of priority, unless it is set."""
 
 
 class FakeSettings(msgspec.Struct, frozen=True):
@@ -17,6 +22,13 @@ class FakeSettings(msgspec.Struct, frozen=True):
     block_tokens: int = 16
     max_num_seqs: int = 64
     max_model_len: int = 4096
+    kv_heads: int = 8
+    """Up to as many members of a group each hold a part of them: a block takes more tokens."""
+    max_num_batched_tokens: int = 1 << 30
+    """Tokens of one step: longer prompts are computed in several."""
+    steps_at_once: int = 1
+    """Steps that decode the same requests run as one of their total length, up to this many: for
+    simulated time. Their tokens come together; whatever arrives ends the run at the next step."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True):
@@ -35,6 +47,16 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """How long a member may take to answer ``Prepare`` under hard preemption, and any other step
     of a switch under either treatment."""
     seed: int = 0
+    cost_model: CostModel | None = None
+    """Of the model on this node's engines, before anything was measured."""
+    targets: tuple[Target, ...] = ()
+    """What priority classes were promised, the most urgent first: for the policy ``slo``."""
+    max_waiting_requests: int | None = None
+    """Requests that may wait in the task pool; None: any number."""
+    max_waiting_tokens: int | None = None
+    """Prompt tokens that may wait in the task pool; None: any number."""
+    aging_seconds: float = AGING_SECONDS
+    """See ``controller.pool.TaskPool``."""
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -56,6 +56,20 @@ class LoopbackNetwork:
         """Queue a message for the controller."""
         self.to_controller.setdefault((channel, peer), deque()).append(frames)
 
+    def post_to_engine(self, engine: int, frames: Frames) -> None:
+        """Queue a message for an engine; one that has no transport is ignored."""
+        queue = self.to_engines.get(engine)
+        if queue is not None:
+            queue.append(frames)
+
+    def post_to_front(self, index: int, frames: Frames) -> None:
+        """Hand ``EngineCoreOutputs`` to a front end."""
+        self.front_outputs.setdefault(index, []).append(frames)
+
+    def post_to_control(self, peer: str, message: FromController) -> None:
+        """Hand a reply or a note to a front end or the supervisor."""
+        self.control_replies.setdefault(peer, []).append(message)
+
     def take(self, queue: deque[Frames]) -> list[Frames]:
         """Take what has "arrived" of a queue: a prefix."""
         count = len(queue) if self._rng is None else self._rng.randint(0, len(queue))
@@ -87,14 +101,11 @@ class LoopbackControllerTransport:
 
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
         """See ``ControllerTransport.to_engine``."""
-        queue = self._network.to_engines.get(engine)
-        if queue is not None:
-            queue.append([encode(message), *frames])
+        self._network.post_to_engine(engine, [encode(message), *frames])
 
     def to_control(self, peer: str, message: Message) -> None:
         """See ``ControllerTransport.to_control``."""
-        reply = decode_from_controller(encode(message))
-        self._network.control_replies.setdefault(peer, []).append(reply)
+        self._network.post_to_control(peer, decode_from_controller(encode(message)))
 
     def greet_front(self, index: int, payload: bytes) -> None:
         """See ``ControllerTransport.greet_front``."""
@@ -102,7 +113,7 @@ class LoopbackControllerTransport:
 
     def to_front(self, index: int, frames: Sequence[bytes]) -> None:
         """See ``ControllerTransport.to_front``."""
-        self._network.front_outputs.setdefault(index, []).append(list(frames))
+        self._network.post_to_front(index, list(frames))
 
     def close(self) -> None:
         """See ``ControllerTransport.close``: nothing to free."""
@@ -128,8 +139,7 @@ class LoopbackAgentTransport:
 
     def to_front(self, index: int, frames: Sequence[Any]) -> None:
         """See ``AgentTransport.to_front``."""
-        outputs = self._network.front_outputs.setdefault(index, [])
-        outputs.append([bytes(frame) for frame in frames])
+        self._network.post_to_front(index, [bytes(frame) for frame in frames])
 
     def close(self) -> None:
         """See ``AgentTransport.close``: nothing to free."""

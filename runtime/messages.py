@@ -20,9 +20,31 @@ class Treatment(enum.StrEnum):
 
     SEQUENTIAL = "sequential"
     """Wait until they are done (Flying Serving, 5: sequential)."""
+    SOFT = "soft"
+    """Take them out at the next safe point and recompute them on another unit, their tokens so far
+    included (Flying Serving, 5: soft preempt); wait for those that cannot go on elsewhere."""
     HARD = "hard"
     """Pause them at the next safe point; their KV stays; they resume when their unit is back
     (Flying Serving, 5: hard preempt)."""
+
+
+class Outcome(enum.StrEnum):
+    """How a request left the node."""
+
+    FINISHED = "finished"
+    """By its engine: done, or refused there with an error."""
+    ABORTED = "aborted"
+    """By its client."""
+    TOO_LONG = "too_long"
+    """No group that this node can form holds it."""
+    LOST = "lost"
+    """Its engine died."""
+    EXPIRED = "expired"
+    """It still waited in the task pool at its deadline."""
+    POOL_FULL = "pool_full"
+    """As many requests, or prompt tokens, waited as may."""
+    CALLER_FULL = "caller_full"
+    """Its caller had as many requests waiting as it may."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -42,6 +64,13 @@ class AddRequest(Message, frozen=True):
 class AbortRequests(Message, frozen=True):
     """Forget these requests, whichever of this engine's units they are in."""
 
+    request_ids: list[str]
+
+
+class MoveOut(Message, frozen=True):
+    """Take these requests of the core of ``group`` out at its next safe point; answer ``Moved``."""
+
+    group: Group
     request_ids: list[str]
 
 
@@ -154,6 +183,7 @@ class Stop(Message, frozen=True):
 ToEngine = (
     AddRequest
     | AbortRequests
+    | MoveOut
     | Prepare
     | Commit
     | AbortBind
@@ -269,6 +299,10 @@ class Load(Message, frozen=True):
     was sent to it later is not in the counts above."""
     finished: list[str]
     """Requests that ended since the last report, for any reason but ``AbortRequests``."""
+    steps: int = 0
+    """Steps that the unit has ended since it started."""
+    step_seconds: float = 0.0
+    """Time in which it had a step in flight."""
 
 
 class Integrity(Message, frozen=True):
@@ -283,6 +317,16 @@ class Integrity(Message, frozen=True):
     problems: list[str]
     lent: list[int]
     leases: list[tuple[Group, int]]
+
+
+class Moved(Message, frozen=True):
+    """Answer to ``MoveOut``: tokens that each request has generated here; it is forgotten.
+
+    Requests that had ended are not in it.
+    """
+
+    engine: int
+    tokens: dict[str, list[int]]
 
 
 class EngineFailed(Message, frozen=True):
@@ -303,6 +347,7 @@ ToController = (
     | Returning
     | Load
     | Integrity
+    | Moved
     | EngineFailed
 )
 
@@ -325,6 +370,13 @@ class SetLayout(Message, frozen=True):
     timeout_seconds: float
 
 
+class SetPolicy(Message, frozen=True):
+    """Ask for another policy; answered with a ``LayoutView`` or ``CallFailed``."""
+
+    call: int
+    policy: str
+
+
 class AuditNode(Message, frozen=True):
     """Ask every engine and the controller to check their books; answered with ``AuditDone``."""
 
@@ -338,7 +390,13 @@ class EngineDied(Message, frozen=True):
     reason: str
 
 
-ToControllerControl = GetLayout | SetLayout | AuditNode | EngineDied
+class CountRefused(Message, frozen=True):
+    """From a front end: it refused a request by what ``PoolLimits`` said; to be counted."""
+
+    outcome: Outcome
+
+
+ToControllerControl = GetLayout | SetLayout | SetPolicy | AuditNode | EngineDied | CountRefused
 
 
 # --- controller -> front end or supervisor ----------------------------------------------------
@@ -383,6 +441,7 @@ class SwitchView(msgspec.Struct, frozen=True):
     paused: int
     resumed: int
     drained: int
+    moved: int = 0
 
 
 class LayoutView(Message, frozen=True):
@@ -400,6 +459,16 @@ class LayoutView(Message, frozen=True):
     """Why the node is not ready, if it is not."""
     switches_total: dict[str, int] = {}
     """Switches since the start, by outcome."""
+    waiting_tokens: int = 0
+    """Prompt tokens in the task pool."""
+    requests_total: dict[str, int] = {}
+    """Requests that have left the node since the start, by ``Outcome``."""
+    policy_errors: int = 0
+    """Times that the policy raised or returned a plan that could not be done."""
+    moves_total: int = 0
+    """Requests taken out of a unit and recomputed on another."""
+    step_errors: dict[str, float] = {}
+    """Smoothed relative error of the predicted step times, by layout."""
 
 
 class SwitchDone(Message, frozen=True):
@@ -432,6 +501,28 @@ class Placed(Message, frozen=True):
     layout: str
 
 
+class Ended(Message, frozen=True):
+    """The controller ended a request of this front end; its finish reason follows in vLLM's format.
+
+    Every request has a note before its first output or its end: ``Placed`` or this one.
+    """
+
+    request_id: str
+    outcome: Outcome
+    status: int | None = None
+    """HTTP status for the caller; None: as the finish reason says."""
+    message: str = ""
+
+
+class PoolLimits(Message, frozen=True):
+    """What new requests are to be refused for, from now until the next such note."""
+
+    full: str | None = None
+    """Which limit of the task pool is reached, for the caller to read."""
+    callers: dict[str, str] = {}
+    """The same for callers who have reached their own limit, by caller."""
+
+
 class KillEngines(Message, frozen=True):
     """To the supervisor: these engines are lost to a broken group; end their processes."""
 
@@ -439,7 +530,10 @@ class KillEngines(Message, frozen=True):
     reason: str
 
 
-FromController = LayoutView | SwitchDone | AuditDone | CallFailed | Placed | KillEngines
+Note = Placed | Ended | PoolLimits
+"""What the controller tells a front end unasked."""
+
+FromController = LayoutView | SwitchDone | AuditDone | CallFailed | Note | KillEngines
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,7 +7,7 @@ by field as far as Shoal needs them: they are encoded as arrays, so positions ar
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +35,50 @@ class Sampling(msgspec.Struct, frozen=True):
 
     max_tokens: int | None = 16
     """Upper bound of output tokens; None means up to the model's length."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_logprobs: int | None = None
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    bad_words: msgspec.Raw = msgspec.Raw()
+    extra_args: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def counts_outputs(self) -> bool:
+        """Whether what is sampled next depends on which of the tokens so far are outputs."""
+        opaque = (self.structured_outputs, self.bad_words, self.extra_args)
+        return (
+            (self.seed is not None and self.temperature > 0)
+            or bool(self.presence_penalty or self.frequency_penalty)
+            or self.prompt_logprobs is not None
+            or any(bytes(part) not in _NOTHING for part in opaque)
+        )
+
+
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a front end asks of the task pool for a request.
+
+    vLLM's format has no place for it, so it travels as one of the request's trace headers.
+    """
+
+    deadline: float | None = None
+    """When to give the request up if it still waits: seconds of the monotonic clock, which all
+    processes of a node share."""
+    caller: str | None = None
+    """Name of the API key."""
+    max_waiting: int | None = None
+    """How many requests of this caller may wait."""
+
+    def added_to(self, trace_headers: Mapping[str, str] | None) -> dict[str, str]:
+        """Return a request's trace headers with these terms."""
+        return {**(trace_headers or {}), _TERMS_HEADER: msgspec.json.encode(self).decode()}
+
+
+_TERMS_HEADER = "x-shoal-terms"
+_NOTHING = (b"", b"\xc0", b"\x90", b"\x80")
+"""A field that is absent, nil, or an empty array or map, in msgpack."""
 
 
 class RequestView(msgspec.Struct, array_like=True, frozen=True):
@@ -62,6 +106,35 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
     def prompt_tokens(self) -> int:
         """Number of prompt tokens, read from the array's header; 0 when there is no token list."""
         return _array_length(memoryview(self.prompt))
+
+    @property
+    def terms(self) -> Terms:
+        """What its front end asks for it.
+
+        Raises:
+            msgspec.DecodeError: the header is not one that ``Terms.added_to`` made.
+        """
+        if not bytes(self.trace_headers):
+            return Terms()
+        headers = _trace_headers_decoder.decode(self.trace_headers) or {}
+        text = headers.get(_TERMS_HEADER)
+        return Terms() if text is None else _terms_decoder.decode(text)
+
+    @property
+    def movable(self) -> bool:
+        """Whether the request can go on elsewhere as a new one whose prompt has its tokens so far.
+
+        It cannot where output tokens are not like prompt tokens: penalties, grammars, bad words, a
+        seeded generator; nor where the prompt is more than tokens.
+        """
+        sampling = self.sampling_params
+        plain = (self.mm_features, self.pooling_params, self.prompt_embeds)
+        return (
+            sampling is not None
+            and not sampling.counts_outputs
+            and not self.resumable
+            and all(bytes(part) in _NOTHING for part in plain)
+        )
 
     def prompt_token_ids(self) -> list[int]:
         """Decode the prompt; an absent one is an empty list."""
@@ -143,8 +216,13 @@ class ReadyResponse(msgspec.Struct, frozen=True):
 
 
 _request_decoder = msgspec.msgpack.Decoder(RequestView)
+_raw_fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_PROMPT_FIELD = RequestView.__struct_fields__.index("prompt")
+_SAMPLING_FIELD = RequestView.__struct_fields__.index("sampling_params")
 _abort_decoder = msgspec.msgpack.Decoder(list[str])
 _utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+_trace_headers_decoder = msgspec.msgpack.Decoder(dict[str, str] | None)
+_terms_decoder = msgspec.json.Decoder(Terms)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -155,6 +233,30 @@ def decode_request(frames: Sequence[Any]) -> RequestView:
         msgspec.DecodeError: the frame is not an ``EngineCoreRequest``.
     """
     return _request_decoder.decode(frames[0])
+
+
+def continue_request(frames: Sequence[Any], tokens: Sequence[int]) -> list[bytes]:
+    """Return an ``ADD`` payload that goes on where a movable request stands.
+
+    Args:
+        frames: its payload.
+        tokens: what it has generated: they join the prompt, and its bounds on output shrink.
+    """
+    fields = _raw_fields_decoder.decode(frames[0])
+    view = decode_request(frames)
+    sampling = msgspec.msgpack.decode(fields[_SAMPLING_FIELD])
+    bound = sampling.get("max_tokens", Sampling().max_tokens)
+    if bound is not None:
+        sampling["max_tokens"] = bound - len(tokens)
+    if sampling.get("min_tokens"):
+        sampling["min_tokens"] = max(0, sampling["min_tokens"] - len(tokens))
+    fields[_PROMPT_FIELD] = _raw([*view.prompt_token_ids(), *tokens])
+    fields[_SAMPLING_FIELD] = _raw(sampling)
+    return [_encoder.encode(fields), *map(bytes, frames[1:])]
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(value))
 
 
 def decode_abort(frames: Sequence[Any]) -> list[str]:

@@ -1,11 +1,12 @@
 """The admin API: see and change the layout, and check the node's books."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
+from policies.registry import POLICIES
 from runtime.client import CallError, ControlClient
 from runtime.messages import EngineView, LayoutView, SwitchView, Treatment, UnitView
 from server.errors import error_response
@@ -22,8 +23,17 @@ class LayoutRequest(msgspec.Struct, frozen=True):
     timeout: float = DEFAULT_TIMEOUT_SECONDS
 
 
+class PolicyRequest(msgspec.Struct, frozen=True):
+    """Body of ``POST /admin/policy``."""
+
+    policy: str
+
+
 class BadRequestError(ValueError):
-    """A body that is no ``LayoutRequest``; the message names what is wrong."""
+    """A body that is not what the route takes; the message names what is wrong."""
+
+
+R = TypeVar("R", LayoutRequest, PolicyRequest)
 
 
 def parse_layout_request(body: bytes) -> LayoutRequest:
@@ -33,23 +43,36 @@ def parse_layout_request(body: bytes) -> LayoutRequest:
         BadRequestError: it is not JSON, lacks ``units``, has a value of the wrong type or range, or
             a field that does not exist.
     """
-    try:
-        fields = msgspec.json.decode(body)
-        if not isinstance(fields, dict):
-            raise BadRequestError("the body must be a JSON object")
-        unknown = sorted(set(fields) - set(LayoutRequest.__struct_fields__))
-        if unknown:
-            known = ", ".join(LayoutRequest.__struct_fields__)
-            raise BadRequestError(f"unknown field {', '.join(unknown)}: the fields are {known}")
-        request = msgspec.convert(fields, LayoutRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"the body is not valid: {error}") from None
+    request = _parse(body, LayoutRequest)
     if not 0 < request.timeout <= MAX_TIMEOUT_SECONDS:
         raise BadRequestError(
             f"timeout is {request.timeout:g}: it must be more than 0 and at most "
             f"{MAX_TIMEOUT_SECONDS:g} seconds"
         )
     return request
+
+
+def parse_policy_request(body: bytes) -> PolicyRequest:
+    """Decode and check the body of ``POST /admin/policy``.
+
+    Raises:
+        BadRequestError: it is not JSON, lacks ``policy``, has another type, or another field.
+    """
+    return _parse(body, PolicyRequest)
+
+
+def _parse(body: bytes, kind: type[R]) -> R:
+    try:
+        fields = msgspec.json.decode(body)
+        if not isinstance(fields, dict):
+            raise BadRequestError("the body must be a JSON object")
+        unknown = sorted(set(fields) - set(kind.__struct_fields__))
+        if unknown:
+            known = ", ".join(kind.__struct_fields__)
+            raise BadRequestError(f"unknown field {', '.join(unknown)}: the fields are {known}")
+        return msgspec.convert(fields, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body is not valid: {error}") from None
 
 
 def admin_router(control: ControlClient) -> APIRouter:
@@ -74,6 +97,24 @@ def admin_router(control: ControlClient) -> APIRouter:
             return error_response(error.status, str(error))
         return JSONResponse(_switch_json(switch))
 
+    @router.get("/policy")
+    async def get_policy() -> JSONResponse:
+        try:
+            return JSONResponse(policy_json(await control.get_layout()))
+        except CallError as error:
+            return error_response(error.status, str(error))
+
+    @router.post("/policy")
+    async def set_policy(request: Request) -> JSONResponse:
+        try:
+            wanted = parse_policy_request(await request.body())
+            view = await control.set_policy(wanted.policy)
+        except BadRequestError as error:
+            return error_response(400, str(error))
+        except CallError as error:
+            return error_response(error.status, str(error))
+        return JSONResponse(policy_json(view))
+
     @router.post("/audit")
     async def audit() -> JSONResponse:
         try:
@@ -83,6 +124,18 @@ def admin_router(control: ControlClient) -> APIRouter:
         return JSONResponse({"clean": not problems, "problems": problems})
 
     return router
+
+
+def policy_json(view: LayoutView) -> dict[str, Any]:
+    """Return the body of ``GET /admin/policy``."""
+    return {
+        "policy": view.policy,
+        "policies": sorted(POLICIES),
+        "errors": view.policy_errors,
+        "switches": view.switches_total,
+        "moved": view.moves_total,
+        "step_errors": view.step_errors,
+    }
 
 
 def layout_json(view: LayoutView) -> dict[str, Any]:
@@ -133,5 +186,6 @@ def _switch_json(switch: SwitchView) -> dict[str, Any]:
             "paused": switch.paused,
             "resumed": switch.resumed,
             "drained": switch.drained,
+            "moved": switch.moved,
         },
     }

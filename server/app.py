@@ -17,9 +17,11 @@ from starlette.responses import JSONResponse, Response
 from runtime.client import CallError, ControlClient
 from server.admin import admin_router
 from server.errors import error_response
+from server.keys import ApiKey
 from server.metrics import node_metrics
-from server.middleware import ApiKeyMiddleware, PriorityMiddleware
+from server.middleware import ApiKeyMiddleware, TermsMiddleware
 from server.placement import PlacementMiddleware, Placements
+from server.pool_door import PoolDoor
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Routes whose requests run on a unit."""
@@ -50,7 +52,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 class AppOptions:
     """What the command line says about the application."""
 
-    api_keys: Sequence[str] = ()
+    api_keys: Sequence[ApiKey] = ()
     root_path: str = ""
     allowed_origins: Sequence[str] = ()
     allowed_methods: Sequence[str] = ("*",)
@@ -64,6 +66,7 @@ class Backstage:
 
     control: ControlClient
     placements: Placements
+    door: PoolDoor
     is_alive: Callable[[], bool]
     """Whether the front end's link to the engines works."""
     engine_metrics: Callable[[], bytes]
@@ -91,8 +94,9 @@ def build_app(
 
 def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> None:
     # The last one added is the first to see a request.
-    app.add_middleware(PlacementMiddleware, placements=backstage.placements, paths=GENERATING_PATHS)
-    app.add_middleware(PriorityMiddleware)
+    placements = backstage.placements
+    app.add_middleware(TermsMiddleware, placements=placements, door=backstage.door)
+    app.add_middleware(PlacementMiddleware, placements=placements, paths=GENERATING_PATHS)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -12,6 +12,7 @@ from server.errors import USAGE_EXIT_CODE, UserError
 COMMANDS = {
     "serve": ("server.serve", "serve a model: shoal serve [MODEL]"),
     "bench": ("server.bench", "measure a node: shoal bench switch"),
+    "simulate": ("server.simulate", "try policies on a workload, in virtual time"),
 }
 """Subcommands: the module whose ``main(argv) -> int`` runs each, imported when it is called."""
 

@@ -8,6 +8,10 @@ from starlette.responses import JSONResponse
 USAGE_EXIT_CODE = 2
 """Exit code of a command that was refused before it started anything."""
 
+RETRY_AFTER_SECONDS = 1
+"""When a caller that was refused for too many waiting requests may try again."""
+_OVERLOAD = (429, 503)
+
 
 class UserError(Exception):
     """Something the caller of a command has to change; the message is one line that names it."""
@@ -41,3 +45,12 @@ def error_response(
 ) -> JSONResponse:
     """Return an HTTP response with ``error_body``."""
     return JSONResponse(error_body(status, message), status_code=status, headers=headers)
+
+
+def refusal_response(status: int, message: str) -> JSONResponse:
+    """Return the answer to a request that the task pool did not serve.
+
+    Those of an overload say when to try again.
+    """
+    again = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in _OVERLOAD else None
+    return error_response(status, message, again)

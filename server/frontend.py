@@ -50,10 +50,14 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from runtime.client import ControlClient
 from runtime.config import Addresses, NodeConfig
+from runtime.messages import Note, PoolLimits
+from runtime.wire import Terms
 from server.app import AppOptions, Backstage, build_app
 from server.errors import UserError, one_line
 from server.options import api_keys
+from server.ordering import InOrder
 from server.placement import Placements
+from server.pool_door import PoolDoor
 
 VLLM_ROUTERS = (
     chat_router,
@@ -170,6 +174,7 @@ def check_model_config(model: Any) -> None:
 class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     """vLLM's ``AsyncLLM`` that tells ``placements`` the id of every request it sends.
 
+    And, with the request, it tells the controller what is asked of the task pool.
     The client's ``add_request_async`` is the one call that every request makes on its way to the
     engine core, those of ``n > 1`` included, in the context of the HTTP request.
     """
@@ -179,10 +184,36 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         send = self.engine_core.add_request_async
 
         async def add_request_async(request: Any) -> None:
-            placements.expect(request.request_id)
-            await send(request)
+            terms = placements.expect(request.request_id)
+            if terms != Terms():
+                request.trace_headers = terms.added_to(request.trace_headers)
+            try:
+                await send(request)
+            except BaseException:
+                placements.give_up(request.request_id)
+                raise
 
         self.engine_core.add_request_async = add_request_async
+
+    def keep_order(self) -> None:
+        """Take the outputs of requests that have moved between units in order."""
+        states = self.output_processor.request_states
+        receive = self.engine_core.get_output_async
+
+        def standing(request_id: str) -> tuple[int, int] | None:
+            state = states.get(request_id)
+            if state is None or state.detokenizer is None:
+                return None
+            return state.prompt_len, state.detokenizer.num_output_tokens()
+
+        order = InOrder(standing)
+
+        async def get_output_async() -> Any:
+            message = await receive()
+            message.outputs = order.take(message.engine_index, message.outputs)
+            return message
+
+        self.engine_core.get_output_async = get_output_async
 
     async def abort_all(self) -> None:
         """End every request; its client gets what there is, with finish reason ``abort``."""
@@ -229,14 +260,23 @@ class Frontend:
     async def _serve(self, ready: Callable[[], None]) -> None:
         placements = Placements()
         addresses = Addresses(self.config.runtime_dir)
-        async with ControlClient(addresses, self.index, placements.placed) as control:
+
+        def take_note(note: Note) -> None:
+            if isinstance(note, PoolLimits):
+                door.update(note)
+            else:
+                placements.take(note)
+
+        async with ControlClient(addresses, self.index, take_note) as control:
+            door = PoolDoor(control.count_refused)
             engine = self._connect(addresses)
             try:
                 engine.follow(placements)
+                engine.keep_order()
                 engine.count_per_engine(self.config.engines)
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
-                await self._serve_http(engine, control, placements, ready)
+                await self._serve_http(engine, control, placements, door, ready)
             finally:
                 engine.shutdown()
 
@@ -260,11 +300,13 @@ class Frontend:
         engine: PlacedAsyncLLM,
         control: ControlClient,
         placements: Placements,
+        door: PoolDoor,
         ready: Callable[[], None],
     ) -> None:
         backstage = Backstage(
             control=control,
             placements=placements,
+            door=door,
             is_alive=lambda: not engine.errored,
             engine_metrics=_engine_metrics,
             vllm_routers=VLLM_ROUTERS,

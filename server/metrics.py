@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's own of the front end, and Shoal's of the node."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,12 +27,35 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily(
             "shoal_pool_waiting", "Requests in the task pool.", value=view.waiting
         )
-        switches = CounterMetricFamily(
-            "shoal_switches", "Switches since the start, by outcome.", labels=["outcome"]
+        yield GaugeMetricFamily(
+            "shoal_pool_waiting_tokens",
+            "Prompt tokens of the requests in the task pool.",
+            value=view.waiting_tokens,
         )
-        for outcome, count in sorted(view.switches_total.items()):
-            switches.add_metric([outcome], count)
-        yield switches
+        yield _counter(
+            "shoal_requests", "Requests that have ended, by outcome.", view.requests_total
+        )
+        yield _counter(
+            "shoal_switches", "Switches since the start, by outcome.", view.switches_total
+        )
+        yield CounterMetricFamily(
+            "shoal_policy_errors",
+            "Plans that raised or could not be done: the node kept what it had.",
+            value=view.policy_errors,
+        )
+        yield CounterMetricFamily(
+            "shoal_moved_requests",
+            "Requests taken out of a unit and recomputed on another.",
+            value=view.moves_total,
+        )
+        errors = GaugeMetricFamily(
+            "shoal_step_time_relative_error",
+            "Smoothed relative error of the cost model's step times, by layout.",
+            labels=["layout"],
+        )
+        for layout, error in sorted(view.step_errors.items()):
+            errors.add_metric([layout], error)
+        yield errors
 
 
 def node_metrics(view: LayoutView) -> bytes:
@@ -46,4 +69,11 @@ def _gauge(name: str, documentation: str, label: str, values: list[str]) -> Gaug
     family = GaugeMetricFamily(name, documentation, labels=[label])
     for value, count in sorted(Counter(values).items()):
         family.add_metric([value], count)
+    return family
+
+
+def _counter(name: str, documentation: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, documentation, labels=["outcome"])
+    for outcome, count in sorted(counts.items()):
+        family.add_metric([outcome], count)
     return family

@@ -1,20 +1,20 @@
-"""ASGI middleware of the front end: who may call, and with which priority."""
+"""ASGI middleware of the front end: who may call, and what they ask of the task pool."""
 
-import hashlib
-import re
-import secrets
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.clock import Clock, monotonic
+from runtime.wire import Terms
 from server.errors import error_response
+from server.keys import ApiKey, KeyRing
+from server.placement import Placements
+from server.pool_door import PoolDoor
+from server.terms import PRIORITY_HEADER, Asked, BadTermsError, read_terms
 
-PRIORITY_HEADER = "x-vllm-priority"
-PRIORITY_LIMIT = 2**31
-"""Priorities are signed 32-bit integers; lower is earlier."""
-
-_INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
+_KEY = "shoal.api_key"
+"""Where an ASGI scope holds the ``ApiKey`` that the request came with."""
 
 
 class ApiKeyMiddleware:
@@ -30,15 +30,19 @@ class ApiKeyMiddleware:
         open_paths: paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._keys = KeyRing(keys)
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        if scope["type"] == "lifespan" or self._may_pass(scope):
+        if scope["type"] == "lifespan" or self._is_open(scope):
             await self._app(scope, receive, send)
+            return
+        key = self._key_of(Headers(scope=scope))
+        if key is not None:
+            await self._app({**scope, _KEY: key}, receive, send)
             return
         response = error_response(
             401,
@@ -47,49 +51,87 @@ class ApiKeyMiddleware:
         )
         await response(scope, receive, send)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and scope["method"] == "OPTIONS":
-            return True
-        return scope["path"] in self._open_paths or self._has_key(Headers(scope=scope))
+    def _is_open(self, scope: Scope) -> bool:
+        preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        return preflight or scope["path"] in self._open_paths
 
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return False
-        # Digests have one length, and every key is compared: the time tells nothing about a key.
-        offered = _digest(key)
-        matches = [secrets.compare_digest(offered, digest) for digest in self._digests]
-        return any(matches)
+    def _key_of(self, headers: Headers) -> ApiKey | None:
+        scheme, _, offered = headers.get("authorization", "").partition(" ")
+        return self._keys.find(offered) if scheme.lower() == "bearer" else None
 
 
-class PriorityMiddleware:
-    """Refuses an ``X-Vllm-Priority`` that is no integer in range; vLLM would ignore it.
+class TermsMiddleware:
+    """Reads what a request to a generating route asks of the task pool, and refuses what is wrong.
 
-    A valid one is left to vLLM (``GenerateBaseServing._get_priority``), where it overrides the
-    body's ``priority``.
+    vLLM ignores a priority header that is no integer, and takes any that is. Here a wrong one is
+    refused, and the effective priority goes to vLLM in the header, which overrides the body's (see
+    ``GenerateBaseServing._get_priority``). Runs inside ``PlacementMiddleware``, which it tells.
+
+    Args:
+        app: the application behind this middleware.
+        placements: the HTTP requests in progress.
+        door: says whether the task pool takes requests.
+        clock: monotonic seconds, the same as the controller's.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, placements: Placements, door: PoolDoor, clock: Clock = monotonic
+    ) -> None:
         self._app = app
+        self._placements = placements
+        self._door = door
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        values = Headers(scope=scope).getlist(PRIORITY_HEADER) if scope["type"] == "http" else []
-        if not values or (len(values) == 1 and is_priority(values[0])):
+        placement = self._placements.current
+        if placement is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        response = error_response(
-            400,
-            f"X-Vllm-Priority is {', '.join(values)!r}: it must be one integer from "
-            f"{-PRIORITY_LIMIT} to {PRIORITY_LIMIT - 1}",
-        )
-        await response(scope, receive, send)
+        arrival = self._clock()
+        body, receive = await _read_body(receive)
+        key: ApiKey | None = scope.get(_KEY)
+        try:
+            asked = read_terms(Headers(scope=scope), body, key)
+        except BadTermsError as error:
+            await error_response(400, str(error))(scope, receive, send)
+            return
+        placement.priority = asked.priority
+        placement.in_background = asked.in_background
+        placement.terms = _terms(asked, key, arrival)
+        refusal = await self._door.refusal(placement.terms.caller)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        headers = _headers_with_priority(scope, asked.priority)
+        await self._app({**scope, "headers": headers}, receive, send)
 
 
-def is_priority(text: str) -> bool:
-    """Return whether ``text`` is an integer that a priority may be."""
-    return bool(_INTEGER.fullmatch(text)) and -PRIORITY_LIMIT <= int(text) < PRIORITY_LIMIT
+def _terms(asked: Asked, key: ApiKey | None, arrival: float) -> Terms:
+    seconds = asked.deadline_seconds
+    return Terms(
+        deadline=None if seconds is None else arrival + seconds,
+        caller=None if key is None else key.name,
+        max_waiting=None if key is None else key.max_waiting,
+    )
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _headers_with_priority(scope: Scope, priority: int) -> list[tuple[bytes, bytes]]:
+    name = PRIORITY_HEADER.encode()
+    kept = [(key, value) for key, value in scope["headers"] if key != name]
+    return [*kept, (name, b"%d" % priority)]
+
+
+async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """Return a request's body, and a ``receive`` that tells it again."""
+    messages = [await receive()]
+    while messages[-1].get("more_body", False):
+        messages.append(await receive())
+    told = iter(messages)
+
+    async def receive_again() -> Message:
+        for message in told:
+            return message
+        return await receive()
+
+    return b"".join(message.get("body", b"") for message in messages), receive_again

@@ -5,14 +5,16 @@ model is checked in ``frontend.py``.
 """
 
 import argparse
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from policies.registry import POLICIES, UnknownPolicyError, get_policy
-from runtime.config import FakeSettings
+from runtime.config import AGING_SECONDS, FakeSettings
 from server.errors import UserError
+from server.keys import ApiKey, read_api_keys
 
 DEFAULT_POLICY = "manual"
 ENGINE_COUNTS = (1, 2, 4, 8)
@@ -136,6 +138,32 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         help="how long an engine may take to reach a safe point (default: %(default)s)",
     )
     group.add_argument(
+        "--max-waiting-requests",
+        type=int,
+        metavar="N",
+        help="requests that may wait in the task pool (default: no limit)",
+    )
+    group.add_argument(
+        "--max-waiting-tokens",
+        type=int,
+        metavar="N",
+        help="prompt tokens that may wait in the task pool (default: no limit)",
+    )
+    group.add_argument(
+        "--priority-aging",
+        type=float,
+        default=AGING_SECONDS,
+        metavar="SECONDS",
+        help="wait that makes up for one class of priority (default: %(default)s)",
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=read_api_keys,
+        default=(),
+        metavar="FILE",
+        help="API keys with limits, a JSON list; besides those of --api-key",
+    )
+    group.add_argument(
         "--fake-engine",
         action="store_true",
         help="for tests: engines that run no model and make tokens up",
@@ -228,6 +256,12 @@ def _check_shoal_options(args: Namespace) -> None:
             raise UserError(f"{_flag(name)} {value}: it must be one of 1, 2, 4, 8")
     if args.prepare_timeout <= 0:
         raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
+    for name in ("max_waiting_requests", "max_waiting_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"{_flag(name)} {value}: it must be at least 1")
+    if not 0 < args.priority_aging < math.inf:
+        raise UserError(f"--priority-aging {args.priority_aging:g}: it must be more than 0")
     if args.fake_step_ms < 0:
         raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
     if args.fake_step_ms and not args.fake_engine:
@@ -318,10 +352,10 @@ def apply_defaults(
         choose("kv_cache_memory_bytes", CPU_KV_BYTES)
 
 
-def api_keys(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the valid API keys: ``--api-key``, or else ``VLLM_API_KEY``."""
+def api_keys(args: Namespace, environ: Mapping[str, str]) -> tuple[ApiKey, ...]:
+    """Return the API keys: of ``--api-key``, or else ``VLLM_API_KEY``, and of the file."""
     keys = args.api_key or [environ.get("VLLM_API_KEY", "")]
-    return tuple(key for key in keys if key)
+    return (*(ApiKey(key) for key in keys if key), *args.api_key_file)
 
 
 def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> FakeSettings | None:

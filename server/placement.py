@@ -1,59 +1,91 @@
-"""Where a request ran: from the controller's notes to the headers of the HTTP response.
+"""What became of a request in the task pool: from the controller's notes to the HTTP response.
 
 One HTTP request may become several engine requests (``n``, lists of prompts). The middleware opens
 a ``Placement`` for each HTTP request; the front end's engine client, called in the same context,
-adds the ids of the engine requests; the controller's ``Placed`` notes add the units.
+adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` notes say the rest.
 """
 
 import asyncio
 from collections.abc import Collection
 from contextvars import ContextVar
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from policies.partition import Group
-from runtime.messages import Placed
+from runtime.messages import Ended, Outcome, Placed
+from runtime.wire import Terms
+from server.errors import refusal_response
 
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
+PRIORITY_HEADER = "x-shoal-priority"
 
-NOTE_TIMEOUT_SECONDS = 1.0
-"""How long a response with output waits for the note of its dispatch. The note is sent before the
-request reaches its engine, so only a stalled controller can make it later than the output."""
+_STREAM = "text/event-stream"
 
 
 class Placement:
-    """Where the engine requests of one HTTP request run."""
+    """One HTTP request of a generating route: what it asked for, and where it runs.
+
+    Attributes:
+        request_ids: its engine requests.
+        terms: what the task pool is told about them.
+        priority: the effective one; None while it is not known.
+        in_background: whether the response does not wait for what is generated.
+        ended: the controller's word on the first engine request that it refused or dropped.
+    """
 
     def __init__(self) -> None:
         self.request_ids: set[str] = set()
+        self.terms = Terms()
+        self.priority: int | None = None
+        self.in_background = False
+        self.ended: Ended | None = None
         self._units: list[tuple[Group, str]] = []
-        self._known = asyncio.Event()
+        self._awaited: set[str] = set()
+        self._noted = asyncio.Event()
 
-    def add(self, unit: Group, layout: str) -> None:
-        """Note that an engine request was handed to ``unit``, which runs in ``layout``."""
-        if (unit, layout) not in self._units:
-            self._units.append((unit, layout))
-        self._known.set()
+    def expect(self, request_id: str) -> None:
+        """Count an engine request in, of which the controller's note is to come."""
+        self.request_ids.add(request_id)
+        self._awaited.add(request_id)
 
-    async def wait(self, timeout: float) -> None:
-        """Return when a unit is known, no engine request is awaited, or ``timeout`` seconds on."""
-        if not self.request_ids or self._known.is_set():
-            return
-        try:
-            await asyncio.wait_for(self._known.wait(), timeout)
-        except TimeoutError:
-            return
+    def take(self, note: Placed | Ended) -> None:
+        """Take the controller's note on an engine request."""
+        match note:
+            case Placed(unit=unit, layout=layout):
+                if (unit, layout) not in self._units:
+                    self._units.append((unit, layout))
+            case Ended(status=status):
+                if status is not None and self.ended is None:
+                    self.ended = note
+        self._awaited.discard(note.request_id)
+        self._noted.set()
+
+    async def wait(self, *, for_all: bool) -> None:
+        """Return when the note on all engine requests, or on one of them, has come.
+
+        The controller sends each one's before it hands it to a unit or ends it, and an engine
+        request that the front end aborts is ended.
+        """
+        while self._awaited and (for_all or len(self._awaited) == len(self.request_ids)):
+            self._noted.clear()
+            await self._noted.wait()
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response headers: distinct units in order of dispatch, and their layouts."""
-        if not self._units:
-            return {}
-        units = (",".join(map(str, unit)) for unit, _ in self._units)
-        layouts = (layout for _, layout in self._units)
-        return {UNIT_HEADER: ";".join(units), LAYOUT_HEADER: ";".join(layouts)}
+        """The response headers, as far as they are known.
+
+        The effective priority, distinct units in order of dispatch, and their layouts.
+        """
+        headers = {}
+        if self.priority is not None:
+            headers[PRIORITY_HEADER] = str(self.priority)
+        if self._units:
+            units = (",".join(map(str, unit)) for unit, _ in self._units)
+            headers[UNIT_HEADER] = ";".join(units)
+            headers[LAYOUT_HEADER] = ";".join(layout for _, layout in self._units)
+        return headers
 
 
 class Placements:
@@ -66,6 +98,11 @@ class Placements:
     def __len__(self) -> int:
         return len(self._by_request)
 
+    @property
+    def current(self) -> Placement | None:
+        """The placement of the HTTP request that the current context serves."""
+        return self._current.get()
+
     def open(self) -> Placement:
         """Start the placement of the HTTP request that the current context serves."""
         placement = Placement()
@@ -77,25 +114,36 @@ class Placements:
         for request_id in placement.request_ids:
             self._by_request.pop(request_id, None)
 
-    def expect(self, request_id: str) -> None:
-        """Count an engine request towards the HTTP request of the current context, if any."""
-        placement = self._current.get()
-        if placement is not None:
-            placement.request_ids.add(request_id)
-            self._by_request[request_id] = placement
+    def expect(self, request_id: str) -> Terms:
+        """Count an engine request towards the HTTP request of the current context, if any.
 
-    def placed(self, note: Placed) -> None:
+        Returns:
+            What the task pool is to be told about it.
+        """
+        placement = self._current.get()
+        if placement is None:
+            return Terms()
+        placement.expect(request_id)
+        self._by_request[request_id] = placement
+        return placement.terms
+
+    def give_up(self, request_id: str) -> None:
+        """Await no note of an engine request: it never reached the controller."""
+        self.take(Ended(request_id, Outcome.ABORTED))
+
+    def take(self, note: Placed | Ended) -> None:
         """Take a note of the controller; one for a request that has ended is ignored."""
         placement = self._by_request.get(note.request_id)
         if placement is not None:
-            placement.add(note.unit, note.layout)
+            placement.take(note)
 
 
 class PlacementMiddleware:
-    """Adds ``x-shoal-unit`` and ``x-shoal-layout`` to the responses of generating routes.
+    """Tells the callers of generating routes what became of their requests in the task pool.
 
-    A response's head leaves together with its first body bytes: a stream's head would otherwise be
-    sent before its request has even reached the task pool.
+    A response's head is held back until its request has left the pool: it says in which priority
+    and where the request runs, or else the whole response is the error that the controller ended
+    the request with. So a stream that never began has an honest status, too.
     """
 
     def __init__(self, app: ASGIApp, placements: Placements, paths: Collection[str]) -> None:
@@ -110,26 +158,54 @@ class PlacementMiddleware:
             return
         placement = self._placements.open()
         try:
-            await self._app(scope, receive, _HeldHead(send, placement))
+            await self._app(scope, receive, _HeldHead(scope, receive, send, placement))
         finally:
             self._placements.close(placement)
 
 
 class _HeldHead:
-    """An ASGI ``send`` that keeps the response's head until its first body message."""
+    """An ASGI ``send`` that keeps the beginning of a response until its status is certain."""
 
-    def __init__(self, send: Send, placement: Placement) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, placement: Placement) -> None:
+        self._scope = scope
+        self._receive = receive
         self._send = send
         self._placement = placement
-        self._head: Message | None = None
+        self._held: list[Message] = []
+        self._replaced = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._head = message
+            self._held = [message]
+        elif self._held:
+            self._held.append(message)
+            if not self._is_too_early(message):
+                await self._release()
+        elif not self._replaced:
+            await self._send(message)
+
+    @property
+    def _streams(self) -> bool:
+        content_type = Headers(raw=self._held[0]["headers"]).get("content-type", "")
+        return content_type.startswith(_STREAM)
+
+    def _is_too_early(self, message: Message) -> bool:
+        """Whether a stream talks (as the Responses API does) before it has asked an engine."""
+        more = message.get("more_body", False)
+        return more and self._streams and not self._placement.request_ids
+
+    async def _release(self) -> None:
+        """Send what was held, or the error that takes its place, once the notes are there."""
+        placement = self._placement
+        if not placement.in_background:
+            await placement.wait(for_all=not self._streams)
+        ended, held, self._held = placement.ended, self._held, []
+        if ended is not None and ended.status is not None:
+            self._replaced = True
+            response = refusal_response(ended.status, ended.message)
+            response.headers.update(placement.headers)
+            await response(self._scope, self._receive, self._send)
             return
-        if self._head is not None:
-            head, self._head = self._head, None
-            await self._placement.wait(NOTE_TIMEOUT_SECONDS)
-            MutableHeaders(raw=head["headers"]).update(self._placement.headers)
-            await self._send(head)
-        await self._send(message)
+        MutableHeaders(raw=held[0]["headers"]).update(placement.headers)
+        for message in held:
+            await self._send(message)

@@ -119,6 +119,9 @@ def _configure(args: Namespace, default_of: Callable[[str], Any]) -> tuple[NodeC
         ),
         prepare_timeout_seconds=args.prepare_timeout,
         seed=args.seed or 0,
+        max_waiting_requests=args.max_waiting_requests,
+        max_waiting_tokens=args.max_waiting_tokens,
+        aging_seconds=args.priority_aging,
     )
     return config, vllm_config
 
@@ -161,7 +164,7 @@ def _describe(args: Namespace, config: NodeConfig, listener: socket.socket) -> R
         model=args.served_model_name[0] if args.served_model_name else args.model,
         engines=config.engines,
         max_group=config.max_group,
-        api_key=next(iter(api_keys(args, os.environ)), None),
+        api_key=next((key.key for key in api_keys(args, os.environ)), None),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "policies": frozenset({"policies"}),
     "runtime": frozenset({"runtime", "policies"}),
-    "server": frozenset({"server", "runtime", "policies"}),
+    "server": frozenset({"server", "runtime", "policies", "loadgen"}),
     "loadgen": frozenset({"loadgen"}),
 }
 """Top-level package -> the packages of ours its modules may import."""
@@ -37,7 +37,13 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     }
 )
 
-LIGHT = ("runtime.controller", "runtime.engine.agent", "runtime.engine.fake", "runtime.client")
+LIGHT = (
+    "runtime.client",
+    "runtime.controller",
+    "runtime.engine.agent",
+    "runtime.engine.fake",
+    "runtime.simulation",
+)
 """Modules and packages that bring no model library into the process that imports them."""
 
 MAX_LINES = 600

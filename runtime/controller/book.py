@@ -6,6 +6,7 @@ Plain bookkeeping: nothing here sends a message or decides anything.
 import enum
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
@@ -23,19 +24,6 @@ class EngineState(enum.StrEnum):
     SILENT = "silent"
     """It did not answer in time; it is left alone until it does."""
     DEAD = "dead"
-
-
-class Outcome(enum.StrEnum):
-    """How a request left the node."""
-
-    FINISHED = "finished"
-    """By its engine: done, or refused there with an error."""
-    ABORTED = "aborted"
-    """By its client."""
-    TOO_LONG = "too_long"
-    """No group that this node can form holds it."""
-    LOST = "lost"
-    """Its engine died."""
 
 
 class Engine(msgspec.Struct):
@@ -58,6 +46,16 @@ class Request(msgspec.Struct, frozen=True):
     """vLLM's own payload."""
     seen: PoolRequest
     """What policies see of it."""
+    terms: wire.Terms = wire.Terms()
+    """What its front end asked of the task pool."""
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Sums over the requests of a core."""
+
+    prompt_tokens: int
+    longest_tokens: int
+    by_priority: tuple[tuple[int, int], ...]
 
 
 class CoreBook(msgspec.Struct):
@@ -70,6 +68,35 @@ class CoreBook(msgspec.Struct):
     """``AddRequest`` messages ever sent for this group."""
     load: m.Load | None = None
     """The last report."""
+    _figures: Figures | None = None
+
+    @property
+    def figures(self) -> Figures:
+        """Sums over the requests, computed when these have changed."""
+        if self._figures is None:
+            seen = [request.seen for request in self.requests.values()]
+            self._figures = Figures(
+                sum(request.prompt_tokens for request in seen),
+                max((request.total_tokens for request in seen), default=0),
+                tuple(sorted(Counter(request.priority for request in seen).items())),
+            )
+        return self._figures
+
+    def put(self, request: Request) -> None:
+        """Note a request that is sent."""
+        self.requests[request.id] = request
+        self.sent += 1
+        self._figures = None
+
+    def pop(self, request_id: str) -> Request:
+        """Forget a request."""
+        self._figures = None
+        return self.requests.pop(request_id)
+
+    def movable(self) -> list[str]:
+        """Return the requests that can go on elsewhere."""
+        requests = self.requests.values()
+        return [r.id for r in requests if wire.decode_request(r.frames).movable]
 
     @property
     def uncounted(self) -> list[Request]:
@@ -93,7 +120,7 @@ class Book:
         self.bound: dict[Group, int] = {}
         """Epoch of the bind of every group of the partition with more than one engine."""
         self.cores: dict[Group, CoreBook] = {}
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[m.Outcome] = Counter()
         """Requests that have left the node."""
         self.stale = 0
         """Switch messages that came too late and were dropped."""
@@ -170,9 +197,7 @@ class Book:
 
     def place(self, request: Request, group: Group) -> None:
         """Note that a request was sent to a unit."""
-        core = self.core(group)
-        core.requests[request.id] = request
-        core.sent += 1
+        self.core(group).put(request)
         self._where[request.id] = group
 
     def where(self, request_id: str) -> Group | None:
@@ -182,7 +207,7 @@ class Book:
     def remove(self, request_id: str) -> Request | None:
         """Forget a request that was sent to a unit; None if it is not known (any more)."""
         group = self._where.pop(request_id, None)
-        return None if group is None else self.cores[group].requests.pop(request_id)
+        return None if group is None else self.cores[group].pop(request_id)
 
     def paused_in(self, unit: Group) -> int:
         """Return the requests that wait for another unit of this unit's engines to be back."""
@@ -206,6 +231,17 @@ class Book:
         if placed != self._where:
             problems.append("controller: a request is in two units, or in none")
         return problems
+
+
+def continued(request: Request, tokens: list[int]) -> Request:
+    """Return a request that was taken out of a unit, as one that waits again."""
+    prompt = request.seen.prompt_tokens + len(tokens)
+    total = max(request.seen.total_tokens, prompt + 1)
+    return msgspec.structs.replace(
+        request,
+        frames=wire.continue_request(request.frames, tokens),
+        seen=replace(request.seen, prompt_tokens=prompt, total_tokens=total),
+    )
 
 
 def pool_request(view: wire.RequestView, *, longest: int, now: float) -> PoolRequest:

@@ -1,9 +1,12 @@
 """What every unit can take now: the snapshot that policies decide on."""
 
 from collections.abc import Collection
+from functools import cached_property
 
-from policies.partition import Group, groups_of
-from policies.snapshot import PoolRequest, Snapshot, UnitState
+from policies.cost_model import Batch, CostModel
+from policies.partition import Group, Partition, groups_of, layout_name
+from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
+from runtime import messages as m
 from runtime.config import NodeConfig
 from runtime.controller.book import Book, CoreBook, EngineState
 from runtime.controller.leases import Leases
@@ -11,6 +14,9 @@ from runtime.controller.pool import TaskPool
 
 POOL_HEAD = 256
 """Requests of the pool that a policy sees: more than any node starts in one turn."""
+QUEUED_AHEAD = 1
+"""Requests that a unit with a full batch is given beyond it. When the whole batch ends in one step,
+the next step starts with this one, and not after a round trip to the controller."""
 LEASE_BLOCKS = 64
 """Least blocks that the members of a new group are asked for."""
 
@@ -30,14 +36,19 @@ class Capacity:
         self._book = book
         self._leases = leases
         self._pool = pool
+        self.cost_model: CostModel | None = config.cost_model
+        """Corrected by what is measured (``observe``)."""
 
-    def snapshot(self, now: float, *, switching: bool, busy: Collection[int]) -> Snapshot:
-        """Return what a policy may know.
+    def snapshot(
+        self, now: float, *, switching: bool, busy: Collection[int], pending: Partition | None
+    ) -> Snapshot:
+        """Return what a policy may know, but for what only time tells (``demand.py``).
 
         Args:
             now: the clock.
-            switching: whether a switch is running.
-            busy: the engines that it regroups.
+            switching: whether no switch can start.
+            busy: the engines that a running one regroups.
+            pending: where that leads to.
         """
         book = self._book
         return Snapshot(
@@ -52,20 +63,65 @@ class Capacity:
                 for group in book.partition
             ),
             pool=self._pool.head(POOL_HEAD),
+            pending=pending,
+            waiting=len(self._pool),
+            waiting_tokens=self._pool.tokens,
+            layouts=self._layouts,
+            cost_model=self.cost_model,
+            targets=self._config.targets,
         )
+
+    @cached_property
+    def _layouts(self) -> tuple[LayoutState, ...]:
+        """What every layout takes on idle engines; it never changes once all are ready."""
+        config, book = self._config, self._book
+        blocks = min(book.num_blocks(engine.number) for engine in book.engines)
+        limits = [book.limits(tuple(range(degree))) for degree in config.degrees]
+        return tuple(
+            LayoutState(lim.degree, lim.max_num_seqs, blocks, lim.block_tokens, lim.max_model_len)
+            for lim in limits
+        )
+
+    def observe(self, core: CoreBook, load: m.Load) -> None:
+        """Correct the cost model by the steps between a core's last report and this one.
+
+        Only steps that computed no prompt count: how they were cut into chunks nobody reports.
+        """
+        before, model = core.load, self.cost_model
+        if model is None or before is None or not before.running:
+            return
+        steps, seconds = load.steps - before.steps, load.step_seconds - before.step_seconds
+        started = before.waiting or load.added != before.added
+        if steps > 0 and seconds > 0 and not started:
+            batch = Batch(before.running, core.figures.prompt_tokens)
+            self.cost_model = model.observe(len(core.group), batch, seconds / steps)
+
+    @property
+    def step_errors(self) -> dict[str, float]:
+        """Smoothed relative error of the cost model's predictions, by layout."""
+        corrections = () if self.cost_model is None else self.cost_model.corrections
+        return {layout_name(tuple(range(c.degree))): c.error for c in corrections}
 
     def _unit(self, group: Group, *, serving: bool) -> UnitState:
         core, limits = self._book.core(group), self._book.limits(group)
         reported = core.load is not None
+        figures, uncounted = core.figures, core.uncounted
         return UnitState(
             group=group,
             serving=serving and reported,
             requests=len(core.requests),
-            free_slots=max(0, limits.max_num_seqs - len(core.requests)),
+            free_slots=max(0, limits.max_num_seqs + QUEUED_AHEAD - len(core.requests)),
             free_blocks=self._startable_blocks(core),
             total_blocks=min(self._book.num_blocks(engine) for engine in group),
             block_tokens=limits.block_tokens,
             max_model_len=limits.max_model_len,
+            running=len(core.requests) - len(uncounted),
+            waiting=len(uncounted),
+            context_tokens=figures.prompt_tokens,
+            prefill_tokens=sum(request.seen.prompt_tokens for request in uncounted),
+            by_priority=figures.by_priority,
+            longest_tokens=figures.longest_tokens,
+            paused=self._book.paused_in(group),
         )
 
     def _startable_blocks(self, core: CoreBook) -> int:
@@ -104,6 +160,19 @@ class Capacity:
     def longest(self) -> int:
         """Tokens of the longest sequence that some group of this node holds."""
         return max(self._book.limits(group).max_model_len for group in self._possible_groups())
+
+    @property
+    def longest_now(self) -> int:
+        """Tokens of the longest sequence that some group of engines that are not dead holds."""
+        dead = self._book.in_state(EngineState.DEAD)
+        units = [
+            self._unit(group, serving=True)
+            for group in self._possible_groups()
+            if not dead.intersection(group)
+        ]
+        return max(
+            (min(u.max_model_len, u.total_blocks * u.block_tokens) for u in units), default=0
+        )
 
     def holds(self, request: PoolRequest) -> bool:
         """Return whether some group of engines that are not dead could hold the request."""

@@ -1,23 +1,41 @@
 """The task pool: the node's one queue. A request leaves it only when a unit can start it."""
 
+import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from itertools import count, islice
 
 from policies.snapshot import PoolRequest
+from runtime.config import AGING_SECONDS
 from runtime.controller.book import Request
 
-_Key = tuple[int, int]
-"""Priority, then arrival: unique, and in the order of service."""
+_Key = tuple[float, int]
+"""Rank, then order of coming in: unique, and in the order of service."""
 
 
 class TaskPool:
-    """Waiting requests, by priority, then arrival."""
+    """Waiting requests, in the order of service.
 
-    def __init__(self) -> None:
-        self._arrivals = count()
+    A request gains one class of priority for every ``aging_seconds`` that it waits. All of them age
+    alike, so which of two comes first never changes: the one with the lower ``priority *
+    aging_seconds + arrival``. It follows that a request is overtaken only by those that arrive
+    within ``aging_seconds`` times the difference in priority after it.
+
+    Args:
+        aging_seconds: the wait that makes up for one class; more than 0.
+    """
+
+    def __init__(self, aging_seconds: float = AGING_SECONDS) -> None:
+        self._aging_seconds = aging_seconds
+        self._serial = count()
         self._order: list[_Key] = []
         self._by_key: dict[_Key, Request] = {}
         self._keys: dict[str, _Key] = {}
+        self._deadlines: dict[str, float] = {}
+        self._due: list[tuple[float, str]] = []
+        """A heap of the deadlines, those of requests that have left included."""
+        self._callers: Counter[str] = Counter()
+        self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -25,12 +43,31 @@ class TaskPool:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._keys
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        key = (request.seen.priority, next(self._arrivals))
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return self._tokens
+
+    def waiting_of(self, caller: str) -> int:
+        """Return the number of a caller's requests."""
+        return self._callers[caller]
+
+    def add(self, request: Request, *, deadline: float | None = None) -> None:
+        """Queue a request; one that was here before gets the place that its arrival gives it.
+
+        Args:
+            request: that.
+            deadline: when to give it up if it still waits; None lets it wait for ever.
+        """
+        rank = request.seen.priority * self._aging_seconds + request.seen.arrival
+        key = (rank, next(self._serial))
         insort(self._order, key)
         self._by_key[key] = request
         self._keys[request.id] = key
+        self._count(request, 1)
+        if deadline is not None:
+            self._deadlines[request.id] = deadline
+            heapq.heappush(self._due, (deadline, request.id))
 
     def remove(self, request_id: str) -> Request | None:
         """Take a request out; None if it is not here."""
@@ -38,7 +75,15 @@ class TaskPool:
         if key is None:
             return None
         del self._order[bisect_left(self._order, key)]
-        return self._by_key.pop(key)
+        request = self._by_key.pop(key)
+        self._deadlines.pop(request_id, None)
+        self._count(request, -1)
+        return request
+
+    def _count(self, request: Request, change: int) -> None:
+        self._tokens += change * request.seen.prompt_tokens
+        if request.terms.caller is not None:
+            self._callers[request.terms.caller] += change
 
     def head(self, limit: int) -> tuple[PoolRequest, ...]:
         """Return the first ``limit`` requests."""
@@ -47,3 +92,21 @@ class TaskPool:
     def all(self) -> list[Request]:
         """Return every request, in order."""
         return [self._by_key[key] for key in self._order]
+
+    # --- deadlines ----------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a request that is here."""
+        while self._due and self._deadlines.get(self._due[0][1]) != self._due[0][0]:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def take_expired(self, now: float) -> list[Request]:
+        """Take out the requests whose deadline is not after ``now``, the earliest first."""
+        expired = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            request = self.remove(self._due[0][1])
+            if request is not None:
+                expired.append(request)
+        return expired

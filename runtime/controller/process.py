@@ -5,23 +5,35 @@ and the supervisor, and the engines' reports. After each batch of them the polic
 """
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection
+from dataclasses import replace
 
 import msgspec
 
-from policies.partition import Partition, PartitionError, layout_name, leader_of, parse_partition
+from policies.partition import (
+    Group,
+    Partition,
+    PartitionError,
+    layout_name,
+    leader_of,
+    parse_partition,
+)
 from policies.plan import Plan, PlanError, check_plan
-from policies.registry import get_policy
+from policies.registry import UnknownPolicyError, get_policy
+from policies.snapshot import Snapshot
 from runtime import messages as m
 from runtime import wire
 from runtime.clock import Clock, monotonic
 from runtime.config import Addresses, NodeConfig
 from runtime.controller import views
+from runtime.controller.admission import Admission
 from runtime.controller.audit import Audit
-from runtime.controller.book import Book, EngineState, Outcome, Request, pool_request
+from runtime.controller.book import Book, EngineState, continued
 from runtime.controller.capacity import Capacity
+from runtime.controller.demand import Demand, SwitchBudget, most_urgent
 from runtime.controller.leases import Leases
 from runtime.controller.pool import TaskPool
 from runtime.controller.switch import Switch
@@ -42,6 +54,10 @@ POLICY_TIMEOUT_SECONDS = 600.0
 """How long requests may take to end in a sequential switch that the policy asked for."""
 RETRY_SECONDS = 5.0
 """Pause after a failed switch before the policy may ask for another."""
+REVIEW_SECONDS = 0.5
+"""How often a policy that decides the layout is asked when nothing happens: quiet is news too."""
+PAUSE_SECONDS = 5.0
+"""How long a request waits for its unit under such a policy, before it is moved to another."""
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -73,11 +89,12 @@ class Controller:
         wall: Clock = time.time,
     ) -> None:
         self.book = Book(config.engines)
-        self.pool = TaskPool()
+        self.pool = TaskPool(config.aging_seconds)
         self.leases = Leases(self.book, transport)
         self.switches: deque[m.SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self._policy = get_policy(config.policy)
         self._capacity = Capacity(config, self.book, self.leases, self.pool)
+        self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
         self._config = config
         self._transport = transport
         self._clock = clock
@@ -87,6 +104,13 @@ class Controller:
         self._audit: Audit | None = None
         self._later: deque[tuple[str, m.SetLayout | m.AuditNode]] = deque()
         self._retry_at = 0.0
+        self._demand = Demand(clock())
+        self._budget = SwitchBudget(clock())
+        self._switched_at = -math.inf
+        self._decided_at = clock()
+        self._paused_since: dict[Group, float] = {}
+        self._policy_errors = 0
+        self._moves = 0
         self._outcomes: Counter[str] = Counter()
 
     # --- loop ---------------------------------------------------------------------------------
@@ -109,17 +133,24 @@ class Controller:
         self._end_switch()
         self._end_audit()
         self._take_deferred()
+        self._admission.expire()
         if self.book.started:
             self._decide()
+        self._admission.hold_limits()
+
+    def next_wakeup(self) -> float | None:
+        """Return seconds until the next turn is due if no message comes; None: there is none."""
+        return self._patience(None)
 
     def _patience(self, timeout: float | None) -> float | None:
         due = [
             self._switch.deadline if self._switch is not None else None,
             self._audit.deadline if self._audit is not None else None,
+            self._admission.deadline,
         ]
         now = self._clock()
-        if self._policy.decides_layout and self._retry_at > now:
-            due.append(self._retry_at)
+        if self._policy.decides_layout:
+            due.append(self._decided_at + REVIEW_SECONDS)
         waits = [timeout, *(max(0.0, at - now) for at in due if at is not None)]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
@@ -139,36 +170,14 @@ class Controller:
 
     def _take_request(self, kind: bytes, frames: list[bytes]) -> None:
         if kind == wire.RequestType.ADD.value:
-            self._add(frames)
+            self._demand.arrive(self._clock())
+            self._admission.add(frames)
         elif kind == wire.RequestType.ABORT.value:
-            self._abort(wire.decode_abort(frames))
+            self._admission.abort(wire.decode_abort(frames))
         elif kind == wire.RequestType.UTILITY.value:
             self._utility(frames)
         else:
             log.error("dropped a front end's message of unknown type %r", kind)
-
-    def _add(self, frames: list[bytes]) -> None:
-        view = wire.decode_request(frames)
-        if view.request_id in self.pool or self.book.where(view.request_id) is not None:
-            log.error("dropped request %s: there is one of this id", view.request_id)
-            return
-        seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
-        request = Request(view.request_id, view.client_index, frames, seen)
-        if self._capacity.holds(seen):
-            self.pool.add(request)
-        else:
-            self._fail([request], Outcome.TOO_LONG)
-
-    def _abort(self, request_ids: list[str]) -> None:
-        by_leader: dict[int, list[str]] = {}
-        for request_id in request_ids:
-            group = self.book.where(request_id)
-            if group is not None:
-                by_leader.setdefault(leader_of(group), []).append(request_id)
-            if self.pool.remove(request_id) or self.book.remove(request_id):
-                self.book.outcomes[Outcome.ABORTED] += 1
-        for engine, ids in by_leader.items():
-            self._transport.to_engine(engine, m.AbortRequests(ids))
 
     def _utility(self, frames: list[bytes]) -> None:
         alive = sorted(self.book.in_state(EngineState.SERVING))
@@ -178,16 +187,6 @@ class Controller:
             call = wire.decode_utility(frames)
             failure = wire.encode_utility_failure(call.call_id, "no engine is left")
             self._transport.to_front(call.client_index, [failure])
-
-    def _fail(self, requests: list[Request], outcome: Outcome) -> None:
-        """End requests with an error; they are in no book (any more)."""
-        self.book.outcomes[outcome] += len(requests)
-        by_client: dict[int, list[str]] = {}
-        for request in requests:
-            by_client.setdefault(request.client, []).append(request.id)
-        for client, ids in by_client.items():
-            log.warning("requests end with an error (%s): %s", outcome, ", ".join(ids))
-            self._transport.to_front(client, [wire.encode_finish(ids, wire.FinishReason.ERROR)])
 
     # --- engines' reports ---------------------------------------------------------------------
 
@@ -208,6 +207,8 @@ class Controller:
             case m.Integrity():
                 if self._audit is not None:
                     self._audit.answer(message)
+            case m.Moved():
+                self._take_moved(message)
             case m.EngineReady():
                 self._take_ready(message)
             case m.EngineFailed(engine, error):
@@ -236,10 +237,20 @@ class Controller:
             self._transport.greet_front(index, greeting)
 
     def _take_load(self, load: m.Load) -> None:
-        self.book.core(load.group).load = load
+        core = self.book.core(load.group)
+        self._capacity.observe(core, load)
+        core.load = load
         for request_id in load.finished:
             if self.book.remove(request_id) is not None:
-                self.book.outcomes[Outcome.FINISHED] += 1
+                self.book.outcomes[m.Outcome.FINISHED] += 1
+
+    def _take_moved(self, message: m.Moved) -> None:
+        """Let requests that a core has given back wait for another, in their old place."""
+        for request_id, tokens in message.tokens.items():
+            request = self.book.remove(request_id)
+            if request is not None:
+                self.pool.add(continued(request, tokens))
+                self._moves += 1
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
         if isinstance(message, m.Resumed):
@@ -295,7 +306,8 @@ class Controller:
             if not self._capacity.holds(request.seen):
                 self.pool.remove(request.id)
                 lost.append(request)
-        self._fail(lost, Outcome.LOST)
+        message = "an engine that the request needs is lost"
+        self._admission.fail(lost, m.Outcome.LOST, 500, message)
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -308,6 +320,8 @@ class Controller:
                     self._later.append((peer, message))
                 else:
                     self._set_layout(peer, message)
+            case m.SetPolicy():
+                self._set_policy(peer, message)
             case m.AuditNode():
                 if self._audit is not None or self._switch is not None:
                     self._later.append((peer, message))
@@ -315,6 +329,8 @@ class Controller:
                     self._start_audit(peer, message)
             case m.EngineDied(engine, reason):
                 self._lose([engine], reason)
+            case m.CountRefused(outcome):
+                self.book.outcomes[outcome] += 1
 
     def _take_deferred(self) -> None:
         """Take the calls that waited for a switch or an audit to end, while nothing is running."""
@@ -333,7 +349,22 @@ class Controller:
             ready=reason is None,
             reason=reason,
             switches_total=dict(self._outcomes),
+            waiting_tokens=self.pool.tokens,
+            policy_errors=self._policy_errors,
+            moves_total=self._moves,
+            step_errors=self._capacity.step_errors,
+            requests_total={outcome: self.book.outcomes[outcome] for outcome in m.Outcome},
         )
+
+    def _set_policy(self, peer: str, message: m.SetPolicy) -> None:
+        """Change the policy; a switch that runs goes on, the next decision is the new one's."""
+        try:
+            self._policy = get_policy(message.policy)
+        except UnknownPolicyError as error:
+            self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
+            return
+        log.info("the policy is now %s", self._policy.name)
+        self._transport.to_control(peer, self._layout(message.call))
 
     @property
     def _busy(self) -> frozenset[int]:
@@ -397,6 +428,9 @@ class Controller:
         view = views.switch_view(switch, self.book.partition, at=self._wall(), now=self._clock())
         self.switches.append(view)
         self._outcomes[switch.outcome] += 1
+        self._switched_at = self._clock()
+        if switch.treatment is not m.Treatment.SEQUENTIAL:
+            self._budget.learn(view.duration_seconds)
         if switch.error is not None:
             log.error("switch to %s failed: %s", list(switch.target), switch.error)
             self._retry_at = self._clock() + RETRY_SECONDS
@@ -433,23 +467,69 @@ class Controller:
 
     def _decide(self) -> None:
         """Ask the policy and do what it wants; a plan that cannot be done changes nothing."""
-        now = self._clock()
-        held = self._switch is not None or self._audit is not None or now < self._retry_at
-        snapshot = self._capacity.snapshot(now, switching=held, busy=self._busy)
+        self._decided_at = self._clock()
+        self._free_paused()
+        snapshot = self._snapshot()
+        plan = self._ask(snapshot)
+        self._dispatch(plan)
+        if (
+            plan.target is not None
+            and not snapshot.switching
+            and plan.target != self.book.partition
+        ):
+            self._budget.spend(snapshot.now)
+            treatment = m.Treatment(plan.treatment)
+            self._start_switch(plan.target, treatment, POLICY_TIMEOUT_SECONDS)
+
+    def _snapshot(self) -> Snapshot:
+        now, switch = self._clock(), self._switch
+        held = switch is not None or self._audit is not None or now < self._retry_at
+        snapshot = self._capacity.snapshot(
+            now,
+            switching=held or not self._budget.allows(now),
+            busy=self._busy,
+            pending=None if switch is None else switch.target,
+        )
+        self._demand.see(now, snapshot.requests, most_urgent(snapshot))
+        return replace(
+            snapshot,
+            arrival_rate=self._demand.arrival_rate(now),
+            smoothed_requests=self._demand.smoothed_requests,
+            since_switch=now - self._switched_at,
+            since_urgent=self._demand.since_urgent(now),
+        )
+
+    def _ask(self, snapshot: Snapshot) -> Plan:
+        """Return the policy's plan, or the one that keeps everything if it has none to go by."""
         try:
             plan = self._policy.plan(snapshot)
             check_plan(plan, snapshot)
         except PlanError as error:
             log.error("policy %s: invalid plan: %s", self._policy.name, error)
-            return
         except Exception:
             # A policy is code of others: the node goes on without its advice.
             log.exception("policy %s failed", self._policy.name)
-            return
-        self._dispatch(plan)
-        if plan.target is not None and not held and plan.target != self.book.partition:
-            treatment = m.Treatment(plan.treatment)
-            self._start_switch(plan.target, treatment, POLICY_TIMEOUT_SECONDS)
+        else:
+            return plan
+        self._policy_errors += 1
+        return Plan()
+
+    def _free_paused(self) -> None:
+        """Move requests whose unit has been gone for long: no policy need remember them."""
+        now = self._clock()
+        for core in self.book.cores.values():
+            if not core.requests or core.group in self.book.partition:
+                self._paused_since.pop(core.group, None)
+                continue
+            since = self._paused_since.setdefault(core.group, now)
+            if not self._policy.decides_layout or now - since < PAUSE_SECONDS:
+                continue
+            # Asked again only after as long a time: the answer is on its way.
+            self._paused_since[core.group] = now
+            movable = core.movable()
+            if movable and self._switch is None and self.book.serves(core.group[:1]):
+                message = m.MoveOut(core.group, movable)
+                self._transport.to_engine(leader_of(core.group), message)
 
     def _dispatch(self, plan: Plan) -> None:
         for dispatch in plan.dispatches:

@@ -76,7 +76,7 @@ class Switch:
         lose: takes engines down that a broken group has lost.
         target: canonical partition to reach.
         treatment: what happens to running requests.
-        timeout: seconds that requests have to end under ``SEQUENTIAL``.
+        timeout: seconds that requests have to end under ``SEQUENTIAL`` and ``SOFT``.
         answer_timeout: seconds that an engine has for any other answer.
         lease: returns the blocks that a new group's members are asked for.
         seed: returns the shared seed of a bind, given its epoch.
@@ -108,12 +108,13 @@ class Switch:
         self.paused = 0
         self.resumed = 0
         self.drained = 0
+        self.moved = 0
         self._book = book
         self._leases = leases
         self._transport = transport
         self._clock = clock
         self._lose = lose
-        self._patience = timeout if treatment is m.Treatment.SEQUENTIAL else answer_timeout
+        self._patience = answer_timeout if treatment is m.Treatment.HARD else timeout
         self._answer_timeout = answer_timeout
         self._lease = lease
         self._seed = seed
@@ -164,6 +165,8 @@ class Switch:
         self._moves = [Move(g, self._book.bound[g], Stage.RELEASING) for g in old]
         self._moves += [Move(g, self._book.next_epoch(), Stage.WAITING) for g in new]
         self._touched.update(engine for move in self._moves for engine in move.group)
+        if self.treatment is m.Treatment.SOFT and not self._restoring:
+            self._move_out(target)
         if self.treatment is m.Treatment.SEQUENTIAL and not self._restoring:
             units = [unit for unit in self._book.partition if self._touched.intersection(unit)]
             self.drained = sum(len(self._book.core(unit).requests) for unit in units)
@@ -175,8 +178,25 @@ class Switch:
 
     @property
     def _treatment(self) -> m.Treatment:
+        """What the engines are told."""
         # A restored unit held no request that could be waited for: nothing was sent to it.
-        return m.Treatment.HARD if self._restoring else self.treatment
+        if self._restoring:
+            return m.Treatment.HARD
+        # What could not be moved is waited for.
+        soft = self.treatment is m.Treatment.SOFT
+        return m.Treatment.SEQUENTIAL if soft else self.treatment
+
+    def _move_out(self, target: Partition) -> None:
+        """Free the engines of their requests, those paused in other groups included."""
+        for core in self._book.cores.values():
+            if core.group in target or not self._touched.intersection(core.group):
+                continue
+            movable = core.movable()
+            self.moved += len(movable)
+            self.drained += len(core.requests) - len(movable)
+            if movable:
+                message = m.MoveOut(core.group, movable)
+                self._transport.to_engine(leader_of(core.group), message)
 
     def _prepare_free(self) -> None:
         """Start the binds whose members are alone now."""

@@ -86,4 +86,5 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
         paused=switch.paused,
         resumed=switch.resumed,
         drained=switch.drained,
+        moved=switch.moved,
     )

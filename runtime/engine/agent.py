@@ -7,6 +7,7 @@ produce, and keeps the engine's side of binds, releases and leases. Its states:
                           └───────AbortBind───────┴──────> SOLO
 
 Under hard preemption the safe point is now; a sequential bind drains the engine's own core first.
+A core whose requests are to move pauses until its steps in flight are collected.
 At most one core is *active*: the engine's own in SOLO and PREPARING, the group's when it leads a
 bound group. Every other core is paused: steps already in flight are still collected.
 """
@@ -63,6 +64,20 @@ class Growth(msgspec.Struct):
     idle_since: float | None = None
 
 
+class Stepping(msgspec.Struct):
+    """How long a core has had steps in flight."""
+
+    seconds: float = 0.0
+    since: float | None = None
+    """When that was last added up, while a step is in flight."""
+
+    def see(self, now: float, in_flight: bool) -> None:
+        """Add up the time since the last look."""
+        if self.since is not None:
+            self.seconds += now - self.since
+        self.since = now if in_flight else None
+
+
 class Agent:
     """One engine's loop and state machine.
 
@@ -96,6 +111,8 @@ class Agent:
         self._loads: dict[Group, tuple[CoreLoad, int]] = {}
         self._added: dict[Group, int] = {}
         self._rejected: dict[Group, list[str]] = {}
+        self._moving: dict[Group, list[str]] = {}
+        self._stepping: dict[Group, Stepping] = {group: Stepping() for group in backend.cores}
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
         self._announce(startup_seconds or {})
@@ -108,6 +125,12 @@ class Agent:
     @property
     def active(self) -> Core | None:
         """The core that may dispatch steps now, if any."""
+        core = self._unit_core
+        return None if core is None or core.group in self._moving else core
+
+    @property
+    def _unit_core(self) -> Core | None:
+        """The core of the unit that this engine runs, if any."""
         if self._state in (State.SOLO, State.PREPARING):
             return self._backend.core(self._own)
         bind = self._bind
@@ -140,6 +163,7 @@ class Agent:
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
             self._backend.on_readable()
             self._drive()
+            self._move_out()
             self._reach_safe_point()
             self._tend_lease()
             self._publish()
@@ -170,6 +194,8 @@ class Agent:
             case m.AbortRequests(request_ids):
                 for core in self._backend.cores.values():
                     core.abort(request_ids)
+            case m.MoveOut(group, request_ids):
+                self._moving.setdefault(group, []).extend(request_ids)
             case m.Prepare():
                 self._prepare(message)
             case m.Commit():
@@ -286,6 +312,15 @@ class Agent:
         resumed = self._backend.core(self._own).num_requests
         self._transport.to_controller(m.Resumed(bind.epoch, self.engine, resumed))
 
+    def _move_out(self) -> None:
+        """Take requests out whose core has no step in flight, and let the core go on."""
+        for group in list(self._moving):
+            core = self._backend.core(group)
+            if not core.in_flight:
+                tokens = core.withdraw(self._moving.pop(group))
+                self._transport.to_controller(m.Moved(self.engine, tokens))
+                self._busy = True
+
     def _reach_safe_point(self) -> None:
         """Finish a sequential bind or release whose last request is done."""
         bind, core = self._bind, self.active
@@ -374,6 +409,9 @@ class Agent:
                 self._busy = core.advance()
             elif core.in_flight:
                 self._busy |= core.collect()
+        now = self._clock()
+        for group, core in self._backend.cores.items():
+            self._stepping[group].see(now, bool(core.in_flight))
 
     def _publish(self) -> None:
         for group, core in self._backend.cores.items():
@@ -392,8 +430,14 @@ class Agent:
                         free_blocks=load.free_blocks,
                         added=added,
                         finished=finished,
+                        steps=core.steps,
+                        step_seconds=self._stepping[group].seconds,
                     )
                 )
+
+    def next_wakeup(self) -> float | None:
+        """Return seconds until the next turn is due if no message comes; None: there is none."""
+        return self._patience(None)
 
     def _patience(self, timeout: float | None) -> float | None:
         """Return how long to wait: not past the next thing that is due without a message."""

@@ -40,6 +40,8 @@ class Core(Protocol):
     """
 
     group: Group
+    steps: int
+    """Steps collected since the start."""
 
     def add(self, request_id: str, frames: Sequence[Any]) -> None:
         """Queue a request from vLLM's raw ``ADD`` payload frames.
@@ -50,6 +52,12 @@ class Core(Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; unknown ids are ignored. Frees their blocks."""
+
+    def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
+        """Forget requests; return the tokens each has generated. Unknown ids are left out.
+
+        Only while no step is in flight: the result of a step would be lost.
+        """
 
     def advance(self) -> bool:
         """Collect every finished step and dispatch the next if there is room.

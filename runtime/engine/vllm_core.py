@@ -56,6 +56,7 @@ class VllmCore:
         self._scheduler: Any = self.engine_core.scheduler
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
+        self.steps = 0
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
         self._deferred: InFlight | None = None
@@ -88,6 +89,13 @@ class VllmCore:
         self.engine_core.abort_requests(list(request_ids))
         self._stalled = False
 
+    def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
+        """See ``interface.Core.withdraw``."""
+        known = [self._scheduler.requests.get(request_id) for request_id in request_ids]
+        tokens = {r.request_id: list(r.output_token_ids) for r in known if r is not None}
+        self.abort(list(tokens))
+        return tokens
+
     # --- steps ---
 
     def advance(self) -> bool:
@@ -106,6 +114,7 @@ class VllmCore:
     def _collect_one(self, step: InFlight) -> None:
         outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
         self._stalled = False
+        self.steps += 1
         for client_index, client_outputs in outputs.items():
             client_outputs.engine_index = leader_of(self.group)
             self._finished += [

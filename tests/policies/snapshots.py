@@ -1,9 +1,20 @@
 """Snapshots for the tests of policies: made by hand, or drawn by Hypothesis."""
 
+from dataclasses import replace
+from typing import Any
+
 from hypothesis import strategies as st
 
+from policies.cost_model import CostModel, Hardware, ModelShape
 from policies.partition import Group, Partition, singles
-from policies.snapshot import PoolRequest, Snapshot, UnitState
+from policies.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
+
+LAYOUTS = tuple(LayoutState(d, 4, 30, 4 * d, 120 * d) for d in (1, 2, 4, 8))
+MODEL = CostModel(
+    ModelShape(80, 8192, 64, 8, 128, parameters=70e9, weight_bytes=1.0),
+    Hardware(3e12, 1e15, 2e11, allreduce_seconds=1e-5, overhead_seconds=2e-3),
+)
+TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
 
 
 def request(
@@ -27,10 +38,10 @@ def unit(
     total_blocks: int = 100,
     block_tokens: int = 4,
     max_model_len: int = 400,
+    **figures: Any,
 ) -> UnitState:
-    return UnitState(
-        group, serving, requests, slots, blocks, total_blocks, block_tokens, max_model_len
-    )
+    room = (slots, blocks, total_blocks, block_tokens, max_model_len)
+    return UnitState(group, serving, requests, *room, **figures)
 
 
 def snapshot(
@@ -76,13 +87,32 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
             total_blocks=30,
             block_tokens=4 * len(group),
             max_model_len=draw(st.sampled_from([60, 120])),
+            by_priority=draw(st.sampled_from([(), ((-1, 1),), ((0, 7),), ((-1, 1), (0, 6))])),
         )
         for group in partition
     )
     pool = tuple(
-        request(f"r{k}", prompt=draw(st.integers(0, 150)), total=draw(st.integers(1, 200)))
+        request(
+            f"r{k}",
+            prompt=draw(st.integers(0, 150)),
+            total=draw(st.integers(1, 200)),
+            priority=draw(st.sampled_from([-1, 0, 0, 1])),
+        )
         for k in range(draw(st.integers(0, 12)))
     )
-    return snapshot(
+    seen = snapshot(
         *units, pool=pool, dead=dead, switching=draw(st.booleans()), now=draw(st.floats(0, 1e6))
+    )
+    modelled = draw(st.booleans())
+    return replace(
+        seen,
+        waiting=len(pool) + draw(st.sampled_from([0, 500])),
+        waiting_tokens=draw(st.integers(0, 10_000)),
+        arrival_rate=draw(st.floats(0, 50)),
+        smoothed_requests=draw(st.floats(0, 300)),
+        since_switch=draw(st.sampled_from([0.0, 100.0])),
+        since_urgent=draw(st.sampled_from([0.0, 100.0])),
+        layouts=draw(st.sampled_from([(), LAYOUTS])),
+        cost_model=MODEL if modelled else None,
+        targets=TARGETS if modelled else (),
     )

@@ -72,7 +72,7 @@ def test_names_are_keys(policy: Policy) -> None:
 
 
 def test_unknown_policy_lists_those_there_are() -> None:
-    with pytest.raises(UnknownPolicyError, match="choose one of manual, static-dp, static-tp"):
+    with pytest.raises(UnknownPolicyError, match="choose one of flying, manual, slo, static-dp"):
         get_policy("static")
 
 

@@ -7,6 +7,7 @@ left to do. Time is a ``ManualClock``.
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,8 @@ from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine.agent import Agent
-from runtime.engine.fake import NO_FAULTS, FakeBackend, Faults, expected_tokens
+from runtime.engine.fake import FakeBackend
+from runtime.engine.fake_core import NO_FAULTS, Faults, expected_tokens
 from runtime.engine.interface import RunnerDied
 from runtime.loopback import LoopbackNetwork
 from runtime.transport import SUPERVISOR
@@ -32,10 +34,12 @@ def request_payload(
     *,
     client: int = 0,
     priority: int = 0,
+    terms: wire.Terms | None = None,
 ) -> list[bytes]:
     """Return an ``EngineCoreRequest`` as vLLM encodes it."""
+    headers = None if terms is None else terms.added_to(None)
     head = [request_id, list(prompt), None, {"max_tokens": max_tokens}, None, 0.0, None, None, None]
-    return [msgspec.msgpack.encode([*head, None, None, client, 0, priority])]
+    return [msgspec.msgpack.encode([*head, None, None, client, 0, priority, headers])]
 
 
 class LoopbackNode:
@@ -44,6 +48,7 @@ class LoopbackNode:
     Args:
         engines: number of engines.
         seed: order of arrivals and turns; None delivers at once and in order.
+        limits: further fields of ``NodeConfig``.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class LoopbackNode:
         policy: str = "manual",
         settings: FakeSettings = SMALL,
         faults: dict[int, Faults] | None = None,
+        **limits: Any,
     ) -> None:
         self.rng = random.Random(seed)
         self.clock = ManualClock(1000.0)
@@ -67,6 +73,7 @@ class LoopbackNode:
             api_servers=2,
             fake=settings,
             prepare_timeout_seconds=5.0,
+            **limits,
         )
         self.network = LoopbackNetwork(self.rng if seed is not None else None)
         self.controller = Controller(
@@ -155,12 +162,15 @@ class LoopbackNode:
         *,
         client: int = 0,
         priority: int = 0,
+        terms: wire.Terms | None = None,
     ) -> None:
         """Send a request whose prompt is drawn from its id."""
         rng = random.Random(request_id)
         prompt = [rng.randrange(5, 250) for _ in range(prompt_tokens)]
         self.prompts[request_id] = (prompt, max_tokens)
-        payload = request_payload(request_id, prompt, max_tokens, client=client, priority=priority)
+        payload = request_payload(
+            request_id, prompt, max_tokens, client=client, priority=priority, terms=terms
+        )
         self.network.front_sends(client, wire.RequestType.ADD, payload)
 
     def abort(self, request_id: str, client: int = 0) -> None:
@@ -250,6 +260,11 @@ class LoopbackNode:
         reply = self.reply(call)
         assert isinstance(reply, m.LayoutView)
         return reply
+
+    def ended(self, client: int = 0) -> dict[str, m.Ended]:
+        """Return the controller's notes on requests that it ended, by request."""
+        notes = self.network.control_replies.get(f"front-{client}", [])
+        return {note.request_id: note for note in notes if isinstance(note, m.Ended)}
 
     def placed(self) -> dict[str, tuple[int, ...]]:
         """Return where every request was sent, by its note to the front ends."""

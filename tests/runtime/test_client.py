@@ -11,11 +11,16 @@ from runtime.messages import (
     AuditDone,
     AuditNode,
     CallFailed,
+    CountRefused,
+    Ended,
     GetLayout,
     KillEngines,
     LayoutView,
     Message,
+    Note,
+    Outcome,
     Placed,
+    PoolLimits,
     SetLayout,
     SwitchDone,
     SwitchView,
@@ -67,16 +72,16 @@ class Controller:
 
 
 @pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[tuple[Controller, ControlClient, list[Placed]]]:
+async def ends(tmp_path: Path) -> AsyncIterator[tuple[Controller, ControlClient, list[Note]]]:
     addresses = Addresses(tmp_path)
     controller = Controller(addresses.control)
-    notes: list[Placed] = []
+    notes: list[Note] = []
     async with ControlClient(addresses, 3, notes.append) as client:
         yield controller, client, notes
     controller.socket.close(linger=0)
 
 
-Ends = tuple[Controller, ControlClient, list[Placed]]
+Ends = tuple[Controller, ControlClient, list[Note]]
 
 
 async def test_a_layout_is_asked_for_by_name(ends: Ends) -> None:
@@ -109,6 +114,12 @@ async def test_an_audit_returns_the_problems(ends: Ends) -> None:
     )
     assert problems == ["leak"]
     assert isinstance(request, AuditNode)
+
+
+async def test_a_refused_request_is_reported_for_the_count(ends: Ends) -> None:
+    controller, client, _ = ends
+    await client.count_refused(Outcome.CALLER_FULL)
+    assert await controller.receive() == CountRefused(Outcome.CALLER_FULL)
 
 
 async def test_a_refusal_raises_with_its_status(ends: Ends) -> None:
@@ -154,7 +165,8 @@ async def test_no_answer_is_a_timeout_and_a_late_one_is_ignored(ends: Ends) -> N
 
 async def test_notes_come_in_order(ends: Ends) -> None:
     controller, client, notes = ends
-    sent = [Placed(f"r{k}", (k,), "dp") for k in range(5)]
+    sent: list[Note] = [Placed(f"r{k}", (k,), "dp") for k in range(5)]
+    sent += [Ended("r5", Outcome.EXPIRED, 504, "too late"), PoolLimits("full", {"batch": "enough"})]
     call = asyncio.create_task(client.get_layout())
     request = await controller.receive()
     for note in sent:

@@ -6,7 +6,7 @@ must be clean. The controls show that each of these would be noticed.
 
 import pytest
 
-from runtime.engine.fake import Faults
+from runtime.engine.fake_core import Faults
 from runtime.messages import CallFailed, SwitchDone
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode

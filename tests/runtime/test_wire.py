@@ -52,6 +52,22 @@ def test_finish_reasons_are_vllms(vllm):
         assert vllm.engine.FinishReason[reason.name].value == reason.value
 
 
+@pytest.mark.parametrize("own", [None, {"traceparent": "00-a-b-01"}])
+def test_terms_travel_among_the_trace_headers(vllm, own):
+    terms = wire.Terms(deadline=12.5, caller="batch", max_waiting=3)
+    frames = request_frames(vllm, trace_headers=terms.added_to(own))
+    assert wire.decode_request(frames).terms == terms
+    # vLLM's engine reads the request with them.
+    request = vllm.serial.MsgpackDecoder(vllm.engine.EngineCoreRequest).decode(frames)
+    assert (own or {}).items() <= request.trace_headers.items()
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"traceparent": "00-a-b-01"}])
+def test_a_request_without_terms_asks_for_nothing(vllm, headers):
+    frames = request_frames(vllm, trace_headers=headers)
+    assert wire.decode_request(frames).terms == wire.Terms()
+
+
 def test_request_with_every_field_at_its_default(vllm):
     view = wire.decode_request(request_frames(vllm))
     assert (view.request_id, view.prompt_tokens, view.prompt_token_ids()) == ("r-1", 3, [5, 6, 7])

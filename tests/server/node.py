@@ -18,11 +18,17 @@ def children_of(pid: int) -> list[int]:
 class ServedNode:
     """A running server, over fake engines unless told otherwise.
 
-    ``lines`` is what it has printed until it was ready.
+    ``lines`` is what it has printed until it was ready: up to ``last_line``, which a node of one
+    engine has to name, for it offers no switch.
     """
 
     def __init__(
-        self, cache: Path, *arguments: str, real: bool = False, **environment: str
+        self,
+        cache: Path,
+        *arguments: str,
+        real: bool = False,
+        last_line: str = "switch:",
+        **environment: str,
     ) -> None:
         command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
         if not real:
@@ -39,7 +45,7 @@ class ServedNode:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
-            if line.lstrip().startswith("switch:"):
+            if line.lstrip().startswith(last_line):
                 break
         found = ADDRESS.search("\n".join(self.lines))
         self.url = found.group(1) if found else ""

@@ -3,7 +3,12 @@ import json
 import pytest
 
 from runtime.messages import Treatment
-from server.admin import DEFAULT_TIMEOUT_SECONDS, BadRequestError, parse_layout_request
+from server.admin import (
+    DEFAULT_TIMEOUT_SECONDS,
+    BadRequestError,
+    parse_layout_request,
+    parse_policy_request,
+)
 
 
 def test_units_alone_are_enough() -> None:
@@ -31,7 +36,7 @@ def test_every_field_is_taken() -> None:
         (b'{"units": [[0.5]]}', "units"),
         (b'{"units": [["0"]]}', "units"),
         (b'{"units": [[true]]}', "units"),
-        (b'{"units": [[0]], "preempt": "soft"}', "soft"),
+        (b'{"units": [[0]], "preempt": "interleave"}', "interleave"),
         (b'{"units": [[0]], "preempt": 1}', "preempt"),
         (b'{"units": [[0]], "timeout": "1"}', "timeout"),
         (b'{"units": [[0]], "timeout": 0}', "timeout"),
@@ -49,3 +54,22 @@ def test_every_unknown_field_is_named() -> None:
     body = json.dumps({"units": [[0]], "treatment": "hard", "force": True}).encode()
     with pytest.raises(BadRequestError, match="unknown field force, treatment"):
         parse_layout_request(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "not valid"),
+        (b'"flying"', "object"),
+        (b"{}", "policy"),
+        (b'{"policy": 1}', "policy"),
+        (b'{"policy": "flying", "now": true}', "unknown field now"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_named(body: bytes, named: str) -> None:
+    with pytest.raises(BadRequestError, match=named):
+        parse_policy_request(body)
+
+
+def test_a_policy_is_its_name() -> None:
+    assert parse_policy_request(b'{"policy": "flying"}').policy == "flying"

@@ -5,7 +5,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from server.middleware import ApiKeyMiddleware, PriorityMiddleware, is_priority
+from runtime.clock import ManualClock
+from runtime.messages import Outcome, PoolLimits
+from runtime.wire import Terms
+from server.keys import ApiKey
+from server.middleware import ApiKeyMiddleware, TermsMiddleware
+from server.placement import PlacementMiddleware, Placements
+from server.pool_door import PoolDoor
 
 
 async def ok(request: Request) -> PlainTextResponse:
@@ -17,6 +23,9 @@ APP = Starlette(
 )
 
 
+KEYS = [ApiKey("first"), ApiKey("second")]
+
+
 def client(app: object) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=transport, base_url="http://shoal")
@@ -25,7 +34,7 @@ def client(app: object) -> httpx.AsyncClient:
 @pytest.mark.parametrize("key", ["first", "second"])
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
-    async with client(ApiKeyMiddleware(APP, ["first", "second"], ["/health"])) as http:
+    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"])) as http:
         response = await http.get("/v1/x", headers={"Authorization": f"{scheme} {key}"})
     assert response.text == "ok"
 
@@ -44,7 +53,7 @@ async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/x", "/metrics", "/admin/layout", "/not/there", "/healthy"])
 async def test_without_a_key_everything_is_shut(headers: dict[str, str], path: str) -> None:
-    async with client(ApiKeyMiddleware(APP, ["first", "second"], ["/health"])) as http:
+    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"])) as http:
         response = await http.get(path, headers=headers)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == 401
@@ -52,34 +61,146 @@ async def test_without_a_key_everything_is_shut(headers: dict[str, str], path: s
 
 
 async def test_open_paths_and_preflights_need_no_key() -> None:
-    async with client(ApiKeyMiddleware(APP, ["first"], ["/health"])) as http:
+    async with client(ApiKeyMiddleware(APP, KEYS[:1], ["/health"])) as http:
         assert (await http.get("/health")).text == "ok"
         assert (await http.options("/v1/x")).text == "ok"
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "+7", "2147483647", "-2147483648", "007"])
-async def test_a_priority_in_range_passes(value: str) -> None:
-    assert is_priority(value)
-    async with client(PriorityMiddleware(APP)) as http:
-        assert (await http.post("/v1/x", headers={"X-Vllm-Priority": value})).text == "ok"
+# --- what is asked of the task pool ---
+
+
+class Echo:
+    """An application behind the middleware of generating routes that answers what it was asked."""
+
+    def __init__(self, *keys: ApiKey) -> None:
+        self.placements = Placements()
+        self.refused: list[Outcome] = []
+        self.door = PoolDoor(self.count)
+        self.clock = ManualClock(50.0)
+        self.terms = Terms()
+        self.reached = 0
+        app = Starlette(routes=[Route("/v1/x", self.answer, methods=["GET", "POST"])])
+        inner = TermsMiddleware(app, self.placements, self.door, self.clock)
+        self.app: object = PlacementMiddleware(inner, self.placements, ["/v1/x"])
+        if keys:
+            self.app = ApiKeyMiddleware(self.app, keys, [])  # type: ignore[arg-type]
+
+    async def count(self, outcome: Outcome) -> None:
+        self.refused.append(outcome)
+
+    async def answer(self, request: Request) -> PlainTextResponse:
+        self.reached += 1
+        self.terms = self.placements.expect("r1")
+        self.placements.give_up("r1")
+        body = (await request.body()).decode()
+        return PlainTextResponse(f"{request.headers.getlist('x-vllm-priority')} {body}")
+
+    async def post(
+        self, body: str = "{}", headers: dict[str, str] | list[tuple[str, str]] | None = None
+    ) -> httpx.Response:
+        async with client(self.app) as http:
+            return await http.post("/v1/x", content=body, headers=headers)
+
+
+def message_of(response: httpx.Response) -> str:
+    return str(response.json()["error"]["message"])
 
 
 @pytest.mark.parametrize(
-    "value", ["", "high", "1.5", "1e3", "1_0", "2147483648", "-2147483649", "9" * 5000, "0x1"]
+    ("header", "body", "effective"),
+    [
+        (None, "{}", 0),
+        ("0", "{}", 0),
+        ("+7", "{}", 7),
+        ("007", "{}", 7),
+        ("-100", "{}", -100),
+        ("100", "{}", 100),
+        (None, '{"priority": 5, "prompt": "x"}', 5),
+        (None, '{"prompt": {"priority": 1}, "priority":-100}', -100),
+        ("2", '{"priority": 5}', 2),
+        ("2", '{"priority": "ignored"}', 2),
+        ("2", "no JSON", 2),
+        (None, "[1]", 0),
+        (None, "", 0),
+    ],
 )
-async def test_any_other_priority_is_refused_with_its_value(value: str) -> None:
-    async with client(PriorityMiddleware(APP)) as http:
-        response = await http.post("/v1/x", headers={"X-Vllm-Priority": value})
-    assert response.status_code == 400
-    assert "X-Vllm-Priority" in response.json()["error"]["message"]
+async def test_the_header_wins_over_the_body_and_the_effective_priority_comes_back(
+    header: str | None, body: str, effective: int
+) -> None:
+    headers = {} if header is None else {"X-Vllm-Priority": header}
+    response = await Echo().post(body, headers)
+    assert response.text == f"['{effective}'] {body}"
+    assert response.headers["x-shoal-priority"] == str(effective)
+
+
+@pytest.mark.parametrize("value", ["", "high", "1.5", "1e1", "1_0", "101", "-101", "9" * 5000])
+async def test_any_other_priority_header_is_refused_by_its_name(value: str) -> None:
+    echo = Echo()
+    response = await echo.post(headers={"X-Vllm-Priority": value})
+    assert (response.status_code, echo.reached) == (400, 0)
+    assert message_of(response).startswith("X-Vllm-Priority is ")
+    assert len(message_of(response)) < 200
+
+
+@pytest.mark.parametrize("value", ['"3"', "1.0", "1e1", "true", "null", "101", "-101", "[1]"])
+async def test_any_other_priority_field_is_refused_by_its_name(value: str) -> None:
+    echo = Echo()
+    response = await echo.post(f'{{"priority": {value}}}')
+    assert (response.status_code, echo.reached) == (400, 0)
+    assert message_of(response).startswith("priority is ")
 
 
 async def test_two_priorities_are_refused() -> None:
     headers = [("X-Vllm-Priority", "1"), ("X-Vllm-Priority", "2")]
-    async with client(PriorityMiddleware(APP)) as http:
-        assert (await http.post("/v1/x", headers=headers)).status_code == 400
+    assert (await Echo().post(headers=headers)).status_code == 400
 
 
-async def test_no_priority_passes() -> None:
-    async with client(PriorityMiddleware(APP)) as http:
-        assert (await http.post("/v1/x")).text == "ok"
+@pytest.mark.parametrize(("asked", "effective"), [(None, 0), ("-50", 0), ("3", 3)])
+async def test_a_key_caps_how_urgent_its_requests_are(asked: str | None, effective: int) -> None:
+    headers = {"Authorization": "Bearer k"} | ({"X-Vllm-Priority": asked} if asked else {})
+    capped = Echo(ApiKey("k", "batch", min_priority=0))
+    assert (await capped.post(headers=headers)).headers["x-shoal-priority"] == str(effective)
+    free = Echo(ApiKey("k"))
+    assert (await free.post(headers=headers)).headers["x-shoal-priority"] == (asked or "0")
+
+
+async def test_deadline_and_key_go_with_the_request() -> None:
+    echo = Echo(ApiKey("k", "batch", max_waiting=3))
+    headers = {"Authorization": "Bearer k", "x-shoal-deadline-ms": "1500"}
+    assert (await echo.post(headers=headers)).status_code == 200
+    assert echo.terms == Terms(deadline=51.5, caller="batch", max_waiting=3)
+
+
+@pytest.mark.parametrize("value", ["", "0", "00", "-1", "+1", "1.5", "soon", "9" * 20])
+async def test_a_deadline_that_is_no_positive_integer_is_refused(value: str) -> None:
+    response = await Echo().post(headers={"x-shoal-deadline-ms": value})
+    assert response.status_code == 400
+    assert message_of(response).startswith("x-shoal-deadline-ms is ")
+
+
+async def test_a_full_pool_is_closed_to_everyone() -> None:
+    echo = Echo()
+    echo.door.update(PoolLimits(full="the task pool is full"))
+    response = await echo.post(headers={"X-Vllm-Priority": "-3"})
+    assert (response.status_code, echo.reached) == (503, 0)
+    assert message_of(response) == "the task pool is full"
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["x-shoal-priority"] == "-3"
+    assert echo.refused == [Outcome.POOL_FULL]
+    echo.door.update(PoolLimits())
+    assert (await echo.post()).status_code == 200
+
+
+async def test_a_caller_at_its_limit_is_refused_and_the_others_are_not() -> None:
+    echo = Echo(ApiKey("a", "greedy", max_waiting=1), ApiKey("b", "modest", max_waiting=1))
+    echo.door.update(PoolLimits(callers={"greedy": "enough"}))
+    refused = await echo.post(headers={"Authorization": "Bearer a"})
+    assert (refused.status_code, message_of(refused)) == (429, "enough")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert echo.refused == [Outcome.CALLER_FULL]
+    assert (await echo.post(headers={"Authorization": "Bearer b"})).status_code == 200
+
+
+async def test_a_request_without_a_body_is_left_to_the_route() -> None:
+    async with client(Echo().app) as http:
+        assert (await http.get("/v1/x", headers={"X-Vllm-Priority": "x"})).status_code == 200

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from server.errors import UserError, one_line
+from server.keys import ApiKey
 from server.options import (
     CPU_KV_BYTES,
     DEMO_NAME,
@@ -204,11 +205,39 @@ def test_only_a_local_model_keeps_the_hub_out(argv: list[str], offline: bool) ->
     assert ("HF_HUB_OFFLINE" in environ) is offline
 
 
-def test_keys_of_the_command_line_win() -> None:
+def test_keys_of_the_command_line_win_over_the_environment_s() -> None:
     environ = {"VLLM_API_KEY": "env"}
-    assert api_keys(parsed(api_key=["a", "b"]), environ) == ("a", "b")
-    assert api_keys(parsed(), environ) == ("env",)
+    assert api_keys(parsed(api_key=["a", "b"]), environ) == (ApiKey("a"), ApiKey("b"))
+    assert api_keys(parsed(), environ) == (ApiKey("env"),)
     assert api_keys(parsed(), {}) == ()
+
+
+def test_keys_of_a_file_come_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('[{"key": "k", "name": "batch", "max_waiting": 2}]')
+    args = parsed("--api-key-file", str(path), api_key=["a"])
+    check(args)
+    assert api_keys(args, {}) == (ApiKey("a"), ApiKey("k", "batch", max_waiting=2))
+
+
+def test_limits_of_the_pool_are_off_unless_set() -> None:
+    args = parsed("--max-waiting-requests", "1", "--max-waiting-tokens", "2")
+    check(args)
+    assert (args.max_waiting_requests, args.max_waiting_tokens) == (1, 2)
+    assert (parsed().max_waiting_requests, parsed().max_waiting_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("option", ["--max-waiting-requests", "--max-waiting-tokens"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_limit_of_the_pool_is_at_least_one(option: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"{option} {value}"):
+        check(parsed(option, value))
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "inf", "nan"])
+def test_aging_takes_a_time(value: str) -> None:
+    with pytest.raises(UserError, match="--priority-aging"):
+        check(parsed("--priority-aging", value))
 
 
 def test_fake_settings_follow_the_options() -> None:

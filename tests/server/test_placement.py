@@ -1,11 +1,12 @@
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime.messages import Placed
-from server import placement
+from runtime.messages import Ended, Outcome, Placed
+from runtime.wire import Terms
 from server.placement import PlacementMiddleware, Placements
 
 PATH = "/v1/completions"
@@ -50,7 +51,7 @@ async def test_the_head_of_a_stream_leaves_with_its_first_chunk_and_says_where_i
         await send(head())
         assert sent == []
         placements.expect("r1")
-        placements.placed(Placed("r1", (0, 1), "tp2"))
+        placements.take(Placed("r1", (0, 1), "tp2"))
         assert sent == []
         await send(body(b"one"))
         assert len(sent) == 2
@@ -68,26 +69,140 @@ async def test_output_waits_for_a_note_that_is_on_its_way() -> None:
         placements.expect("r1")
         await send(head())
         note = Placed("r1", (3,), "dp")
-        asyncio.get_running_loop().call_soon(placements.placed, note)
+        asyncio.get_running_loop().call_soon(placements.take, note)
         await send(body(b"text", more=False))
 
     assert headers(await respond(app, placements))["x-shoal-unit"] == "3"
 
 
-async def test_a_note_that_never_comes_delays_but_does_not_lose_the_response(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(placement, "NOTE_TIMEOUT_SECONDS", 0.0)
+@pytest.mark.parametrize("content_type", ["text/event-stream; charset=utf-8", "application/json"])
+async def test_a_request_that_the_controller_ended_gets_its_status(content_type: str) -> None:
     placements = Placements()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         placements.expect("r1")
+        await send({**head(), "headers": [(b"content-type", content_type.encode())]})
+        note = Ended("r1", Outcome.EXPIRED, 504, "too late")
+        asyncio.get_running_loop().call_soon(placements.take, note)
+        await send(body(b"what vLLM"))
+        await send(body(b" says", more=False))
+
+    sent = await respond(app, placements)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 504
+    assert headers(sent)["content-type"] == "application/json"
+    assert "retry-after" not in headers(sent)
+    assert json.loads(sent[1]["body"])["error"]["message"] == "too late"
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_overload_says_when_to_try_again(status: int) -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        current = placements.current
+        assert current is not None
+        current.priority = 7
+        placements.expect("r1")
+        placements.take(Ended("r1", Outcome.POOL_FULL, status, "full"))
+        await send(head())
+        await send(body(b"", more=False))
+
+    got = headers(await respond(app, placements))
+    assert int(got["retry-after"]) >= 1
+    assert got["x-shoal-priority"] == "7"
+
+
+async def test_an_aborted_request_ends_as_vllm_says() -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.expect("r1")
+        placements.take(Ended("r1", Outcome.ABORTED))
         await send(head())
         await send(body(b"text", more=False))
 
     sent = await respond(app, placements)
-    assert headers(sent) == {"a": "b"}
-    assert sent[1]["body"] == b"text"
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"text")
+
+
+async def test_a_whole_response_waits_for_every_note_and_a_stream_for_the_first() -> None:
+    async def run(content_type: bytes) -> int:
+        placements = Placements()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            placements.expect("r1")
+            placements.expect("r2")
+            placements.take(Placed("r1", (0,), "dp"))
+            await send({**head(), "headers": [(b"content-type", content_type)]})
+            # The note of the second may be behind the output that ends the response.
+            note = Ended("r2", Outcome.EXPIRED, 504, "too late")
+            asyncio.get_running_loop().call_soon(placements.take, note)
+            await send(body(b"", more=False))
+
+        return int((await respond(app, placements))[0]["status"])
+
+    assert await run(b"application/json") == 504
+    assert await run(b"text/event-stream") == 200
+
+
+async def test_a_stream_that_talks_before_it_asks_an_engine_is_held_until_then() -> None:
+    async def run(note: Placed | Ended) -> list[Message]:
+        placements = Placements()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({**head(), "headers": [(b"content-type", b"text/event-stream")]})
+            await send(body(b"created "))
+            placements.expect("r1")
+            placements.take(note)
+            await send(body(b"token", more=False))
+
+        return await respond(app, placements)
+
+    expired = await run(Ended("r1", Outcome.EXPIRED, 504, "too late"))
+    assert (expired[0]["status"], len(expired)) == (504, 2)
+    placed = await run(Placed("r1", (0,), "dp"))
+    assert headers(placed)["x-shoal-unit"] == "0"
+    assert [message.get("body") for message in placed[1:]] == [b"created ", b"token"]
+
+
+async def test_a_background_response_waits_for_nothing() -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        current = placements.current
+        assert current is not None
+        current.in_background = True
+        placements.expect("r1")
+        await send(head())
+        await send(body(b"queued", more=False))
+
+    assert (await respond(app, placements))[1]["body"] == b"queued"
+
+
+async def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.expect("r1")
+        placements.give_up("r1")
+        await send({**head(), "status": 500})
+        await send(body(b"broken", more=False))
+
+    assert (await respond(app, placements))[0]["status"] == 500
+
+
+async def test_every_engine_request_gets_the_terms_of_its_http_request() -> None:
+    placements, terms = Placements(), Terms(deadline=3.0)
+    assert placements.expect("outside") == Terms()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        current = placements.current
+        assert current is not None
+        current.terms = terms
+        assert placements.expect("r1") is placements.expect("r2") is terms
+
+    await respond(app, placements)
 
 
 async def test_several_engine_requests_name_each_unit_once_in_order() -> None:
@@ -96,7 +211,7 @@ async def test_several_engine_requests_name_each_unit_once_in_order() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def ask(name: str, note: Placed) -> None:
             placements.expect(name)  # a task of its own inherits the request's context
-            placements.placed(note)
+            placements.take(note)
 
         units = {"a": ((2,), "dp"), "b": ((0, 1), "tp2"), "c": ((2,), "dp")}
         for name, (unit, layout) in units.items():
@@ -138,7 +253,7 @@ async def test_requests_are_forgotten_when_the_response_ends_even_by_an_error() 
     with pytest.raises(ConnectionResetError):
         await respond(app, placements)
     assert len(placements) == 0
-    placements.placed(Placed("r1", (0,), "dp"))
+    placements.take(Placed("r1", (0,), "dp"))
 
 
 async def test_two_requests_at_a_time_keep_their_placements_apart() -> None:
@@ -148,7 +263,7 @@ async def test_two_requests_at_a_time_keep_their_placements_apart() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             placements.expect(name)
             await send(head())
-            placements.placed(Placed(name, (engine,), "dp"))
+            placements.take(Placed(name, (engine,), "dp"))
             await send(body(b"", more=False))
 
         return app

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from runtime.messages import Outcome
 from tests.server.node import ServedNode
 
 MODEL = "shoal-demo"
@@ -21,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 ROUTES = {
     "/admin/audit",
     "/admin/layout",
+    "/admin/policy",
     "/detokenize",
     "/health",
     "/metrics",
@@ -182,6 +184,32 @@ async def test_a_client_that_leaves_frees_its_request(node: ServedNode) -> None:
             await asyncio.sleep(0.01)  # polling a server, which the test's time limit bounds
 
 
+# --- policies ---
+
+
+def test_the_policy_changes_live(http: httpx.Client) -> None:
+    before = http.get("/admin/policy").json()
+    assert before["policy"] == "manual"
+    assert {"flying", "slo", "static-dp", "static-tp"} <= set(before["policies"])
+    assert http.post("/admin/policy", json={"policy": "static-tp"}).json()["policy"] == "static-tp"
+    refused = http.post("/admin/layout", json={"units": [[0], [1]]})
+    assert refused.status_code == 409
+    assert http.post("/admin/policy", json={"policy": "manual"}).status_code == 200
+    assert "shoal_policy_errors_total 0.0" in http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [({"policy": "no-such"}, "choose one of"), ({}, "policy"), ({"policy": "manual", "x": 1}, "x")],
+)
+def test_a_policy_that_is_none_is_named(
+    http: httpx.Client, body: dict[str, object], named: str
+) -> None:
+    response = http.post("/admin/policy", json=body)
+    assert response.status_code == 400
+    assert named in error_of(response)
+
+
 # --- where a request ran ---
 
 
@@ -216,7 +244,7 @@ def test_a_switch_answers_with_what_it_did(single: httpx.Client) -> None:
     assert switch["preempt"] == "hard"
     assert switch["outcome"] == "done"
     assert switch["duration_seconds"] >= 0
-    assert set(switch["requests"]) == {"paused", "resumed", "drained"}
+    assert set(switch["requests"]) == {"paused", "resumed", "drained", "moved"}
     view = single.get("/admin/layout").json()
     assert [unit["engines"] for unit in view["units"]] == [[0, 1]]
     assert view["switches"][-1] == switch
@@ -228,7 +256,7 @@ def test_a_switch_answers_with_what_it_did(single: httpx.Client) -> None:
     ("body", "named"),
     [
         ({"units": [[0], [1]], "treatment": "hard"}, "treatment"),
-        ({"units": [[0], [1]], "preempt": "soft"}, "soft"),
+        ({"units": [[0], [1]], "preempt": "interleave"}, "interleave"),
         ({"units": [[0], [1]], "timeout": 0}, "timeout"),
         ({}, "units"),
         ({"units": [[0]]}, r"\[1\]"),
@@ -284,10 +312,12 @@ def test_every_route_is_one_of_ours(http: httpx.Client) -> None:
     from server.app import AppOptions, Backstage, build_app
     from server.frontend import VLLM_ROUTERS
     from server.placement import Placements
+    from server.pool_door import PoolDoor
 
     backstage = Backstage(
         control=None,  # type: ignore[arg-type]
         placements=Placements(),
+        door=PoolDoor(count=None),  # type: ignore[arg-type]
         is_alive=lambda: True,
         engine_metrics=lambda: b"",
         vllm_routers=VLLM_ROUTERS,
@@ -313,6 +343,9 @@ def test_metrics_are_vllms_and_ours(client: openai.OpenAI, http: httpx.Client) -
     assert "vllm:time_to_first_token_seconds_bucket" in text
     assert 'shoal_engines{state="serving"} 2.0' in text
     assert "shoal_pool_waiting 0.0" in text
+    assert "shoal_pool_waiting_tokens 0.0" in text
+    for outcome in Outcome:
+        assert f'shoal_requests_total{{outcome="{outcome}"}}' in text
     assert "shoal_ready 1.0" in text
 
 

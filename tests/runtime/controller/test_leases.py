@@ -3,7 +3,7 @@
 from runtime import messages as m
 from runtime.config import FakeSettings
 from runtime.engine.agent import IDLE_SECONDS, LEASE_FLOOR
-from runtime.engine.fake import Faults
+from runtime.engine.fake_core import Faults
 from tests.runtime.loopback_node import LoopbackNode
 
 LARGE = FakeSettings(num_blocks=400, block_tokens=4, max_num_seqs=8, max_model_len=3000)
@@ -31,7 +31,7 @@ def test_first_lease_is_what_waiting_requests_need() -> None:
     for k in range(40):  # more than the batches of both engines take
         node.send(f"r{k}", 100, 4)
     node.controller.turn()
-    assert len(node.controller.pool) == 24
+    assert len(node.controller.pool) == 22
     node.set_layout((0, 1))
     node.controller.turn()
     prepares = [

@@ -8,8 +8,9 @@ from policies.plan import Dispatch, Plan, Policy
 from runtime import messages as m
 from runtime import wire
 from runtime.config import FakeSettings
-from runtime.controller.book import Outcome
+from runtime.controller.capacity import QUEUED_AHEAD
 from runtime.loopback import LoopbackNetwork
+from runtime.messages import Outcome
 from tests.runtime.loopback_node import SMALL, LoopbackNode, request_payload
 
 TINY = FakeSettings(num_blocks=8, block_tokens=4, max_num_seqs=2, max_model_len=60)
@@ -85,7 +86,7 @@ def test_request_waits_in_the_pool_until_it_can_start() -> None:
     node.controller.turn()
     view = node.reply(call)
     assert isinstance(view, m.LayoutView)
-    assert view.waiting == 3
+    assert view.waiting == 7 - 2 * (TINY.max_num_seqs + QUEUED_AHEAD)
     node.settle()
     assert node.missing == []
 
@@ -284,7 +285,7 @@ def test_policy_that_errs_changes_nothing(plan, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_policy_is_named() -> None:
-    with pytest.raises(registry.UnknownPolicyError, match="choose one of manual"):
+    with pytest.raises(registry.UnknownPolicyError, match="choose one of flying, manual"):
         LoopbackNode(2, policy="none-such")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from policies.partition import singles
 from runtime import messages as m
-from runtime.engine.fake import Faults, Seam
+from runtime.engine.fake_core import Faults, Seam
 from runtime.transport import SUPERVISOR
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode

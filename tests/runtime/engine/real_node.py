@@ -60,16 +60,18 @@ def _addressed(snapshot: Snapshot) -> Plan:
     rooms = {unit.group: Room(unit) for unit in snapshot.units}
     dispatches = []
     for request in snapshot.pool:
-        room = rooms.get(unit_of(request.request_id))
-        if room is not None and room.takes(request):
-            room.take(request)
-            dispatches.append(Dispatch(request.request_id, room.unit.group))
+        named = unit_of(request.request_id)
+        for room in rooms.values():
+            if named in ((), room.unit.group) and room.takes(request):
+                room.take(request)
+                dispatches.append(Dispatch(request.request_id, room.unit.group))
+                break
     return Plan(tuple(dispatches))
 
 
 def unit_of(request_id: str) -> Group:
-    """Return the unit that a request's id names: ``0-1/7`` runs on ``(0, 1)``."""
-    return tuple(map(int, request_id.split("/")[0].split("-")))
+    """Return the unit that a request's id names: ``0-1/7`` runs on ``(0, 1)``, ``/7`` anywhere."""
+    return tuple(int(engine) for engine in request_id.split("/")[0].split("-") if engine)
 
 
 ADDRESSED = Policy("addressed", _addressed, decides_layout=False)
@@ -315,7 +317,7 @@ class RealNode:
                     self.finished[output.request_id] = output.finish_reason
         while self._control.poll(0):
             reply = m.decode_from_controller(self._control.recv())
-            if not isinstance(reply, m.Placed | m.KillEngines):
+            if not isinstance(reply, m.Placed | m.Ended | m.PoolLimits | m.KillEngines):
                 self._replies[reply.call] = reply
         while self._supervisor.poll(0):
             message = m.decode_from_controller(self._supervisor.recv())
@@ -346,7 +348,10 @@ class RealNode:
         temperature: float = 0.0,
         **sampling: Any,
     ) -> list[str]:
-        """Send prompts that want to run on ``unit``, and return their request ids."""
+        """Send prompts that want to run on ``unit``, and return their request ids.
+
+        An empty unit is any.
+        """
         ids = []
         for prompt in prompts:
             request_id = f"{'-'.join(map(str, unit))}/{next(self._numbers)}"

@@ -8,7 +8,8 @@ from runtime import wire
 from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
 from runtime.engine.agent import IDLE_SECONDS, LEASE_FLOOR, Agent, State
-from runtime.engine.fake import NO_FAULTS, FakeBackend, Faults, Seam
+from runtime.engine.fake import FakeBackend
+from runtime.engine.fake_core import NO_FAULTS, Faults, Seam
 from runtime.engine.interface import RunnerDied
 from runtime.loopback import LoopbackNetwork
 from runtime.transport import Channel

@@ -3,11 +3,14 @@
 import msgspec
 import pytest
 
+from policies.cost_model import Batch
 from runtime import wire
 from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
-from runtime.engine.fake import NO_FAULTS, FakeBackend, Faults, Seam, expected_tokens
+from runtime.engine.fake import FakeBackend
+from runtime.engine.fake_core import NO_FAULTS, FakeCore, Faults, Seam, expected_tokens
 from runtime.engine.interface import CoreLoad, RunnerDied
+from runtime.engine.step_times import Devices
 from tests.runtime.loopback_node import request_payload
 
 SETTINGS = FakeSettings(
@@ -207,3 +210,98 @@ def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None
             call()
     with pytest.raises(RunnerDied, match=seam.value):
         calls[seam]()
+
+
+def timed(clock: ManualClock, **settings: int) -> FakeCore:
+    """Return a core whose steps take a second, and a tenth more for every prompt token."""
+    fake = msgspec.structs.replace(SETTINGS, **settings)
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=fake)
+
+    def times(degree: int, batch: Batch) -> float:
+        return 1.0 + batch.prefill_tokens / 10
+
+    return FakeBackend(config, 0, clock=clock, step_times=times).core((0,))
+
+
+def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
+    core = timed(clock, max_num_batched_tokens=8)
+    core.add("a", request_payload("a", [1] * 20, 2))
+    for seconds, outputs in ((1.8, 0), (1.8, 0), (1.4, 1), (1.0, 1)):
+        core.advance()
+        clock.advance(seconds - 0.01)
+        assert not core.collect()
+        clock.advance(0.02)
+        assert core.collect()
+        assert len(core.take_outputs()) == outputs
+    assert core.num_requests == 0
+
+
+def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
+    core = timed(clock, max_num_batched_tokens=6)
+    core.add("a", request_payload("a", [1] * 4, 9))
+    core.advance()
+    clock.advance(2.0)
+    core.add("b", request_payload("b", [2] * 10, 2))
+    # Five of b's tokens beside one of a's, twice.
+    for ids in (["a"], ["a", "b"]):
+        core.advance()
+        core.take_outputs()
+        clock.advance(1.6)
+        core.collect()
+        (outputs,) = core.take_outputs()
+        message = msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs)
+        assert [output.request_id for output in message.outputs] == ids
+
+
+def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> None:
+    core = timed(clock, steps_at_once=64)
+    core.add("a", request_payload("a", [1] * 2, 12))
+    core.advance()
+    clock.advance(1.2)
+    core.advance()
+    # Eleven tokens are left: eleven steps of a second.
+    clock.advance(5.5)
+    assert not core.collect()  # The caller has something else to do: cut after the sixth.
+    clock.advance(0.6)
+    core.take_outputs()
+    assert core.collect()
+    (outputs,) = core.take_outputs()
+    (output,) = msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs
+    assert output.new_token_ids == expected_tokens([1] * 2, 12)[1:7]
+    assert core.check_integrity() == []
+
+
+def test_a_new_request_ends_a_run_of_steps(clock: ManualClock) -> None:
+    core = timed(clock, steps_at_once=64)
+    core.add("a", request_payload("a", [1] * 2, 12))
+    core.advance()
+    clock.advance(1.2)
+    core.advance()
+    clock.advance(2.5)
+    core.add("b", request_payload("b", [2] * 3, 1))
+    assert core.due == pytest.approx(1.2 + 3.0)
+
+
+def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+    devices = Devices()
+    first, second = (FakeBackend(config, e, clock=clock, devices=devices) for e in range(2))
+    second.core((1,)).add("m", request_payload("m", [1], 5))
+    clock.advance(0.3)
+    second.core((1,)).advance()
+    group = first.core((0, 1))
+    group.bind(1, {0: first.lend(2), 1: second.lend(2)}, 0)
+    group.add("g", request_payload("g", [1], 5))
+    clock.advance(0.1)
+    group.advance()
+    assert group.due == pytest.approx(0.3 + 2 * SETTINGS.step_seconds)
+
+
+def test_starts_are_told_once(clock: ManualClock) -> None:
+    started: list[tuple[str, float]] = []
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+    backend = FakeBackend(config, 0, clock=clock, on_start=lambda *start: started.append(start))
+    clock.advance(2.0)
+    backend.core((0,)).add("a", request_payload("a", [1], 3))
+    run(backend.core((0,)), clock)
+    assert started == [("a", 2.5)]

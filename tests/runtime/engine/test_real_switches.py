@@ -109,6 +109,18 @@ def test_an_aborted_paused_request_gives_its_blocks_back(node: RealNode) -> None
     assert node.audit() == []
 
 
+def test_moved_requests_go_on_with_the_same_tokens(node: RealNode) -> None:
+    prompts = fresh(100, 40)
+    expected = alone(node, prompts, max_tokens=120)
+    moved = node.submit((), prompts, max_tokens=120)
+    node.wait_for_tokens(moved, 10)
+    assert node.switch(GROUP, treatment=m.Treatment.SOFT).moved == 2
+    node.wait_for_tokens(moved, 40)
+    assert node.switch(treatment=m.Treatment.SOFT).moved == 2
+    assert node.wait(moved) == expected
+    assert node.audit() == []
+
+
 # --- leases ---
 
 

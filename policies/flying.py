@@ -1,0 +1,121 @@
+"""DP under load, TP when quiet, and a group for those who need one (Flying Serving, 5 and 6).
+
+Three questions, in this order: is the node so loaded that only DP keeps up, or so quiet that every
+request can have many engines; does an urgent request want a fast group; does a long one want a wide
+group. Load moves the whole node, and what runs is recomputed on its new unit (soft preempt). A need
+takes no more engines than it must, whose requests pause (hard preempt); the rest goes on in DP.
+"""
+
+from dataclasses import dataclass
+
+from policies.partition import Partition, groups_of
+from policies.plan import Plan, Policy, TreatmentName
+from policies.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
+from policies.static import dispatch_least_loaded, place_group, with_singles
+
+
+@dataclass(frozen=True, slots=True)
+class FlyingSettings:
+    """Where the policy changes its mind. Requests are counted per engine of the node."""
+
+    dp_above: float = 12.0
+    """Requests from which on the node goes to DP, at once: a burst must not queue."""
+    tp_below: float = 6.0
+    """Requests under which it goes to TP, if the smoothed count agrees."""
+    settle_seconds: float = 3.0
+    """How long a layout is kept before quiet may change it."""
+    linger_seconds: float = 3.0
+    """How long a group for urgent requests waits for the next one."""
+    urgent_share: int = 2
+    """An urgent request gets one in so many engines."""
+
+
+def flying_policy(name: str, settings: FlyingSettings) -> Policy:
+    """Return the policy with these settings."""
+
+    def plan(snapshot: Snapshot, /) -> Plan:
+        return _plan(snapshot, settings)
+
+    return Policy(name, plan, decides_layout=True)
+
+
+def _plan(snapshot: Snapshot, settings: FlyingSettings) -> Plan:
+    target = snapshot.pending or snapshot.partition
+    if not snapshot.switching:
+        target = _target(snapshot, settings)
+    urgent = _urgent_degree(snapshot, settings)
+    widest = max(len(group) for group in target)
+
+    def hold(request: PoolRequest) -> bool:
+        """Leave an urgent request in the pool for the group that is formed for it."""
+        forming = target != snapshot.partition
+        return forming and request.priority < NORMAL_PRIORITY and widest >= urgent > 1
+
+    dispatches = dispatch_least_loaded(snapshot, prefer=_preference, hold=hold)
+    if snapshot.switching or target == snapshot.partition:
+        return Plan(dispatches)
+    return Plan(dispatches, target, _treatment(snapshot, target))
+
+
+def _preference(request: PoolRequest) -> int:
+    """Urgent requests go to the widest unit, all others leave it to them."""
+    return -1 if request.priority < NORMAL_PRIORITY else 1
+
+
+def _treatment(snapshot: Snapshot, target: Partition) -> TreatmentName:
+    """Return hard when groups are only added, for a need: its engines' requests can come back."""
+    only_added = all(group in target for group in snapshot.partition if len(group) > 1)
+    few = sum(len(group) for group in target if len(group) > 1) < snapshot.engines
+    return "hard" if only_added and few else "soft"
+
+
+# --- the layout ---
+
+
+def _target(snapshot: Snapshot, settings: FlyingSettings) -> Partition:
+    widest = with_singles(snapshot, groups_of(snapshot.engines, snapshot.max_group))
+    if _is_quiet(snapshot, settings):
+        return widest
+    if snapshot.partition == widest and not _is_loaded(snapshot, settings):
+        return widest
+    degree = max(_urgent_degree(snapshot, settings), _long_degree(snapshot))
+    return with_singles(snapshot, place_group(snapshot, degree) if degree > 1 else ())
+
+
+def _is_loaded(snapshot: Snapshot, settings: FlyingSettings) -> bool:
+    alive = snapshot.engines - len(snapshot.dead)
+    full = any(not any(_has_room(u, r) for u in snapshot.units) for r in snapshot.pool[:1])
+    return full or snapshot.requests > settings.dp_above * alive
+
+
+def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
+    alive = snapshot.engines - len(snapshot.dead)
+    requests = max(snapshot.requests, snapshot.smoothed_requests)
+    return requests < settings.tp_below * alive and snapshot.since_switch > settings.settle_seconds
+
+
+def _has_room(unit: UnitState, request: PoolRequest) -> bool:
+    """Return whether the unit is no reason to call the node full."""
+    fits = unit.free_slots > 0 and unit.blocks_for(request) <= unit.free_blocks
+    return not unit.serving or fits or not unit.can_hold(request)
+
+
+def _urgent_degree(snapshot: Snapshot, settings: FlyingSettings) -> int:
+    """Return how many engines urgent requests want, 1 when there are none."""
+    if snapshot.since_urgent > settings.linger_seconds:
+        return 1
+    return max(1, min(snapshot.max_group, snapshot.engines // settings.urgent_share))
+
+
+def _long_degree(snapshot: Snapshot) -> int:
+    """Return the narrowest layout that holds every request there is, 1 if nothing is known."""
+    tokens = max((unit.longest_tokens for unit in snapshot.units), default=0)
+    for layout in snapshot.layouts:
+        running = tokens <= min(layout.max_model_len, layout.total_blocks * layout.block_tokens)
+        if running and all(layout.can_hold(request) for request in snapshot.pool):
+            return layout.degree
+    return snapshot.max_group if snapshot.layouts else 1
+
+
+FLYING = flying_policy("flying", FlyingSettings())
+"""See the module."""

@@ -1,0 +1,192 @@
+"""Who may wait in the task pool: requests come in, are refused, are dropped or withdrawn here.
+
+A limit holds for what waits: a request that a unit can start at once is never refused. So the
+newcomers of a turn are checked when the policy has dispatched what it could, and those that would
+have to wait beyond a limit are refused, the latest first. The front ends are told when a limit is
+reached, and refuse what comes then before they have worked on it.
+"""
+
+import logging
+
+from policies.partition import leader_of
+from runtime import messages as m
+from runtime import wire
+from runtime.clock import Clock
+from runtime.config import NodeConfig
+from runtime.controller.book import Book, Request, pool_request
+from runtime.controller.capacity import Capacity
+from runtime.controller.pool import TaskPool
+from runtime.messages import Outcome
+from runtime.transport import ControllerTransport, front_identity
+
+log = logging.getLogger("shoal.controller")
+
+_QUIET = frozenset({Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL})
+"""Ends that a busy node makes many of, and that their callers know about: not for the log. vLLM's
+front end logs every finish reason ``error``, so theirs is ``abort``."""
+
+
+class Admission:
+    """The way into the task pool, and every way out of it but to a unit.
+
+    Args:
+        config: the node; the limits are in it.
+        book: where requests are that have left the pool for a unit.
+        pool: the task pool.
+        capacity: what the node's groups can hold.
+        transport: the way to engines and front ends.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        book: Book,
+        pool: TaskPool,
+        capacity: Capacity,
+        transport: ControllerTransport,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._book = book
+        self._pool = pool
+        self._capacity = capacity
+        self._transport = transport
+        self._clock = clock
+        self._newcomers: list[Request] = []
+        self._allowances: dict[str, int] = {}
+        """Requests that callers with a limit may have waiting, by caller."""
+        self._told = m.PoolLimits()
+
+    # --- in and out ---------------------------------------------------------------------------
+
+    def add(self, frames: list[bytes]) -> None:
+        """Take a request of a front end in, or end it if no group can hold it.
+
+        Raises:
+            msgspec.DecodeError: it is no ``EngineCoreRequest``.
+        """
+        view = wire.decode_request(frames)
+        if view.request_id in self._pool or self._book.where(view.request_id) is not None:
+            log.error("dropped request %s: there is one of this id", view.request_id)
+            return
+        seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
+        request = Request(view.request_id, view.client_index, frames, seen, view.terms)
+        if not self._capacity.holds(seen):
+            self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
+            return
+        self._pool.add(request, deadline=request.terms.deadline)
+        self._newcomers.append(request)
+        if request.terms.caller is not None and request.terms.max_waiting is not None:
+            self._allowances[request.terms.caller] = request.terms.max_waiting
+
+    def _too_long(self, request: Request) -> str:
+        seen, limit = request.seen, self._capacity.longest_now
+        return (
+            f"the prompt has {seen.prompt_tokens} tokens and the request may grow to "
+            f"{seen.total_tokens}: the largest group of engines here holds {limit}"
+        )
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests wherever they are: their clients have gone."""
+        by_leader: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            group = self._book.where(request_id)
+            if group is not None:
+                by_leader.setdefault(leader_of(group), []).append(request_id)
+            waiting = self._pool.remove(request_id)
+            if waiting is not None:
+                # A response that is held back until its request is placed goes on.
+                note = m.Ended(request_id, Outcome.ABORTED)
+                self._transport.to_control(front_identity(waiting.client), note)
+            if waiting is not None or self._book.remove(request_id) is not None:
+                self._book.outcomes[Outcome.ABORTED] += 1
+        for engine, ids in by_leader.items():
+            self._transport.to_engine(engine, m.AbortRequests(ids))
+
+    def fail(
+        self, requests: list[Request], outcome: Outcome, status: int | None, message: str
+    ) -> None:
+        """End requests that are in no book (any more).
+
+        Args:
+            requests: those.
+            outcome: why.
+            status: HTTP status for the caller.
+            message: why, for the caller.
+        """
+        self._book.outcomes[outcome] += len(requests)
+        by_client: dict[int, list[str]] = {}
+        for request in requests:
+            by_client.setdefault(request.client, []).append(request.id)
+        quiet = outcome in _QUIET
+        reason = wire.FinishReason.ABORT if quiet else wire.FinishReason.ERROR
+        for client, ids in by_client.items():
+            if not quiet:
+                log.warning("requests end with an error (%s): %s", outcome, ", ".join(ids))
+            for request_id in ids:
+                note = m.Ended(request_id, outcome, status, message)
+                self._transport.to_control(front_identity(client), note)
+            self._transport.to_front(client, [wire.encode_finish(ids, reason)])
+
+    # --- deadlines ----------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When a waiting request is to be dropped next."""
+        return self._pool.next_deadline
+
+    def expire(self) -> None:
+        """Drop the requests whose deadline has come while they waited."""
+        expired = self._pool.take_expired(self._clock())
+        if expired:
+            message = "the request still waited in the task pool at its deadline"
+            self.fail(expired, Outcome.EXPIRED, 504, message)
+
+    # --- limits -------------------------------------------------------------------------------
+
+    def hold_limits(self) -> None:
+        """Refuse the newcomers that wait beyond a limit, and tell the front ends what is full."""
+        newcomers, self._newcomers = self._newcomers, []
+        for request in reversed(newcomers):
+            if request.id in self._pool:
+                self._refuse_beyond_limits(request)
+        full = self._full(len(self._pool) + 1, self._pool.tokens + 1)
+        limits = m.PoolLimits(full, self._full_callers())
+        if limits != self._told:
+            self._told = limits
+            for index in range(self._config.api_servers):
+                self._transport.to_control(front_identity(index), limits)
+
+    def _refuse_beyond_limits(self, request: Request) -> None:
+        caller, allowed = request.terms.caller, request.terms.max_waiting
+        full = self._full(len(self._pool), self._pool.tokens)
+        if caller is not None and allowed is not None and self._pool.waiting_of(caller) > allowed:
+            self._pool.remove(request.id)
+            self.fail([request], Outcome.CALLER_FULL, 429, _caller_full(allowed))
+        elif full is not None:
+            self._pool.remove(request.id)
+            self.fail([request], Outcome.POOL_FULL, 503, full)
+
+    def _full(self, requests: int, tokens: int) -> str | None:
+        """Return which limit so many waiting requests and prompt tokens break, if any."""
+        limits = (
+            ("requests", requests, self._config.max_waiting_requests),
+            ("prompt tokens", tokens, self._config.max_waiting_tokens),
+        )
+        for what, amount, limit in limits:
+            if limit is not None and amount > limit:
+                return f"the task pool is full: {limit} {what} may wait"
+        return None
+
+    def _full_callers(self) -> dict[str, str]:
+        """Return what to tell the callers who have as many requests waiting as they may."""
+        return {
+            caller: _caller_full(allowed)
+            for caller, allowed in self._allowances.items()
+            if self._pool.waiting_of(caller) >= allowed
+        }
+
+
+def _caller_full(allowed: int) -> str:
+    return f"{allowed} requests of this API key may wait, and so many do"

@@ -1,0 +1,38 @@
+"""The front end's side of the task pool's limits: refuses requests that could only be refused."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import JSONResponse
+
+from runtime.messages import Outcome, PoolLimits
+from server.errors import refusal_response
+
+
+class PoolDoor:
+    """What the controller last said about its limits.
+
+    The controller's word may come late, and then it refuses the request itself: this only saves
+    the work on requests that have no chance.
+
+    Args:
+        count: tells the controller of a request that was refused here.
+    """
+
+    def __init__(self, count: Callable[[Outcome], Awaitable[None]]) -> None:
+        self._count = count
+        self._limits = PoolLimits()
+
+    def update(self, limits: PoolLimits) -> None:
+        """Take a note of the controller."""
+        self._limits = limits
+
+    async def refusal(self, caller: str | None) -> JSONResponse | None:
+        """Return the answer to a request that must be refused; None if it may come in."""
+        limits = self._limits
+        if caller is not None and caller in limits.callers:
+            await self._count(Outcome.CALLER_FULL)
+            return refusal_response(429, limits.callers[caller])
+        if limits.full is not None:
+            await self._count(Outcome.POOL_FULL)
+            return refusal_response(503, limits.full)
+        return None

@@ -1,0 +1,96 @@
+"""What a caller asks of the task pool: priority and deadline, read from an HTTP request."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.datastructures import Headers
+
+from server.keys import ApiKey
+
+PRIORITY_HEADER = "x-vllm-priority"
+DEADLINE_HEADER = "x-shoal-deadline-ms"
+PRIORITY_LIMIT = 100
+"""Priorities lie between minus this and this; lower is earlier."""
+
+_PRIORITY = re.compile(r"[+-]?[0-9]{1,10}")
+_DEADLINE = re.compile(r"[0-9]{1,12}")
+_SHOWN = 40
+"""Characters of a wrong value that its error message repeats."""
+
+
+class BadTermsError(ValueError):
+    """A priority or deadline that is none; the message names the header or field."""
+
+
+class BodyPeek(msgspec.Struct, frozen=True):
+    """The fields of a generating route's body that matter before vLLM reads it."""
+
+    priority: msgspec.Raw = msgspec.Raw(b"0")
+    background: msgspec.Raw = msgspec.Raw(b"false")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one HTTP request asks for."""
+
+    priority: int
+    """The effective one: what was asked for, but no more urgent than the API key allows."""
+    deadline_seconds: float | None
+    """How long its engine requests may wait from now on."""
+    in_background: bool
+    """Whether the response does not wait for what the request generates."""
+
+
+def read_terms(headers: Headers, body: bytes, key: ApiKey | None) -> Asked:
+    """Return what a request asks for; a body that is no JSON object is left to vLLM to refuse.
+
+    Raises:
+        BadTermsError: its priority or its deadline is not valid.
+    """
+    try:
+        peek = msgspec.json.decode(body, type=BodyPeek)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        peek = BodyPeek()
+    values = headers.getlist(PRIORITY_HEADER)
+    if values:
+        priority = _priority("X-Vllm-Priority", values)
+    else:
+        priority = _priority("priority", [bytes(peek.priority).decode()])
+    if key is not None and key.min_priority is not None:
+        priority = max(priority, key.min_priority)
+    return Asked(
+        priority=priority,
+        deadline_seconds=_deadline(headers.getlist(DEADLINE_HEADER)),
+        in_background=bytes(peek.background) == b"true",
+    )
+
+
+def _priority(name: str, values: Sequence[str]) -> int:
+    text = _only_one(_PRIORITY, values)
+    if text is None or abs(int(text)) > PRIORITY_LIMIT:
+        raise BadTermsError(
+            f"{name} is {_show(values)}: it must be one integer from "
+            f"{-PRIORITY_LIMIT} to {PRIORITY_LIMIT}"
+        )
+    return int(text)
+
+
+def _deadline(values: Sequence[str]) -> float | None:
+    if not values:
+        return None
+    text = _only_one(_DEADLINE, values)
+    if text is None or int(text) == 0:
+        raise BadTermsError(
+            f"{DEADLINE_HEADER} is {_show(values)}: it must be one positive integer"
+        )
+    return int(text) / 1000
+
+
+def _only_one(pattern: re.Pattern[str], values: Sequence[str]) -> str | None:
+    return values[0] if len(values) == 1 and pattern.fullmatch(values[0]) else None
+
+
+def _show(values: Sequence[str]) -> str:
+    return repr(", ".join(values)[:_SHOWN])

@@ -1,0 +1,68 @@
+"""The roofline's terms, each where it is the one that counts; its correction by measurements."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.cost_model import MAX_CORRECTION, Batch, CostModel, Hardware, ModelShape
+
+SHAPE = ModelShape(
+    layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
+)
+HARDWARE = Hardware(memory_bytes_per_second=1e9, flops_per_second=1e12, link_bytes_per_second=1e8)
+MODEL = CostModel(SHAPE, HARDWARE)
+ONE = Batch(decodes=1)
+
+
+def test_a_small_batch_costs_the_reading_of_the_weights() -> None:
+    assert MODEL.step_seconds(1, ONE) == pytest.approx(2e6 / 1e9)
+
+
+def test_a_long_prompt_costs_its_arithmetic() -> None:
+    assert MODEL.step_seconds(1, Batch(prefill_tokens=10_000)) == pytest.approx(2e6 * 1e4 / 1e12)
+
+
+def test_context_costs_the_reading_of_its_keys_and_values() -> None:
+    one_token = 2 * 10 * 4 * 16 * 2
+    assert SHAPE.kv_bytes_per_token == one_token
+    extra = MODEL.step_seconds(1, Batch(1, 5000)) - MODEL.step_seconds(1, ONE)
+    assert extra == pytest.approx(5000 * one_token / 1e9)
+
+
+def test_copies_of_the_kv_heads_make_reading_no_faster() -> None:
+    fast = replace(MODEL, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
+    extra = [fast.step_seconds(d, Batch(1, 5000)) - fast.step_seconds(d, ONE) for d in (1, 2, 4, 8)]
+    assert extra[0] == pytest.approx(2 * extra[1])
+    assert extra[1] == pytest.approx(2 * extra[2])
+    assert extra[3] == pytest.approx(extra[2])
+
+
+def test_a_group_divides_the_work_and_pays_for_reducing() -> None:
+    reduce = 2 * 10 * (2 * 3 / 4 * 100 * 2 / 1e8 + 1e-5)
+    model = replace(MODEL, hardware=replace(HARDWARE, allreduce_seconds=1e-5, overhead_seconds=7.0))
+    assert model.step_seconds(4, ONE) == pytest.approx(2e6 / 1e9 / 4 + reduce + 7.0)
+    assert model.step_seconds(1, ONE) == pytest.approx(2e6 / 1e9 + 7.0)
+
+
+def test_measurements_correct_their_degree_only() -> None:
+    model = MODEL
+    for _ in range(5):
+        model = model.observe(2, ONE, 1.5 * MODEL.step_seconds(2, ONE))
+    assert model.step_seconds(2, ONE) == pytest.approx(1.5 * MODEL.step_seconds(2, ONE))
+    assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+    assert model.correction(2).samples == 5
+
+
+def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
+    model = MODEL.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
+    assert model.correction(1).error == pytest.approx(0.5)
+    better = model
+    for _ in range(50):
+        better = better.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
+    assert better.correction(1).error < 0.01
+
+
+def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
+    assert MODEL.observe(1, ONE, 1e6).correction(1).factor == MAX_CORRECTION
+    with pytest.raises(ValueError, match="cannot be"):
+        MODEL.observe(1, ONE, 0.0)

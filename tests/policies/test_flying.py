@@ -1,0 +1,125 @@
+"""Flying: DP under load, TP when quiet, a group for who needs one, and no hurry between them."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.flying import FLYING, FlyingSettings
+from policies.partition import groups_of, singles
+from policies.snapshot import LayoutState, Snapshot, UnitState
+from tests.policies.snapshots import request, snapshot, unit
+
+SETTINGS = FlyingSettings()
+DP, TP = singles(8), groups_of(8, 8)
+MIXED = ((0, 1, 2, 3), (4,), (5,), (6,), (7,))
+BUSY = int(SETTINGS.dp_above * 8) + 8
+QUIET = int(SETTINGS.tp_below * 8) - 8
+BETWEEN = int((SETTINGS.dp_above + SETTINGS.tp_below) * 4)
+
+
+def node(partition, requests: int = 0, *, pool=(), **fields) -> Snapshot:
+    """Return a node of eight engines that holds so many requests, evenly."""
+    units = [
+        unit(group, requests=requests * len(group) // 8, slots=64, blocks=500, total_blocks=500)
+        for group in partition
+    ]
+    figures = {"smoothed_requests": float(requests), "waiting": len(pool)}
+    return replace(snapshot(*units, pool=pool), **{**figures, **fields})
+
+
+def target(seen: Snapshot):
+    return FLYING.plan(seen).target
+
+
+@pytest.mark.parametrize(
+    ("partition", "requests", "wanted"),
+    [
+        (DP, QUIET, TP),
+        (DP, BETWEEN, None),
+        (DP, BUSY, None),
+        (TP, QUIET, None),
+        (TP, BETWEEN, None),
+        (TP, BUSY, DP),
+    ],
+)
+def test_load_decides_with_hysteresis(partition, requests, wanted) -> None:
+    assert target(node(partition, requests)) == wanted
+
+
+def test_a_burst_is_answered_at_once_and_quiet_only_when_it_lasts() -> None:
+    assert target(node(TP, BUSY, smoothed_requests=0.0, since_switch=0.0)) == DP
+    assert target(node(DP, QUIET, smoothed_requests=float(BUSY))) is None
+    assert target(node(DP, QUIET, since_switch=SETTINGS.settle_seconds / 2)) is None
+
+
+def test_load_moves_requests_and_pauses_none() -> None:
+    assert FLYING.plan(node(TP, BUSY)).treatment == "soft"
+    assert FLYING.plan(node(DP, QUIET)).treatment == "soft"
+
+
+def test_a_full_node_is_loaded() -> None:
+    full = node(TP, QUIET, pool=(request(),), since_switch=1.0)
+    units: tuple[UnitState, ...] = tuple(replace(u, free_slots=0) for u in full.units)
+    assert target(full) is None
+    assert target(replace(full, units=units)) == DP
+
+
+# --- urgent requests ---
+
+
+def test_an_urgent_request_pauses_only_the_engines_it_needs() -> None:
+    seen = node(DP, BUSY, pool=(request("u", priority=-1),), since_urgent=0.0)
+    plan = FLYING.plan(seen)
+    assert (plan.target, plan.treatment) == (MIXED, "hard")
+    assert plan.dispatches == (), "it waits for its group"
+
+
+def test_the_group_is_formed_where_the_least_runs() -> None:
+    seen = node(DP, BUSY, since_urgent=0.0)
+    units = tuple(replace(u, requests=1) if u.group[0] > 3 else u for u in seen.units)
+    assert target(replace(seen, units=units)) == ((0,), (1,), (2,), (3,), (4, 5, 6, 7))
+
+
+def test_the_group_lingers_for_the_next_urgent_request() -> None:
+    assert target(node(MIXED, BUSY, since_urgent=SETTINGS.linger_seconds / 2)) is None
+    assert target(node(MIXED, BUSY, since_urgent=SETTINGS.linger_seconds * 2)) == DP
+
+
+def test_urgent_requests_get_the_group_and_others_the_rest() -> None:
+    pool = (request("u", priority=-1), request("n"))
+    seen = node(MIXED, BUSY, pool=pool, since_urgent=0.0)
+    assert {d.request_id: d.group for d in FLYING.plan(seen).dispatches} == {
+        "u": (0, 1, 2, 3),
+        "n": (4,),
+    }
+
+
+def test_an_urgent_request_waits_for_no_switch_that_cannot_be() -> None:
+    seen = node(DP, BUSY, pool=(request("u", priority=-1),), since_urgent=0.0, switching=True)
+    assert len(FLYING.plan(seen).dispatches) == 1
+    assert FLYING.plan(replace(seen, pending=MIXED)).dispatches == ()
+
+
+# --- long requests ---
+
+LAYOUTS = tuple(LayoutState(d, 64, 500, 4 * d, 400 * d) for d in (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(399, 1), (500, 2), (1500, 4), (3000, 8)])
+def test_a_long_request_gets_as_many_engines_as_it_needs(tokens: int, width: int) -> None:
+    seen = node(DP, BUSY, pool=(request("long", total=tokens),), layouts=LAYOUTS)
+    wanted = target(seen)
+    assert max(map(len, wanted or DP)) == width
+    assert sum(len(g) > 1 for g in wanted or DP) == (width > 1)
+
+
+def test_the_group_stays_while_its_long_request_runs() -> None:
+    seen = node(MIXED, BUSY, layouts=LAYOUTS)
+    units = (replace(seen.units[0], longest_tokens=1500), *seen.units[1:])
+    assert target(replace(seen, units=units)) is None
+    assert target(seen) == DP
+
+
+def test_no_group_has_a_dead_engine() -> None:
+    seen = node(DP, BUSY, since_urgent=0.0, dead=frozenset({0}))
+    assert target(seen) == ((0,), (1,), (2,), (3,), (4, 5, 6, 7))

@@ -1,0 +1,162 @@
+"""Soft preempt: requests that are taken out of a unit go on elsewhere, token by token the same."""
+
+import msgspec
+import pytest
+
+from runtime import messages as m
+from runtime import wire
+from runtime.wire import FinishReason
+from tests.runtime.loopback_node import LoopbackNode, request_payload
+
+SOFT, HARD = m.Treatment.SOFT, m.Treatment.HARD
+ALONE = ((0,), (1,), (2,), (3,))
+
+
+def started(**settings) -> LoopbackNode:
+    node = LoopbackNode(4, **settings)
+    node.settle()
+    return node
+
+
+def turns(node: LoopbackNode, count: int) -> None:
+    """Give everybody so many turns: with steps of no time, about one token each."""
+    for _ in range(count):
+        node.controller.turn()
+        for engine in node.agents:
+            node.turn_agent(engine)
+
+
+def assert_sound(node: LoopbackNode) -> None:
+    assert node.missing == []
+    node.assert_exact()
+    assert {node.finish[r] for r in node.prompts} == {FinishReason.LENGTH}
+    assert node.audit() == []
+
+
+def test_a_soft_bind_moves_what_runs_into_the_group() -> None:
+    node = started()
+    for k in range(8):
+        node.send(f"r{k}", 10, 40)
+    turns(node, 12)
+    node.collect()
+    half = {r: len(tokens) for r, tokens in node.tokens.items()}
+    assert len(half) == 8
+    assert all(0 < tokens < 40 for tokens in half.values())
+    view = node.switch((0, 1, 2, 3), treatment=SOFT)
+    assert (view.moved, view.paused, view.drained) == (8, 0, 0)
+    assert set(node.placed().values()) >= {(0, 1, 2, 3)}
+    assert_sound(node)
+    assert node.view().moves_total == 8
+
+
+def test_a_soft_release_moves_what_runs_out_of_the_group() -> None:
+    node = started()
+    node.switch((0, 1, 2, 3))
+    for k in range(6):
+        node.send(f"r{k}", 20, 40)
+    turns(node, 10)
+    assert {node.controller.book.where(f"r{k}") for k in range(6)} == {(0, 1, 2, 3)}
+    view = node.switch(*ALONE, treatment=SOFT)
+    assert view.moved == 6
+    assert_sound(node)
+
+
+def test_requests_paused_in_other_groups_move_too() -> None:
+    node = started()
+    node.switch((0, 1), (2,), (3,))
+    for k in range(4):
+        node.send(f"r{k}", 12, 30)
+    turns(node, 8)
+    assert node.switch(*ALONE, treatment=HARD).paused > 0
+    node.switch((0, 1, 2, 3), treatment=SOFT)
+    assert_sound(node)
+
+
+def test_a_request_can_move_again_and_again() -> None:
+    node = started()
+    node.send("r", 10, 60)
+    for k in range(6):
+        turns(node, 8)
+        units = [(0, 1, 2, 3)] if k % 2 == 0 else ALONE
+        node.set_layout(*units, treatment=SOFT)
+    node.settle()
+    assert node.view().moves_total > 2
+    assert_sound(node)
+
+
+def test_a_request_that_cannot_move_is_waited_for() -> None:
+    node = started()
+    payload = request_payload("pinned", [7] * 10, 30)
+    fields = msgspec.msgpack.decode(payload[0])
+    fields[3]["presence_penalty"] = 0.5
+    node.prompts["pinned"] = ([7] * 10, 30)
+    node.network.front_sends(0, wire.RequestType.ADD, [msgspec.msgpack.encode(fields)])
+    node.send("free", 10, 30)
+    turns(node, 8)
+    view = node.switch((0, 1, 2, 3), treatment=SOFT)
+    assert (view.moved, view.drained) == (1, 1)
+    assert_sound(node)
+
+
+def test_a_moved_request_can_be_withdrawn() -> None:
+    node = started()
+    node.send("r", 10, 60)
+    turns(node, 8)
+    node.set_layout((0, 1, 2, 3), treatment=SOFT)
+    node.abort("r")
+    node.settle()
+    assert node.audit() == []
+    assert len(node.controller.pool) == 0
+
+
+def test_long_pauses_end_when_a_policy_decides() -> None:
+    """A policy need not remember whom it paused; an operator's pause lasts."""
+    node = started()
+    for k in range(4):
+        node.send(f"r{k}", 10, 40)
+    turns(node, 6)
+    node.switch((0, 1, 2, 3), treatment=HARD)
+    node.run_for(20.0, tick=1.0)
+    assert len(node.missing) == 4
+    assert isinstance(node.reply(node.call(m.SetPolicy, "static-tp")), m.LayoutView | None)
+    node.run_for(20.0, tick=1.0)
+    assert_sound(node)
+
+
+# --- what a moved request becomes ---
+
+
+def payload(**sampling: object) -> list[bytes]:
+    head = ["r", [1, 2, 3], None, {"max_tokens": 9, **sampling}, None, 0.0, None, None, None]
+    return [msgspec.msgpack.encode([*head, None, None, 1, 0, 5, None, False, "outer"])]
+
+
+def test_tokens_join_the_prompt_and_bounds_shrink() -> None:
+    (frame,) = wire.continue_request(payload(min_tokens=5, temperature=0.0), [8, 9])
+    before, after = msgspec.msgpack.decode(payload()[0]), msgspec.msgpack.decode(frame)
+    assert after[1] == [1, 2, 3, 8, 9]
+    assert after[3] == {"max_tokens": 7, "min_tokens": 3, "temperature": 0.0}
+    assert after[2:3] + after[4:] == before[2:3] + before[4:]
+
+
+def test_nothing_generated_changes_nothing() -> None:
+    view = wire.decode_request(wire.continue_request(payload(), []))
+    assert (view.prompt_token_ids(), view.sampling_params.max_tokens) == ([1, 2, 3], 9)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "movable"),
+    [
+        ({}, True),
+        ({"temperature": 0.0, "seed": 3}, True),
+        ({"seed": 3}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"structured_outputs": {"json": "{}"}}, False),
+        ({"bad_words": ["no"]}, False),
+        ({"bad_words": []}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"logprobs": 3}, True),
+    ],
+)
+def test_what_can_move(sampling: dict[str, object], movable: bool) -> None:
+    assert wire.decode_request(payload(**sampling)).movable is movable

@@ -1,0 +1,189 @@
+"""The loop around a policy: its mistakes, its change, and how often it may switch."""
+
+import logging
+
+import pytest
+
+from policies import registry
+from policies.partition import groups_of, singles
+from policies.plan import Dispatch, Plan, PlanFunction, Policy
+from policies.snapshot import Snapshot
+from runtime import messages as m
+from runtime.config import FakeSettings
+from runtime.controller.demand import BudgetSettings, SwitchBudget
+from tests.runtime.loopback_node import LoopbackNode
+
+TIMED = FakeSettings(
+    step_seconds=0.05, num_blocks=512, block_tokens=16, max_num_seqs=64, max_model_len=400
+)
+
+
+def node_under(
+    monkeypatch: pytest.MonkeyPatch, plan: PlanFunction, *, engines: int = 4, **settings
+) -> LoopbackNode:
+    """Return a node under a policy of the test's."""
+    policy = Policy("test", plan, decides_layout=True)
+    monkeypatch.setitem(registry.POLICIES, "test", policy)
+    return LoopbackNode(engines, policy="test", **settings)
+
+
+def let_pass(node: LoopbackNode, seconds: float, tick: float = 0.05) -> None:
+    """Let time pass while steps take theirs."""
+    for _ in range(round(seconds / tick)):
+        node.clock.advance(tick)
+        for _ in range(4):
+            node.controller.turn()
+            for engine in node.agents:
+                node.turn_agent(engine)
+        node.collect()
+
+
+# --- mistakes ---
+
+
+def raises(_: Snapshot, /) -> Plan:
+    raise ZeroDivisionError("a bug")
+
+
+def invents_a_request(_: Snapshot, /) -> Plan:
+    return Plan((Dispatch("no-such", (0,)),))
+
+
+def breaks_alignment(_: Snapshot, /) -> Plan:
+    return Plan(target=((0,), (1, 2), (3,)))
+
+
+@pytest.mark.parametrize("plan", [raises, invents_a_request, breaks_alignment])
+def test_mistakes_of_a_policy_are_counted_and_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, plan: PlanFunction
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        node = node_under(monkeypatch, plan)
+        node.send("r", 10, 5)
+        node.settle()
+    assert "policy test" in caplog.text
+    assert node.view().policy_errors > 0
+    assert node.controller.book.partition == singles(4)
+    assert "r" in node.controller.pool
+    node.call(m.SetPolicy, "manual")
+    node.settle()
+    assert node.missing == []
+    node.assert_exact()
+
+
+# --- change ---
+
+
+def test_the_policy_changes_live() -> None:
+    node = LoopbackNode(4, policy="static-dp")
+    node.settle()
+    reply = node.call(m.SetPolicy, "static-tp")
+    for k in range(8):
+        node.send(f"r{k}", 10, 20)
+    node.settle()
+    view = node.reply(reply)
+    assert isinstance(view, m.LayoutView)
+    assert view.policy == "static-tp"
+    assert node.controller.book.partition == ((0, 1, 2, 3),)
+    assert node.missing == []
+    node.assert_exact()
+
+
+def test_a_policy_that_is_none_changes_nothing() -> None:
+    node = LoopbackNode(2)
+    node.settle()
+    call = node.call(m.SetPolicy, "no-such")
+    node.settle()
+    reply = node.reply(call)
+    assert isinstance(reply, m.CallFailed)
+    assert (reply.status, node.view().policy) == (400, "manual")
+    assert "choose one of" in reply.error
+
+
+# --- flapping ---
+
+
+def flips(seen: Snapshot, /) -> Plan:
+    """Want the other layout, always."""
+    wide = groups_of(seen.engines, seen.engines)
+    return Plan(target=None if seen.switching else _other(seen, wide), treatment="soft")
+
+
+def _other(seen, wide):
+    return singles(seen.engines) if seen.partition == wide else wide
+
+
+def test_no_policy_switches_more_often_than_the_budget_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = node_under(monkeypatch, flips)
+    node.run_for(180.0, tick=0.25)
+    budget = BudgetSettings()
+    total = node.view().switches_total["done"]
+    assert total <= budget.burst + 3 * budget.per_minute
+    assert total >= 2 * budget.per_minute, "the policy was shut out"
+
+
+def test_without_the_budget_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwitchBudget, "allows", lambda *_: True)
+    node = node_under(monkeypatch, flips)
+    let_pass(node, 30.0)
+    assert len(node.controller.switches) == node.controller.switches.maxlen
+
+
+@pytest.mark.parametrize("period", [1.0, 3.0, 7.0])
+def test_a_square_wave_does_not_make_flying_flap(period: float) -> None:
+    """Load that rises and falls as fast as the policy's own delays: few switches, no loss."""
+    node = LoopbackNode(4, policy="flying", settings=TIMED)
+    node.settle()
+    seconds = 42.0
+    for wave in range(int(seconds / period)):
+        for k in range(64):
+            node.send(f"w{wave}-{k}", 8, 20)
+        let_pass(node, period)
+    let_pass(node, 20.0)
+    assert node.missing == []
+    node.assert_exact()
+    done = node.view().switches_total["done"]
+    assert 1 < done <= BudgetSettings().burst + seconds / 60 * BudgetSettings().per_minute
+    assert node.controller.book.partition == ((0, 1, 2, 3),), "quiet again"
+    assert node.audit() == []
+
+
+def test_costly_switches_are_rarer() -> None:
+    budget = SwitchBudget(0.0)
+    assert budget.rate == BudgetSettings().per_minute / 60
+    budget.learn(0.5)
+    assert budget.rate == pytest.approx(BudgetSettings().overhead / 0.5)
+    for _ in range(100):
+        budget.learn(1e6)
+    assert budget.rate == BudgetSettings().least_per_minute / 60
+
+
+def test_a_budget_that_is_spent_comes_back() -> None:
+    budget = SwitchBudget(0.0)
+    for _ in range(BudgetSettings().burst):
+        assert budget.allows(0.0)
+        budget.spend(0.0)
+    assert not budget.allows(1.0)
+    assert budget.allows(60 / BudgetSettings().per_minute)
+
+
+# --- the whole of it ---
+
+
+def test_urgent_requests_get_a_group_and_those_paused_for_it_come_back() -> None:
+    node = LoopbackNode(4, policy="flying", settings=TIMED)
+    node.settle()
+    for k in range(60):
+        node.send(f"n{k}", 8, 60)
+    let_pass(node, 1.0)
+    assert node.controller.book.partition == singles(4)
+    node.send("urgent", 8, 40, priority=-5)
+    let_pass(node, 0.5)
+    assert node.placed()["urgent"] in ((0, 1), (2, 3))
+    assert node.controller.switches[-1].treatment is m.Treatment.HARD
+    let_pass(node, 30.0)
+    assert node.missing == []
+    node.assert_exact()
+    assert node.audit() == []

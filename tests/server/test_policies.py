@@ -1,0 +1,85 @@
+"""The layout follows the load, through the public API, and no stream notices but in time."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.server.node import ServedNode
+
+MODEL = "shoal-demo"
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
+    cache = tmp_path_factory.mktemp("cache")
+    served = ServedNode(cache, "--fake-step-ms", "5", "--max-model-len", "256")
+    assert served.url, "\n".join(served.lines)
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def http(node: ServedNode) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=node.url, timeout=60) as client:
+        yield client
+
+
+async def stream(client: openai.AsyncOpenAI, prompt: str) -> str:
+    chunks = await client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=TOKENS, stream=True
+    )
+    return "".join([chunk.choices[0].text async for chunk in chunks])
+
+
+async def streams(url: str, prompts: list[str]) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        return list(await asyncio.gather(*(stream(client, prompt) for prompt in prompts)))
+
+
+def test_a_stream_goes_on_while_its_request_moves(node: ServedNode, http: httpx.Client) -> None:
+    (whole,) = asyncio.run(streams(node.url, ["Moves"]))
+    layouts = [[[0, 1]], [[0], [1]]] * 3
+    text, moved = "", 0
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none") as client:
+        for chunk in client.completions.create(
+            model=MODEL, prompt="Moves", max_tokens=TOKENS, stream=True
+        ):
+            text += chunk.choices[0].text
+            if layouts:
+                body = {"units": layouts.pop(0), "preempt": "soft"}
+                moved += http.post("/admin/layout", json=body).json()["requests"]["moved"]
+    assert text == whole
+    assert moved > 0
+    assert http.post("/admin/audit").json()["clean"]
+
+
+def test_the_layout_follows_the_load(node: ServedNode, http: httpx.Client) -> None:
+    prompts = [f"Prompt {k}" for k in range(48)]
+    # One after the other, under a policy that never switches: what each says undisturbed.
+    alone = [asyncio.run(streams(node.url, [prompt]))[0] for prompt in prompts[:6]]
+    assert http.post("/admin/policy", json={"policy": "flying"}).status_code == 200
+
+    def widest() -> int:
+        return max(len(u["engines"]) for u in http.get("/admin/layout").json()["units"])
+
+    async def until(width: int) -> None:
+        while await asyncio.to_thread(widest) != width:
+            await asyncio.sleep(0.05)
+
+    async def rise_and_fall() -> list[str]:
+        await until(2)
+        burst = asyncio.create_task(streams(node.url, prompts))
+        await until(1)
+        texts = await burst
+        await until(2)
+        return texts
+
+    texts = asyncio.run(asyncio.wait_for(rise_and_fall(), 120))
+    assert texts[:6] == alone
+    assert http.get("/admin/policy").json()["moved"] > 0
+    assert http.post("/admin/audit").json()["clean"]
+    assert http.post("/admin/policy", json={"policy": "manual"}).status_code == 200
