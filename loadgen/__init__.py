@@ -1,1 +1,1 @@
-"""Load against a running server: trace replay, open-loop load, reports. Speaks HTTP only."""
+"""Workloads, and reports of how they were served. Load reaches a server over HTTP only."""

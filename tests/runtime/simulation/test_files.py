@@ -1,0 +1,84 @@
+"""Shape and hardware files, and what the built-in ones predict."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from policies.cost_model import Batch
+from runtime.simulation.files import (
+    FileError,
+    built_in,
+    read_hardware,
+    read_shape,
+    step_times,
+)
+
+SHAPE = read_shape("llama-3-8b-bf16")
+H200 = read_hardware("h200")
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    embedding = SHAPE.hidden * SHAPE.vocab
+    # 8.03 and 70.6 billion, but for the norms.
+    assert SHAPE.parameters + embedding == pytest.approx(8.03e9, rel=0.001)
+    large = read_shape("llama-3-70b-fp8")
+    assert large.parameters + large.hidden * large.vocab == pytest.approx(70.55e9, rel=0.001)
+    assert large.weight_bytes == pytest.approx(large.parameters + 2 * large.hidden * large.vocab)
+
+
+@pytest.mark.parametrize(
+    ("degree", "batch", "measured"),
+    [
+        pytest.param(1, Batch(1, 300), 4.96e-3, id="dp-one-request"),
+        pytest.param(2, Batch(1, 300), 3.50e-3, id="tp2-one-request"),
+        pytest.param(1, Batch(256, 256 * 640), 14e-3, id="dp-256-requests"),
+        pytest.param(2, Batch(256, 256 * 640), 12e-3, id="tp2-256-requests"),
+        pytest.param(1, Batch(0, 0, 8192, 4096), 213e-3, id="dp-prefill-8k"),
+        pytest.param(1, Batch(0, 0, 16384, 8192), 485e-3, id="dp-prefill-16k"),
+        pytest.param(2, Batch(0, 0, 8192, 4096), 129e-3, id="tp2-prefill-8k"),
+        pytest.param(2, Batch(0, 0, 16384, 8192), 285e-3, id="tp2-prefill-16k"),
+    ],
+)
+def test_h200_steps_are_near_the_measured_ones(degree: int, batch: Batch, measured: float) -> None:
+    """Stock vLLM with this model on two H200s; the file was fitted to these eight."""
+    assert step_times(SHAPE, H200)(degree, batch) == pytest.approx(measured, rel=0.15)
+
+
+def test_memory_is_what_weights_and_reserve_leave() -> None:
+    tokens = H200.num_blocks(SHAPE) * 16
+    used = SHAPE.weight_bytes + H200.reserved_bytes + tokens * 131072
+    assert used == pytest.approx(0.9 * H200.memory_bytes, rel=0.001)
+    small = msgspec.structs.replace(H200, memory_bytes=16e9)
+    with pytest.raises(FileError, match="do not fit"):
+        small.num_blocks(SHAPE)
+
+
+def test_a_file_may_lie_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "shape.json"
+    path.write_bytes(msgspec.json.encode(SHAPE))
+    assert read_shape(str(path)) == SHAPE
+    assert "llama-3-8b-bf16" in built_in("shapes")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file.*built-in ones: h200"),
+        ("{", "truncated"),
+        ("{}", "missing required field"),
+        ('{"colour": 1}', "unknown field"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(FileError, match=rf"bad\.json.*{message}"):
+        read_hardware(str(path))
+
+
+def test_a_dtype_without_a_rate_is_an_error() -> None:
+    shape = msgspec.structs.replace(SHAPE, weight_dtype="fp32")
+    with pytest.raises(FileError, match="no flops_per_second of fp32"):
+        step_times(shape, H200)

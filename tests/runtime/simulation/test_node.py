@@ -1,0 +1,130 @@
+"""A simulated node serves as the real one would, and tells the truth about it."""
+
+import random
+
+import msgspec
+import pytest
+
+from loadgen.workload import Arrival
+from policies.cost_model import Batch
+from policies.registry import POLICIES
+from runtime.messages import Outcome
+from runtime.simulation import node as module
+from runtime.simulation.files import MEMORY_SHARE, read_hardware, read_shape, step_times
+from runtime.simulation.node import Node, Run, SimulationError, simulate
+
+SHAPE = read_shape("llama-3-70b-fp8")
+H200 = read_hardware("h200")
+NODE = Node(SHAPE, H200)
+DECIDING = sorted(name for name, policy in POLICIES.items() if policy.decides_layout)
+
+
+def arrivals(count: int, rate: float, *, seed: int = 1, urgent: float = 0.0) -> list[Arrival]:
+    rng = random.Random(seed)
+    at, made = 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        priority = -10 if rng.random() < urgent else 0
+        made.append(Arrival(at, rng.randint(16, 3000), rng.randint(1, 300), priority))
+    return made
+
+
+def tpot(run: Run, number: int) -> float:
+    life = run.lives[number]
+    assert life.ended is not None
+    assert life.first_token is not None
+    return (life.ended - life.first_token) / (life.tokens - 1)
+
+
+@pytest.mark.parametrize("policy", DECIDING)
+def test_every_request_gets_exactly_its_tokens(policy: str) -> None:
+    load = arrivals(150, 40.0, urgent=0.2)
+    run = simulate(NODE, policy, load)
+    assert [life.tokens for life in run.lives] == [arrival.output_tokens for arrival in load]
+    assert all(life.finished and life.units for life in run.lives)
+    assert sum(run.tokens.values()) == pytest.approx(sum(a.output_tokens for a in load))
+    assert run.policy_errors == 0
+    for life in run.lives:
+        assert None not in (life.started, life.first_token, life.ended)
+        assert life.arrived <= life.started < life.first_token <= life.ended
+
+
+@pytest.mark.parametrize("policy", DECIDING)
+def test_a_run_can_be_repeated(policy: str) -> None:
+    load = arrivals(80, 30.0, urgent=0.2)
+    assert simulate(NODE, policy, load) == simulate(NODE, policy, load)
+
+
+@pytest.mark.parametrize(("policy", "degree"), [("static-dp", 1), ("static-tp", 8)])
+def test_a_request_alone_takes_the_times_of_its_steps(policy: str, degree: int) -> None:
+    prompt, output = 1000, 200
+    run = simulate(NODE, policy, [Arrival(0.0, prompt, output)])
+    seconds = step_times(SHAPE, H200)
+    decode = [seconds(degree, Batch(1, prompt + k)) for k in range(1, output)]
+    assert tpot(run, 0) == pytest.approx(sum(decode) / len(decode), rel=1e-5)
+    prefill = seconds(degree, Batch(prefill_tokens=prompt, prefill_context=(prompt + 1) // 2))
+    # To the controller, to the engine, and back to the front end.
+    assert run.lives[0].first_token == pytest.approx(prefill + 3 * H200.message_seconds)
+    assert run.lives[0].units == [tuple(range(degree))]
+
+
+def test_runs_of_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = arrivals(60, 20.0)
+    together = simulate(NODE, "static-dp", load)
+    monkeypatch.setattr(module, "STEPS_AT_ONCE", 1)
+    one_by_one = simulate(NODE, "static-dp", load)
+    for fast, exact in zip(together.lives, one_by_one.lives, strict=True):
+        assert fast.first_token == pytest.approx(exact.first_token, rel=1e-3)
+        assert fast.ended == pytest.approx(exact.ended, rel=1e-3)
+
+
+def test_runs_of_steps_change_little_where_leases_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A run takes the blocks of all its steps: a new prompt may find some, or have to ask for them.
+    load = arrivals(60, 8.0)
+    together = simulate(NODE, "static-tp", load)
+    monkeypatch.setattr(module, "STEPS_AT_ONCE", 1)
+    one_by_one = simulate(NODE, "static-tp", load)
+    ends = [sum(life.ended - life.arrived for life in run.lives) for run in (together, one_by_one)]
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+
+
+def test_a_request_that_arrives_in_a_run_of_steps_waits_for_one() -> None:
+    run = simulate(NODE, "static-tp", [Arrival(0.0, 100, 2000), Arrival(1.0, 100, 2)])
+    seconds = step_times(SHAPE, H200)
+    step = seconds(8, Batch(1, 2100, 100, 50))
+    ttft = run.lives[1].first_token - run.lives[1].arrived
+    assert ttft < 2 * step + 3 * H200.message_seconds
+
+
+def test_a_prompt_is_computed_in_chunks() -> None:
+    small = Node(SHAPE, H200, max_num_batched_tokens=512)
+    load = [Arrival(0.0, 4096, 2)]
+    whole = simulate(NODE, "static-dp", load).lives[0].first_token
+    chunks = simulate(small, "static-dp", load).lives[0].first_token
+    # Each chunk reads the weights and pays the overhead of a step again.
+    assert chunks > whole + 6 * H200.step_seconds
+
+
+def test_a_request_that_nobody_holds_ends_without_a_token() -> None:
+    run = simulate(NODE, "static-dp", [Arrival(0.0, SHAPE.max_model_len + 1, 5)])
+    life = run.lives[0]
+    assert (life.outcome, life.tokens, life.finished) == (Outcome.TOO_LONG, 0, False)
+    assert life.units == []
+
+
+def test_a_node_that_stops_is_an_error() -> None:
+    spare = 100 * 16 * SHAPE.model_shape().kv_bytes_per_token
+    needed = (SHAPE.weight_bytes + H200.reserved_bytes + spare) / MEMORY_SHARE
+    small = msgspec.structs.replace(H200, memory_bytes=needed)
+    # Two engines together hold it, but this policy never forms a group.
+    load = [Arrival(0.0, 16 * small.num_blocks(SHAPE) + 16, 5)]
+    node = Node(SHAPE, small, engines=2, max_group=2)
+    with pytest.raises(SimulationError, match="1 requests are left"):
+        simulate(node, "manual", load)
+    assert simulate(node, "static-tp", load).lives[0].finished
+
+
+def test_layouts_and_switches_are_those_of_the_policy() -> None:
+    run = simulate(NODE, "static-tp", [Arrival(0.0, 10, 2)])
+    assert run.layouts == [(0.0, (tuple(range(8)),))]
+    assert run.switches == []
