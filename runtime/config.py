@@ -99,6 +99,10 @@ class Addresses:
         """A runner's PULL for the steps of one group."""
         return self._ipc(f"group-{'-'.join(map(str, group))}-{engine}")
 
+    def queue(self, group: Group, engine: int) -> str:
+        """The PULL that ``engine``'s runner reads for the unit ``group``: its own when alone."""
+        return self.runner(engine) if len(group) == 1 else self.group_runner(group, engine)
+
     def responses(self, engine: int) -> str:
         """An engine's PULL for the results of every core it leads."""
         return self._ipc(f"responses-{engine}")

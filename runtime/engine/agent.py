@@ -22,7 +22,7 @@ from policies.partition import Group, leader_of
 from runtime import messages as m
 from runtime import wire
 from runtime.clock import Clock, monotonic
-from runtime.engine.interface import Core, CoreLoad, EngineBackend, Lease
+from runtime.engine.interface import Core, CoreLoad, EngineBackend, plain_lease
 from runtime.transport import AgentTransport, Frames
 
 LEASE_FLOOR = 64
@@ -297,7 +297,7 @@ class Agent:
         returned = core.release(bind.epoch)
         bind.released = True
         self._transport.to_controller(
-            m.Released(bind.epoch, bind.group, _plain(returned), core.num_requests)
+            m.Released(bind.epoch, bind.group, plain_lease(returned), core.num_requests)
         )
 
     def _resume(self, message: m.Resume) -> None:
@@ -395,7 +395,7 @@ class Agent:
             self._transport.to_controller(m.NeedBlocks(bind.epoch, group, wanted, urgent))
 
     def _return(self, group: Group, core: Core, *, keep: int) -> None:
-        returned = _plain(core.shrink(keep))
+        returned = plain_lease(core.shrink(keep))
         if any(returned.values()):
             self._transport.to_controller(m.Returning(self._epoch, group, returned))
 
@@ -451,7 +451,3 @@ class Agent:
             if growth.idle_since is not None and core.lease_blocks > LEASE_FLOOR:
                 due.append(max(0.0, growth.idle_since + IDLE_SECONDS - now))
         return min((seconds for seconds in due if seconds is not None), default=None)
-
-
-def _plain(lease: Lease) -> dict[int, list[int]]:
-    return {engine: list(blocks) for engine, blocks in lease.items()}

@@ -170,12 +170,12 @@ def channel_sockets(
     context: zmq.Context[Any], addresses: Addresses, group: Group
 ) -> "list[zmq.Socket[bytes]]":
     """Return a PUSH per member of ``group`` to the queue its runner reads for that group."""
-    sockets = []
-    for engine in group:
-        socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        socket.set_hwm(0)
-        socket.connect(
-            addresses.runner(engine) if len(group) == 1 else addresses.group_runner(group, engine)
-        )
-        sockets.append(socket)
-    return sockets
+    return [push_socket(context, addresses.queue(group, engine)) for engine in group]
+
+
+def push_socket(context: zmq.Context[Any], address: str) -> "zmq.Socket[bytes]":
+    """Return a PUSH socket without a send limit, connected to ``address``."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket

@@ -17,6 +17,11 @@ Lease = Mapping[int, Sequence[int]]
 """Member engine -> physical block ids, all of one length (see ``messages.Commit``)."""
 
 
+def plain_lease(lease: Lease) -> dict[int, list[int]]:
+    """Return a lease as messages carry it."""
+    return {engine: list(blocks) for engine, blocks in lease.items()}
+
+
 class CoreOutputs(msgspec.Struct, frozen=True):
     """What one step produced: an encoded ``EngineCoreOutputs`` for one front end."""
 

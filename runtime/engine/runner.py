@@ -26,7 +26,7 @@ from policies.partition import Group, leader_of
 from runtime.config import Addresses, NodeConfig
 from runtime.engine import steps
 from runtime.engine.communicators import Communicators, join_world
-from runtime.engine.executor import UnitExecutor
+from runtime.engine.executor import UnitExecutor, push_socket
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer
 from runtime.engine.layouts import Layout, dp_config, group_config
 from runtime.engine.seams import check_seams
@@ -131,14 +131,9 @@ class Runner:
         self._random = RandomState()
         self._queues: dict[int, zmq.Socket[bytes]] = {}
         for degree, layout in layouts.items():
-            address = (
-                addresses.runner(engine)
-                if degree == 1
-                else addresses.group_runner(layout.group, engine)
-            )
             self._queues[degree] = context.socket(zmq.PULL)
             self._queues[degree].set_hwm(0)
-            self._queues[degree].bind(address)
+            self._queues[degree].bind(addresses.queue(layout.group, engine))
         self._degree = 1
 
     def serve(self) -> None:
@@ -220,14 +215,6 @@ def one_line(error: BaseException) -> str:
     """Return an error as one line: its type and the first line of its text."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def push_socket(context: zmq.Context[Any], address: str) -> "zmq.Socket[bytes]":
-    """Return a PUSH socket without a send limit, connected to ``address``."""
-    socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    socket.set_hwm(0)
-    socket.connect(address)
-    return socket
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from policies.partition import Group, leader_of
 from runtime.engine import steps
 from runtime.engine.executor import UnitExecutor
-from runtime.engine.interface import CoreLoad, CoreOutputs, Lease
+from runtime.engine.interface import CoreLoad, CoreOutputs, Lease, plain_lease
 from runtime.engine.lease import GroupLease
 
 LEASE_CHUNK = 16
@@ -207,13 +207,13 @@ class VllmCore:
     def bind(self, epoch: int, lease: Lease, seed: int) -> None:
         """See ``interface.Core.bind``."""
         virtual = self._group_lease.open(lease)
-        self._executor.channel.send(steps.Bind(epoch, virtual, _plain(lease), seed))
+        self._executor.channel.send(steps.Bind(epoch, virtual, plain_lease(lease), seed))
         self._stalled = False
 
     def grow(self, lease: Lease) -> None:
         """See ``interface.Core.grow``."""
         virtual = self._group_lease.open(lease)
-        self._executor.channel.send(steps.Extend(virtual, _plain(lease)))
+        self._executor.channel.send(steps.Extend(virtual, plain_lease(lease)))
         self._stalled = False
 
     def release(self, epoch: int) -> Lease:
@@ -290,7 +290,3 @@ def _tells_runners(scheduled: SchedulerOutput) -> bool:
 
 def _awaits_tokens(scheduled: SchedulerOutput) -> bool:
     return bool(scheduled.pending_structured_output_tokens)
-
-
-def _plain(lease: Lease) -> dict[int, list[int]]:
-    return {member: list(blocks) for member, blocks in lease.items()}
