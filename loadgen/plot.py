@@ -1,20 +1,21 @@
-"""Pictures of runs over time, as SVG: requests on the node, its layout, and TTFT.
+"""Pictures of runs over time, as SVG: requests on the node, its layout, throughput, and TTFT.
 
-Written by hand because three step curves do not justify a plotting library among the dependencies.
+Written by hand because a few step curves do not justify a plotting library among the dependencies.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from loadgen.report import Record, quantile
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""One per policy: told apart by those who do not see all colours."""
+"""One per run: told apart by those who do not see all colours."""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 150, 64, 36, 44
 _POINTS = 300
+_CHARACTER_WIDTH = 7
 
 Curve = list[tuple[float, float]]
 """Times, and the value from each of them on."""
@@ -22,24 +23,32 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is drawn of one policy's run."""
+    """What is drawn of one run."""
 
-    policy: str
+    run: str
+    """Its name."""
     records: Sequence[Record]
-    widths: Sequence[tuple[float, float]]
-    """Times, and the mean engines per unit from each of them on."""
+    tokens: Mapping[int, float]
+    """Output tokens by the second in which they came."""
+    widths: Sequence[tuple[float, float]] = ()
+    """Times, and the mean engines per unit from each of them on; none: they are not known."""
 
 
 def draw(title: str, timelines: Sequence[Timeline]) -> str:
-    """Return an SVG document with one curve per policy in each panel."""
+    """Return an SVG document with one curve per run in each panel.
+
+    There is no panel of the layout if no run has one.
+    """
     ends = [r.ended for line in timelines for r in line.records if r.ended is not None]
     end = max(ends, default=1.0)
     window = end / _POINTS
-    panels = (
+    panels = [
         ("requests on the node", [_concurrency(line.records, window) for line in timelines]),
-        ("engines per unit (mean)", [list(line.widths) for line in timelines]),
+        ("output tokens per second", [_throughput(line.tokens, 4 * window) for line in timelines]),
         ("P90 TTFT by arrival, s", [_ttft(line.records, 4 * window) for line in timelines]),
-    )
+    ]
+    if any(line.widths for line in timelines):
+        panels.insert(1, ("engines per unit (mean)", [list(line.widths) for line in timelines]))
     parts = [_text(_LEFT, 22, title, size=15), *_legend(timelines)]
     for number, (name, curves) in enumerate(panels):
         parts += _panel(_TOP + 20 + number * (_HEIGHT + _GAP), name, curves, end)
@@ -65,21 +74,31 @@ def _concurrency(records: Sequence[Record], window: float) -> Curve:
     return [(k * window, peak) for k, peak in sorted(peaks.items())]
 
 
+def _throughput(tokens: Mapping[int, float], window: float) -> Curve:
+    """Return the mean rate in windows of whole seconds."""
+    seconds = max(1, round(window))
+    sums: defaultdict[int, float] = defaultdict(float)
+    for second, count in tokens.items():
+        sums[second // seconds] += count
+    return [(k * seconds, sums[k] / seconds) for k in range(max(sums, default=-1) + 1)]
+
+
 def _ttft(records: Sequence[Record], window: float) -> Curve:
     by_window: defaultdict[int, list[float]] = defaultdict(list)
     for record in records:
         if record.ttft is not None:
             by_window[int(record.arrived / window)].append(record.ttft)
-    return [(k * window, quantile(sorted(ttft), 0.9)) for k, ttft in sorted(by_window.items())]
+    return [(k * window, quantile(ttft, 0.9)) for k, ttft in sorted(by_window.items())]
 
 
 def _legend(timelines: Sequence[Timeline]) -> list[str]:
     parts = []
+    x = float(_LEFT)
     for number, line in enumerate(timelines):
-        x = _LEFT + 130 * number
         colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 17, 40, line.policy))
+        parts.append(f'<rect x="{x:.0f}" y="30" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(x + 17, 40, line.run))
+        x += 40 + _CHARACTER_WIDTH * len(line.run)
     return parts
 
 

@@ -1,9 +1,14 @@
-"""What a workload's requests met with, as figures: for people as a table, for machines as JSON."""
+"""What a workload's requests met with, as figures.
 
-import math
+The definitions are those of ``vllm.benchmarks.serve.calculate_metrics``: times and tokens are of
+the requests that finished, and percentiles are interpolated.
+"""
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from loadgen.workload import Phase
 
@@ -27,6 +32,9 @@ class Record:
     """Whether it got all of its tokens."""
     priority: int = 0
     phase: Phase = Phase.BETWEEN
+    prompt_tokens: int = 0
+    itls: Sequence[float] = ()
+    """Inter-token latencies, where they were taken."""
 
     @property
     def queue_time(self) -> float | None:
@@ -45,6 +53,11 @@ class Record:
             return None
         return (self.ended - self.first_token) / (self.output_tokens - 1)
 
+    @property
+    def e2el(self) -> float | None:
+        """End-to-end latency."""
+        return None if self.ended is None else self.ended - self.arrived
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -62,9 +75,10 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean and nearest-rank quantiles."""
+    """Mean, standard deviation and interpolated percentiles, as ``vllm bench serve`` takes them."""
 
     mean: float
+    std: float
     p50: float
     p90: float
     p99: float
@@ -72,28 +86,33 @@ class Distribution:
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
         """Return the distribution of these values, None if there are none."""
-        ordered = sorted(values)
-        if not ordered:
+        taken = list(values)
+        if not taken:
             return None
-        return cls(sum(ordered) / len(ordered), *(quantile(ordered, q) for q in (0.5, 0.9, 0.99)))
+        shares = (float(value) for value in np.quantile(taken, (0.5, 0.9, 0.99)))
+        return cls(float(np.mean(taken)), float(np.std(taken)), *shares)
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least ``share`` of the ascending values do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that ``share`` of the values do not exceed, interpolated."""
+    return float(np.quantile(values, share))
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A group of requests."""
+    """A group of requests. Distributions are of those that finished."""
 
     requests: int
     finished: int
     ttft: Distribution | None
     tpot: Distribution | None
+    itl: Distribution | None
+    e2el: Distribution | None
     queue_time: Distribution | None
     attainment: float | None
     """Part of the requests that got what they were owed; None where nothing is."""
+    goodput: float | None
+    """Requests per second that got it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,50 +129,74 @@ class Switching:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A workload under one policy."""
+    """One run of a workload."""
 
-    policy: str
+    run: str
+    """Its name: of the simulator, the policy."""
+    duration: float
+    """Seconds that all throughputs are taken over."""
+    prompt_tokens: int
+    output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_throughput: float
+    """Prompt and output tokens per second."""
     peak_throughput: float
     """Output tokens per second, in the best window."""
-    mean_throughput: float
-    """From the first arrival to the last end."""
-    switching: Switching
+    switching: Switching | None
+    """None: the server has no layout."""
     groups: dict[str, Figures]
     """All requests, and those of each phase and priority if there are several."""
     step_errors: dict[str, float]
-    """Smoothed relative error of the policy's cost model, by layout."""
+    """Smoothed relative error of the policy's cost model, by layout and kind of step."""
 
 
 def report(
-    policy: str,
+    run: str,
     records: Sequence[Record],
     tokens: Mapping[int, float],
     *,
-    switching: Switching,
+    switching: Switching | None = None,
     objectives: Sequence[Objective] = (),
     step_errors: Mapping[str, float] | None = None,
+    duration: float | None = None,
 ) -> Report:
     """Return the report of a run.
 
     Args:
-        policy: its name.
+        run: its name.
         records: every request.
         tokens: output tokens by the second in which they came.
         switching: what its switches did.
         objectives: the most urgent first; None of them for a priority: nothing is owed.
         step_errors: see ``Report``.
+        duration: seconds the run took; None: from the first arrival to the last end.
     """
-    start = min((record.arrived for record in records), default=0.0)
-    end = max((r.ended for r in records if r.ended is not None), default=start)
-    produced = sum(record.output_tokens for record in records)
+    if duration is None:
+        start = min((record.arrived for record in records), default=0.0)
+        duration = max((r.ended for r in records if r.ended is not None), default=start) - start
+    finished = [record for record in records if record.finished]
+    prompt_tokens = sum(record.prompt_tokens for record in finished)
+    output_tokens = sum(record.output_tokens for record in finished)
     return Report(
-        policy=policy,
+        run=run,
+        duration=duration,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        request_throughput=_rate(len(finished), duration),
+        output_throughput=_rate(output_tokens, duration),
+        total_throughput=_rate(prompt_tokens + output_tokens, duration),
         peak_throughput=peak(tokens),
-        mean_throughput=produced / (end - start) if end > start else 0.0,
         switching=switching,
-        groups={name: _figures(group, objectives) for name, group in _groups(records).items()},
+        groups={
+            name: _figures(group, objectives, duration) for name, group in _groups(records).items()
+        },
         step_errors=dict(step_errors or {}),
     )
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
 
 
 def _groups(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
@@ -167,15 +210,22 @@ def _groups(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
     return groups
 
 
-def _figures(records: Sequence[Record], objectives: Sequence[Objective]) -> Figures:
+def _figures(
+    records: Sequence[Record], objectives: Sequence[Objective], duration: float
+) -> Figures:
+    finished = [record for record in records if record.finished]
     owed = [(r, o) for r in records if (o := _objective(r, objectives)) is not None]
+    good = sum(objective.met_by(record) for record, objective in owed)
     return Figures(
         requests=len(records),
-        finished=sum(record.finished for record in records),
-        ttft=Distribution.of(r.ttft for r in records if r.ttft is not None),
-        tpot=Distribution.of(r.tpot for r in records if r.tpot is not None),
-        queue_time=Distribution.of(r.queue_time for r in records if r.queue_time is not None),
-        attainment=sum(o.met_by(r) for r, o in owed) / len(owed) if owed else None,
+        finished=len(finished),
+        ttft=Distribution.of(r.ttft for r in finished if r.ttft is not None),
+        tpot=Distribution.of(r.tpot for r in finished if r.tpot is not None),
+        itl=Distribution.of(itl for r in finished for itl in r.itls),
+        e2el=Distribution.of(r.e2el for r in finished if r.e2el is not None),
+        queue_time=Distribution.of(r.queue_time for r in finished if r.queue_time is not None),
+        attainment=good / len(owed) if owed else None,
+        goodput=_rate(good, duration) if owed else None,
     )
 
 
@@ -194,59 +244,6 @@ def peak(tokens: Mapping[int, float]) -> float:
     return max(windows, default=0.0) / PEAK_SECONDS
 
 
-# --- for people and for machines ------------------------------------------------------------------
-
-
 def as_json(reports: Sequence[Report], **about: Any) -> dict[str, Any]:
     """Return reports as JSON's types, beside what they are ``about``."""
     return {**about, "reports": [asdict(one) for one in reports]}
-
-
-def table(reports: Sequence[Report]) -> str:
-    """Return reports side by side, group by group. Times in milliseconds, queue time in seconds."""
-    head = (
-        f"{'group':<14}{'policy':<12}{'requests':>9}"
-        f"{'TTFT mean':>11}{'p50':>9}{'p90':>9}{'p99':>9}"
-        f"{'TPOT mean':>11}{'p50':>8}{'p90':>8}{'p99':>8}{'queue s':>9}{'p99':>8}{'SLO':>7}"
-    )
-    lines = [head]
-    for name in dict.fromkeys(name for one in reports for name in one.groups):
-        lines += [_line(name, one.policy, one.groups[name]) for one in reports]
-    lines.append("")
-    lines.append(
-        f"{'policy':<12}{'peak tok/s':>11}{'mean tok/s':>11}{'switches':>9}{'failed':>7}"
-        f"{'ms each':>9}{'paused':>8}{'moved':>7}   error of predicted step times"
-    )
-    lines += [_totals(one) for one in reports]
-    return "\n".join(lines)
-
-
-def _line(name: str, policy: str, figures: Figures) -> str:
-    unfinished = figures.requests - figures.finished
-    note = f"   {unfinished} did not finish" if unfinished else ""
-    queue = figures.queue_time
-    waits = "" if queue is None else f"{queue.mean:>9.2f}{queue.p99:>8.2f}"
-    met = "" if figures.attainment is None else f"{figures.attainment:>7.1%}"
-    return (
-        f"{name:<14}{policy:<12}{figures.requests:>9}"
-        f"{_ms(figures.ttft, (11, 9), 0)}{_ms(figures.tpot, (11, 8), 2)}"
-        f"{waits:>17}{met:>7}{note}"
-    )
-
-
-def _ms(values: Distribution | None, widths: tuple[int, int], digits: int) -> str:
-    first, rest = widths
-    if values is None:
-        return " " * (first + 3 * rest)
-    texts = [f"{1000 * v:.{digits}f}" for v in (values.mean, values.p50, values.p90, values.p99)]
-    return texts[0].rjust(first) + "".join(text.rjust(rest) for text in texts[1:])
-
-
-def _totals(one: Report) -> str:
-    done = one.switching
-    each = f"{1000 * done.seconds / done.switches:.1f}" if done.switches else "-"
-    errors = ", ".join(f"{layout} {error:.1%}" for layout, error in one.step_errors.items())
-    return (
-        f"{one.policy:<12}{one.peak_throughput:>11,.0f}{one.mean_throughput:>11,.0f}"
-        f"{done.switches:>9}{done.failed:>7}{each:>9}{done.paused:>8}{done.moved:>7}   {errors}"
-    )

@@ -1,56 +1,130 @@
 """Readers of traces: files of requests that were served somewhere, without their text."""
 
 import csv
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
-from loadgen.workload import Arrival, Workload, with_phases
+import msgspec
 
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-"""Of the Azure LLM inference traces of 2023."""
+from loadgen.workload import Arrival, Block, Workload, with_phases
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens that one id of a Mooncake trace's ``hash_ids`` stands for."""
 _MICROSECONDS = len("2023-11-16 18:17:03.979960")
+
+Row = Mapping[str, str]
 
 
 class TraceError(ValueError):
     """A trace that cannot be read; the message is one line that names the file and its line."""
 
 
-def read_azure(path: Path) -> Workload:
-    """Read a trace in the format of Azure's public data set of 2023.
+class MooncakeLine(msgspec.Struct, frozen=True):
+    """One request of a Mooncake trace."""
 
-    Requests come in the order of their time stamps, the first at 0 s; one that generated nothing is
-    left out.
+    timestamp: float
+    """Milliseconds."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of a trace in the project's own format."""
+
+    at: float
+    """Seconds."""
+    prompt_tokens: int
+    output_tokens: int
+    priority: int = 0
+    prefix: str | int | None = None
+    """Prompts with the same ``prefix`` begin with the same ``prefix_tokens`` tokens."""
+    prefix_tokens: int = 0
+
+
+def read_trace(path: Path) -> Workload:
+    """Read a trace; its format is known by its columns or fields (``docs/replay.md``).
+
+    Requests come in the order of their time stamps, the first at 0 s; one without prompt or output
+    tokens is left out.
 
     Raises:
         TraceError: the file is not there or not such a trace.
     """
     try:
         with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            if not set(AZURE_COLUMNS) <= set(reader.fieldnames or ()):
-                raise TraceError(f"{path}: its columns are not {', '.join(AZURE_COLUMNS)}")
-            rows = sorted(_rows(path, reader))
+            is_json = file.read(1) == "{"
+            file.seek(0)
+            found = _json_lines(path, file) if is_json else _csv_rows(path, file)
+            arrivals = [a for a in found if a.prompt_tokens > 0 and a.output_tokens > 0]
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"cannot read {path}: {error}") from error
-    if not rows:
+    if not arrivals:
         raise TraceError(f"{path}: no request in it")
-    first = rows[0][0]
-    arrivals = [Arrival((at - first).total_seconds(), prompt, out) for at, prompt, out in rows]
-    return Workload(path.stem, with_phases(arrivals))
+    arrivals.sort(key=lambda arrival: arrival.at)
+    start = arrivals[0].at
+    return Workload(path.stem, with_phases([replace(a, at=a.at - start) for a in arrivals]))
 
 
-def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[tuple[datetime, int, int]]:
+# --- CSV ------------------------------------------------------------------------------------------
+
+
+def _azure(row: Row) -> Arrival:
+    # Seven digits of a second are one more than Python 3.11 reads; a time zone may follow them.
+    at = datetime.fromisoformat(row["TIMESTAMP"][:_MICROSECONDS]).replace(tzinfo=UTC)
+    return Arrival(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _burstgpt(row: Row) -> Arrival:
+    return Arrival(float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
+
+
+CSV_FORMATS: Mapping[tuple[str, ...], Callable[[Row], Arrival]] = {
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _azure,
+    ("Timestamp", "Request tokens", "Response tokens"): _burstgpt,
+}
+"""Columns that are needed, and what reads a row that has them."""
+
+
+def _csv_rows(path: Path, file: Iterable[str]) -> Iterator[Arrival]:
+    reader = csv.DictReader(file)
+    columns = set(reader.fieldnames or ())
+    read = next((read for needed, read in CSV_FORMATS.items() if columns >= set(needed)), None)
+    if read is None:
+        known = " nor ".join(", ".join(needed) for needed in CSV_FORMATS)
+        raise TraceError(f"{path}: its columns are neither {known}")
     for number, row in enumerate(reader, start=2):
         try:
-            at, prompt, output = _row(row)
+            yield read(row)
         except (ValueError, TypeError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
-        if prompt > 0 and output > 0:
-            yield at, prompt, output
 
 
-def _row(row: Mapping[str, str]) -> tuple[datetime, int, int]:
-    # Seven digits of a second are one more than Python 3.11 reads.
-    at = datetime.fromisoformat(row["TIMESTAMP"][:_MICROSECONDS])
-    return at, int(row["ContextTokens"]), int(row["GeneratedTokens"])
+# --- JSON lines -----------------------------------------------------------------------------------
+
+
+def _mooncake(line: str) -> Arrival:
+    one = msgspec.json.decode(line, type=MooncakeLine)
+    prefix = tuple(Block(str(id_), MOONCAKE_BLOCK_TOKENS) for id_ in one.hash_ids)
+    return Arrival(one.timestamp / 1000, one.input_length, one.output_length, prefix=prefix)
+
+
+def _own(line: str) -> Arrival:
+    one = msgspec.json.decode(line, type=Line)
+    prefix = () if one.prefix is None else (Block(str(one.prefix), one.prefix_tokens),)
+    return Arrival(one.at, one.prompt_tokens, one.output_tokens, one.priority, prefix=prefix)
+
+
+def _json_lines(path: Path, file: Iterable[str]) -> Iterator[Arrival]:
+    read = None
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            # The first line tells whose format it is.
+            read = read or (_mooncake if "timestamp" in msgspec.json.decode(line) else _own)
+            yield read(line)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"{path}, line {number}: {error}") from error

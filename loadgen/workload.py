@@ -1,13 +1,13 @@
-"""Workloads: requests and when they arrive, made up from a seed or read from a trace."""
+"""Workloads: requests, when they arrive, and what their prompts have in common."""
 
 import enum
+import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-URGENT = -10
-"""Priority of the urgent requests of ``priorities``; all others have 0."""
 WINDOW_SECONDS = 10.0
 """A trace's bursts are looked for in windows of this length."""
 BURST_RATIO = 1.5
@@ -23,6 +23,13 @@ class Phase(enum.StrEnum):
     """Neither of both."""
 
 
+class Block(NamedTuple):
+    """A stretch of a prompt: wherever the same id comes up, so do the same tokens."""
+
+    id: str
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request."""
@@ -33,6 +40,9 @@ class Arrival:
     output_tokens: int
     priority: int = 0
     phase: Phase = Phase.BETWEEN
+    prefix: tuple[Block, ...] = ()
+    """What the prompt begins with; the rest of it is the request's own. It may be longer than the
+    prompt, which then ends within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,96 +60,56 @@ class Workload:
         """
         if not factor > 0:
             raise ValueError(f"a rate cannot be scaled by {factor:g}")
-        return replace(self, arrivals=tuple(replace(a, at=a.at / factor) for a in self.arrivals))
+        return self._with(replace(a, at=a.at / factor) for a in self.arrivals)
 
+    def resized(self, factor: float) -> "Workload":
+        """Return the workload with ``factor`` times the tokens, rounded, of each at least one.
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths of made-up requests, drawn evenly between bounds that are included."""
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if not factor > 0:
+            raise ValueError(f"lengths cannot be scaled by {factor:g}")
 
-    prompt: tuple[int, int] = (128, 2048)
-    output: tuple[int, int] = (64, 512)
+        def size(tokens: int) -> int:
+            return max(1, round(tokens * factor))
 
-    def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Return prompt and output tokens of one request."""
-        return rng.randint(*self.prompt), rng.randint(*self.output)
+        return self._with(
+            replace(
+                a,
+                prompt_tokens=size(a.prompt_tokens),
+                output_tokens=size(a.output_tokens),
+                prefix=tuple(Block(block.id, size(block.tokens)) for block in a.prefix),
+            )
+            for a in self.arrivals
+        )
 
+    def first(self, requests: int | None = None, seconds: float | None = None) -> "Workload":
+        """Return what comes first: so many requests at most, and only those before ``seconds``."""
+        arrivals = itertools.islice(self.arrivals, requests)
+        return self._with(a for a in arrivals if seconds is None or a.at < seconds)
 
-@dataclass(frozen=True, slots=True)
-class Bursts:
-    """Phases that take turns; each draws its rate, requests per second, evenly from a range."""
+    def fitting(self, tokens: int) -> "Workload":
+        """Return the workload without the requests of more tokens, prompt and output together."""
+        return self._with(a for a in self.arrivals if a.prompt_tokens + a.output_tokens <= tokens)
 
-    quiet_rate: tuple[float, float] = (2.0, 5.0)
-    burst_rate: tuple[float, float] = (10.0, 30.0)
-    quiet_seconds: float = 60.0
-    burst_seconds: float = 30.0
+    def with_priorities(self, shares: Mapping[int, float], seed: int) -> "Workload":
+        """Return the workload with priorities drawn in these proportions.
 
+        Raises:
+            ValueError: a share is negative, or all of them are 0.
+        """
+        if min(shares.values(), default=0) < 0 or not sum(shares.values()) > 0:
+            raise ValueError("the shares of priorities must not be negative, and some more than 0")
+        drawn = random.Random(seed).choices(
+            list(shares), list(shares.values()), k=len(self.arrivals)
+        )
+        return self._with(
+            replace(a, priority=priority) for a, priority in zip(self.arrivals, drawn, strict=True)
+        )
 
-def bursty(
-    seed: int,
-    *,
-    requests: int = 4000,
-    bursts: Bursts = Bursts(),
-    lengths: Lengths = Lengths(),
-) -> Workload:
-    """Return quiet phases and bursts in turn (Flying Serving, 6.1.3), Poisson within each."""
-    rng = random.Random(seed)
-    arrivals: list[Arrival] = []
-    for phase, start, end, rate in _phases(rng, bursts):
-        arrivals += [
-            Arrival(at, *lengths.draw(rng), phase=phase) for at in _poisson(rng, start, end, rate)
-        ]
-        if len(arrivals) >= requests:
-            break
-    return Workload("bursty", tuple(arrivals[:requests]))
-
-
-def _phases(rng: random.Random, bursts: Bursts) -> Iterator[tuple[Phase, float, float, float]]:
-    start = 0.0
-    while True:
-        for phase, seconds, rates in (
-            (Phase.QUIET, bursts.quiet_seconds, bursts.quiet_rate),
-            (Phase.BURST, bursts.burst_seconds, bursts.burst_rate),
-        ):
-            yield phase, start, start + seconds, rng.uniform(*rates)
-            start += seconds
-
-
-def _poisson(rng: random.Random, start: float, end: float, rate: float) -> Iterator[float]:
-    at = start + rng.expovariate(rate)
-    while at < end:
-        yield at
-        at += rng.expovariate(rate)
-
-
-def priorities(
-    seed: int,
-    *,
-    requests: int = 4000,
-    rate: tuple[float, float] = (3.0, 5.0),
-    rate_seconds: float = 30.0,
-    urgent_share: float = 0.2,
-    lengths: Lengths = Lengths(),
-) -> Workload:
-    """Return urgent requests among others (Flying Serving, 6.3); the rate is drawn again and again.
-
-    Args:
-        seed: of everything drawn.
-        requests: how many.
-        rate: bounds of the rate, requests per second.
-        rate_seconds: how long each rate is kept.
-        urgent_share: part of the requests that is urgent.
-        lengths: of the requests.
-    """
-    rng = random.Random(seed)
-    arrivals: list[Arrival] = []
-    start = 0.0
-    while len(arrivals) < requests:
-        for at in _poisson(rng, start, start + rate_seconds, rng.uniform(*rate)):
-            priority = URGENT if rng.random() < urgent_share else 0
-            arrivals.append(Arrival(at, *lengths.draw(rng), priority=priority))
-        start += rate_seconds
-    return Workload("priority", tuple(arrivals[:requests]))
+    def _with(self, arrivals: Iterator[Arrival]) -> "Workload":
+        return replace(self, arrivals=tuple(arrivals))
 
 
 def with_phases(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:

@@ -11,7 +11,9 @@ from server.errors import USAGE_EXIT_CODE, UserError
 
 COMMANDS = {
     "serve": ("server.serve", "serve a model: shoal serve [MODEL]"),
-    "bench": ("server.bench", "measure a node: shoal bench switch"),
+    "bench": ("server.bench.cli", "measure a node: shoal bench switch|gpu|serve-compare"),
+    "replay": ("server.replay", "send a workload to a server and say how it was served"),
+    "report": ("server.report", "show replays side by side"),
     "simulate": ("server.simulate", "try policies on a workload, in virtual time"),
 }
 """Subcommands: the module whose ``main(argv) -> int`` runs each, imported when it is called."""

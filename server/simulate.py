@@ -8,24 +8,28 @@ import argparse
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from loadgen import plot
+from loadgen import plot, tables
 from loadgen import report as figures
-from loadgen.traces import TraceError, read_azure
-from loadgen.workload import Workload, bursty, priorities
+from loadgen.workload import Workload
 from policies.registry import UnknownPolicyError, get_policy
 from policies.snapshot import Target
 from runtime.simulation.files import FileError, built_in, read_hardware, read_shape
 from runtime.simulation.node import Node, Run, SimulationError, simulate
 from server.errors import UserError
+from server.files import write_file
+from server.workloads import (
+    add_target_option,
+    add_workload_options,
+    read_objectives,
+    read_workload,
+)
 
 ENGINE_COUNTS = (1, 2, 4, 8)
-MADE_UP: dict[str, Callable[[int], Workload]] = {"bursty": bursty, "priority": priorities}
-"""Workloads that need no file, by the name that ``--trace`` takes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,10 +41,11 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         policies = [get_policy(name).name for name in args.policy.split(",")]
-        node = _node(args)
-        workload = _workload(args)
-        runs = [_simulate(node, policy, workload) for policy in policies]
-    except (FileError, TraceError, UnknownPolicyError) as error:
+        objectives = read_objectives(args)
+        node = _node(args, objectives)
+        workload = read_workload(args)
+        runs = [_simulate(node, policy, workload, objectives) for policy in policies]
+    except (FileError, UnknownPolicyError) as error:
         raise UserError(str(error)) from error
     except SimulationError as error:
         print(f"shoal: the simulated node failed: {error}", file=sys.stderr)
@@ -55,12 +60,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a workload in virtual time under one policy after the other.",
     )
     add = parser.add_argument
-    add(
-        "--trace",
-        required=True,
-        metavar="FILE|NAME",
-        help=f"Azure LLM inference trace (CSV), or one of {', '.join(MADE_UP)}",
-    )
     add("--policy", required=True, metavar="NAME[,NAME]", help="policies to compare")
     add("--engines", type=int, default=8, choices=ENGINE_COUNTS, help="(default: %(default)s)")
     add("--max-group", type=int, choices=ENGINE_COUNTS, help="(default: all engines)")
@@ -76,8 +75,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE|NAME",
         help=f"(default: %(default)s; built in: {', '.join(built_in('hardware'))})",
     )
-    add("--rate-scale", type=float, default=1.0, metavar="X", help="let everything come X times")
-    add("--requests", type=int, metavar="N", help="only the workload's first N requests")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: %(default)s)")
     add(
         "--max-num-batched-tokens",
@@ -86,34 +83,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="(default: %(default)s)",
     )
-    add(
-        "--target",
-        type=_target,
-        action="append",
-        metavar="PRIORITY:TTFT:TPOT",
-        help="what requests of this priority and more urgent ones are promised, in ms; repeat for "
-        "more classes (urgent ones as --target=-10:...)",
-    )
-    add("--seed", type=int, default=0, help="of workloads that are made up (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
     add("--plot", type=Path, metavar="FILE.svg", help="draw requests, layout and TTFT over time")
+    add_target_option(parser)
+    add_workload_options(parser)
     return parser
 
 
-def _target(text: str) -> Target:
-    parts = text.split(":")
-    if len(parts) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not PRIORITY:TTFT:TPOT")
-    try:
-        target = Target(int(parts[0]), float(parts[1]) / 1000, float(parts[2]) / 1000)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-    if not (target.ttft_seconds > 0 and target.tpot_seconds > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: times must be more than 0")
-    return target
-
-
-def _node(args: Namespace) -> Node:
+def _node(args: Namespace, objectives: Sequence[figures.Objective]) -> Node:
     max_group = args.max_group or args.engines
     if max_group > args.engines:
         raise UserError(f"--max-group {max_group}: there are only {args.engines} engines")
@@ -127,27 +104,13 @@ def _node(args: Namespace) -> Node:
         max_group=max_group,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        targets=tuple(sorted(args.target or (), key=lambda target: target.priority)),
+        targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
         seed=args.seed,
     )
 
 
-def _workload(args: Namespace) -> Workload:
-    if args.trace in MADE_UP:
-        workload = MADE_UP[args.trace](args.seed)
-    else:
-        workload = read_azure(Path(args.trace))
-    try:
-        workload = workload.scaled(args.rate_scale)
-    except ValueError as error:
-        raise UserError(f"--rate-scale: {error}") from error
-    if args.requests is not None and args.requests < 1:
-        raise UserError(f"--requests {args.requests}: it must be at least 1")
-    return Workload(workload.name, workload.arrivals[: args.requests])
-
-
 def _simulate(
-    node: Node, policy: str, workload: Workload
+    node: Node, policy: str, workload: Workload, objectives: Sequence[figures.Objective]
 ) -> tuple[Run, Sequence[figures.Record], figures.Report]:
     begin = time.monotonic()
     run = simulate(node, policy, workload.arrivals)
@@ -157,9 +120,7 @@ def _simulate(
         records,
         run.tokens,
         switching=_switching(run),
-        objectives=[
-            figures.Objective(t.priority, t.ttft_seconds, t.tpot_seconds) for t in node.targets
-        ],
+        objectives=objectives,
         step_errors=run.step_errors,
     )
     last = max((r.ended for r in records if r.ended is not None), default=0.0)
@@ -181,6 +142,7 @@ def _records(run: Run, workload: Workload) -> list[figures.Record]:
             finished=life.finished,
             priority=arrival.priority,
             phase=arrival.phase,
+            prompt_tokens=arrival.prompt_tokens,
         )
         for life, arrival in zip(run.lives, workload.arrivals, strict=True)
     ]
@@ -202,7 +164,7 @@ def _show(
     runs: Sequence[tuple[Run, Sequence[figures.Record], figures.Report]],
 ) -> None:
     reports = [one for _, _, one in runs]
-    print(figures.table(reports))
+    print(tables.side_by_side(reports))
     if args.json is not None:
         about = {
             "trace": workload.name,
@@ -214,20 +176,16 @@ def _show(
             "hardware": args.hardware,
         }
         content = msgspec.json.encode(figures.as_json(reports, **about))
-        _write(args.json, msgspec.json.format(content) + b"\n")
+        write_file(args.json, msgspec.json.format(content) + b"\n")
     if args.plot is not None:
         timelines = [
             plot.Timeline(
-                run.policy, records, [(at, args.engines / len(p)) for at, p in run.layouts]
+                run.policy,
+                records,
+                tokens=run.tokens,
+                widths=[(at, args.engines / len(p)) for at, p in run.layouts],
             )
             for run, records, _ in runs
         ]
         title = f"{workload.name} x {args.rate_scale:g} on {args.engines} engines"
-        _write(args.plot, plot.draw(title, timelines).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        write_file(args.plot, plot.draw(title, timelines).encode())

@@ -1,5 +1,7 @@
 """The arithmetic of reports, on requests small enough to do it by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from loadgen.report import (
@@ -11,8 +13,8 @@ from loadgen.report import (
     peak,
     quantile,
     report,
-    table,
 )
+from loadgen.tables import side_by_side, summary
 from loadgen.workload import Phase
 
 NONE = Switching(0, 0, 0.0, 0, 0)
@@ -52,13 +54,16 @@ def test_a_request_without_tokens_has_no_times() -> None:
     figures = report("p", [failed], {}, switching=NONE, objectives=[Objective(0, 9, 9)])
     everything = figures.groups["all"]
     assert (everything.finished, everything.ttft, everything.attainment) == (0, None, 0.0)
-    assert "1 did not finish" in table([figures])
+    assert "1 did not finish" in side_by_side([figures])
 
 
-def test_quantiles_are_nearest_rank() -> None:
-    values = [float(k) for k in range(1, 11)]
-    assert [quantile(values, q) for q in (0.0, 0.1, 0.5, 0.9, 0.99)] == [1, 1, 5, 9, 10]
-    assert Distribution.of([3.0, 1.0]) == Distribution(mean=2.0, p50=1.0, p90=3.0, p99=3.0)
+def test_quantiles_are_interpolated() -> None:
+    values = [float(k) for k in range(1, 12)]
+    assert [quantile(values, q) for q in (0.0, 0.05, 0.5, 0.9, 1.0)] == [1, 1.5, 6, 10, 11]
+    both = Distribution.of([3.0, 1.0])
+    assert both is not None
+    assert (both.mean, both.std, both.p50) == (2.0, 1.0, 2.0)
+    assert (both.p90, both.p99) == pytest.approx((2.8, 2.98))
     assert Distribution.of([]) is None
 
 
@@ -89,13 +94,60 @@ def test_every_priority_is_owed_what_its_class_is() -> None:
 
 
 def test_throughput() -> None:
-    records = [record(0.0, tokens=5), record(7.0, ttft=1.0, tpot=0.5, tokens=5)]
+    records = [
+        replace(record(0.0, tokens=5), prompt_tokens=100),
+        replace(record(7.0, ttft=1.0, tpot=0.5, tokens=5), prompt_tokens=50),
+        replace(record(1.0, tokens=3), finished=False, prompt_tokens=50),
+    ]
     figures = report("p", records, {0: 10.0, 1: 30.0, 9: 5.0}, switching=NONE)
     assert figures.peak_throughput == 40.0 / 5
-    assert figures.mean_throughput == 10 / (10.0 - 0.0)
+    assert figures.duration == 10.0
+    # Only of the requests that finished.
+    assert (figures.prompt_tokens, figures.output_tokens) == (150, 10)
+    assert figures.request_throughput == 2 / 10.0
+    assert figures.output_throughput == 10 / 10.0
+    assert figures.total_throughput == 160 / 10.0
+    assert report("p", records, {}, duration=20.0).output_throughput == 10 / 20.0
+
+
+def test_the_best_window_need_not_start_with_the_clocks_own_fives() -> None:
     assert peak({}) == 0.0
     assert peak({3: 10.0, 4: 10.0, 8: 5.0}) == 4.0
-    # Windows need not start with the clock's own fives.
+    assert peak({3: 10.0, 7: 10.0}) == 4.0
+
+
+def test_times_are_those_of_requests_that_finished() -> None:
+    records = [record(ttft=1.0), replace(record(ttft=9.0), finished=False)]
+    everything = report("p", records, {}).groups["all"]
+    assert everything.ttft is not None
+    assert everything.ttft.mean == 1.0
+    assert everything.e2el is not None
+    assert everything.e2el.mean == 3.0
+
+
+def test_itls_of_all_requests_are_one_distribution() -> None:
+    records = [replace(record(), itls=[0.1, 0.2]), replace(record(), itls=[0.9])]
+    itl = report("p", records, {}).groups["all"].itl
+    assert itl is not None
+    assert itl.mean == pytest.approx(0.4)
+    assert itl.p50 == pytest.approx(0.2)
+
+
+def test_goodput_is_attainment_as_a_rate() -> None:
+    records = [record(ttft=1.0), record(ttft=9.0)]
+    figures = report("p", records, {}, objectives=[Objective(0, 2.0, 9.0)], duration=4.0)
+    assert figures.groups["all"].attainment == 0.5
+    assert figures.groups["all"].goodput == 0.25
+
+
+def test_a_summary_names_what_failed() -> None:
+    records = [record(), replace(record(), finished=False)]
+    text = summary(report("p", records, {}), {"ok": 1, "expired_504": 1})
+    assert "Successful requests:                     1" in text
+    assert "Failed requests:                         1" in text
+    assert "  expired_504:                           1" in text
+    assert "P90 E2EL (ms):                           3000.00" in text
+    assert "goodput" not in text
 
 
 def test_json_and_table_show_the_same_report() -> None:
@@ -105,7 +157,7 @@ def test_json_and_table_show_the_same_report() -> None:
     assert content["trace"] == "t"
     assert content["reports"][0]["groups"]["all"]["ttft"]["p90"] == 1.0
     assert content["reports"][0]["switching"]["moved"] == 9
-    text = table([one])
+    text = side_by_side([one])
     assert "flying" in text
     assert "dp 25.0%" in text
     assert "25.0" in text  # 0.1 s over 4 switches, in ms
@@ -113,9 +165,9 @@ def test_json_and_table_show_the_same_report() -> None:
 
 def test_nothing_served_is_no_error() -> None:
     empty = report("p", [], {}, switching=NONE)
-    assert empty.mean_throughput == 0.0
+    assert empty.output_throughput == 0.0
     assert empty.groups["all"].requests == 0
-    assert table([empty])
+    assert side_by_side([empty])
 
 
 @pytest.mark.parametrize("late", [True, False])

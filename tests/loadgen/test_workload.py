@@ -1,52 +1,8 @@
-"""Made-up workloads are what their parameters say, and the same for the same seed."""
+"""Workloads are cut and changed as one asks, and bursts are found in them."""
 
 import pytest
 
-from loadgen.workload import (
-    URGENT,
-    Arrival,
-    Bursts,
-    Lengths,
-    Phase,
-    Workload,
-    bursty,
-    priorities,
-    with_phases,
-)
-
-
-def test_seed_decides_everything() -> None:
-    assert bursty(1, requests=200) == bursty(1, requests=200)
-    assert bursty(1, requests=200) != bursty(2, requests=200)
-    assert priorities(1, requests=200) == priorities(1, requests=200)
-
-
-def test_bursty_alternates_between_its_rates() -> None:
-    arrivals = bursty(3).arrivals
-    assert len(arrivals) == 4000
-    assert [a.at for a in arrivals] == sorted(a.at for a in arrivals)
-    for cycle in range(3):
-        quiet = [a for a in arrivals if 90 * cycle <= a.at < 90 * cycle + 60]
-        burst = [a for a in arrivals if 90 * cycle + 60 <= a.at < 90 * cycle + 90]
-        assert {a.phase for a in quiet} == {Phase.QUIET}
-        assert {a.phase for a in burst} == {Phase.BURST}
-        # Within four standard deviations of a Poisson count at the bounds of the rates.
-        assert 2 * 60 - 44 < len(quiet) < 5 * 60 + 70
-        assert 10 * 30 - 70 < len(burst) < 30 * 30 + 120
-
-
-def test_lengths_stay_within_their_bounds() -> None:
-    lengths = Lengths(prompt=(10, 12), output=(1, 1))
-    arrivals = bursty(0, requests=300, bursts=Bursts(quiet_seconds=5.0), lengths=lengths).arrivals
-    assert {a.prompt_tokens for a in arrivals} == {10, 11, 12}
-    assert {a.output_tokens for a in arrivals} == {1}
-
-
-def test_part_of_the_requests_is_urgent() -> None:
-    arrivals = priorities(0, requests=2000, urgent_share=0.25).arrivals
-    urgent = sum(a.priority == URGENT for a in arrivals)
-    assert {a.priority for a in arrivals} == {0, URGENT}
-    assert urgent / len(arrivals) == pytest.approx(0.25, abs=0.04)
+from loadgen.workload import Arrival, Block, Phase, Workload, with_phases
 
 
 def test_scaling_moves_arrivals_together() -> None:
@@ -56,6 +12,36 @@ def test_scaling_moves_arrivals_together() -> None:
     for factor in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="cannot be scaled"):
             workload.scaled(factor)
+
+
+def test_resizing_keeps_what_prompts_share() -> None:
+    prefix = (Block("a", 512), Block("b", 512))
+    workload = Workload("w", (Arrival(1.0, 600, 3, prefix=prefix), Arrival(1.0, 1, 1)))
+    first, second = workload.resized(0.25).arrivals
+    assert (first.prompt_tokens, first.output_tokens) == (150, 1)
+    assert first.prefix == (Block("a", 128), Block("b", 128))
+    assert (second.prompt_tokens, second.output_tokens) == (1, 1)
+    with pytest.raises(ValueError, match="cannot be scaled"):
+        workload.resized(0.0)
+
+
+def test_a_workload_can_be_cut() -> None:
+    workload = Workload("w", tuple(Arrival(float(t), 10 * t + 1, 9) for t in range(5)))
+    assert workload.first() == workload
+    assert len(workload.first(requests=2).arrivals) == 2
+    assert [a.at for a in workload.first(seconds=2.0).arrivals] == [0.0, 1.0]
+    assert [a.prompt_tokens for a in workload.fitting(20).arrivals] == [1, 11]
+
+
+def test_priorities_come_in_their_shares() -> None:
+    workload = Workload("w", tuple(Arrival(float(t), 1, 1) for t in range(4000)))
+    mixed = workload.with_priorities({-10: 1.0, 5: 3.0}, seed=0)
+    urgent = sum(a.priority == -10 for a in mixed.arrivals)
+    assert urgent / 4000 == pytest.approx(0.25, abs=0.03)
+    assert mixed == workload.with_priorities({-10: 1.0, 5: 3.0}, seed=0)
+    for shares in ({}, {0: 0.0}, {0: 2.0, 1: -1.0}):
+        with pytest.raises(ValueError, match="shares"):
+            workload.with_priorities(shares, seed=0)
 
 
 def test_phases_follow_the_rate() -> None:

@@ -27,7 +27,7 @@ def test_policies_are_shown_side_by_side(
     assert "static-dp" in out
     assert "priority -10" in out
     content = json.loads(figures.read_text())
-    assert [one["policy"] for one in content["reports"]] == ["static-dp", "static-tp"]
+    assert [one["run"] for one in content["reports"]] == ["static-dp", "static-tp"]
     assert content["requests"] == 60
     for one in content["reports"]:
         assert one["groups"]["all"]["finished"] == 60

@@ -41,16 +41,15 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``shoal bench`` and return the exit code.
+    """Run ``shoal bench switch`` and return the exit code.
 
     Raises:
         UserError: the arguments are not valid.
     """
     parser = argparse.ArgumentParser(
-        prog="shoal bench",
-        description="Measure a node. Other options are those of 'shoal serve'.",
+        prog="shoal bench switch",
+        description="Time idle binds and releases. Other options are those of 'shoal serve'.",
     )
-    parser.add_argument("what", choices=["switch"])
     parser.add_argument("--switches", type=int, default=200, help="binds to measure (default: 200)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--system", choices=["fake", "real"], help="measure only this one")

@@ -2,21 +2,21 @@
 
 import pytest
 
-from server import bench
+from server.bench import switch
 from server.errors import UserError
 
 
 def test_quantiles_are_nearest_ranks() -> None:
     values = [float(value) for value in range(200, 0, -1)]
-    assert bench.quantiles(values) == {"p50": 100.0, "p99": 198.0}
+    assert switch.quantiles(values) == {"p50": 100.0, "p99": 198.0}
 
 
 def test_the_only_value_is_every_quantile() -> None:
-    assert bench.quantiles([3.0]) == {"p50": 3.0, "p99": 3.0}
+    assert switch.quantiles([3.0]) == {"p50": 3.0, "p99": 3.0}
 
 
 def test_the_table_shows_milliseconds_beside_the_decode_step() -> None:
-    figures = bench.Figures(
+    figures = switch.Figures(
         system="fake",
         engines=2,
         switches=5,
@@ -24,10 +24,10 @@ def test_the_table_shows_milliseconds_beside_the_decode_step() -> None:
         release={"p50": 0.0005, "p99": 0.002},
         decode_step={"dp": 0.004, "tp2": 0.003},
     )
-    row = bench.table([figures]).splitlines()[1]
+    row = switch.table([figures]).splitlines()[1]
     assert " ".join(row.split()) == "fake 2 5 1.00 2.50 0.50 2.00 dp 4.00, tp2 3.00"
 
 
 def test_a_run_needs_a_switch() -> None:
     with pytest.raises(UserError, match="--switches 0"):
-        bench.main(["switch", "--switches", "0"])
+        switch.main(["--switches", "0"])

@@ -1,0 +1,114 @@
+"""What a client counted, beside what the server counted in its own metrics."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadgen.client import Client, ClientError
+from loadgen.exchange import Exchange, Outcome
+
+METRICS_PATH = "/metrics"
+_SUMMED = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+)
+_SUCCESS = ("stop", "length")
+_SHOAL_OUTCOMES = {
+    Outcome.OK: "finished",
+    Outcome.EXPIRED_504: "expired",
+    Outcome.REFUSED_503: "pool_full",
+    Outcome.REFUSED_429: "caller_full",
+}
+"""Of a request that was answered: what Shoal counts it as."""
+
+
+@dataclass(frozen=True)
+class ServerCounters:
+    """Counters of a server at one moment, over all its engines."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    succeeded: int = 0
+    """Requests that were not aborted."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """``shoal_requests_total`` by outcome; nothing of other servers."""
+
+    def since(self, before: "ServerCounters") -> "ServerCounters":
+        """Return what was counted between two moments."""
+        return ServerCounters(
+            self.prompt_tokens - before.prompt_tokens,
+            self.output_tokens - before.output_tokens,
+            self.succeeded - before.succeeded,
+            Counter({name: count - before.outcomes[name] for name, count in self.outcomes.items()}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """One thing that both sides counted."""
+
+    name: str
+    client: int
+    server: int
+    exact: bool = True
+    """False: the server may have counted more, of requests that broke off."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both counted the same."""
+        return self.client == self.server if self.exact else self.client <= self.server
+
+    def __str__(self) -> str:
+        verdict = "agrees" if self.agrees else "DIFFERS"
+        relation = "" if self.exact else " (or more: requests broke off)"
+        return f"{self.name:<24}{self.client:>12}{self.server:>12}  {verdict}{relation}"
+
+
+async def read_counters(client: Client) -> ServerCounters:
+    """Return the server's counters.
+
+    Raises:
+        ClientError: it has no metrics, or none that Prometheus would read.
+    """
+    text = await client.ask_text("GET", METRICS_PATH)
+    try:
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    except ValueError as error:
+        raise ClientError(f"{METRICS_PATH} is not in Prometheus' format: {error}") from error
+    sums: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
+    for sample in samples:
+        if sample.name == "shoal_requests_total":
+            outcomes[sample.labels["outcome"]] += int(sample.value)
+        elif sample.name in _SUMMED and sample.labels.get("finished_reason", "stop") in _SUCCESS:
+            sums[sample.name] += int(sample.value)
+    prompt_tokens, output_tokens, succeeded = (sums[name] for name in _SUMMED)
+    return ServerCounters(prompt_tokens, output_tokens, succeeded, outcomes)
+
+
+def compare(exchanges: Sequence[Exchange], server: ServerCounters) -> list[Count]:
+    """Return what both sides counted of a run.
+
+    Args:
+        exchanges: every request of the run.
+        server: what the server counted meanwhile.
+    """
+    ended = Counter(exchange.outcome for exchange in exchanges)
+    answered = [exchange for exchange in exchanges if exchange.outcome is Outcome.OK]
+    # Of any other request only the server knows what it computed, unless it refused it at once.
+    exact = all(exchange.outcome in _SHOAL_OUTCOMES for exchange in exchanges)
+    prompt_tokens = sum(exchange.counted_prompt for exchange in answered)
+    output_tokens = sum(exchange.counted_output for exchange in answered)
+    return [
+        Count("requests", ended[Outcome.OK], server.succeeded),
+        Count("prompt tokens", prompt_tokens, server.prompt_tokens, exact),
+        Count("output tokens", output_tokens, server.output_tokens, exact),
+        *(
+            Count(f"requests {name}", ended[outcome], server.outcomes[name])
+            for outcome, name in _SHOAL_OUTCOMES.items()
+            if server.outcomes
+        ),
+    ]

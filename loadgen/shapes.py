@@ -1,0 +1,176 @@
+"""Made-up workloads: endless arrivals from a seed, of which a workload is the beginning."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from loadgen.workload import Arrival, Phase, Workload
+
+URGENT = -10
+"""Priority of the urgent requests of ``priority``; all others have 0."""
+DEFAULT_REQUESTS = 4000
+"""Requests of a workload that is not told how long to be."""
+
+Range = tuple[float, float]
+"""Bounds, included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of made-up requests, drawn evenly between bounds that are included."""
+
+    prompt: tuple[int, int] = (128, 2048)
+    output: tuple[int, int] = (64, 512)
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Return prompt and output tokens of one request."""
+        return rng.randint(*self.prompt), rng.randint(*self.output)
+
+
+def poisson(
+    rng: random.Random, lengths: Lengths = Lengths(), *, rate: float = 4.0
+) -> Iterator[Arrival]:
+    """Yield a Poisson process of ``rate`` requests per second."""
+    return gamma(rng, lengths, rate=rate, burstiness=1.0)
+
+
+def gamma(
+    rng: random.Random,
+    lengths: Lengths = Lengths(),
+    *,
+    rate: float = 4.0,
+    burstiness: float = 0.25,
+) -> Iterator[Arrival]:
+    """Yield arrivals whose distances are gamma distributed.
+
+    Args:
+        rng: of everything drawn.
+        lengths: of the requests.
+        rate: mean, requests per second.
+        burstiness: the gamma distribution's shape, as in ``vllm bench serve``: 1 is a Poisson
+            process, less is burstier, more is more even.
+    """
+    at = 0.0
+    while True:
+        at += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+        yield Arrival(at, *lengths.draw(rng))
+
+
+def ramp(
+    rng: random.Random,
+    lengths: Lengths = Lengths(),
+    *,
+    rate: Range = (1.0, 10.0),
+    ramp_seconds: float = 300.0,
+) -> Iterator[Arrival]:
+    """Yield a Poisson process whose rate goes from one value to another, and stays there.
+
+    Args:
+        rng: of everything drawn.
+        lengths: of the requests.
+        rate: the first and the last, requests per second.
+        ramp_seconds: how long it takes.
+    """
+    first, last = rate
+    highest = max(rate)
+    for at in _poisson(rng, 0.0, math.inf, highest):
+        now = first + (last - first) * min(1.0, at / ramp_seconds)
+        # Thinning: of a process at the highest rate, keep the part that the rate of the moment is.
+        if rng.random() * highest < now:
+            yield Arrival(at, *lengths.draw(rng))
+
+
+def bursty(
+    rng: random.Random,
+    lengths: Lengths = Lengths(),
+    *,
+    rate: Range = (2.0, 5.0),
+    burst_rate: Range = (10.0, 30.0),
+    quiet_seconds: float = 60.0,
+    burst_seconds: float = 30.0,
+) -> Iterator[Arrival]:
+    """Yield quiet phases and bursts in turn (Flying Serving, 6.1.3), Poisson within each.
+
+    Args:
+        rng: of everything drawn.
+        lengths: of the requests.
+        rate: bounds of a quiet phase's rate, requests per second.
+        burst_rate: bounds of a burst's rate.
+        quiet_seconds: how long a quiet phase lasts.
+        burst_seconds: how long a burst lasts.
+    """
+    start = 0.0
+    phases = ((Phase.QUIET, quiet_seconds, rate), (Phase.BURST, burst_seconds, burst_rate))
+    for phase, seconds, rates in itertools.cycle(phases):
+        for at in _poisson(rng, start, start + seconds, rng.uniform(*rates)):
+            yield Arrival(at, *lengths.draw(rng), phase=phase)
+        start += seconds
+
+
+def priority(
+    rng: random.Random,
+    lengths: Lengths = Lengths(),
+    *,
+    rate: Range = (3.0, 5.0),
+    rate_seconds: float = 30.0,
+    urgent_share: float = 0.2,
+) -> Iterator[Arrival]:
+    """Yield urgent requests among others (Flying Serving, 6.3); the rate is drawn again and again.
+
+    Args:
+        rng: of everything drawn.
+        lengths: of the requests.
+        rate: bounds of the rate, requests per second.
+        rate_seconds: how long each rate is kept.
+        urgent_share: part of the requests that is urgent.
+    """
+    for k in itertools.count():
+        start = k * rate_seconds
+        for at in _poisson(rng, start, start + rate_seconds, rng.uniform(*rate)):
+            urgent = rng.random() < urgent_share
+            yield Arrival(at, *lengths.draw(rng), priority=URGENT if urgent else 0)
+
+
+SHAPES: dict[str, Callable[..., Iterator[Arrival]]] = {
+    shape.__name__: shape for shape in (poisson, gamma, ramp, bursty, priority)
+}
+"""The shapes by name; each takes the source of randomness, lengths, and settings of its own."""
+
+
+def make_up(
+    shape: str,
+    seed: int,
+    *,
+    requests: int | None = None,
+    seconds: float | None = None,
+    lengths: Lengths = Lengths(),
+    **settings: Any,
+) -> Workload:
+    """Return the beginning of a shape: what comes before either bound, if any is given.
+
+    Args:
+        shape: a key of ``SHAPES``.
+        seed: of everything drawn.
+        requests: how many at most; ``DEFAULT_REQUESTS`` if ``seconds`` is not given either.
+        seconds: when to end.
+        lengths: of the requests.
+        settings: of the shape.
+    """
+    if requests is None and seconds is None:
+        requests = DEFAULT_REQUESTS
+    end = math.inf if seconds is None else seconds
+    endless = SHAPES[shape](random.Random(seed), lengths, **settings)
+    arrivals = itertools.takewhile(
+        lambda arrival: arrival.at < end, itertools.islice(endless, requests)
+    )
+    return Workload(shape, tuple(arrivals))
+
+
+def _poisson(rng: random.Random, start: float, end: float, rate: float) -> Iterator[float]:
+    at = start + rng.expovariate(rate)
+    while at < end:
+        yield at
+        at += rng.expovariate(rate)

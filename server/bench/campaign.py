@@ -1,0 +1,166 @@
+"""Runs systems one after the other on the same devices, each started once for all of it."""
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadgen.workload import Workload
+from server.bench import facts
+from server.bench.client import Client
+from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench, switch
+from server.bench.process import ServerFailedError, ServerProcess, free_port
+from server.bench.results import Results, ResultsFile, SystemResults
+from server.bench.serving import serve_workload
+from server.bench.systems import CHECK, SERVED_NAME, System
+
+SETTLE_SECONDS = 20.0
+"""How long the driver may take to give back a server's memory."""
+LEFT_GIB = 1.0
+"""Memory that may be in use on a GPU without a server."""
+
+Step = Callable[[Client], Awaitable[Any]]
+"""One measure of a system that is up, in whatever layouts it needs."""
+
+
+def say(line: str) -> None:
+    """Tell the user how far things are."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A comparison under way.
+
+    Attributes:
+        systems: to measure, in this order.
+        measures: names of the measures to take; a system takes those that apply to it.
+        workloads: open-loop workloads by the name of their measure.
+        policy: what decides Shoal's layout under a workload.
+        results: what is known, added to.
+        file: where that is written.
+        logs: directory of the servers' logs.
+        step_seconds: no system is started with less time left.
+    """
+
+    systems: Sequence[System]
+    measures: Sequence[str]
+    workloads: Mapping[str, Workload]
+    policy: str
+    results: Results
+    file: ResultsFile
+    logs: Path
+    step_seconds: float = 0.0
+
+    async def run(self, budget_seconds: float) -> bool:
+        """Measure what is missing; return whether nothing is left.
+
+        Ends when the budget is spent, whatever runs then; what was measured is kept.
+        """
+        deadline = time.monotonic() + budget_seconds
+        for system in self.systems:
+            steps = self._missing(system)
+            if not steps:
+                continue
+            left = deadline - time.monotonic()
+            if left < self.step_seconds:
+                say(f"{system.name}: {left:.0f} s are left, too few to start it: run again")
+                return False
+            try:
+                async with asyncio.timeout(left):
+                    await self._measure(system, steps)
+            except TimeoutError:
+                say(f"{system.name}: the budget is spent: run again")
+                return False
+        return not any(self._missing(system) for system in self.systems)
+
+    def _missing(self, system: System) -> dict[str, Step]:
+        steps = {name: self._step(system, name) for name in self.measures}
+        applying = {name: step for name, step in steps.items() if step is not None}
+        return {n: applying[n] for n in self.results.missing(system.name, applying)}
+
+    def _step(self, system: System, name: str) -> Step | None:
+        """Return what takes this measure of this system, None if it does not apply."""
+        if system.name == CHECK and name != "numerics":
+            return None
+        if name in IN_LAYOUTS:
+            return lambda client: self._in_layouts(client, system, name)
+        if name in OF_SWITCHES:
+            if not system.switches or len(system.layouts[0].units) == 1:
+                return None
+            return lambda client: OF_SWITCHES[name](client, system, self.results.sizes)
+        return lambda client: serve_workload(client, system, self.workloads[name], self.policy)
+
+    async def _in_layouts(self, client: Client, system: System, name: str) -> dict[str, Any]:
+        found = {}
+        for layout in system.layouts:
+            if system.switches:
+                await switch(client, layout, "sequential")
+            bench = Bench(client, system, layout, self.results.sizes, random.Random(layout.name))
+            found[layout.name] = await IN_LAYOUTS[name](bench)
+        if system.switches:
+            await switch(client, system.layouts[0], "sequential")
+        return found
+
+    async def _measure(self, system: System, steps: Mapping[str, Step]) -> None:
+        """Start the system, take the steps, end it. A step that fails is noted; others go on."""
+        await _devices_idle()
+        port = free_port()
+        log = self.logs / f"{system.name}.log"
+        kept = self.results.systems.setdefault(system.name, SystemResults([]))
+        kept.command, kept.failures = system.argv(port), {}
+        kept.memory["before"] = facts.gpu_memory()
+        say(f"{system.name}: starting, see {log}")
+        # Shoal keeps vLLM's log to errors by default; the figures of the start are in it.
+        environment = {"VLLM_LOGGING_LEVEL": "INFO", **os.environ}
+        server = ServerProcess(kept.command, log, environment)
+        try:
+            async with Client(f"http://127.0.0.1:{port}", SERVED_NAME) as client:
+                seconds = await server.wait_until_ready(client, system.ready_path)
+                say(f"{system.name}: ready after {seconds:.1f} s")
+                kept.starts.append({"seconds": seconds, **facts.read_log(server.output)})
+                kept.memory["ready"] = facts.gpu_memory()
+                for name, step in steps.items():
+                    await self._take(kept, system, server, client, name, step)
+                kept.memory["end"] = facts.gpu_memory()
+        except ServerFailedError as error:
+            say(f"{system.name}: {error}")
+            kept.failures["server"] = str(error)
+        finally:
+            server.stop()
+            self.file.write(self.results)
+
+    async def _take(
+        self,
+        kept: SystemResults,
+        system: System,
+        server: ServerProcess,
+        client: Client,
+        name: str,
+        step: Step,
+    ) -> None:
+        begin = time.monotonic()
+        try:
+            kept.measures[name] = await step(client)
+        except Exception as error:  # noqa: BLE001 - noted, whatever it is: the others go on
+            server.check_alive()
+            kept.failures[name] = f"{type(error).__name__}: {error}"
+            say(f"{system.name}: {name} failed: {kept.failures[name]}")
+        else:
+            say(f"{system.name}: {name} took {time.monotonic() - begin:.1f} s")
+        self.file.write(self.results)
+
+
+async def _devices_idle() -> None:
+    """Wait until the GPUs, if there are any, hold no more than a driver's own memory."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while max(facts.gpu_memory() or [0.0]) > LEFT_GIB:
+        if time.monotonic() > deadline:
+            say(f"GPU memory is in use before the start: {facts.gpu_memory()} GiB")
+            return
+        await asyncio.sleep(1.0)

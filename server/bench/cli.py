@@ -1,0 +1,30 @@
+"""``shoal bench``: finds what is to be measured."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+BENCHMARKS = {
+    "switch": ("server.bench.switch", "idle binds and releases, fake and real engines"),
+    "gpu": (
+        "server.bench.compare",
+        "static DP and static TP of stock vLLM, and Shoal, side by side",
+    ),
+    "serve-compare": ("server.bench.compare", "the same three systems under open-loop workloads"),
+}
+"""Benchmarks: the module that runs each, and what it measures."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal bench`` and return the exit code.
+
+    Raises:
+        UserError: the arguments are not valid.
+    """
+    parser = argparse.ArgumentParser(prog="shoal bench", description="Measure a node.")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (_, summary) in BENCHMARKS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    benchmark = parser.parse_args(argv[:1]).benchmark
+    module = importlib.import_module(BENCHMARKS[benchmark][0])
+    return int(module.main(argv if benchmark != "switch" else argv[1:]))

@@ -1,0 +1,204 @@
+"""The benchmark's HTTP client: prompts are token ids, answers as long as was asked for."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+DP_RANK_HEADER = "X-data-parallel-rank"
+"""vLLM's: the engine of a static DP server that shall run the request."""
+
+KEEP_ALIVE_SECONDS = 3.0
+"""Less than the 5 s after which the servers close a connection that is not used."""
+
+Prompt = Sequence[int]
+"""Token ids."""
+
+
+class RequestFailedError(RuntimeError):
+    """A server did not do what it was asked for; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generated answer. Times are ``time.perf_counter`` seconds."""
+
+    sent: float
+    ended: float
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    """Of a stream: when a chunk came, and the output tokens until then."""
+    unit: str | None = None
+    """Where Shoal ran it: its engines."""
+    layout: str | None = None
+
+    @property
+    def first(self) -> float:
+        """When the first token was there; that of the whole answer if it was not streamed."""
+        return self.progress[0][0] if self.progress else self.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a model thinks of a prompt, and how it goes on greedily."""
+
+    logprobs: list[float]
+    """Of every token of the prompt but the first."""
+    best: list[int]
+    """The likeliest token at each of these positions."""
+    generated: list[int]
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    usage: _Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class Client:
+    """Requests to one server that serves one model.
+
+    Args:
+        address: base URL.
+        model: name to ask for.
+    """
+
+    def __init__(self, address: str, model: str) -> None:
+        self._model = model
+        self.address = address
+
+    async def __aenter__(self) -> Self:
+        # Any number at once, for as long as they take.
+        self._http = aiohttp.ClientSession(
+            self.address,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def generate(
+        self, prompt: Prompt, tokens: int, *, stream: bool = False, rank: int | None = None
+    ) -> Answer:
+        """Have exactly ``tokens`` tokens generated greedily, on engine ``rank`` if it is given.
+
+        Raises:
+            RequestFailedError: the server refused, or generated another number of tokens.
+            aiohttp.ClientError: the server cannot be reached.
+        """
+        body: dict[str, Any] = self._body(prompt, tokens)
+        if stream:
+            usage = {"include_usage": True, "continuous_usage_stats": True}
+            body |= {"stream": True, "stream_options": usage}
+        content = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        if rank is not None:
+            headers[DP_RANK_HEADER] = str(rank)
+        progress: list[tuple[float, int]] = []
+        sent = time.perf_counter()
+        async with self._http.post("/v1/completions", data=content, headers=headers) as response:
+            await _check(response)
+            if stream:
+                count = await _read_stream(response, progress)
+            else:
+                count = _count(await response.read())
+            ended = time.perf_counter()
+        if count != tokens:
+            raise RequestFailedError(f"asked for {tokens} tokens, got {count}")
+        unit, layout = (response.headers.get(f"x-shoal-{name}") for name in ("unit", "layout"))
+        return Answer(sent, ended, progress, unit, layout)
+
+    async def score(self, prompt: Prompt, tokens: int) -> Scores:
+        """Return the log probabilities of a prompt, and ``tokens`` tokens that follow it greedily.
+
+        Raises:
+            RequestFailedError: the server refused, or does not tell.
+        """
+        body = self._body(prompt, tokens) | {"prompt_logprobs": 1, "return_token_ids": True}
+        choice = (await self.call("POST", "/v1/completions", body))["choices"][0]
+        positions: list[dict[str, dict[str, Any]] | None] | None = choice.get("prompt_logprobs")
+        if positions is None or len(positions) != len(prompt):
+            raise RequestFailedError("the answer has not the log probabilities of the prompt")
+        told = [
+            (position, str(token))
+            for position, token in zip(positions, prompt, strict=True)
+            if position is not None
+        ]
+        return Scores(
+            logprobs=[position[token]["logprob"] for position, token in told],
+            best=[
+                int(next(t for t, p in position.items() if p["rank"] == 1)) for position, _ in told
+            ],
+            generated=list(choice["token_ids"]),
+        )
+
+    async def call(self, method: str, path: str, body: object = None) -> Any:
+        """Return the JSON that a route answers with.
+
+        Raises:
+            RequestFailedError: its status is not 200.
+        """
+        async with self._http.request(method, path, json=body) as response:
+            await _check(response)
+            return await response.json()
+
+    async def is_up(self, path: str) -> bool:
+        """Return whether a route answers with 200."""
+        try:
+            async with self._http.get(path) as response:
+                return response.status == HTTPStatus.OK
+        except aiohttp.ClientError:
+            return False
+
+    def _body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status != HTTPStatus.OK:
+        text = " ".join((await response.text()).split())
+        raise RequestFailedError(f"{response.url.path} answered {response.status}: {text[:300]}")
+
+
+async def _read_stream(response: aiohttp.ClientResponse, progress: list[tuple[float, int]]) -> int:
+    """Note when the answer grew; return its tokens."""
+    count = 0
+    async for line in response.content:
+        if not line.startswith(b"data: {"):
+            continue
+        now = time.perf_counter()
+        chunk = _decode_chunk(line[len(b"data: ") :])
+        if chunk.error is not None:
+            raise RequestFailedError(f"the stream ended with {chunk.error.get('message')}")
+        if chunk.usage is not None and chunk.usage.completion_tokens > count:
+            count = chunk.usage.completion_tokens
+            progress.append((now, count))
+    return count
+
+
+def _count(body: bytes) -> int:
+    usage = _decode_chunk(body).usage
+    return usage.completion_tokens if usage is not None else 0

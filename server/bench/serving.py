@@ -1,0 +1,124 @@
+"""How one system serves an open-loop workload: what the load generator saw, in figures."""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from loadgen.client import Client as LoadClient
+from loadgen.client import Settings as LoadSettings
+from loadgen.exchange import Exchange
+from loadgen.prompts import Prompts
+from loadgen.replay import Replay, Run
+from loadgen.report import Distribution, Record, peak
+from loadgen.workload import Phase, Workload
+from server.bench.client import Client, RequestFailedError
+from server.bench.measures import FIRST_TOKEN_ID, POLL_SECONDS, SMALLEST_VOCABULARY, switch
+from server.bench.systems import SERVED_NAME, System
+
+WARM_UP_REQUESTS = 8
+PATIENCE_SECONDS = 10.0
+
+
+class _Clock:
+    """The event loop's time."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def serve_workload(
+    client: Client, system: System, workload: Workload, policy: str
+) -> dict[str, Any]:
+    """Have a system serve a workload, Shoal under ``policy``, and return the figures.
+
+    Raises:
+        RequestFailedError: a request did not get all of its tokens.
+    """
+    await _warm_up(client)
+    if system.switches:
+        await client.call("POST", "/admin/policy", {"policy": policy})
+    settings = LoadSettings(client.address)
+    ids = range(FIRST_TOKEN_ID, SMALLEST_VOCABULARY)
+    async with LoadClient(settings, time.perf_counter) as load_client:
+        load_client.model = SERVED_NAME
+        run = await Replay(load_client, Prompts(ids, seed=0), workload, _Clock()).run()
+    if system.switches:
+        await client.call("POST", "/admin/policy", {"policy": "manual"})
+        await _switch_back(client, system)
+    return _figures(run)
+
+
+async def _switch_back(client: Client, system: System) -> None:
+    """Go to the system's first layout, once a switch that the policy began is over."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            await switch(client, system.layouts[0], "sequential")
+            return
+        except RequestFailedError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _warm_up(client: Client) -> None:
+    prompt = range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + 16)
+    await asyncio.gather(*(client.generate(prompt, 4) for _ in range(WARM_UP_REQUESTS)))
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    failed = [e for e in run.exchanges if e.outcome != "ok"]
+    if failed:
+        raise RequestFailedError(
+            f"{len(failed)} of {run.planned} requests failed, the first: "
+            f"{failed[0].outcome} {failed[0].error}"
+        )
+    switching = run.log.switching()
+    return {
+        "groups": groups([exchange.record() for exchange in run.exchanges]),
+        "peak_throughput": peak(tokens_by_second(run.exchanges)),
+        "seconds": run.duration,
+        "latest_request": max((exchange.lag for exchange in run.exchanges), default=0.0),
+        "client_lag": asdict_or_none(Distribution.of(run.loop_lags)),
+        "switching": asdict_or_none(switching),
+        "layouts": Counter(exchange.layout or "-" for exchange in run.exchanges),
+    }
+
+
+def groups(records: Sequence[Record]) -> dict[str, Any]:
+    """Return TTFT and TPOT of all requests, and of each phase and priority if there are several."""
+    found = {"all": list(records)}
+    phases = [phase for phase in Phase if any(r.phase is phase for r in records)]
+    for phase in phases if len(phases) > 1 else ():
+        found[phase.value] = [r for r in records if r.phase is phase]
+    priorities = {record.priority for record in records}
+    for priority in sorted(priorities) if len(priorities) > 1 else ():
+        found[f"priority {priority}"] = [r for r in records if r.priority == priority]
+    return {
+        name: {
+            "requests": len(group),
+            "ttft": asdict_or_none(Distribution.of(t for r in group if (t := r.ttft) is not None)),
+            "tpot": asdict_or_none(Distribution.of(t for r in group if (t := r.tpot) is not None)),
+        }
+        for name, group in found.items()
+    }
+
+
+def tokens_by_second(exchanges: Sequence[Exchange]) -> dict[int, float]:
+    """Return the output tokens of every second; those of one request are alike in each chunk."""
+    found: defaultdict[int, float] = defaultdict(float)
+    for exchange in exchanges:
+        for at in exchange.chunk_times:
+            found[int(at)] += exchange.counted_output / len(exchange.chunk_times)
+    return found
+
+
+def asdict_or_none(value: Any) -> dict[str, Any] | None:
+    """Return a dataclass's fields; None of None."""
+    return None if value is None else asdict(value)

@@ -1,0 +1,152 @@
+"""The systems that are compared: how each is started, and the layouts in which it is measured."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+SERVED_NAME = "bench"
+PORT = "{port}"
+"""Stands for the server's port in a command."""
+
+STOCK_DP, STOCK_TP, SHOAL, CHECK = "stock-dp", "stock-tp", "shoal", "shoal-check"
+"""Names of the systems; the last serves another, real checkpoint, for numerics alone."""
+COMPARED = (STOCK_DP, STOCK_TP, SHOAL)
+CHECK_MODEL_LEN = 1024
+"""Longest context of the real checkpoint: small ones take no more than a few thousand."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What all servers are started with alike."""
+
+    shape: str
+    """As the user named it."""
+    engines: int
+    """GPUs of the node."""
+    dtype: str
+    quantization: str | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    prefix_caching: bool
+    api_servers: int
+    options: tuple[str, ...]
+    """More options for every server."""
+    shoal_options: tuple[str, ...] = ()
+    """More options for Shoal alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way in which a system's units stand while it is measured."""
+
+    name: str
+    """``dp`` or ``tp<p>``."""
+    units: tuple[tuple[int, ...], ...]
+    """Engines of every unit."""
+    pinned: bool = False
+    """Whether a request can be sent to a unit: by its rank. Else the server places it."""
+
+    @property
+    def partition(self) -> list[list[int]]:
+        """The units as ``POST /admin/layout`` takes them."""
+        return [list(unit) for unit in self.units]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One server."""
+
+    name: str
+    command: tuple[str, ...]
+    """``PORT`` stands for the port."""
+    layouts: tuple[Layout, ...]
+    """The first is the one it starts in."""
+    switches: bool = False
+    """Whether it changes its layout: it is Shoal."""
+
+    @property
+    def ready_path(self) -> str:
+        """Route that answers 200 once the server takes requests."""
+        return "/ready" if self.switches else "/health"
+
+    def argv(self, port: int) -> list[str]:
+        """Return the command that serves on ``port``."""
+        return [word.replace(PORT, str(port)) for word in self.command]
+
+
+def dp_layout(engines: int, *, pinned: bool) -> Layout:
+    """Return the layout in which every engine is alone."""
+    return Layout("dp", tuple((engine,) for engine in range(engines)), pinned and engines > 1)
+
+
+def tp_layout(engines: int) -> Layout:
+    """Return the layout in which all engines are one unit."""
+    return Layout(f"tp{engines}", (tuple(range(engines)),))
+
+
+def all_systems(settings: Settings, model: str, check_model: str | None = None) -> list[System]:
+    """Return the systems in the order in which they are measured.
+
+    Args:
+        settings: of all of them.
+        model: directory of the model, whose weights are made up.
+        check_model: directory of a real checkpoint, on which Shoal's layouts shall agree.
+    """
+    engines = settings.engines
+    dummy = ["--load-format", "dummy", *_quantization(settings)]
+    check = ["--max-model-len", str(CHECK_MODEL_LEN)]
+    shoal_layouts = (dp_layout(engines, pinned=False), tp_layout(engines))
+    found = [
+        System(
+            STOCK_DP,
+            _stock(settings, model, [*dummy, "--data-parallel-size", str(engines)]),
+            (dp_layout(engines, pinned=True),),
+        ),
+        System(
+            STOCK_TP,
+            _stock(settings, model, [*dummy, "--tensor-parallel-size", str(engines)]),
+            (tp_layout(engines),),
+        ),
+        System(SHOAL, _shoal(settings, model, dummy), shoal_layouts, switches=True),
+    ]
+    if check_model is not None:
+        found.append(
+            System(CHECK, _shoal(settings, check_model, check), shoal_layouts, switches=True)
+        )
+    return found
+
+
+def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
+    run = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    # As Shoal has it: requests of one priority keep their order, urgent ones go first.
+    priority = ["--scheduling-policy", "priority"]
+    return (*run, *_common(settings), *own, *priority, *settings.options)
+
+
+def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
+    run = [sys.executable, "-m", "server.cli", "serve", model, "--policy", "manual"]
+    engines = ["--engines", str(settings.engines)]
+    return (
+        *(*run, *_common(settings), *own, *engines),
+        *(*settings.options, *settings.shoal_options),
+    )
+
+
+def _quantization(settings: Settings) -> list[str]:
+    return ["--quantization", settings.quantization] if settings.quantization else []
+
+
+def _common(settings: Settings) -> list[str]:
+    caching = "" if settings.prefix_caching else "no-"
+    return [
+        *("--host", "127.0.0.1", "--port", PORT, "--served-model-name", SERVED_NAME),
+        *("--api-server-count", str(settings.api_servers), "--dtype", settings.dtype),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
+        *("--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"),
+        *("--seed", "0", "--disable-uvicorn-access-log", f"--{caching}enable-prefix-caching"),
+    ]

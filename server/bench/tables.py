@@ -1,0 +1,258 @@
+"""The Markdown report of a comparison: ratios to stock vLLM first, then what they are made of."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.bench.agreement import agreements
+from server.bench.memory import GpuMemory, gpu_memory, kv_tokens
+from server.bench.results import Results, SystemResults
+from server.bench.serving_tables import serving_sections
+from server.bench.systems import SHOAL, STOCK_DP, STOCK_TP
+from server.bench.text import MISSING, ms, number, ratio, rows
+
+Figure = float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of the four columns: what it is, and how it is printed."""
+
+    name: str
+    stock_dp: Figure
+    stock_tp: Figure
+    shoal_dp: Figure
+    shoal_tp: Figure
+    show: Callable[[Figure], str]
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        figures = (self.stock_dp, self.stock_tp, self.shoal_dp, self.shoal_tp)
+        ratios = (ratio(self.shoal_dp, self.stock_dp), ratio(self.shoal_tp, self.stock_tp))
+        return [self.name, *(self.show(figure) for figure in figures), *ratios]
+
+
+def markdown(results: Results) -> str:
+    """Return the report of whatever has been measured."""
+    sections = [
+        _head(results),
+        _section("Ratios to stock vLLM", _ratio_table(results)),
+        _section("Memory per GPU, GiB", _memory_table(results)),
+        _section("Start-up", _startup_table(results)),
+        _section("Switches", _switch_table(results)),
+        _section("Numerics", _numerics_table(results)),
+        *serving_sections(results),
+        _section("Failures", _failures(results)),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _head(results: Results) -> str:
+    settings, about = results.settings, results.environment
+    gpus = about.get("gpus") or []
+    machine = f"{len(gpus)} x {gpus[0]}, driver {about.get('driver')}" if gpus else "no GPU"
+    packages = ", ".join(f"{k} {v}" for k, v in about.get("packages", {}).items())
+    facts = (
+        f"{machine}; Python {about.get('python')}, {packages}. {settings.dtype}, quantisation "
+        f"{settings.quantization or 'none'}, random weights; max_model_len "
+        f"{settings.max_model_len}, max_num_seqs {settings.max_num_seqs}, max_num_batched_tokens "
+        f"{settings.max_num_batched_tokens}, gpu_memory_utilization "
+        f"{settings.gpu_memory_utilization:g}, prefix caching "
+        f"{'on' if settings.prefix_caching else 'off'}, {settings.api_servers} front ends"
+        f"{''.join(f', {option}' for option in settings.options)}. The same for every system."
+    )
+    variables = ", ".join(f"`{k}={v}`" for k, v in about.get("variables", {}).items())
+    title = f"# {settings.shape} on {settings.engines} GPUs: stock vLLM and Shoal"
+    return f"{title}\n\n{facts}\n\nEnvironment: {variables or 'nothing set'}."
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"## {title}", "", *lines]) if lines else ""
+
+
+# --- ratios ---------------------------------------------------------------------------------------
+
+
+def _ratio_table(results: Results) -> list[str]:
+    if not results.systems:
+        return []
+    tp = f"TP{results.settings.engines}"
+    head = ["", "stock DP", f"stock {tp}", "Shoal DP", f"Shoal {tp}", "DP ratio", f"{tp} ratio"]
+    return rows(head, [row.cells for row in ratio_rows(results)])
+
+
+def ratio_rows(results: Results) -> Iterator[Row]:
+    """Yield the rows of the first table."""
+    for batch in results.sizes.batches:
+        name = f"TPOT, {batch} per unit, ms"
+        yield _row(results, name, ("decode", str(batch), "tpot"), ms)
+    for tokens in results.sizes.prompts:
+        name = f"TTFT, {tokens} tokens, ms"
+        yield _row(results, name, ("prefill", str(tokens), "ttft"), ms)
+    rate = ("saturation", "output_tokens_per_second")
+    yield _row(results, "output tokens/s, all batches full", rate, number)
+    engines = results.settings.engines
+    dp, shoal_dp = (_kv(results, name, 1) for name in (STOCK_DP, SHOAL))
+    tp, shoal_tp = (_kv(results, name, engines) for name in (STOCK_TP, SHOAL))
+    node, shoal_node = (None if one is None else one * engines for one in (dp, shoal_dp))
+    yield Row("KV cache of the node, tokens", node, tp, shoal_node, shoal_tp, number)
+    yield Row("longest context of a unit, tokens", dp, tp, shoal_dp, shoal_tp, number)
+    dp, tp, shoal = (_start(results, name) for name in (STOCK_DP, STOCK_TP, SHOAL))
+    yield Row("start-up, s (Shoal: of all layouts)", dp, tp, shoal, shoal, number)
+
+
+def _row(results: Results, name: str, path: Sequence[str], show: Callable[[Figure], str]) -> Row:
+    """Return the row of a figure: the measure's name, then keys within what it found."""
+    tp = f"tp{results.settings.engines}"
+
+    def of(system: str, layout: str) -> Figure:
+        found: Any = _measure(results, system, path[0]).get(layout, {})
+        for key in path[1:]:
+            found = found.get(key, {})
+        return float(found) if isinstance(found, int | float) else None
+
+    columns = ((STOCK_DP, "dp"), (STOCK_TP, tp), (SHOAL, "dp"), (SHOAL, tp))
+    dp, tp_stock, shoal_dp, shoal_tp = (of(system, layout) for system, layout in columns)
+    return Row(name, dp, tp_stock, shoal_dp, shoal_tp, show)
+
+
+def _measure(results: Results, system: str, measure: str) -> dict[str, Any]:
+    kept = results.systems.get(system)
+    return kept.measures.get(measure, {}) if kept is not None else {}
+
+
+def _kv(results: Results, system: str, degree: int) -> Figure:
+    kept = results.systems.get(system)
+    return None if kept is None else kv_tokens(kept, degree)
+
+
+def _start(results: Results, system: str) -> Figure:
+    kept = results.systems.get(system)
+    return kept.starts[-1]["seconds"] if kept is not None and kept.starts else None
+
+
+# --- memory, start-up -----------------------------------------------------------------------------
+
+
+def _memory_table(results: Results) -> list[str]:
+    found = {name: gpu_memory(results, name) for name in (STOCK_DP, STOCK_TP, SHOAL)}
+    measured = {name: memory for name, memory in found.items() if memory is not None}
+    if not measured:
+        return []
+    base = measured.get(STOCK_DP)
+    table = rows(
+        ["", "in use", "weights", "KV", "graphs", "rest", "beyond weights and KV", "over stock DP"],
+        [_memory_cells(name, memory, base) for name, memory in measured.items()],
+    )
+    note = (
+        "In use is the fullest GPU's by nvidia-smi, when ready. Weights and graphs are what vLLM "
+        "logs, of all layouts; KV is the tokens' bytes. The rest is CUDA contexts, communicators, "
+        "runner buffers, workspaces and what torch holds in reserve: not told apart."
+    )
+    return [*table, "", note]
+
+
+def _memory_cells(name: str, memory: GpuMemory, base: GpuMemory | None) -> list[str]:
+    figures = (memory.used, memory.weights, memory.kv, memory.graphs, memory.rest, memory.overhead)
+    over = None
+    if base is not None and base.overhead is not None and memory.overhead is not None:
+        over = memory.overhead - base.overhead
+    return [name, *(number(figure) for figure in figures), number(over)]
+
+
+def _startup_table(results: Results) -> list[str]:
+    found = [
+        [name, f"{number(position)}", number(start["seconds"]), _phases(start)]
+        for name, kept in results.systems.items()
+        for position, start in enumerate(kept.starts, 1)
+    ]
+    return rows(["", "start", "ready after s", "phases, s"], found) if found else []
+
+
+def _phases(start: dict[str, Any]) -> str:
+    """Return the phases of the slowest engine that reports them, else those of vLLM's log."""
+    if start.get("phases"):
+        slowest = max(start["phases"].values(), key=lambda phases: phases.get("up", 0.0))
+        return ", ".join(f"{name} {seconds:.1f}" for name, seconds in slowest.items())
+    names = (
+        ("load", "model_seconds"),
+        ("compile", "compile_seconds"),
+        ("graphs", "graph_seconds"),
+        ("init engine", "init_seconds"),
+    )
+    found = [(name, max(start[key])) for name, key in names if start.get(key)]
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in found) or MISSING
+
+
+# --- switches, numerics, failures -----------------------------------------------------------------
+
+
+def _switch_table(results: Results) -> list[str]:
+    idle = _measure(results, SHOAL, "switch-idle")
+    loaded = _measure(results, SHOAL, "switch-loaded")
+    found = [
+        ("bind, idle", idle.get("bind")),
+        ("release, idle", idle.get("release")),
+        ("bind, every engine decoding", loaded.get("bind")),
+        ("release, every engine decoding", loaded.get("release")),
+        ("decision to the client's first token, decoding", loaded.get("decision_to_first_token")),
+        ("such a token from an idle group", loaded.get("first_token_when_idle")),
+    ]
+    present = [(name, spread) for name, spread in found if spread]
+    if not present:
+        return []
+    table = rows(
+        ["", "p50 ms", "p99 ms", "max ms"],
+        [[n, *(ms(s[q]) for q in ("p50", "p99", "max"))] for n, s in present],
+    )
+    if not loaded:
+        return table
+    each = ", ".join(f"engine {unit}: {n}" for unit, n in loaded["running"].items())
+    note = (
+        f"Decoding: {each}; {loaded['served_by_the_group']} of {loaded['switches']} groups ran the "
+        "request that waited for them. The first TP step began at most the fifth row after the "
+        "decision, and at least the fifth less the sixth; the step that was in flight took "
+        f"{ms(_in_flight(results))} ms (TPOT of the DP layout at that batch)."
+    )
+    return [*table, "", note]
+
+
+def _in_flight(results: Results) -> Figure:
+    found = _measure(results, SHOAL, "decode").get("dp", {}).get(str(results.sizes.load))
+    return None if found is None else float(found["tpot"])
+
+
+def _numerics_table(results: Results) -> list[str]:
+    found = [
+        [
+            f"{one.first} and {one.second}",
+            f"{one.largest:.2e}",
+            f"{one.spread:.2e}",
+            f"{one.same_best:.2%}",
+            f"{one.same_generated:.0%}",
+        ]
+        for one in agreements(results)
+    ]
+    head = [
+        "",
+        "largest difference of a log probability",
+        "standard deviation of these",
+        "same likeliest token",
+        "same greedy answers",
+    ]
+    note = (
+        "Random weights are so small that a layer adds next to nothing to its input: agreement on "
+        "them says little of attention and MLPs. The rows of shoal-check are of real weights."
+    )
+    return [*rows(head, found), "", note] if found else []
+
+
+def _failures(results: Results) -> list[str]:
+    return list(_failure_lines(results.systems.items()))
+
+
+def _failure_lines(systems: Iterable[tuple[str, SystemResults]]) -> Iterator[str]:
+    for system, kept in systems:
+        for measure, reason in kept.failures.items():
+            yield f"- {system}, {measure}: {reason}"

@@ -1,0 +1,96 @@
+"""The client's counts are held against the server's, exactly where that can be."""
+
+import time
+
+import pytest
+from aiohttp import web
+
+from loadgen.client import Client, ClientError, Settings
+from loadgen.counters import Count, ServerCounters, compare, read_counters
+from loadgen.exchange import Exchange, Outcome
+from loadgen.workload import Arrival
+from tests.loadgen.stand_in import stand_in
+
+METRICS = """\
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 10.0
+vllm:prompt_tokens_total{engine="1",model_name="m"} 5.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 7.0
+# TYPE vllm:request_success_total counter
+vllm:request_success_total{engine="0",finished_reason="length"} 2.0
+vllm:request_success_total{engine="1",finished_reason="stop"} 1.0
+vllm:request_success_total{engine="1",finished_reason="abort"} 1.0
+# TYPE shoal_requests_total counter
+shoal_requests_total{outcome="finished"} 3.0
+shoal_requests_total{outcome="expired"} 1.0
+"""
+
+
+async def read(text: str) -> ServerCounters:
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    async with stand_in() as server:
+        server.routes["/metrics"] = metrics
+        async with Client(Settings(server.url), time.monotonic) as client:
+            return await read_counters(client)
+
+
+async def test_counters_are_summed_over_engines() -> None:
+    counters = await read(METRICS)
+    assert (counters.prompt_tokens, counters.output_tokens, counters.succeeded) == (15, 7, 3)
+    assert counters.outcomes == {"finished": 3, "expired": 1}
+    nothing = counters.since(counters)
+    assert (nothing.prompt_tokens, nothing.output_tokens, nothing.succeeded) == (0, 0, 0)
+    assert set(nothing.outcomes.values()) == {0}
+
+
+async def test_what_is_not_prometheus_is_refused() -> None:
+    with pytest.raises(ClientError, match="not in Prometheus' format"):
+        await read("{}")
+
+
+def exchange(outcome: Outcome, tokens: int = 4) -> Exchange:
+    one = Exchange(0, Arrival(0.0, 5, tokens), outcome=outcome)
+    if outcome is Outcome.OK:
+        one.prompt_tokens, one.output_tokens = 5, tokens
+    return one
+
+
+def differing(exchanges: list[Exchange], server: ServerCounters) -> list[str]:
+    return [count.name for count in compare(exchanges, server) if not count.agrees]
+
+
+async def test_equal_counts_agree_and_each_difference_is_named() -> None:
+    server = await read(METRICS)
+    exchanges = [exchange(Outcome.OK, tokens) for tokens in (4, 2, 1)]
+    exchanges.append(exchange(Outcome.EXPIRED_504))
+    assert differing(exchanges, server) == []
+    assert differing(exchanges[:-1], server) == ["requests expired"]
+    assert differing([*exchanges, exchange(Outcome.REFUSED_503)], server) == ["requests pool_full"]
+    exchanges[0].output_tokens = 3
+    assert differing(exchanges, server) == ["output tokens"]
+    exchanges[0].prompt_tokens = 6
+    assert differing(exchanges, server) == ["prompt tokens", "output tokens"]
+
+
+async def test_a_request_that_broke_off_may_have_cost_the_server_more() -> None:
+    server = await read(METRICS)
+    exchanges = [exchange(Outcome.OK, tokens) for tokens in (2, 1, 1)]
+    exchanges.append(exchange(Outcome.EXPIRED_504))
+    assert differing(exchanges, server) == ["output tokens"]
+    assert differing([*exchanges, exchange(Outcome.CANCELLED)], server) == []
+    more = [*exchanges, exchange(Outcome.CANCELLED), exchange(Outcome.OK, 9)]
+    assert "output tokens" in differing(more, server)
+
+
+async def test_other_servers_have_no_outcomes() -> None:
+    server = await read("\n".join(METRICS.splitlines()[:9]))
+    names = [count.name for count in compare([], server)]
+    assert names == ["requests", "prompt tokens", "output tokens"]
+
+
+def test_a_difference_is_plain_to_see() -> None:
+    assert str(Count("requests", 3, 4)).endswith("DIFFERS")
+    assert "agrees (or more" in str(Count("requests", 3, 4, exact=False))

@@ -1,0 +1,121 @@
+"""From arguments to systems, and which results may be taken up."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from server.bench import cli, compare
+from server.bench.model import kv_bytes_per_token, read_shape, write_model
+from server.bench.systems import PORT, Settings, all_systems
+from server.errors import UserError
+
+GPU = ("gpu", "--model-shape", "llama-3-8b", "--engines", "2", "--systems", "stock-dp")
+
+
+def test_all_systems_get_the_same_settings() -> None:
+    settings = Settings(
+        shape="llama-3-8b",
+        engines=4,
+        dtype="bfloat16",
+        quantization="fp8",
+        max_model_len=8192,
+        max_num_seqs=128,
+        max_num_batched_tokens=4096,
+        gpu_memory_utilization=0.8,
+        prefix_caching=False,
+        api_servers=4,
+        options=("--block-size", "32"),
+        shoal_options=("--max-group", "2"),
+    )
+    dp, tp, shoal, check = all_systems(settings, "/m", "/c")
+    common = (
+        *("--dtype bfloat16", "--max-model-len 8192", "--max-num-seqs 128", "--block-size 32"),
+        *("--max-num-batched-tokens 4096", "--gpu-memory-utilization 0.8", "--quantization fp8"),
+        *("--load-format dummy", "--no-enable-prefix-caching", "--api-server-count 4"),
+    )
+    for system in (dp, tp, shoal):
+        assert all(option in " ".join(system.command) for option in common), system.name
+    assert "--data-parallel-size 4" in " ".join(dp.command)
+    assert "--tensor-parallel-size 4" in " ".join(tp.command)
+    assert "--engines 4" in " ".join(shoal.command)
+    assert "--max-group" not in tp.command
+    assert "/c" in check.command
+    assert "dummy" not in check.command
+    assert dp.argv(81)[dp.command.index(PORT)] == "81"
+
+
+def test_a_run_without_time_starts_nothing_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main([*GPU, "--out", str(tmp_path), "--budget-seconds", "0", "--enforce-eager"])
+    assert code == compare.INCOMPLETE_EXIT_CODE
+    assert "run again" in capsys.readouterr().err
+    assert "--enforce-eager" in (tmp_path / "report.md").read_text()
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_results_of_other_settings_are_not_taken_up(tmp_path: Path) -> None:
+    arguments = [*GPU, "--out", str(tmp_path), "--budget-seconds", "0"]
+    cli.main(arguments)
+    cli.main(arguments)
+    with pytest.raises(UserError, match="results of other settings"):
+        cli.main([*arguments, "--max-num-seqs", "8"])
+    with pytest.raises(UserError, match="results of other sizes"):
+        cli.main([*arguments, "--switches", "8"])
+
+
+def test_results_of_another_workload_are_not_mixed_in(tmp_path: Path) -> None:
+    arguments = ["serve-compare", *GPU[1:], "--out", str(tmp_path), "--budget-seconds", "0"]
+    cli.main(arguments)
+    path = tmp_path / "results.json"
+    found = msgspec.json.decode(path.read_bytes())
+    found["systems"] = {"stock-dp": {"command": [], "measures": {"bursty": {}}}}
+    path.write_bytes(msgspec.json.encode(found))
+    with pytest.raises(UserError, match="another workload bursty"):
+        cli.main([*arguments, "--rate-scale", "bursty=2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model-shape", "gpt-5"], "--model-shape gpt-5: No such file"),
+        (["--measures", "trace"], "needs --trace"),
+        (["--saturation", "1,2"], "--saturation"),
+        (["--policy", "fish"], "no policy 'fish'"),
+        (["--trace", "none.csv"], "cannot read none.csv"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        cli.main([*GPU, "--out", str(tmp_path), *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--measures", "fish"],
+        ["--rate-scale", "fish=1"],
+        ["--rate-scale", "0"],
+        ["--duration", "bursty=long"],
+    ],
+)
+def test_what_no_option_can_mean_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*GPU, "--out", str(tmp_path), *arguments])
+
+
+def test_kv_bytes_are_those_of_all_layers() -> None:
+    # Llama-3-8B: 32 layers, 8 KV heads of 128, keys and values of two bytes.
+    assert kv_bytes_per_token(read_shape("llama-3-8b")) == 2 * 32 * 8 * 128 * 2
+    assert kv_bytes_per_token(read_shape("llama-3-8b"), "fp8") == 2 * 32 * 8 * 128
+    assert kv_bytes_per_token(read_shape("qwen-2.5-32b")) == 2 * 64 * 8 * 128 * 2
+
+
+def test_a_model_without_weights_has_a_tokenizer_of_every_byte(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_model(tmp_path, read_shape("llama-3-8b"))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode("Zoë, 東京\n").ids) == "Zoë, 東京\n"
+    assert tokenizer.decode([100_000]) == ""

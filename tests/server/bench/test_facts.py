@@ -1,0 +1,52 @@
+"""What is read out of servers' logs, and what of the environment is recorded."""
+
+from server.bench import facts
+
+DP0, DP1 = "(EngineCore_DP0 pid=7) INFO 11-20 ", "(EngineCore_DP1 pid=8) INFO 11-20 "
+KV = "Maximum concurrency for 32,768 tokens per request: 27.05x"
+STOCK = "\n".join(
+    [
+        DP0 + "[a.py:1] Model loading took 14.99 GiB memory and 2.150000 seconds",
+        DP0 + "[a.py:2] torch.compile took 21.50 s in total",
+        DP0 + "[a.py:3] Available KV cache memory: 108.20 GiB",
+        DP0 + f"[a.py:4] GPU KV cache size: 886,352 tokens, {KV}",
+        DP0 + "[a.py:5] Graph capturing finished in 8 secs, took 0.62 GiB",
+        DP0 + "[a.py:6] init engine (profile, create kv cache, warmup model) took 41.20 s "
+        "(compilation: 21.50 s)",
+        DP1 + f"[a.py:4] GPU KV cache size: 886,336 tokens, {KV}",
+    ]
+)
+SHOAL = """\
+  engine 0 up after 82.4 s (communicators 3.1 s, tp2 views 0.0 s, dp core 40.2 s)
+  engine 1 up after 83.0 s (communicators 3.1 s, weights 2.0 s)
+"""
+
+
+def test_every_figure_of_a_log_is_read_in_order() -> None:
+    found = facts.read_log(STOCK)
+    assert found["kv_tokens"] == [886352.0, 886336.0]
+    assert found["model_gib"] == [14.99]
+    assert found["model_seconds"] == [2.15]
+    assert found["compile_seconds"] == [21.5]
+    assert found["available_kv_gib"] == [108.2]
+    assert found["graph_gib"] == [0.62]
+    assert found["graph_seconds"] == [8.0]
+    assert found["init_seconds"] == [41.2]
+    assert found["phases"] == {}
+
+
+def test_graphs_are_added_up_over_the_layouts_of_a_process() -> None:
+    line = "(shoal engine {} runner pid={}) INFO Graph capturing finished in 8 secs, took {} GiB\n"
+    log = line.format(0, 4, 0.5) + line.format(0, 4, 0.75) + line.format(1, 5, 0.5)
+    assert facts.read_log(log)["graph_gib_by_process"] == {"4": 1.25, "5": 0.5}
+
+
+def test_phases_are_read_by_engine() -> None:
+    found = facts.read_log(SHOAL)["phases"]
+    assert found["0"] == {"up": 82.4, "communicators": 3.1, "tp2 views": 0.0, "dp core": 40.2}
+    assert found["1"]["weights"] == 2.0
+
+
+def test_variables_are_recorded_without_credentials() -> None:
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_API_KEY": "s3cret", "HOME": "/root"}
+    assert facts.recorded(variables) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
