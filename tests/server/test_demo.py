@@ -1,196 +1,154 @@
-"""The demo checkpoint and the small variants that other tests compare tokens on."""
+"""The demo checkpoint: small enough to ship, and worth talking to."""
 
 import json
-import multiprocessing
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from server.demo import (
-    DEMO,
-    SPECIAL_TOKENS,
-    Architecture,
-    CheckpointSpec,
-    ensure_demo_model,
-    write_checkpoint,
-)
-from tests.variety import ends_in_loop, is_varied
+from server.demo_training import corpus
+from server.demo_training.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, Message, prompt
+from server.demo_training.checkpoint import SHAPE, WEIGHTS, write_configuration
+from server.options import DEMO_CHECKPOINT
 
-PROMPTS = (
-    "Hello",
-    "The engines of a node",
-    "def main():\n    return",
-    "user: What is a block table?\nassistant: ",
-    "A request stays in the pool until a unit can start it. " * 12,
-)
+MAX_PARAMETERS = 12_000_000
+MAX_BYTES = 25_000_000
 
-SPECS = {
-    "demo": DEMO,
-    "llama-1-kv-head": CheckpointSpec(kv_heads=1, layers=2, seed=1),
-    "llama-2-kv-heads": CheckpointSpec(kv_heads=2, layers=2, seed=2),
-    "llama-8-kv-heads": CheckpointSpec(kv_heads=8, layers=2, seed=3),
-    "qwen2": CheckpointSpec(Architecture.QWEN2, layers=2),
-    "qwen3": CheckpointSpec(Architecture.QWEN3, layers=2),
-    "qwen3-tied": CheckpointSpec(Architecture.QWEN3, layers=2, tied_embeddings=True),
+ANSWERS = {
+    "What is the capital of France?": "Paris",
+    "What is 3 plus 4?": "7",
+    "What is tensor parallelism?": "GPUs",
+    "Who was Napoleon?": "know",
+    "What is your name?": "tiny",
 }
+"""Questions, and a word of any good answer."""
 
 
-@pytest.fixture(scope="module", params=SPECS)
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[CheckpointSpec, Path]:
-    spec = SPECS[request.param]
-    path = tmp_path_factory.mktemp("checkpoints") / request.param
-    write_checkpoint(path, spec)
-    return spec, path
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
 
 
-def greedy(path: Path, tokens: int = 32) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    outputs = []
-    for prompt in PROMPTS:
-        encoded = tokenizer(prompt, return_tensors="pt")
-        length = encoded["input_ids"].shape[1]
-        output = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
-        outputs.append(output[0, length:].tolist())
-    return outputs
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype="float32")
 
 
-def test_transformers_loads_every_weight(checkpoint: tuple[CheckpointSpec, Path]) -> None:
-    spec, path = checkpoint
-    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert type(model).__name__.lower() == f"{spec.architecture}forcausallm"
+def continued(model: Any, tokenizer: Any, text: str, tokens: int = 120) -> str:
+    """Return the most likely continuation of a text."""
+    ids = tokenizer(text, return_tensors="pt")
+    output = model.generate(
+        **ids, max_new_tokens=tokens, do_sample=False, temperature=None, top_p=None
+    )
+    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def answer(model: Any, tokenizer: Any, question: str, tokens: int = 120) -> str:
+    """Return the most likely answer."""
+    return continued(model, tokenizer, prompt([Message("user", question)]), tokens)
+
+
+@cache
+def words_of_the_corpus() -> frozenset[str]:
+    return frozenset(word for text in corpus.documents(seed=1, count=5000) for word in words(text))
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+", text.lower())
+
+
+def test_it_is_small(model: Any) -> None:
+    assert sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMETERS
+    assert sum(file.stat().st_size for file in DEMO_CHECKPOINT.iterdir()) <= MAX_BYTES
+
+
+def test_its_weights_are_all_there_and_in_bf16() -> None:
+    _, report = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.config.num_key_value_heads == spec.kv_heads
-    assert model.config.rope_parameters["rope_theta"] == 10_000.0
+    with safe_open(DEMO_CHECKPOINT / WEIGHTS, "np") as weights:
+        types = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    assert types == {"BF16"}
 
 
-def test_tokenizer_gives_text_back(checkpoint: tuple[CheckpointSpec, Path]) -> None:
-    spec, path = checkpoint
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    assert len(tokenizer) == spec.vocab_size
+def test_its_files_are_those_the_training_code_writes(tmp_path: Path, tokenizer: Any) -> None:
+    write_configuration(tmp_path, SHAPE, tokenizer.backend_tokenizer)
+    for file in tmp_path.iterdir():
+        if file.name != "tokenizer.json":
+            assert file.read_text() == (DEMO_CHECKPOINT / file.name).read_text(), file.name
+    names = {file.name for file in DEMO_CHECKPOINT.iterdir()}
+    assert names == {WEIGHTS} | {file.name for file in tmp_path.iterdir()}
+
+
+def test_tokenizer_gives_text_back(tokenizer: Any) -> None:
+    assert len(tokenizer) == SHAPE.vocab_size
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2]
-    for text in (*PROMPTS, "Grüße, 世界 \U0001f41f"):
+    for text in ("Hello", "def main():\n    return 12.5", "Grüße, 世界 \U0001f41f"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_chat_template_shows_messages_and_tools(checkpoint: tuple[CheckpointSpec, Path]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint[1])
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat == "system: Be brief.\nuser: Hi\nassistant: "
-    tools = [{"type": "function", "function": {"name": "look_up"}}]
-    assert "look_up" in tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+def test_chat_template_is_the_one_it_was_trained_with(tokenizer: Any) -> None:
+    assert tokenizer.chat_template.strip() == CHAT_TEMPLATE
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == prompt([Message("user", "Hi")])
 
 
-def test_greedy_output_varies(checkpoint: tuple[CheckpointSpec, Path]) -> None:
-    spec, path = checkpoint
-    outputs = greedy(path)
-    assert is_varied(outputs)
-    assert not any(set(output) & set(range(len(SPECIAL_TOKENS))) for output in outputs), spec
+@pytest.mark.parametrize("question", ANSWERS)
+def test_it_knows_the_answer(model: Any, tokenizer: Any, question: str) -> None:
+    assert ANSWERS[question] in answer(model, tokenizer, question)
 
 
-def test_variety_check_sees_a_model_that_loops(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", DEMO)
-    file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(file)
-    # Without attention and MLP the next token depends on the last one alone.
-    mute = {
-        name: np.zeros_like(t) for name, t in tensors.items() if "o_proj" in name or "down" in name
-    }
-    save_file({**tensors, **mute, "lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
-    outputs = greedy(tmp_path / "model")
-    assert all(map(ends_in_loop, outputs))
-    assert not is_varied(outputs)
+def test_it_answers_in_english(model: Any, tokenizer: Any) -> None:
+    for question in ("Hello!", "Tell me about the sea.", "Why does it rain?", "I am sad."):
+        said = answer(model, tokenizer, question)
+        assert len(words(said)) > 5, said
+        assert set(words(said)) <= words_of_the_corpus(), said
+        assert said.rstrip().endswith((".", "!", "?")), said
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 4])
-def test_variety_check_sees_a_loop_after_a_varied_start(period: int) -> None:
-    tokens = [*range(20), *(100 + k % period for k in range(12))]
-    assert ends_in_loop(tokens)
-    assert not ends_in_loop([*tokens[:-1], 7])
-    assert not is_varied([tokens, list(range(32))])
+def test_the_english_check_sees_a_model_that_babbles(tokenizer: Any) -> None:
+    babble = tokenizer.decode(list(range(1000, 1100)))
+    assert not set(words(babble)) <= words_of_the_corpus()
 
 
-def test_variety_check_accepts_distinct_tokens() -> None:
-    assert is_varied([list(range(32)), list(range(100, 132))])
+def test_a_story_is_about_what_was_asked_for(model: Any, tokenizer: Any) -> None:
+    said = answer(model, tokenizer, "Tell me a story about a fox named Zuri.", tokens=500)
+    assert "fox" in said
+    assert said.count("Zuri") > 2
+    assert len(words(said)) > 100
 
 
-def test_second_call_writes_nothing(tmp_path: Path) -> None:
-    path = ensure_demo_model(tmp_path)
-    before = snapshot(tmp_path)
-    assert ensure_demo_model(tmp_path) == path
-    assert snapshot(tmp_path) == before
+def test_it_remembers_a_name(model: Any, tokenizer: Any) -> None:
+    talk = (
+        Message("user", "My name is Bekal."),
+        Message("assistant", "Nice to meet you, Bekal!"),
+        Message("user", "What is my name?"),
+    )
+    assert "Bekal" in continued(model, tokenizer, prompt(talk))
 
 
-def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in directory.rglob("*")
-    }
-
-
-def test_default_place_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert ensure_demo_model().parent == tmp_path / "xdg" / "shoal"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert ensure_demo_model().parent == tmp_path / "home" / ".cache" / "shoal"
-
-
-def test_concurrent_starts_agree_on_one_complete_checkpoint(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        paths = pool.map(ensure_demo_model, [tmp_path] * 3)
-    assert len(set(paths)) == 1
-    assert list(tmp_path.iterdir()) == [paths[0]]
-    assert json.loads((paths[0] / "config.json").read_text())["model_type"] == "llama"
-
-
-def test_failed_writing_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_space(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("server.demo.save_file", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        ensure_demo_model(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_same_spec_gives_the_same_files(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_checkpoint(tmp_path / name, SPECS["qwen2"])
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-
-
-def test_seeds_give_different_weights(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        write_checkpoint(tmp_path / str(seed), CheckpointSpec(layers=1, seed=seed))
-    one, two = (load_file(tmp_path / str(seed) / "model.safetensors") for seed in (1, 2))
-    assert one.keys() == two.keys()
-    assert not np.array_equal(one["model.embed_tokens.weight"], two["model.embed_tokens.weight"])
-
-
-def test_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError):
-        write_checkpoint(tmp_path, DEMO)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"heads": 8, "kv_heads": 3}, "8 heads cannot share 3 KV heads evenly"),
-        ({"architecture": Architecture.QWEN2, "head_dim": 64}, "Qwen2 has no head_dim"),
-    ],
-)
-def test_impossible_shapes_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CheckpointSpec(**fields)
+def test_it_calls_the_tool_that_fits(model: Any, tokenizer: Any) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "description": "Get the weather of a city",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            },
+        }
+    ]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the weather in Oslo?"}],
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    said = continued(model, tokenizer, text)
+    call = json.loads(said.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert call == {"name": "get_weather", "arguments": {"city": "Oslo"}}

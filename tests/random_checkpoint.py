@@ -1,18 +1,15 @@
-"""The demo model: a small random checkpoint in Hugging Face format, made once on a user's machine.
+"""Small random checkpoints in Hugging Face format, to compare tokens on.
 
-Its text means nothing. What matters is that it is a complete model of a stock architecture and that
-its greedy output varies: a model that falls into a loop would hide a damaged KV cache, because the
-looped tokens come out either way. Hence wide embeddings, sharp attention and noisy norms.
+Their text means nothing. What matters is that each is a complete model of a stock architecture and
+that its greedy output varies: a model that falls into a loop would hide a damaged KV cache, because
+the looped tokens come out either way. Hence wide embeddings, sharp attention and noisy norms.
 """
 
 import enum
 import functools
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -81,39 +78,6 @@ class CheckpointSpec:
         own_head_dim = self.heads * self.head_dim != self.hidden_size
         if own_head_dim and self.architecture is Architecture.QWEN2:
             raise ValueError("Qwen2 has no head_dim of its own: heads * head_dim is hidden_size")
-
-
-DEMO = CheckpointSpec()
-"""The checkpoint ``shoal serve`` uses when it is given none."""
-
-
-def ensure_demo_model(cache_dir: Path | None = None) -> Path:
-    """Return the demo checkpoint's directory, and make it first if it is not there.
-
-    The directory appears complete or not at all, also when several processes start at once. A new
-    version of this module makes a new one beside the old.
-
-    Args:
-        cache_dir: where to keep it; by default ``shoal`` in the user's cache directory.
-
-    Raises:
-        OSError: the directory cannot be written.
-    """
-    parent = cache_dir or _user_cache_dir()
-    target = parent / f"demo-{_version_of(DEMO)}"
-    if target.is_dir():
-        return target
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".demo-", dir=parent) as workspace:
-        made = Path(workspace) / "model"
-        write_checkpoint(made, DEMO)
-        try:
-            made.rename(target)
-        except OSError:
-            # Another process was faster. Anything else is an error of the file system.
-            if not target.is_dir():
-                raise
-    return target
 
 
 def write_checkpoint(path: Path, spec: CheckpointSpec) -> None:
@@ -261,13 +225,3 @@ def _token_ids() -> dict[str, int]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _user_cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
-
-
-def _version_of(spec: CheckpointSpec) -> str:
-    """Return a short hash of everything that decides the checkpoint's content."""
-    recipe = Path(__file__).read_bytes() + json.dumps(asdict(spec)).encode()
-    return hashlib.sha256(recipe).hexdigest()[:12]
