@@ -7,6 +7,7 @@ shrinks with the degree. A fixed overhead stands for what no roofline sees: laun
 sampling.
 """
 
+import enum
 from dataclasses import dataclass, replace
 
 SMOOTHING = 0.1
@@ -52,6 +53,15 @@ class Hardware:
     """What a step of no work takes."""
 
 
+class StepKind(enum.StrEnum):
+    """What steps are corrected apart: arithmetic and memory miss the roofline differently."""
+
+    DECODE = "decode"
+    """Steps that compute no prompt token."""
+    PREFILL = "prefill"
+    """All others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The work of one step."""
@@ -70,12 +80,18 @@ class Batch:
         """Tokens that pass through the linear layers."""
         return self.decodes + self.prefill_tokens
 
+    @property
+    def kind(self) -> StepKind:
+        """Which correction it takes."""
+        return StepKind.PREFILL if self.prefill_tokens else StepKind.DECODE
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How measured step times of one degree compare with the roofline."""
+    """How measured times of one kind of steps, of one degree, compare with the roofline."""
 
     degree: int
+    kind: StepKind
     factor: float = 1.0
     """Measured over predicted."""
     error: float = 0.0
@@ -91,14 +107,17 @@ class CostModel:
     hardware: Hardware
     corrections: tuple[Correction, ...] = ()
 
-    def correction(self, degree: int) -> Correction:
-        """Return a degree's correction; the neutral one before the first measurement."""
-        found = (c for c in self.corrections if c.degree == degree)
-        return next(found, Correction(degree))
+    def correction(self, degree: int, kind: StepKind) -> Correction:
+        """Return the correction of such steps; the neutral one before the first measurement."""
+        for known in self.corrections:
+            if known.degree == degree and known.kind is kind:
+                return known
+        return Correction(degree, kind)
 
     def step_seconds(self, degree: int, batch: Batch) -> float:
         """Return the predicted time of a step on a group of ``degree`` engines."""
-        return self.roofline_seconds(degree, batch) * self.correction(degree).factor
+        factor = self.correction(degree, batch.kind).factor
+        return self.roofline_seconds(degree, batch) * factor
 
     def roofline_seconds(self, degree: int, batch: Batch) -> float:
         """Return the time before any correction (Seesaw, A.1, times the number of layers)."""
@@ -136,7 +155,7 @@ class CostModel:
         """
         if seconds <= 0:
             raise ValueError(f"a step of {seconds} s cannot be")
-        old = self.correction(degree)
+        old = self.correction(degree, batch.kind)
         error = abs(self.step_seconds(degree, batch) - seconds) / seconds
         ratio = seconds / self.roofline_seconds(degree, batch)
         weight = max(SMOOTHING, 1 / (old.samples + 1))
@@ -147,5 +166,5 @@ class CostModel:
             error=old.error + weight * (error - old.error),
             samples=old.samples + 1,
         )
-        rest = tuple(c for c in self.corrections if c.degree != degree)
+        rest = tuple(c for c in self.corrections if (c.degree, c.kind) != (degree, batch.kind))
         return replace(self, corrections=(*rest, new))

@@ -4,24 +4,44 @@ Three questions, in this order: is the node so loaded that only DP keeps up, or 
 request can have many engines; does an urgent request want a fast group; does a long one want a wide
 group. Load moves the whole node, and what runs is recomputed on its new unit (soft preempt). A need
 takes no more engines than it must, whose requests pause (hard preempt); the rest goes on in DP.
+
+Load is seen early or it costs much: every request that is there when the layout changes is computed
+again. So what counts is that requests *grow*, long before they are many. And as the same load means
+more requests under DP, where each takes longer, the way back has the higher threshold. Where the
+node knows its hardware, the prompts that arrive count as well: many long ones with short answers
+are a load that the number of requests does not show.
 """
 
 from dataclasses import dataclass
 
+from policies.cost_model import Batch
 from policies.partition import Partition, groups_of
-from policies.plan import Plan, Policy, TreatmentName
+from policies.plan import Plan, Policy, SwitchReason, TreatmentName
 from policies.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
 from policies.static import dispatch_least_loaded, place_group, with_singles
+
+PROMPT = Batch(prefill_tokens=2048, prefill_context=1024)
+"""Work whose time says what a prompt token costs."""
+STEADY = 1.1
+"""Requests that are less than so many times their smoothed number have stopped growing."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlyingSettings:
     """Where the policy changes its mind. Requests are counted per engine of the node."""
 
-    dp_above: float = 12.0
-    """Requests from which on the node goes to DP, at once: a burst must not queue."""
-    tp_below: float = 6.0
-    """Requests under which it goes to TP, if the smoothed count agrees."""
+    dp_above: float = 3.0
+    """Requests from which on the node goes to DP if they grow: a burst must not queue."""
+    growth: float = 2.0
+    """They grow when they are so many times their smoothed number."""
+    jam_above: float = 12.0
+    """Requests from which on it goes to DP in any case."""
+    tp_below: float = 7.0
+    """Requests under which it goes back to TP if they do not grow any more."""
+    busy_above: float = 0.7
+    """Part of the widest layout's time that the prompts which arrive may take before DP."""
+    busy_below: float = 0.25
+    """The same on the way back."""
     settle_seconds: float = 3.0
     """How long a layout is kept before quiet may change it."""
     linger_seconds: float = 3.0
@@ -41,8 +61,9 @@ def flying_policy(name: str, settings: FlyingSettings) -> Policy:
 
 def _plan(snapshot: Snapshot, settings: FlyingSettings) -> Plan:
     target = snapshot.pending or snapshot.partition
+    reason: SwitchReason = ""
     if not snapshot.switching:
-        target = _target(snapshot, settings)
+        target, reason = _target(snapshot, settings)
     urgent = _urgent_degree(snapshot, settings)
     widest = max(len(group) for group in target)
 
@@ -54,7 +75,7 @@ def _plan(snapshot: Snapshot, settings: FlyingSettings) -> Plan:
     dispatches = dispatch_least_loaded(snapshot, prefer=_preference, hold=hold)
     if snapshot.switching or target == snapshot.partition:
         return Plan(dispatches)
-    return Plan(dispatches, target, _treatment(snapshot, target))
+    return Plan(dispatches, target, _treatment(snapshot, target), reason)
 
 
 def _preference(request: PoolRequest) -> int:
@@ -72,26 +93,53 @@ def _treatment(snapshot: Snapshot, target: Partition) -> TreatmentName:
 # --- the layout ---
 
 
-def _target(snapshot: Snapshot, settings: FlyingSettings) -> Partition:
+def _target(snapshot: Snapshot, settings: FlyingSettings) -> tuple[Partition, SwitchReason]:
     widest = with_singles(snapshot, groups_of(snapshot.engines, snapshot.max_group))
-    if _is_quiet(snapshot, settings):
-        return widest
-    if snapshot.partition == widest and not _is_loaded(snapshot, settings):
-        return widest
-    degree = max(_urgent_degree(snapshot, settings), _long_degree(snapshot))
-    return with_singles(snapshot, place_group(snapshot, degree) if degree > 1 else ())
+    if snapshot.partition == widest:
+        stays = not _is_loaded(snapshot, settings)
+    else:
+        stays = _is_quiet(snapshot, settings)
+    if stays:
+        return widest, "quiet"
+    urgent, long = _urgent_degree(snapshot, settings), _long_degree(snapshot)
+    degree = max(urgent, long)
+    if degree == 1:
+        return with_singles(snapshot, ()), "load"
+    target = with_singles(snapshot, place_group(snapshot, degree))
+    return target, "urgent" if urgent >= long else "long"
 
 
 def _is_loaded(snapshot: Snapshot, settings: FlyingSettings) -> bool:
-    alive = snapshot.engines - len(snapshot.dead)
+    requests = snapshot.requests / _alive(snapshot)
     full = any(not any(_has_room(u, r) for u in snapshot.units) for r in snapshot.pool[:1])
-    return full or snapshot.requests > settings.dp_above * alive
+    rising = requests > settings.dp_above and _grows(snapshot, settings.growth)
+    busy = _busy(snapshot) > settings.busy_above
+    return full or rising or busy or requests > settings.jam_above
 
 
 def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
-    alive = snapshot.engines - len(snapshot.dead)
-    requests = max(snapshot.requests, snapshot.smoothed_requests)
-    return requests < settings.tp_below * alive and snapshot.since_switch > settings.settle_seconds
+    requests = max(snapshot.requests, snapshot.smoothed_requests) / _alive(snapshot)
+    rising = requests > settings.dp_above and _grows(snapshot, STEADY)
+    few = requests < settings.tp_below and not rising
+    settled = snapshot.since_switch > settings.settle_seconds
+    return few and settled and _busy(snapshot) < settings.busy_below
+
+
+def _alive(snapshot: Snapshot) -> int:
+    return max(1, snapshot.engines - len(snapshot.dead))
+
+
+def _grows(snapshot: Snapshot, factor: float) -> bool:
+    return snapshot.requests > factor * snapshot.smoothed_requests
+
+
+def _busy(snapshot: Snapshot) -> float:
+    """Return the part of its time that the widest layout would need for the arriving prompts."""
+    model = snapshot.cost_model
+    if model is None:
+        return 0.0
+    seconds = model.step_seconds(snapshot.max_group, PROMPT) / PROMPT.prefill_tokens
+    return snapshot.prompt_rate * seconds
 
 
 def _has_room(unit: UnitState, request: PoolRequest) -> bool:

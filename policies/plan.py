@@ -6,9 +6,15 @@ from typing import Literal, Protocol, get_args
 from policies.partition import Group, Partition, PartitionError, parse_partition
 from policies.snapshot import PoolRequest, Snapshot, UnitState
 
-TreatmentName = Literal["sequential", "soft", "hard"]
+TreatmentName = Literal["sequential", "soft", "hard", "interleave"]
 """What happens to the requests that run on the units of a switch: wait until they end; take them
-out and recompute them on another unit; or pause them, KV in place, until their unit is back."""
+out and recompute them on another unit; pause them, KV in place, until their unit is back; or let
+those of single engines go on in turn with their new group, and wait for those of groups."""
+
+
+SwitchReason = Literal["", "load", "quiet", "urgent", "long", "slo", "start"]
+"""Why a policy wants another partition, for the log and the metrics: there is much to do, or
+little; an urgent request, or a long one; a promise at risk; what the policy begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,8 @@ class Plan:
     target: Partition | None = None
     """Partition to switch to; None keeps the one there is."""
     treatment: TreatmentName = "sequential"
+    reason: SwitchReason = ""
+    """Of the target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ NORMAL_PRIORITY = 0
 """The priority of requests that ask for none; lower ones are urgent."""
 SMOOTHING_SECONDS = 2.0
 """Time constant of the smoothed figures."""
+PROMPT_TOKENS, OUTPUT_TOKENS = 1000.0, 200.0
+"""Of a request, before any has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class UnitState:
     longest_tokens: int = 0
     """Tokens that the longest of its requests must be able to reach."""
     paused: int = 0
-    """Requests that wait until its engines are grouped otherwise again."""
+    """Requests on its engines that are not its own: they wait until these are grouped otherwise
+    again, or, interleaved, go on in turn with its own."""
 
     def blocks_for(self, request: PoolRequest) -> int:
         """Return the KV blocks a request needs to produce its first token here."""
@@ -127,6 +130,12 @@ class Snapshot:
     """Prompt tokens of the whole pool."""
     arrival_rate: float = 0.0
     """Requests per second, smoothed over ``SMOOTHING_SECONDS``."""
+    prompt_tokens: float = PROMPT_TOKENS
+    """Prompt tokens that are computed for a request, on average over the latest ones."""
+    output_tokens: float = OUTPUT_TOKENS
+    """Tokens that a request is given, on average over the latest ones."""
+    prompt_rate: float = 0.0
+    """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``."""
     smoothed_requests: float = 0.0
     """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``."""
     since_switch: float = math.inf

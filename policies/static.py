@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from policies.partition import Group, Partition, groups_of, singles
 from policies.plan import Dispatch, Plan, Policy, Room
-from policies.snapshot import PoolRequest, Snapshot
+from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 
 Preference = Callable[[PoolRequest], int]
 """1 for a request that is to go to the narrowest unit there is, -1 to the widest, 0 to any."""
@@ -19,11 +19,14 @@ def dispatch_least_loaded(
     """Return the dispatches that can start now, in the pool's order.
 
     A request that fits a unit in principle but not now keeps that unit's room: a later, smaller one
-    must not overtake it for ever. One that no unit can hold waits aside and blocks nobody.
+    must not overtake it for ever. One that no unit can hold waits aside and blocks nobody. One too
+    long for an engine alone goes to the smallest group that can start it, whatever is preferred:
+    wider ones are scarcer.
 
     Args:
         snapshot: the node.
-        prefer: which width each request is for; among equal units the least loaded is taken.
+        prefer: which width each request that fits one engine is for; among equal units the least
+            loaded is taken.
         hold: which requests are left in the pool.
     """
     rooms = [Room(unit) for unit in snapshot.units if unit.serving]
@@ -34,15 +37,26 @@ def dispatch_least_loaded(
             break
         if hold is not None and hold(request):
             continue
-        room = _choose(rooms, request, prefer)
+        sign = 1 if _needs_group(snapshot, request) else prefer(request) if prefer else 0
+        room = _choose(rooms, request, sign)
         if room is not None:
             room.take(request)
             dispatches.append(Dispatch(request.request_id, room.unit.group))
     return tuple(dispatches)
 
 
-def _choose(rooms: list[Room], request: PoolRequest, prefer: Preference | None) -> Room | None:
-    sign = 0 if prefer is None else prefer(request)
+def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
+    """Return whether the request is too long for the narrowest layout there is."""
+    narrowest: LayoutState | UnitState
+    if snapshot.layouts:
+        narrowest = snapshot.layouts[0]
+    else:
+        narrowest = min(snapshot.units, key=lambda unit: len(unit.group))
+    return not narrowest.can_hold(request)
+
+
+def _choose(rooms: list[Room], request: PoolRequest, sign: int) -> Room | None:
+    """Return the room to take, by ``sign`` as a ``Preference`` means it; None to wait."""
     ranked = sorted(rooms, key=_load)
     if sign:
         ranked.sort(key=lambda room: sign * len(room.unit.group))

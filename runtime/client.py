@@ -16,28 +16,32 @@ from runtime.messages import (
     CountRefused,
     Ended,
     GetLayout,
+    GetMetrics,
     KillEngines,
     LayoutView,
     Message,
+    NodeMetrics,
     Note,
     Outcome,
     Placed,
     PoolLimits,
     SetLayout,
     SetPolicy,
+    Stopped,
     SwitchDone,
-    SwitchView,
+    Switching,
     Treatment,
     decode_from_controller,
     encode,
 )
 from runtime.transport import front_identity
+from runtime.views import SwitchView
 
 ANSWER_SECONDS = 5.0
 """How long the controller may take to answer a call that waits for nobody else."""
 
-Answer = LayoutView | SwitchDone | AuditDone
-A = TypeVar("A", LayoutView, SwitchDone, AuditDone)
+Answer = LayoutView | NodeMetrics | SwitchDone | AuditDone
+A = TypeVar("A", LayoutView, NodeMetrics, SwitchDone, AuditDone)
 
 
 class CallError(Exception):
@@ -99,6 +103,14 @@ class ControlClient:
         """
         return await self._call(LayoutView, lambda call: GetLayout(call), timeout)
 
+    async def get_metrics(self, timeout: float = ANSWER_SECONDS) -> NodeMetrics:
+        """Return what the controller counts.
+
+        Raises:
+            CallError: there was no answer within ``timeout`` seconds.
+        """
+        return await self._call(NodeMetrics, lambda call: GetMetrics(call), timeout)
+
     async def set_layout(
         self, units: Sequence[Sequence[int]], treatment: Treatment, timeout: float
     ) -> SwitchView:
@@ -140,6 +152,10 @@ class ControlClient:
         """Tell the controller of a request that this front end refused; nothing is answered."""
         await self._socket.send(encode(CountRefused(outcome)))
 
+    async def stop_requests(self, request_ids: Sequence[str]) -> None:
+        """Tell the controller of requests that a stop string has ended; nothing is answered."""
+        await self._socket.send(encode(Stopped(list(request_ids))))
+
     async def _call(self, kind: type[A], request: Callable[[int], Message], timeout: float) -> A:
         if self._reader.done():
             raise CallError(503, "the link to the controller is broken")
@@ -167,13 +183,18 @@ class ControlClient:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Placed() | Ended() | PoolLimits():
+            case Placed() | Ended() | PoolLimits() | Switching():
                 self._on_note(message)
             case KillEngines():
                 raise TypeError("KillEngines is for the supervisor")
             case CallFailed(call=call, status=status, error=error):
                 self._settle(call, CallError(status, error))
-            case LayoutView(call=call) | SwitchDone(call=call) | AuditDone(call=call):
+            case (
+                LayoutView(call=call)
+                | NodeMetrics(call=call)
+                | SwitchDone(call=call)
+                | AuditDone(call=call)
+            ):
                 self._settle(call, message)
 
     def _settle(self, call: int, result: Answer | CallError) -> None:

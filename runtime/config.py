@@ -8,9 +8,16 @@ import msgspec
 from policies.cost_model import CostModel
 from policies.partition import Group, degrees
 from policies.snapshot import Target
+from runtime.logs import LogFormat
 
 AGING_SECONDS = 30.0
 """Wait in the task pool that makes up for one class of priority, unless it is set."""
+INTERLEAVE_RATIO = 4
+"""Steps of a group to one of a member's own where they interleave, unless it is set: new requests,
+the urgent ones among them, are in the group."""
+QUEUED_AHEAD = 1
+"""Requests that a unit with a full batch is given beyond it. When the whole batch ends in one step,
+the next step starts with this one, and not after a round trip to the controller."""
 
 
 class FakeSettings(msgspec.Struct, frozen=True):
@@ -57,6 +64,10 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """Prompt tokens that may wait in the task pool; None: any number."""
     aging_seconds: float = AGING_SECONDS
     """See ``controller.pool.TaskPool``."""
+    interleave_ratio: int = INTERLEAVE_RATIO
+    """See ``engine.turns.Turns``."""
+    queued_ahead: int = QUEUED_AHEAD
+    log_format: LogFormat = LogFormat.TEXT
 
     @property
     def degrees(self) -> tuple[int, ...]:

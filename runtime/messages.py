@@ -12,7 +12,10 @@ import enum
 
 import msgspec
 
+from policies.cost_model import Batch
 from policies.partition import Group
+from runtime.metrics import EngineGauges, Family
+from runtime.views import EngineView, SwitchView, UnitView
 
 
 class Treatment(enum.StrEnum):
@@ -26,6 +29,9 @@ class Treatment(enum.StrEnum):
     HARD = "hard"
     """Pause them at the next safe point; their KV stays; they resume when their unit is back
     (Flying Serving, 5: hard preempt)."""
+    INTERLEAVE = "interleave"
+    """Let them go on where they are, each member's own steps in turn with those of the new group.
+    Those of a group that is dissolved are waited for."""
 
 
 class Outcome(enum.StrEnum):
@@ -75,7 +81,10 @@ class MoveOut(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Phase one of a bind: reach a safe point, lend ``blocks`` KV blocks, answer ``Prepared``."""
+    """Phase one of a bind: reach a safe point, lend ``blocks`` KV blocks, answer ``Prepared``.
+
+    Under ``INTERLEAVE`` the engine's own requests go on, before and after ``Commit``.
+    """
 
     epoch: int
     group: Group
@@ -136,7 +145,7 @@ class Lend(Message, frozen=True):
     """To a member of a bound group: lend up to ``blocks`` more; answer ``Lent``.
 
     ``urgent``: preempt this member's own paused requests (they are recomputed later) rather than
-    lend too little.
+    lend too little. One that interleaves lends what its requests will not need: they will end.
     """
 
     epoch: int
@@ -230,6 +239,8 @@ class Prepared(Message, frozen=True):
     engine: int
     blocks: list[int]
     paused: int
+    lend_seconds: float = 0.0
+    """What lending took."""
 
 
 class Committed(Message, frozen=True):
@@ -286,6 +297,41 @@ class Returning(Message, frozen=True):
     returned: dict[int, list[int]]
 
 
+class Work(msgspec.Struct, frozen=True):
+    """What the ended steps of a unit computed and how long they took, summed over them."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    decodes: int = 0
+    """Requests that got one more token."""
+    context_tokens: int = 0
+    """Tokens whose KV these read."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed, those computed again included."""
+    prefill_pairs: int = 0
+    """Tokens that these attend to, summed over them."""
+
+    @property
+    def mean(self) -> Batch:
+        """The work of the mean step; there must be one."""
+        return Batch(
+            decodes=round(self.decodes / self.steps),
+            context_tokens=self.context_tokens // self.steps,
+            prefill_tokens=self.prefill_tokens // self.steps,
+            prefill_context=self.prefill_pairs // max(1, self.prefill_tokens),
+        )
+
+    def __add__(self, other: "Work") -> "Work":
+        return self._each(other, 1)
+
+    def __sub__(self, other: "Work") -> "Work":
+        return self._each(other, -1)
+
+    def _each(self, other: "Work", sign: int) -> "Work":
+        ours, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return Work(*(a + sign * b for a, b in zip(ours, theirs, strict=True)))
+
+
 class Load(Message, frozen=True):
     """State of one unit of an engine, sent when it changed and no step is skipped for it."""
 
@@ -299,10 +345,12 @@ class Load(Message, frozen=True):
     was sent to it later is not in the counts above."""
     finished: list[str]
     """Requests that ended since the last report, for any reason but ``AbortRequests``."""
-    steps: int = 0
-    """Steps that the unit has ended since it started."""
-    step_seconds: float = 0.0
-    """Time in which it had a step in flight."""
+    decoding: Work = Work()
+    """Steps that computed no prompt token, since the unit started."""
+    prefilling: Work = Work()
+    """All other steps since then."""
+    total: Work = Work()
+    """Every step since then, those of unknown time in neither of the above included."""
 
 
 class Integrity(Message, frozen=True):
@@ -361,6 +409,12 @@ class GetLayout(Message, frozen=True):
     call: int
 
 
+class GetMetrics(Message, frozen=True):
+    """Ask for ``NodeMetrics``."""
+
+    call: int
+
+
 class SetLayout(Message, frozen=True):
     """Ask for a partition; answered with ``SwitchDone`` or ``CallFailed`` when it is over."""
 
@@ -396,52 +450,18 @@ class CountRefused(Message, frozen=True):
     outcome: Outcome
 
 
-ToControllerControl = GetLayout | SetLayout | SetPolicy | AuditNode | EngineDied | CountRefused
+class Stopped(Message, frozen=True):
+    """From a front end: these ended at a stop string, which only it sees; engines forget them."""
+
+    request_ids: list[str]
+
+
+ToControllerControl = (
+    GetLayout | GetMetrics | SetLayout | SetPolicy | AuditNode | EngineDied | CountRefused | Stopped
+)
 
 
 # --- controller -> front end or supervisor ----------------------------------------------------
-
-
-class EngineView(msgspec.Struct, frozen=True):
-    """One engine in ``GET /admin/layout``."""
-
-    engine: int
-    state: str
-    num_blocks: int
-    lent_blocks: dict[str, int]
-    """Blocks lent, by group, written like ``0,1``."""
-    startup_seconds: dict[str, float] = {}
-    """What its start took, by phase; empty until it is ready (see ``EngineReady``)."""
-
-
-class UnitView(msgspec.Struct, frozen=True):
-    """One unit in ``GET /admin/layout``."""
-
-    engines: Group
-    layout: str
-    state: str
-    running: int
-    waiting: int
-    lease_blocks: int
-    paused_requests: int
-
-
-class SwitchView(msgspec.Struct, frozen=True):
-    """One past switch: what, when, how long, and what it did to running requests."""
-
-    epoch: int
-    at: float
-    """Seconds since the epoch (wall clock)."""
-    before: list[Group]
-    after: list[Group]
-    treatment: Treatment
-    outcome: str
-    error: str | None
-    duration_seconds: float
-    paused: int
-    resumed: int
-    drained: int
-    moved: int = 0
 
 
 class LayoutView(Message, frozen=True):
@@ -459,16 +479,21 @@ class LayoutView(Message, frozen=True):
     """Why the node is not ready, if it is not."""
     switches_total: dict[str, int] = {}
     """Switches since the start, by outcome."""
-    waiting_tokens: int = 0
-    """Prompt tokens in the task pool."""
-    requests_total: dict[str, int] = {}
-    """Requests that have left the node since the start, by ``Outcome``."""
     policy_errors: int = 0
     """Times that the policy raised or returned a plan that could not be done."""
     moves_total: int = 0
     """Requests taken out of a unit and recomputed on another."""
     step_errors: dict[str, float] = {}
-    """Smoothed relative error of the predicted step times, by layout."""
+    """Smoothed relative error of the predicted step times, by layout and kind of step, such as
+    ``dp decode`` and ``tp2 prefill``."""
+
+
+class NodeMetrics(Message, frozen=True):
+    """Answer to ``GetMetrics``."""
+
+    call: int
+    families: list[Family]
+    engines: list[EngineGauges]
 
 
 class SwitchDone(Message, frozen=True):
@@ -512,6 +537,8 @@ class Ended(Message, frozen=True):
     status: int | None = None
     """HTTP status for the caller; None: as the finish reason says."""
     message: str = ""
+    retry_after: int | None = None
+    """Seconds after which the caller may try again; None: that would not help."""
 
 
 class PoolLimits(Message, frozen=True):
@@ -521,6 +548,15 @@ class PoolLimits(Message, frozen=True):
     """Which limit of the task pool is reached, for the caller to read."""
     callers: dict[str, str] = {}
     """The same for callers who have reached their own limit, by caller."""
+    retry_after: int = 1
+    """Seconds after which those who are refused may try again."""
+
+
+class Switching(Message, frozen=True):
+    """A switch begins, or has ended, to regroup these engines."""
+
+    engines: list[int]
+    over: bool
 
 
 class KillEngines(Message, frozen=True):
@@ -530,10 +566,10 @@ class KillEngines(Message, frozen=True):
     reason: str
 
 
-Note = Placed | Ended | PoolLimits
+Note = Placed | Ended | PoolLimits | Switching
 """What the controller tells a front end unasked."""
 
-FromController = LayoutView | SwitchDone | AuditDone | CallFailed | Note | KillEngines
+FromController = LayoutView | NodeMetrics | SwitchDone | AuditDone | CallFailed | Note | KillEngines
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from runtime.logs import LogFormat, configure_logging
+
 DEBUG_VARIABLE = "SHOAL_DEBUG"
 """Environment variable that makes a failing child print its traceback."""
 
@@ -62,10 +64,17 @@ class Child:
         name: name for the user, such as ``engine 1 runner``.
         target: what it runs.
         engine: the engine it belongs to, if any.
+        log_format: how it writes its log.
     """
 
     def __init__(
-        self, context: BaseContext, name: str, target: Target, engine: int | None = None
+        self,
+        context: BaseContext,
+        name: str,
+        target: Target,
+        engine: int | None = None,
+        *,
+        log_format: LogFormat = LogFormat.TEXT,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -75,7 +84,9 @@ class Child:
         # Typed by multiprocessing for each context class only.
         make: Any = context
         self._process: multiprocessing.process.BaseProcess = make.Process(
-            target=_child_main, args=(target, writer, os.getpid()), name=f"shoal {name}"
+            target=_child_main,
+            args=(name, log_format, target, writer, os.getpid()),
+            name=f"shoal {name}",
         )
         self._process.start()
         writer.close()
@@ -169,8 +180,11 @@ def exit_without_teardown(code: int) -> None:
     atexit.register(leave)
 
 
-def _child_main(target: Target, reports: Connection, parent: int) -> None:
+def _child_main(
+    name: str, log_format: LogFormat, target: Target, reports: Connection, parent: int
+) -> None:
     _die_with(parent)
+    configure_logging(name, log_format)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_in_order)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -123,16 +124,16 @@ class Supervisor:
 
     def _start(self) -> None:
         config = self._config
-        context = choose_context()
+        child = partial(Child, choose_context(), log_format=config.log_format)
         with signals_held():
             for engine in range(config.engines):
                 for role, path in _engine_roles(config).items():
                     name = f"engine {engine} {role}".rstrip()
                     target = named_target(path, config, engine)
-                    self._children.append(Child(context, name, target, engine))
-            self._children.append(Child(context, "controller", named_target(_CONTROLLER, config)))
+                    self._children.append(child(name, target, engine))
+            self._children.append(child("controller", named_target(_CONTROLLER, config)))
             for index, target in enumerate(self._frontend_targets):
-                self._frontends.append(Child(context, f"front end {index}", target))
+                self._frontends.append(child(f"front end {index}", target))
             self._children += self._frontends
         # Only now: a ZMQ context starts threads, and must not be inherited.
         self._control = open_socket(zmq.Context(), zmq.DEALER, identity=SUPERVISOR.encode())

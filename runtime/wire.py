@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from policies.partition import Group, leader_of
+
 
 class RequestType(bytes, enum.Enum):
     """First frame of what a front end sends (vLLM ``EngineCoreRequestType``)."""
@@ -77,6 +79,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _TERMS_HEADER = "x-shoal-terms"
+_SIZE_SHIFT = 16
 _NOTHING = (b"", b"\xc0", b"\x90", b"\x80")
 """A field that is absent, nil, or an empty array or map, in msgpack."""
 
@@ -150,6 +153,22 @@ class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
     args: list[Any]
 
 
+class EventType(enum.IntEnum):
+    """What happened to a request in its engine (vLLM ``EngineCoreEventType``)."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class Event(msgspec.Struct, frozen=True):
+    """vLLM's ``EngineCoreEvent`` (a map)."""
+
+    type: EventType
+    timestamp: float
+    """Monotonic seconds."""
+
+
 class PrefillStats(msgspec.Struct, frozen=True):
     """vLLM's ``PrefillStats`` (a map): how a prompt was computed, sent with its first token."""
 
@@ -167,7 +186,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     pooling_output: None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    events: None = None
+    events: list[Event] | None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     trace_headers: None = None
@@ -186,6 +205,7 @@ class Outputs(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """vLLM's ``EngineCoreOutputs``: one message to one front end."""
 
     engine_index: int = 0
+    """See ``unit_index``; 0: the controller's own."""
     outputs: list[Output] = []
     scheduler_stats: None = None
     timestamp: float = 0.0
@@ -277,9 +297,26 @@ def decode_utility(frames: Sequence[Any]) -> UtilityCall:
     return _utility_decoder.decode(frames[0])
 
 
-def encode_outputs(outputs: Sequence[Output], *, engine: int = 0, timestamp: float = 0.0) -> bytes:
-    """Encode new tokens that engine ``engine`` made for one front end."""
-    return _encoder.encode(Outputs(engine_index=engine, outputs=list(outputs), timestamp=timestamp))
+def unit_index(unit: Group) -> int:
+    """Return what a unit sends as its outputs' engine index: its first engine and its size.
+
+    vLLM's format has one number for the sender. A front end takes it apart (``unit_of``).
+    """
+    return len(unit) << _SIZE_SHIFT | leader_of(unit)
+
+
+def unit_of(index: int) -> Group:
+    """Return the unit that sent outputs with this engine index; the controller is none: empty."""
+    first, size = index & (1 << _SIZE_SHIFT) - 1, index >> _SIZE_SHIFT
+    return tuple(range(first, first + size))
+
+
+def encode_outputs(
+    outputs: Sequence[Output], *, unit: Group | None = None, timestamp: float = 0.0
+) -> bytes:
+    """Encode what a unit, or the controller, has for one front end."""
+    index = 0 if unit is None else unit_index(unit)
+    return _encoder.encode(Outputs(index, list(outputs), timestamp=timestamp))
 
 
 def encode_finish(request_ids: Iterable[str], reason: FinishReason) -> bytes:

@@ -8,7 +8,8 @@ from starlette.responses import JSONResponse
 
 from policies.registry import POLICIES
 from runtime.client import CallError, ControlClient
-from runtime.messages import EngineView, LayoutView, SwitchView, Treatment, UnitView
+from runtime.messages import LayoutView, Treatment
+from runtime.views import EngineView, SwitchView, UnitView
 from server.errors import error_response
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
@@ -159,6 +160,7 @@ def _unit_json(unit: UnitView) -> dict[str, Any]:
         "running": unit.running,
         "waiting": unit.waiting,
         "paused": unit.paused_requests,
+        "interleaved": unit.interleaved_requests,
         "lease_blocks": unit.lease_blocks,
     }
 
@@ -178,7 +180,8 @@ def _switch_json(switch: SwitchView) -> dict[str, Any]:
         "at": switch.at,
         "before": [list(unit) for unit in switch.before],
         "after": [list(unit) for unit in switch.after],
-        "preempt": switch.treatment.value,
+        "preempt": switch.treatment,
+        "reason": switch.reason,
         "outcome": switch.outcome,
         "error": switch.error,
         "duration_seconds": switch.duration_seconds,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
@@ -18,9 +19,9 @@ from runtime.client import CallError, ControlClient
 from server.admin import admin_router
 from server.errors import error_response
 from server.keys import ApiKey
-from server.metrics import node_metrics
+from server.metrics import page
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
-from server.placement import PlacementMiddleware, Placements
+from server.placement import CountRejection, PlacementMiddleware, Placements
 from server.pool_door import PoolDoor
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -69,8 +70,10 @@ class Backstage:
     door: PoolDoor
     is_alive: Callable[[], bool]
     """Whether the front end's link to the engines works."""
-    engine_metrics: Callable[[], bytes]
-    """vLLM's metrics in Prometheus' text format."""
+    registered: Callable[[], Iterable[Metric]]
+    """The metrics of vLLM and of the front ends."""
+    rejected: CountRejection
+    """Counts refused requests."""
     vllm_routers: Sequence[APIRouter] = field(default_factory=tuple)
 
 
@@ -96,7 +99,12 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
     # The last one added is the first to see a request.
     placements = backstage.placements
     app.add_middleware(TermsMiddleware, placements=placements, door=backstage.door)
-    app.add_middleware(PlacementMiddleware, placements=placements, paths=GENERATING_PATHS)
+    app.add_middleware(
+        PlacementMiddleware,
+        placements=placements,
+        paths=GENERATING_PATHS,
+        rejected=backstage.rejected,
+    )
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -106,7 +114,12 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
             allow_headers=options.allowed_headers,
         )
     if options.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=options.api_keys, open_paths=OPEN_PATHS)
+        app.add_middleware(
+            ApiKeyMiddleware,
+            keys=options.api_keys,
+            open_paths=OPEN_PATHS,
+            rejected=backstage.rejected,
+        )
 
 
 def _only(router: APIRouter, paths: Iterable[str]) -> APIRouter:
@@ -138,11 +151,11 @@ def _node_router(backstage: Backstage) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        text = backstage.engine_metrics()
         try:
-            text += node_metrics(await backstage.control.get_layout())
+            node = await backstage.control.get_metrics()
         except CallError as error:
             return error_response(error.status, str(error))
+        text = page(backstage.registered(), node)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

@@ -8,10 +8,6 @@ from starlette.responses import JSONResponse
 USAGE_EXIT_CODE = 2
 """Exit code of a command that was refused before it started anything."""
 
-RETRY_AFTER_SECONDS = 1
-"""When a caller that was refused for too many waiting requests may try again."""
-_OVERLOAD = (429, 503)
-
 
 class UserError(Exception):
     """Something the caller of a command has to change; the message is one line that names it."""
@@ -47,10 +43,13 @@ def error_response(
     return JSONResponse(error_body(status, message), status_code=status, headers=headers)
 
 
-def refusal_response(status: int, message: str) -> JSONResponse:
+def refusal_response(status: int, message: str, retry_after: int | None) -> JSONResponse:
     """Return the answer to a request that the task pool did not serve.
 
-    Those of an overload say when to try again.
+    Args:
+        status: HTTP status.
+        message: why.
+        retry_after: seconds after which to try again; None where that would not help.
     """
-    again = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in _OVERLOAD else None
+    again = None if retry_after is None else {"Retry-After": str(retry_after)}
     return error_response(status, message, again)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from socket import socket
 from typing import Any, NoReturn
@@ -19,12 +19,12 @@ logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
 # vLLM sets its loggers up only after some of its modules have logged to the last resort, stderr.
 
 # ruff: noqa: E402 - see above
-import prometheus_client
 import uvicorn
 import uvloop
 import vllm.envs as vllm_envs
 from fastapi import FastAPI
 from prometheus_client import values as prometheus_values
+from prometheus_client.core import Metric
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -44,20 +44,25 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
+from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from policies.partition import layout_name
 from runtime.client import ControlClient
 from runtime.config import Addresses, NodeConfig
-from runtime.messages import Note, PoolLimits
-from runtime.wire import Terms
+from runtime.logs import LogFormat
+from runtime.messages import Note, Outcome, PoolLimits, Switching
+from runtime.wire import Terms, unit_of
 from server.app import AppOptions, Backstage, build_app
 from server.errors import UserError, one_line
-from server.options import api_keys
+from server.options import FP8_QUANTIZATION, api_keys
 from server.ordering import InOrder
-from server.placement import Placements
+from server.placement import Placements, Rejection
 from server.pool_door import PoolDoor
+from server.request_metrics import RequestMetrics, RequestTimes
 
 VLLM_ROUTERS = (
     chat_router,
@@ -67,8 +72,6 @@ VLLM_ROUTERS = (
     tokenize_router,
     basic_router,
 )
-VIEWABLE_QUANTIZATION: frozenset[str | None] = frozenset({None})
-"""Kinds of weights of which a TP layout can be views of the whole; None: not quantised."""
 
 _TASKS = ("generate",)
 
@@ -161,7 +164,7 @@ def check_model_config(model: Any) -> None:
         "a mixture-of-experts model": model.is_moe,
         "a model with state-space layers": model.is_hybrid or model.is_attention_free,
         "a model with latent attention (MLA)": model.use_mla,
-        f"quantised ({model.quantization})": model.quantization not in VIEWABLE_QUANTIZATION,
+        f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTIZATION),
     }
     for kind, applies in kinds.items():
         if applies:
@@ -172,31 +175,33 @@ def check_model_config(model: Any) -> None:
 
 
 class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
-    """vLLM's ``AsyncLLM`` that tells ``placements`` the id of every request it sends.
+    """vLLM's ``AsyncLLM`` whose client speaks to a controller, and to engines that regroup.
 
-    And, with the request, it tells the controller what is asked of the task pool.
-    The client's ``add_request_async`` is the one call that every request makes on its way to the
-    engine core, those of ``n > 1`` included, in the context of the HTTP request.
+    What is added hangs on the client's three calls that every request makes, those of ``n > 1``
+    included: ``add_request_async`` in the context of its HTTP request, ``get_output_async`` and
+    ``abort_requests_async``.
     """
 
-    def follow(self, placements: Placements) -> None:
-        """Start to tell ``placements``."""
+    def follow(self, placements: Placements, times: RequestTimes) -> None:
+        """Tell ``placements`` and ``times`` of every request, and the controller of its terms."""
         send = self.engine_core.add_request_async
 
         async def add_request_async(request: Any) -> None:
             terms = placements.expect(request.request_id)
+            times.start(request.request_id, request.priority, placements.arrival)
             if terms != Terms():
                 request.trace_headers = terms.added_to(request.trace_headers)
             try:
                 await send(request)
             except BaseException:
                 placements.give_up(request.request_id)
+                times.forget([request.request_id])
                 raise
 
         self.engine_core.add_request_async = add_request_async
 
-    def keep_order(self) -> None:
-        """Take the outputs of requests that have moved between units in order."""
+    def read_outputs(self, times: RequestTimes) -> None:
+        """Take the outputs of requests that have moved between units in order, and time them."""
         states = self.output_processor.request_states
         receive = self.engine_core.get_output_async
 
@@ -210,10 +215,48 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
 
         async def get_output_async() -> Any:
             message = await receive()
-            message.outputs = order.take(message.engine_index, message.outputs)
+            unit = unit_of(message.engine_index)
+            message.engine_index = unit[0] if unit else 0
+            outputs = order.take(message.engine_index, message.outputs)
+            _queue_from_here(outputs, times)
+            times.take(unit, outputs)
+            message.outputs = self._take_unstarted(outputs, message.timestamp)
             return message
 
         self.engine_core.get_output_async = get_output_async
+
+    def _take_unstarted(self, outputs: Sequence[Any], timestamp: float) -> list[Any]:
+        """End the requests that end without a token, and return the other outputs.
+
+        vLLM would count such an end as a first token, in its histograms.
+        """
+        states, rest = self.output_processor.request_states, []
+        for output in outputs:
+            state = states.get(output.request_id)
+            ends = output.finished and not output.new_token_ids
+            if ends and state is not None and state.is_prefilling:
+                uncounted = IterationStats() if self.log_stats else None
+                self.output_processor.process_outputs([output], timestamp, uncounted)
+            else:
+                rest.append(output)
+        return rest
+
+    def tell_ends(self, control: ControlClient, times: RequestTimes) -> None:
+        """Have a request count as finished, not as aborted, that ended at a stop string.
+
+        vLLM sees these in the front end, in its output handler, which aborts them in the engine.
+        """
+        abort = self.engine_core.abort_requests_async
+
+        async def abort_requests_async(request_ids: list[str]) -> None:
+            if asyncio.current_task() is self.output_handler:
+                times.finish(request_ids)
+                await control.stop_requests(request_ids)
+            else:
+                times.forget(request_ids)
+                await abort(request_ids)
+
+        self.engine_core.abort_requests_async = abort_requests_async
 
     async def abort_all(self) -> None:
         """End every request; its client gets what there is, with finish reason ``abort``."""
@@ -228,8 +271,19 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 client_count=self._client_count,
             )
             self.logger_manager.log_engine_initialized()
+            for engine in range(engines):  # prometheus_client hides gauges that were never set
+                self.logger_manager.record(SchedulerStats(), None, engine_idx=engine)
             # The output handler runs already, and looks here for the loggers.
             self._logger_ref[0] = self.logger_manager
+
+
+def _queue_from_here(outputs: Iterable[Any], times: RequestTimes) -> None:
+    """Have vLLM count the wait in the task pool as queueing, and a moved request's once."""
+    for output in outputs:
+        for event in output.events or ():
+            sent = times.sent(output.request_id)
+            if event.type == EngineCoreEventType.QUEUED and sent is not None:
+                event.timestamp = sent
 
 
 @dataclass(frozen=True)
@@ -260,23 +314,43 @@ class Frontend:
     async def _serve(self, ready: Callable[[], None]) -> None:
         placements = Placements()
         addresses = Addresses(self.config.runtime_dir)
+        layouts = [layout_name(tuple(range(degree))) for degree in self.config.degrees]
+        metrics = RequestMetrics(layouts)
+        times = RequestTimes(metrics)
 
         def take_note(note: Note) -> None:
-            if isinstance(note, PoolLimits):
-                door.update(note)
-            else:
-                placements.take(note)
+            match note:
+                case PoolLimits():
+                    door.update(note)
+                case Switching():
+                    times.note(note)
+                case _:
+                    placements.take(note)
+
+        async def refused(outcome: Outcome) -> None:
+            metrics.reject(Rejection(outcome))
+            await control.count_refused(outcome)
 
         async with ControlClient(addresses, self.index, take_note) as control:
-            door = PoolDoor(control.count_refused)
+            door = PoolDoor(refused)
             engine = self._connect(addresses)
+            backstage = Backstage(
+                control=control,
+                placements=placements,
+                door=door,
+                is_alive=lambda: not engine.errored,
+                registered=_registered,
+                rejected=metrics.reject,
+                vllm_routers=VLLM_ROUTERS,
+            )
             try:
-                engine.follow(placements)
-                engine.keep_order()
+                engine.follow(placements, times)
+                engine.read_outputs(times)
+                engine.tell_ends(control, times)
                 engine.count_per_engine(self.config.engines)
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
-                await self._serve_http(engine, control, placements, door, ready)
+                await self._serve_http(engine, backstage, ready)
             finally:
                 engine.shutdown()
 
@@ -296,21 +370,8 @@ class Frontend:
         return engine
 
     async def _serve_http(
-        self,
-        engine: PlacedAsyncLLM,
-        control: ControlClient,
-        placements: Placements,
-        door: PoolDoor,
-        ready: Callable[[], None],
+        self, engine: PlacedAsyncLLM, backstage: Backstage, ready: Callable[[], None]
     ) -> None:
-        backstage = Backstage(
-            control=control,
-            placements=placements,
-            door=door,
-            is_alive=lambda: not engine.errored,
-            engine_metrics=_engine_metrics,
-            vllm_routers=VLLM_ROUTERS,
-        )
         app = build_app(backstage, _app_options(self.args), lifespan)
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
@@ -358,8 +419,10 @@ class _Server(uvicorn.Server):
 
 
 def _uvicorn_config(app: FastAPI, args: Namespace) -> uvicorn.Config:
+    as_json = args.log_format is LogFormat.JSON
     return uvicorn.Config(
         app,
+        log_config=None if as_json else uvicorn.config.LOGGING_CONFIG,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
@@ -395,5 +458,6 @@ def _share_metrics(config: NodeConfig) -> None:
     prometheus_values.ValueClass = prometheus_values.get_value_class()  # type: ignore[no-untyped-call]
 
 
-def _engine_metrics() -> bytes:
-    return prometheus_client.generate_latest(get_prometheus_registry())
+def _registered() -> Iterable[Metric]:
+    families: Iterable[Metric] = get_prometheus_registry().collect()
+    return families

@@ -1,79 +1,91 @@
-"""Prometheus metrics: vLLM's own of the front end, and Shoal's of the node."""
+"""The page of metrics: vLLM's and the front ends' own registry, and what the controller counts."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from runtime.messages import LayoutView
+from runtime.messages import NodeMetrics
+from runtime.metrics import EngineGauges, Family, Kind
+
+SCHEDULER_GAUGES: Mapping[str, Callable[[EngineGauges, str], float]] = {
+    "vllm:num_requests_running": lambda engine, _: engine.running,
+    "vllm:num_requests_waiting": lambda engine, _: engine.waiting + engine.deferred,
+    "vllm:num_requests_waiting_by_reason": lambda engine, reason: (
+        engine.deferred if reason == "deferred" else engine.waiting
+    ),
+    "vllm:kv_cache_usage_perc": lambda engine, _: engine.kv_cache_usage,
+}
+"""vLLM's gauges that a step of a scheduler sets, and what they show here.
+
+An engine whose unit is another one now makes no steps: its gauges would keep their last values. The
+functions take an engine and the value of the label ``reason``, empty where there is none.
+"""
 
 
-class NodeCollector(Collector):
-    """Shoal's metrics of one ``LayoutView``."""
+class NodePage(Collector):
+    """Everything on the page.
 
-    def __init__(self, view: LayoutView) -> None:
-        self._view = view
+    Args:
+        registered: families of the front ends' registry.
+        node: what the controller says.
+    """
+
+    def __init__(self, registered: Iterable[Metric], node: NodeMetrics) -> None:
+        self._registered = registered
+        self._node = node
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
-        view = self._view
-        yield GaugeMetricFamily(
-            "shoal_ready", "1 if the node can take requests.", value=int(view.ready)
-        )
-        yield _gauge("shoal_engines", "Engines by state.", "state", [e.state for e in view.engines])
-        yield _gauge("shoal_units", "Units by layout.", "layout", [u.layout for u in view.units])
-        yield GaugeMetricFamily(
-            "shoal_pool_waiting", "Requests in the task pool.", value=view.waiting
-        )
-        yield GaugeMetricFamily(
-            "shoal_pool_waiting_tokens",
-            "Prompt tokens of the requests in the task pool.",
-            value=view.waiting_tokens,
-        )
-        yield _counter(
-            "shoal_requests", "Requests that have ended, by outcome.", view.requests_total
-        )
-        yield _counter(
-            "shoal_switches", "Switches since the start, by outcome.", view.switches_total
-        )
-        yield CounterMetricFamily(
-            "shoal_policy_errors",
-            "Plans that raised or could not be done: the node kept what it had.",
-            value=view.policy_errors,
-        )
-        yield CounterMetricFamily(
-            "shoal_moved_requests",
-            "Requests taken out of a unit and recomputed on another.",
-            value=view.moves_total,
-        )
-        errors = GaugeMetricFamily(
-            "shoal_step_time_relative_error",
-            "Smoothed relative error of the cost model's step times, by layout.",
-            labels=["layout"],
-        )
-        for layout, error in sorted(view.step_errors.items()):
-            errors.add_metric([layout], error)
-        yield errors
+        engines = {str(gauges.engine): gauges for gauges in self._node.engines}
+        for metric in self._registered:
+            if metric.name in SCHEDULER_GAUGES:
+                _show(metric, engines)
+            elif metric.name.startswith("shoal_"):
+                metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
+        yield from map(_metric, self._node.families)
 
 
-def node_metrics(view: LayoutView) -> bytes:
-    """Return Shoal's metrics in Prometheus' text format."""
+def page(registered: Iterable[Metric], node: NodeMetrics) -> bytes:
+    """Return the page in Prometheus' text format; for the arguments see ``NodePage``."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(view))
+    registry.register(NodePage(registered, node))
     return generate_latest(registry)
 
 
-def _gauge(name: str, documentation: str, label: str, values: list[str]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, documentation, labels=[label])
-    for value, count in sorted(Counter(values).items()):
-        family.add_metric([value], count)
-    return family
+def _show(metric: Metric, engines: Mapping[str, EngineGauges]) -> None:
+    """Put what is true now in place of what the last step of each engine said."""
+    value = SCHEDULER_GAUGES[metric.name]
+    metric.samples = [
+        sample._replace(value=value(engines[engine], sample.labels.get("reason", "")))
+        for sample in metric.samples
+        if (engine := sample.labels["engine"]) in engines
+    ]
 
 
-def _counter(name: str, documentation: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, documentation, labels=["outcome"])
-    for outcome, count in sorted(counts.items()):
-        family.add_metric([outcome], count)
-    return family
+def _metric(family: Family) -> Metric:
+    """Return a family of ours as one of prometheus_client's."""
+    if family.kind is Kind.HISTOGRAM:
+        return _histogram(family)
+    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    metric = kind(family.name, family.documentation, labels=family.labels)
+    for sample in family.samples:
+        metric.add_metric(sample.labels, sample.value)
+    return metric
+
+
+def _histogram(family: Family) -> Metric:
+    metric = HistogramMetricFamily(family.name, family.documentation, labels=family.labels)
+    bounds = [*(str(float(bound)) for bound in family.bounds), "+Inf"]
+    for sample in family.samples:
+        buckets = list(zip(bounds, accumulate(sample.counts), strict=True))
+        metric.add_metric(sample.labels, buckets, sample.value)
+    return metric

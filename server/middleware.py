@@ -9,7 +9,7 @@ from runtime.clock import Clock, monotonic
 from runtime.wire import Terms
 from server.errors import error_response
 from server.keys import ApiKey, KeyRing
-from server.placement import Placements
+from server.placement import CountRejection, Placements, Rejection
 from server.pool_door import PoolDoor
 from server.terms import PRIORITY_HEADER, Asked, BadTermsError, read_terms
 
@@ -28,10 +28,18 @@ class ApiKeyMiddleware:
         app: the application behind this middleware.
         keys: the valid keys.
         open_paths: paths that need no key.
+        rejected: counts refused requests.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        open_paths: Collection[str],
+        rejected: CountRejection,
+    ) -> None:
         self._app = app
+        self._rejected = rejected
         self._keys = KeyRing(keys)
         self._open_paths = frozenset(open_paths)
 
@@ -44,6 +52,7 @@ class ApiKeyMiddleware:
         if key is not None:
             await self._app({**scope, _KEY: key}, receive, send)
             return
+        self._rejected(Rejection.UNAUTHORIZED)
         response = error_response(
             401,
             "a valid API key is needed: send the header 'Authorization: Bearer KEY'",

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from policies.registry import POLICIES, UnknownPolicyError, get_policy
-from runtime.config import AGING_SECONDS, FakeSettings
+from runtime.config import AGING_SECONDS, INTERLEAVE_RATIO, FakeSettings
+from runtime.logs import LogFormat
 from server.errors import UserError
 from server.keys import ApiKey, read_api_keys
+from server.promises import add_promise_options, promised
 
 DEFAULT_POLICY = "manual"
 ENGINE_COUNTS = (1, 2, 4, 8)
@@ -22,6 +24,8 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 
 DEMO_NAME = "shoal-demo"
+DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+"""What is served when no model is named; ``server.demo_training`` made it."""
 DEMO_ENGINES = 2
 DEMO_TOOL_PARSER = "hermes"
 CPU_ENGINES = 2
@@ -73,8 +77,7 @@ REFUSED: Mapping[str, str] = {
     "enable_elastic_ep": _EXPERTS,
     "enable_dbo": "dual batch overlap is not supported",
     "ubatch_size": "micro-batching is not supported",
-    "quantization": "quantised weights are not supported",
-    "quantization_config": "quantised weights are not supported",
+    "quantization_config": "use --quantization",
     "kv_transfer_config": _TRANSFER,
     "ec_transfer_config": _TRANSFER,
     "kv_events_config": "KV events are not supported",
@@ -108,6 +111,14 @@ REFUSED: Mapping[str, str] = {
 }
 """Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
 
+FP8_QUANTIZATION = frozenset(
+    {"fp8", "compressed-tensors", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"}
+)
+"""vLLM's names of quantisations that every layout can serve: FP8 weights.
+
+Of compressed-tensors only the FP8 schemes: which one it is, the engines see as they load.
+"""
+
 
 def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Add Shoal's own options to vLLM's parser, and change the defaults of some of vLLM's.
@@ -130,6 +141,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         default=DEFAULT_POLICY,
         help=f"what decides the layout: {', '.join(POLICIES)} (default: %(default)s)",
     )
+    add_promise_options(group)
     group.add_argument(
         "--prepare-timeout",
         type=float,
@@ -155,6 +167,21 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         default=AGING_SECONDS,
         metavar="SECONDS",
         help="wait that makes up for one class of priority (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format",
+        type=LogFormat,
+        choices=tuple(LogFormat),
+        default=LogFormat.TEXT,
+        help="lines for people, or one JSON object per line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--interleave-ratio",
+        type=int,
+        default=INTERLEAVE_RATIO,
+        metavar="N",
+        help="steps of a group to one of an engine's own where they interleave "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--api-key-file",
@@ -240,6 +267,8 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
     for name, reason in REFUSED.items():
         if getattr(args, name, None) != default_of(name):
             raise UserError(f"{_flag(name)}: {reason}")
+    if args.quantization not in (None, *FP8_QUANTIZATION):
+        raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
     if args.runner not in ("auto", "generate"):
         raise UserError(f"--runner {args.runner}: {_POOLING}")
     _check_shoal_options(args)
@@ -250,6 +279,7 @@ def _check_shoal_options(args: Namespace) -> None:
         get_policy(args.policy)
     except UnknownPolicyError as error:
         raise UserError(f"--policy: {error}") from None
+    promised(args)
     for name in ("engines", "max_group"):
         value = getattr(args, name)
         if value is not None and value not in ENGINE_COUNTS:
@@ -262,6 +292,8 @@ def _check_shoal_options(args: Namespace) -> None:
             raise UserError(f"{_flag(name)} {value}: it must be at least 1")
     if not 0 < args.priority_aging < math.inf:
         raise UserError(f"--priority-aging {args.priority_aging:g}: it must be more than 0")
+    if args.interleave_ratio < 1:
+        raise UserError(f"--interleave-ratio {args.interleave_ratio}: it must be at least 1")
     if args.fake_step_ms < 0:
         raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
     if args.fake_step_ms and not args.fake_engine:

@@ -6,13 +6,15 @@ adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` n
 """
 
 import asyncio
-from collections.abc import Collection
+import enum
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from policies.partition import Group
+from runtime.clock import Clock, monotonic
 from runtime.messages import Ended, Outcome, Placed
 from runtime.wire import Terms
 from server.errors import refusal_response
@@ -22,12 +24,37 @@ LAYOUT_HEADER = "x-shoal-layout"
 PRIORITY_HEADER = "x-shoal-priority"
 
 _STREAM = "text/event-stream"
+_CALLER_FULL = 429
+"""Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
+
+
+class Rejection(enum.StrEnum):
+    """Why an HTTP request was refused before a unit had it."""
+
+    UNAUTHORIZED = "unauthorized"
+    """It has no valid API key."""
+    INVALID = "invalid"
+    """It asks for what cannot be."""
+    TOO_LONG = Outcome.TOO_LONG.value
+    EXPIRED = Outcome.EXPIRED.value
+    POOL_FULL = Outcome.POOL_FULL.value
+    CALLER_FULL = Outcome.CALLER_FULL.value
+
+
+_REJECTIONS = {
+    outcome: Rejection(outcome.value)
+    for outcome in (Outcome.TOO_LONG, Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL)
+}
+
+CountRejection = Callable[[Rejection], None]
+"""Called for every refused request."""
 
 
 class Placement:
     """One HTTP request of a generating route: what it asked for, and where it runs.
 
     Attributes:
+        arrival: when it came.
         request_ids: its engine requests.
         terms: what the task pool is told about them.
         priority: the effective one; None while it is not known.
@@ -35,7 +62,8 @@ class Placement:
         ended: the controller's word on the first engine request that it refused or dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrival: float = 0.0) -> None:
+        self.arrival = arrival
         self.request_ids: set[str] = set()
         self.terms = Terms()
         self.priority: int | None = None
@@ -89,9 +117,14 @@ class Placement:
 
 
 class Placements:
-    """The placements of the HTTP requests in progress, by engine request."""
+    """The placements of the HTTP requests in progress, by engine request.
 
-    def __init__(self) -> None:
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
         self._current: ContextVar[Placement | None] = ContextVar("placement", default=None)
         self._by_request: dict[str, Placement] = {}
 
@@ -103,9 +136,15 @@ class Placements:
         """The placement of the HTTP request that the current context serves."""
         return self._current.get()
 
+    @property
+    def arrival(self) -> float:
+        """When the HTTP request came that the current context serves; now if there is none."""
+        placement = self.current
+        return self._clock() if placement is None else placement.arrival
+
     def open(self) -> Placement:
         """Start the placement of the HTTP request that the current context serves."""
-        placement = Placement()
+        placement = Placement(self._clock())
         self._current.set(placement)
         return placement
 
@@ -144,10 +183,23 @@ class PlacementMiddleware:
     A response's head is held back until its request has left the pool: it says in which priority
     and where the request runs, or else the whole response is the error that the controller ended
     the request with. So a stream that never began has an honest status, too.
+
+    Args:
+        app: the application behind this middleware.
+        placements: the HTTP requests in progress.
+        paths: the generating routes.
+        rejected: counts refused requests, but for those that ``PoolDoor`` refuses.
     """
 
-    def __init__(self, app: ASGIApp, placements: Placements, paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        placements: Placements,
+        paths: Collection[str],
+        rejected: CountRejection,
+    ) -> None:
         self._app = app
+        self._rejected = rejected
         self._placements = placements
         self._paths = frozenset(paths)
 
@@ -158,9 +210,21 @@ class PlacementMiddleware:
             return
         placement = self._placements.open()
         try:
-            await self._app(scope, receive, _HeldHead(scope, receive, send, placement))
+            held = _HeldHead(scope, receive, send, placement)
+            await self._app(scope, receive, held)
         finally:
             self._placements.close(placement)
+        reason = _rejection(held.status, placement.ended)
+        if reason is not None:
+            self._rejected(reason)
+
+
+def _rejection(status: int, ended: Ended | None) -> Rejection | None:
+    """Return why a request was refused, as its response's status or the controller says."""
+    if ended is not None:
+        return _REJECTIONS.get(ended.outcome)
+    invalid = 400 <= status < 500 and status != _CALLER_FULL
+    return Rejection.INVALID if invalid else None
 
 
 class _HeldHead:
@@ -173,6 +237,8 @@ class _HeldHead:
         self._placement = placement
         self._held: list[Message] = []
         self._replaced = False
+        self.status = 0
+        """Of the response that was sent; 0 while there is none."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -201,11 +267,12 @@ class _HeldHead:
             await placement.wait(for_all=not self._streams)
         ended, held, self._held = placement.ended, self._held, []
         if ended is not None and ended.status is not None:
-            self._replaced = True
-            response = refusal_response(ended.status, ended.message)
+            self._replaced, self.status = True, ended.status
+            response = refusal_response(ended.status, ended.message, ended.retry_after)
             response.headers.update(placement.headers)
             await response(self._scope, self._receive, self._send)
             return
+        self.status = held[0]["status"]
         MutableHeaders(raw=held[0]["headers"]).update(placement.headers)
         for message in held:
             await self._send(message)

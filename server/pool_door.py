@@ -31,8 +31,8 @@ class PoolDoor:
         limits = self._limits
         if caller is not None and caller in limits.callers:
             await self._count(Outcome.CALLER_FULL)
-            return refusal_response(429, limits.callers[caller])
+            return refusal_response(429, limits.callers[caller], limits.retry_after)
         if limits.full is not None:
             await self._count(Outcome.POOL_FULL)
-            return refusal_response(503, limits.full)
+            return refusal_response(503, limits.full, limits.retry_after)
         return None

@@ -2,8 +2,10 @@
 
 import errno
 import json
+import logging
 import os
 import socket
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config import NodeConfig
+from runtime.logs import LogFormat, configure_logging
 from runtime.process import exit_without_teardown
 from runtime.supervisor import Say, Supervisor, make_runtime_dir
 from server.errors import UserError
 from server.options import (
+    DEMO_CHECKPOINT,
     add_shoal_options,
     api_keys,
     apply_defaults,
@@ -25,11 +29,14 @@ from server.options import (
     fake_settings,
     prepare_environment,
 )
+from server.promises import node_cost_model, promised
+
+log = logging.getLogger("shoal.serve")
 
 
 def say_aloud(line: str) -> None:
-    """Print a line at once, also into a pipe."""
-    print(line, flush=True)
+    """Tell the user something, in the node's log format."""
+    log.info("%s", line)
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,14 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     add_shoal_options(parser, os.environ)
     args = frontend.parse(parser, list(argv))
     check_options(args, parser.get_default)
+    if args.log_format is LogFormat.JSON:
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # read by processes that are not forked
+    configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
     imported = time.monotonic()
     say("Starting Shoal")
     say(f"  imports took {imported - started:.1f} s")
     with _bind(args.host, args.port) as listener:
-        config, vllm_config = _configure(args, parser.get_default)
+        config, vllm_config = _configure(args, parser.get_default, say)
         say(f"  configuration took {time.monotonic() - imported:.1f} s")
 
         def ready() -> None:
@@ -94,7 +104,9 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     return code
 
 
-def _configure(args: Namespace, default_of: Callable[[str], Any]) -> tuple[NodeConfig, Any]:
+def _configure(
+    args: Namespace, default_of: Callable[[str], Any], say: Say
+) -> tuple[NodeConfig, Any]:
     """Return the node that the arguments describe, and the front ends' ``VllmConfig``."""
     from server import frontend
 
@@ -119,9 +131,19 @@ def _configure(args: Namespace, default_of: Callable[[str], Any]) -> tuple[NodeC
         ),
         prepare_timeout_seconds=args.prepare_timeout,
         seed=args.seed or 0,
+        cost_model=node_cost_model(
+            args,
+            vllm_config.model_config,
+            vllm_config.cache_config.cache_dtype,
+            gpus=gpus,
+            say=say,
+        ),
+        targets=promised(args),
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
         aging_seconds=args.priority_aging,
+        interleave_ratio=args.interleave_ratio,
+        log_format=args.log_format,
     )
     return config, vllm_config
 
@@ -131,9 +153,7 @@ def _choose_model(args: Namespace, default_of: Callable[[str], Any]) -> Path | N
     if args.model_tag is not None:
         args.model = args.model_tag
     elif args.model == default_of("model"):
-        from server.demo import ensure_demo_model
-
-        return ensure_demo_model()
+        return DEMO_CHECKPOINT
     return None
 
 

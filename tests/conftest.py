@@ -22,5 +22,5 @@ settings.load_profile("shoal")
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the demo model's cache, and whatever else follows XDG, inside the test's directory."""
+    """Keep whatever follows XDG inside the test's directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

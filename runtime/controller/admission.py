@@ -7,6 +7,7 @@ reached, and refuse what comes then before they have worked on it.
 """
 
 import logging
+from collections.abc import Iterator
 
 from policies.partition import leader_of
 from runtime import messages as m
@@ -15,6 +16,7 @@ from runtime.clock import Clock
 from runtime.config import NodeConfig
 from runtime.controller.book import Book, Request, pool_request
 from runtime.controller.capacity import Capacity
+from runtime.controller.demand import Drain
 from runtime.controller.pool import TaskPool
 from runtime.messages import Outcome
 from runtime.transport import ControllerTransport, front_identity
@@ -56,12 +58,16 @@ class Admission:
         self._newcomers: list[Request] = []
         self._allowances: dict[str, int] = {}
         """Requests that callers with a limit may have waiting, by caller."""
+        self._drain = Drain(clock())
         self._told = m.PoolLimits()
 
     # --- in and out ---------------------------------------------------------------------------
 
-    def add(self, frames: list[bytes]) -> None:
+    def add(self, frames: list[bytes]) -> int:
         """Take a request of a front end in, or end it if no group can hold it.
+
+        Returns:
+            Its prompt tokens; 0 if it was not taken in.
 
         Raises:
             msgspec.DecodeError: it is no ``EngineCoreRequest``.
@@ -69,16 +75,17 @@ class Admission:
         view = wire.decode_request(frames)
         if view.request_id in self._pool or self._book.where(view.request_id) is not None:
             log.error("dropped request %s: there is one of this id", view.request_id)
-            return
+            return 0
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
         request = Request(view.request_id, view.client_index, frames, seen, view.terms)
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
-            return
+            return 0
         self._pool.add(request, deadline=request.terms.deadline)
         self._newcomers.append(request)
         if request.terms.caller is not None and request.terms.max_waiting is not None:
             self._allowances[request.terms.caller] = request.terms.max_waiting
+        return seen.prompt_tokens
 
     def _too_long(self, request: Request) -> str:
         seen, limit = request.seen, self._capacity.longest_now
@@ -87,8 +94,13 @@ class Admission:
             f"{seen.total_tokens}: the largest group of engines here holds {limit}"
         )
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Forget requests wherever they are: their clients have gone."""
+    def abort(self, request_ids: list[str], outcome: Outcome = Outcome.ABORTED) -> None:
+        """Forget requests wherever they are: their clients have gone, or have all they asked for.
+
+        Args:
+            request_ids: those; what is not known has ended otherwise meanwhile.
+            outcome: what they count as.
+        """
         by_leader: dict[int, list[str]] = {}
         for request_id in request_ids:
             group = self._book.where(request_id)
@@ -97,15 +109,20 @@ class Admission:
             waiting = self._pool.remove(request_id)
             if waiting is not None:
                 # A response that is held back until its request is placed goes on.
-                note = m.Ended(request_id, Outcome.ABORTED)
+                note = m.Ended(request_id, outcome)
                 self._transport.to_control(front_identity(waiting.client), note)
             if waiting is not None or self._book.remove(request_id) is not None:
-                self._book.outcomes[Outcome.ABORTED] += 1
+                self._book.outcomes[outcome] += 1
         for engine, ids in by_leader.items():
             self._transport.to_engine(engine, m.AbortRequests(ids))
 
     def fail(
-        self, requests: list[Request], outcome: Outcome, status: int | None, message: str
+        self,
+        requests: list[Request],
+        outcome: Outcome,
+        status: int | None,
+        message: str,
+        retry_after: int | None = None,
     ) -> None:
         """End requests that are in no book (any more).
 
@@ -114,6 +131,7 @@ class Admission:
             outcome: why.
             status: HTTP status for the caller.
             message: why, for the caller.
+            retry_after: seconds after which the caller may try again, if that would help.
         """
         self._book.outcomes[outcome] += len(requests)
         by_client: dict[int, list[str]] = {}
@@ -125,7 +143,7 @@ class Admission:
             if not quiet:
                 log.warning("requests end with an error (%s): %s", outcome, ", ".join(ids))
             for request_id in ids:
-                note = m.Ended(request_id, outcome, status, message)
+                note = m.Ended(request_id, outcome, status, message, retry_after)
                 self._transport.to_control(front_identity(client), note)
             self._transport.to_front(client, [wire.encode_finish(ids, reason)])
 
@@ -145,28 +163,45 @@ class Admission:
 
     # --- limits -------------------------------------------------------------------------------
 
-    def hold_limits(self) -> None:
-        """Refuse the newcomers that wait beyond a limit, and tell the front ends what is full."""
+    def hold_limits(self, started: int) -> None:
+        """Refuse the newcomers that wait beyond a limit, and tell the front ends what is full.
+
+        Args:
+            started: requests that have left the pool for a unit since the last call.
+        """
         newcomers, self._newcomers = self._newcomers, []
-        for request in reversed(newcomers):
-            if request.id in self._pool:
-                self._refuse_beyond_limits(request)
-        full = self._full(len(self._pool) + 1, self._pool.tokens + 1)
-        limits = m.PoolLimits(full, self._full_callers())
+        refused = list(self._take_excess(newcomers))
+        waiting = len(self._pool)
+        self._drain.see(self._clock(), started=started, waits=waiting > 0)
+        retry_after = self._drain.retry_after(waiting)
+        for request, outcome, status, message in refused:
+            self.fail([request], outcome, status, message, retry_after)
+        full, callers = self._full(waiting + 1, self._pool.tokens + 1), self._full_callers()
+        limits = m.PoolLimits(full, callers, retry_after)
+        if full is None and not callers:
+            limits = m.PoolLimits()
         if limits != self._told:
             self._told = limits
             for index in range(self._config.api_servers):
                 self._transport.to_control(front_identity(index), limits)
 
-    def _refuse_beyond_limits(self, request: Request) -> None:
-        caller, allowed = request.terms.caller, request.terms.max_waiting
-        full = self._full(len(self._pool), self._pool.tokens)
-        if caller is not None and allowed is not None and self._pool.waiting_of(caller) > allowed:
-            self._pool.remove(request.id)
-            self.fail([request], Outcome.CALLER_FULL, 429, _caller_full(allowed))
-        elif full is not None:
-            self._pool.remove(request.id)
-            self.fail([request], Outcome.POOL_FULL, 503, full)
+    def _take_excess(self, newcomers: list[Request]) -> Iterator[tuple[Request, Outcome, int, str]]:
+        """Take those out that wait beyond a limit; yield each with outcome, status and message."""
+        for request in reversed(newcomers):
+            if request.id not in self._pool:
+                continue
+            caller, allowed = request.terms.caller, request.terms.max_waiting
+            full = self._full(len(self._pool), self._pool.tokens)
+            if (
+                caller is not None
+                and allowed is not None
+                and self._pool.waiting_of(caller) > allowed
+            ):
+                self._pool.remove(request.id)
+                yield request, Outcome.CALLER_FULL, 429, _caller_full(allowed)
+            elif full is not None:
+                self._pool.remove(request.id)
+                yield request, Outcome.POOL_FULL, 503, full
 
     def _full(self, requests: int, tokens: int) -> str | None:
         """Return which limit so many waiting requests and prompt tokens break, if any."""

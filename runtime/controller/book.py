@@ -48,6 +48,8 @@ class Request(msgspec.Struct, frozen=True):
     """What policies see of it."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
+    moved: bool = False
+    """Whether it was taken out of a unit before."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -119,6 +121,8 @@ class Book:
         self.partition: Partition = singles(engines)
         self.bound: dict[Group, int] = {}
         """Epoch of the bind of every group of the partition with more than one engine."""
+        self.interleaving: set[Group] = set()
+        """Those of them whose members go on with requests of their own."""
         self.cores: dict[Group, CoreBook] = {}
         self.outcomes: Counter[m.Outcome] = Counter()
         """Requests that have left the node."""
@@ -177,17 +181,20 @@ class Book:
         """Return the unit that an engine is in."""
         return next(group for group in self.partition if engine in group)
 
-    def set_bound(self, group: Group, epoch: int) -> None:
+    def set_bound(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
         """Make a unit of engines that were alone."""
         rest = [unit for unit in self.partition if not set(unit) & set(group)]
         self.partition = tuple(sorted([*rest, group]))
         self.bound[group] = epoch
+        if interleaves:
+            self.interleaving.add(group)
 
     def set_free(self, group: Group) -> None:
         """Make each engine of a unit a unit of its own."""
         rest = [unit for unit in self.partition if unit != group]
         self.partition = tuple(sorted([*rest, *((engine,) for engine in group)]))
         self.bound.pop(group, None)
+        self.interleaving.discard(group)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -210,7 +217,10 @@ class Book:
         return None if group is None else self.cores[group].pop(request_id)
 
     def paused_in(self, unit: Group) -> int:
-        """Return the requests that wait for another unit of this unit's engines to be back."""
+        """Return the requests that wait for another unit of this unit's engines to be back.
+
+        Those that do not wait but are interleaved count too.
+        """
         return sum(
             len(core.requests)
             for core in self.cores.values()
@@ -218,6 +228,16 @@ class Book:
             and leader_of(core.group) in unit
             and core.group not in self.partition
         )
+
+    def interleaves(self, group: Group) -> bool:
+        """Return whether a core's requests go on in turn with those of the unit it is in."""
+        return len(group) == 1 and self.unit_of(group[0]) in self.interleaving
+
+    def interleaved_in(self, unit: Group) -> int:
+        """Return the requests that go on in turn with those of this unit."""
+        if unit not in self.interleaving:
+            return 0
+        return sum(len(self.core((engine,)).requests) for engine in unit)
 
     def check_integrity(self) -> list[str]:
         """Return one line per broken invariant."""
@@ -241,6 +261,7 @@ def continued(request: Request, tokens: list[int]) -> Request:
         request,
         frames=wire.continue_request(request.frames, tokens),
         seen=replace(request.seen, prompt_tokens=prompt, total_tokens=total),
+        moved=True,
     )
 
 

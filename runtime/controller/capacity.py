@@ -3,20 +3,18 @@
 from collections.abc import Collection
 from functools import cached_property
 
-from policies.cost_model import Batch, CostModel
+from policies.cost_model import CostModel
 from policies.partition import Group, Partition, groups_of, layout_name
 from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 from runtime import messages as m
 from runtime.config import NodeConfig
 from runtime.controller.book import Book, CoreBook, EngineState
+from runtime.controller.demand import Lengths
 from runtime.controller.leases import Leases
 from runtime.controller.pool import TaskPool
 
 POOL_HEAD = 256
 """Requests of the pool that a policy sees: more than any node starts in one turn."""
-QUEUED_AHEAD = 1
-"""Requests that a unit with a full batch is given beyond it. When the whole batch ends in one step,
-the next step starts with this one, and not after a round trip to the controller."""
 LEASE_BLOCKS = 64
 """Least blocks that the members of a new group are asked for."""
 
@@ -38,6 +36,7 @@ class Capacity:
         self._pool = pool
         self.cost_model: CostModel | None = config.cost_model
         """Corrected by what is measured (``observe``)."""
+        self._lengths = Lengths()
 
     def snapshot(
         self, now: float, *, switching: bool, busy: Collection[int], pending: Partition | None
@@ -66,6 +65,8 @@ class Capacity:
             pending=pending,
             waiting=len(self._pool),
             waiting_tokens=self._pool.tokens,
+            prompt_tokens=self._lengths.prompt,
+            output_tokens=self._lengths.output,
             layouts=self._layouts,
             cost_model=self.cost_model,
             targets=self._config.targets,
@@ -83,34 +84,33 @@ class Capacity:
         )
 
     def observe(self, core: CoreBook, load: m.Load) -> None:
-        """Correct the cost model by the steps between a core's last report and this one.
-
-        Only steps that computed no prompt count: how they were cut into chunks nobody reports.
-        """
-        before, model = core.load, self.cost_model
-        if model is None or before is None or not before.running:
+        """Learn from the steps between a core's last report and this one."""
+        before, degree = core.load, len(core.group)
+        if before is None:
             return
-        steps, seconds = load.steps - before.steps, load.step_seconds - before.step_seconds
-        started = before.waiting or load.added != before.added
-        if steps > 0 and seconds > 0 and not started:
-            batch = Batch(before.running, core.figures.prompt_tokens)
-            self.cost_model = model.observe(len(core.group), batch, seconds / steps)
+        news = (load.decoding - before.decoding, load.prefilling - before.prefilling)
+        self._lengths.see(news[0] + news[1], len(load.finished))
+        for done in news:
+            if self.cost_model is not None and done.steps > 0 and done.seconds > 0:
+                seconds = done.seconds / done.steps
+                self.cost_model = self.cost_model.observe(degree, done.mean, seconds)
 
     @property
     def step_errors(self) -> dict[str, float]:
-        """Smoothed relative error of the cost model's predictions, by layout."""
+        """Smoothed relative error of the cost model's predictions (``messages.LayoutView``)."""
         corrections = () if self.cost_model is None else self.cost_model.corrections
-        return {layout_name(tuple(range(c.degree))): c.error for c in corrections}
+        return {f"{layout_name(tuple(range(c.degree)))} {c.kind}": c.error for c in corrections}
 
     def _unit(self, group: Group, *, serving: bool) -> UnitState:
         core, limits = self._book.core(group), self._book.limits(group)
         reported = core.load is not None
         figures, uncounted = core.figures, core.uncounted
+        places = limits.max_num_seqs + self._config.queued_ahead
         return UnitState(
             group=group,
             serving=serving and reported,
             requests=len(core.requests),
-            free_slots=max(0, limits.max_num_seqs + QUEUED_AHEAD - len(core.requests)),
+            free_slots=max(0, places - len(core.requests)),
             free_blocks=self._startable_blocks(core),
             total_blocks=min(self._book.num_blocks(engine) for engine in group),
             block_tokens=limits.block_tokens,

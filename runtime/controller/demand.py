@@ -1,4 +1,4 @@
-"""What the controller remembers for policies, which remember nothing: demand, cost of switches.
+"""What the controller remembers, for policies and callers: demand, drain, cost of switches.
 
 All of it is a function of events and of the injected clock.
 """
@@ -6,7 +6,19 @@ All of it is a function of events and of the injected clock.
 import math
 from dataclasses import dataclass
 
-from policies.snapshot import NORMAL_PRIORITY, SMOOTHING_SECONDS, Snapshot
+from policies.snapshot import (
+    NORMAL_PRIORITY,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    SMOOTHING_SECONDS,
+    Snapshot,
+)
+from runtime.messages import Work
+
+LENGTHS_KEPT = 300
+"""Requests after which the length of one counts for a third."""
+LENGTHS_ASSUMED = 50
+"""Requests of the lengths assumed that are taken to have ended before the first one."""
 
 
 class Demand:
@@ -19,19 +31,28 @@ class Demand:
     def __init__(self, now: float) -> None:
         self.smoothed_requests = 0.0
         self._rate = 0.0
+        self._prompt_rate = 0.0
         self._rate_at = now
         self._requests = 0
         self._seen_at = now
         self._urgent_at = -math.inf
 
-    def arrive(self, now: float) -> None:
+    def arrive(self, now: float, prompt_tokens: int) -> None:
         """Count a request that arrives."""
         self._rate = self.arrival_rate(now) + 1 / SMOOTHING_SECONDS
+        self._prompt_rate = self.prompt_rate(now) + prompt_tokens / SMOOTHING_SECONDS
         self._rate_at = now
 
     def arrival_rate(self, now: float) -> float:
         """Return requests per second."""
-        return self._rate * math.exp((self._rate_at - now) / SMOOTHING_SECONDS)
+        return self._rate * self._kept(now)
+
+    def prompt_rate(self, now: float) -> float:
+        """Return prompt tokens per second."""
+        return self._prompt_rate * self._kept(now)
+
+    def _kept(self, now: float) -> float:
+        return math.exp((self._rate_at - now) / SMOOTHING_SECONDS)
 
     def since_urgent(self, now: float) -> float:
         """Return the seconds since an urgent request was here."""
@@ -52,11 +73,85 @@ class Demand:
             self._urgent_at = now
 
 
+class Lengths:
+    """How long requests are: of an output nobody knows before it ends."""
+
+    def __init__(self) -> None:
+        self._requests = float(LENGTHS_ASSUMED)
+        self._prompt = LENGTHS_ASSUMED * PROMPT_TOKENS
+        self._output = LENGTHS_ASSUMED * OUTPUT_TOKENS
+
+    def see(self, done: Work, finished: int) -> None:
+        """Take note of what steps computed, and of how many requests ended.
+
+        That takes requests to end at random: while ever more of them run, their length is
+        overestimated, which is the safe side.
+        """
+        kept = (1 - 1 / LENGTHS_KEPT) ** finished
+        self._requests = kept * self._requests + finished
+        self._prompt = kept * self._prompt + done.prefill_tokens
+        self._output = kept * self._output + done.decodes
+
+    @property
+    def prompt(self) -> float:
+        """Prompt tokens that are computed for the mean request."""
+        return self._prompt / self._requests
+
+    @property
+    def output(self) -> float:
+        """Tokens that the mean request is given."""
+        return self._output / self._requests
+
+
 def most_urgent(snapshot: Snapshot) -> int | None:
     """Return the lowest priority of the requests that the snapshot shows."""
     first = [request.priority for request in snapshot.pool]
     running = [unit.by_priority[0][0] for unit in snapshot.units if unit.by_priority]
     return min([*first, *running], default=None)
+
+
+DRAIN_SECONDS = 30.0
+"""Time constant of the rate at which the pool empties: longer than most requests run."""
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
+
+
+class Drain:
+    """How long what waits takes to leave the pool, by how much of it left lately.
+
+    Only the time counts in which something waits, and only what had to wait: the requests of a
+    burst that find free seats say nothing of how soon the next seat is free.
+
+    Args:
+        now: the clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._waits = False
+        self._seconds = 0.0
+        self._started = 0.0
+
+    def see(self, now: float, *, started: int, waits: bool) -> None:
+        """Take note of what happened since the last call.
+
+        Args:
+            now: the clock.
+            started: requests that left the pool for a unit.
+            waits: whether any wait from now on.
+        """
+        if self._waits:
+            kept = math.exp((self._at - now) / DRAIN_SECONDS)
+            self._seconds = kept * self._seconds + (1 - kept) * DRAIN_SECONDS
+            self._started = kept * self._started + started
+        self._at, self._waits = now, waits
+
+    def retry_after(self, waiting: int) -> int:
+        """Return in how many seconds so many requests will have left, within 1 and 60.
+
+        While none has left yet it is assumed that one is about to.
+        """
+        seconds = waiting * self._seconds / max(1.0, self._started)
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, math.ceil(seconds)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ and the supervisor, and the engines' reports. After each batch of them the polic
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ from policies.partition import (
     leader_of,
     parse_partition,
 )
-from policies.plan import Plan, PlanError, check_plan
-from policies.registry import UnknownPolicyError, get_policy
+from policies.plan import Plan
+from policies.registry import UnknownPolicyError
 from policies.snapshot import Snapshot
 from runtime import messages as m
 from runtime import wire
@@ -30,12 +30,15 @@ from runtime.clock import Clock, monotonic
 from runtime.config import Addresses, NodeConfig
 from runtime.controller import views
 from runtime.controller.admission import Admission
+from runtime.controller.adviser import Adviser
 from runtime.controller.audit import Audit
 from runtime.controller.book import Book, EngineState, continued
 from runtime.controller.capacity import Capacity
 from runtime.controller.demand import Demand, SwitchBudget, most_urgent
+from runtime.controller.gauges import Gauges
 from runtime.controller.leases import Leases
 from runtime.controller.pool import TaskPool
+from runtime.controller.statistics import MANUAL, Statistics
 from runtime.controller.switch import Switch
 from runtime.transport import (
     SUPERVISOR,
@@ -45,6 +48,7 @@ from runtime.transport import (
     ZmqControllerTransport,
     front_identity,
 )
+from runtime.views import SwitchView
 
 log = logging.getLogger("shoal.controller")
 
@@ -57,7 +61,10 @@ RETRY_SECONDS = 5.0
 REVIEW_SECONDS = 0.5
 """How often a policy that decides the layout is asked when nothing happens: quiet is news too."""
 PAUSE_SECONDS = 5.0
-"""How long a request waits for its unit under such a policy, before it is moved to another."""
+"""How long a request waits for its unit under such a policy, before it is moved to another; and one
+that is interleaved under any policy, when the group has left it no KV blocks to go on with."""
+WAITING_TREATMENTS = (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
+"""Those whose switches take as long as requests run."""
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -91,8 +98,7 @@ class Controller:
         self.book = Book(config.engines)
         self.pool = TaskPool(config.aging_seconds)
         self.leases = Leases(self.book, transport)
-        self.switches: deque[m.SwitchView] = deque(maxlen=SWITCHES_KEPT)
-        self._policy = get_policy(config.policy)
+        self.switches: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self._capacity = Capacity(config, self.book, self.leases, self.pool)
         self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
         self._config = config
@@ -109,9 +115,8 @@ class Controller:
         self._switched_at = -math.inf
         self._decided_at = clock()
         self._paused_since: dict[Group, float] = {}
-        self._policy_errors = 0
-        self._moves = 0
-        self._outcomes: Counter[str] = Counter()
+        self._statistics = Statistics(config.degrees)
+        self._adviser = Adviser(config.policy, self._statistics, clock)
 
     # --- loop ---------------------------------------------------------------------------------
 
@@ -126,6 +131,11 @@ class Controller:
     def turn(self, timeout: float | None = None) -> None:
         """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
         self._transport.wait(self._patience(timeout))
+        began = self._clock()
+        self._do_what_is_due()
+        self._statistics.turns.observe(self._clock() - began)
+
+    def _do_what_is_due(self) -> None:
         for arrival in self._transport.receive():
             self._take(arrival)
         if self._switch is not None:
@@ -134,9 +144,8 @@ class Controller:
         self._end_audit()
         self._take_deferred()
         self._admission.expire()
-        if self.book.started:
-            self._decide()
-        self._admission.hold_limits()
+        started = self._decide() if self.book.started else 0
+        self._admission.hold_limits(started)
 
     def next_wakeup(self) -> float | None:
         """Return seconds until the next turn is due if no message comes; None: there is none."""
@@ -149,7 +158,7 @@ class Controller:
             self._admission.deadline,
         ]
         now = self._clock()
-        if self._policy.decides_layout:
+        if self._adviser.policy.decides_layout:
             due.append(self._decided_at + REVIEW_SECONDS)
         waits = [timeout, *(max(0.0, at - now) for at in due if at is not None)]
         return min((seconds for seconds in waits if seconds is not None), default=None)
@@ -170,8 +179,7 @@ class Controller:
 
     def _take_request(self, kind: bytes, frames: list[bytes]) -> None:
         if kind == wire.RequestType.ADD.value:
-            self._demand.arrive(self._clock())
-            self._admission.add(frames)
+            self._demand.arrive(self._clock(), self._admission.add(frames))
         elif kind == wire.RequestType.ABORT.value:
             self._admission.abort(wire.decode_abort(frames))
         elif kind == wire.RequestType.UTILITY.value:
@@ -238,7 +246,9 @@ class Controller:
 
     def _take_load(self, load: m.Load) -> None:
         core = self.book.core(load.group)
-        self._capacity.observe(core, load)
+        # Between two interleaved steps of a unit there are those of another.
+        if not self.book.interleaved_in(self.book.unit_of(load.engine)):
+            self._capacity.observe(core, load)
         core.load = load
         for request_id in load.finished:
             if self.book.remove(request_id) is not None:
@@ -250,7 +260,7 @@ class Controller:
             request = self.book.remove(request_id)
             if request is not None:
                 self.pool.add(continued(request, tokens))
-                self._moves += 1
+                self._statistics.moved.add()
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
         if isinstance(message, m.Resumed):
@@ -315,6 +325,8 @@ class Controller:
         match message:
             case m.GetLayout(call):
                 self._transport.to_control(peer, self._layout(call))
+            case m.GetMetrics(call):
+                self._transport.to_control(peer, self._metrics(call))
             case m.SetLayout():
                 if self._audit is not None:
                     self._later.append((peer, message))
@@ -331,6 +343,8 @@ class Controller:
                 self._lose([engine], reason)
             case m.CountRefused(outcome):
                 self.book.outcomes[outcome] += 1
+            case m.Stopped(request_ids):
+                self._admission.abort(request_ids, m.Outcome.FINISHED)
 
     def _take_deferred(self) -> None:
         """Take the calls that waited for a switch or an audit to end, while nothing is running."""
@@ -345,25 +359,36 @@ class Controller:
             units=views.unit_views(self.book, self.leases, self._busy),
             switches=list(self.switches),
             waiting=len(self.pool),
-            policy=self._policy.name,
+            policy=self._adviser.policy.name,
             ready=reason is None,
             reason=reason,
-            switches_total=dict(self._outcomes),
-            waiting_tokens=self.pool.tokens,
-            policy_errors=self._policy_errors,
-            moves_total=self._moves,
+            switches_total=self._statistics.switches,
+            policy_errors=int(self._statistics.policy_errors.total()),
+            moves_total=int(self._statistics.moved.total()),
             step_errors=self._capacity.step_errors,
-            requests_total={outcome: self.book.outcomes[outcome] for outcome in m.Outcome},
         )
+
+    def _metrics(self, call: int) -> m.NodeMetrics:
+        gauges = Gauges(
+            config=self._config,
+            book=self.book,
+            leases=self.leases,
+            pool=self.pool,
+            policy=self._adviser.policy.name,
+            busy=self._busy,
+            step_errors=self._capacity.step_errors,
+            now=self._clock(),
+        )
+        families = gauges.families() + self._statistics.families()
+        return m.NodeMetrics(call, families, gauges.engines())
 
     def _set_policy(self, peer: str, message: m.SetPolicy) -> None:
         """Change the policy; a switch that runs goes on, the next decision is the new one's."""
         try:
-            self._policy = get_policy(message.policy)
+            self._adviser.change(message.policy)
         except UnknownPolicyError as error:
             self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
             return
-        log.info("the policy is now %s", self._policy.name)
         self._transport.to_control(peer, self._layout(message.call))
 
     @property
@@ -384,7 +409,7 @@ class Controller:
         if error:
             self._transport.to_control(peer, m.CallFailed(message.call, status, error))
             return
-        self._start_switch(target, message.treatment, message.timeout_seconds)
+        self._start_switch(target, message.treatment, MANUAL, message.timeout_seconds)
         self._caller = _Call(peer, message.call)
         self._end_switch()
 
@@ -394,8 +419,8 @@ class Controller:
             return 503, str(views.not_ready_reason(self.book))
         if self._switch is not None:
             return 409, "a switch is running: ask again when it is over"
-        if self._policy.decides_layout:
-            return 409, f"the layout is decided by the policy {self._policy.name!r}"
+        if self._adviser.policy.decides_layout:
+            return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
         gone = self.book.in_state(EngineState.DEAD, EngineState.SILENT)
         for group in target:
             lost = sorted(gone.intersection(group))
@@ -405,20 +430,29 @@ class Controller:
 
     # --- switches -----------------------------------------------------------------------------
 
-    def _start_switch(self, target: Partition, treatment: m.Treatment, timeout: float) -> None:
+    def _start_switch(
+        self, target: Partition, treatment: m.Treatment, reason: str, timeout: float
+    ) -> None:
         self._switch = Switch(
             self.book,
             self.leases,
             self._transport,
+            self._statistics,
             clock=self._clock,
             lose=self._lose,
             target=target,
             treatment=treatment,
+            reason=reason,
             timeout=timeout,
             answer_timeout=self._config.prepare_timeout_seconds,
             lease=self._capacity.lease_for,
             seed=lambda epoch: (self._config.seed + epoch) % 2**31,
         )
+        self._tell_fronts(m.Switching(sorted(self._busy), over=False))
+
+    def _tell_fronts(self, note: m.Switching) -> None:
+        for index in range(self._config.api_servers):
+            self._transport.to_control(front_identity(index), note)
 
     def _end_switch(self) -> None:
         switch = self._switch
@@ -427,12 +461,14 @@ class Controller:
         self._switch = None
         view = views.switch_view(switch, self.book.partition, at=self._wall(), now=self._clock())
         self.switches.append(view)
-        self._outcomes[switch.outcome] += 1
+        self._statistics.switched(view)
+        self._tell_fronts(m.Switching(sorted(switch.engines), over=True))
+        level = logging.INFO if switch.error is None else logging.ERROR
+        log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
         self._switched_at = self._clock()
-        if switch.treatment is not m.Treatment.SEQUENTIAL:
+        if switch.treatment not in WAITING_TREATMENTS:
             self._budget.learn(view.duration_seconds)
         if switch.error is not None:
-            log.error("switch to %s failed: %s", list(switch.target), switch.error)
             self._retry_at = self._clock() + RETRY_SECONDS
         caller, self._caller = self._caller, None
         if caller is not None:
@@ -465,12 +501,16 @@ class Controller:
 
     # --- decisions ----------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        """Ask the policy and do what it wants; a plan that cannot be done changes nothing."""
+    def _decide(self) -> int:
+        """Ask the policy and do what it wants; a plan that cannot be done changes nothing.
+
+        Returns:
+            The number of requests that have left the pool for a unit.
+        """
         self._decided_at = self._clock()
         self._free_paused()
-        snapshot = self._snapshot()
-        plan = self._ask(snapshot)
+        snapshot = self.snapshot()
+        plan = self._adviser.ask(snapshot)
         self._dispatch(plan)
         if (
             plan.target is not None
@@ -479,9 +519,11 @@ class Controller:
         ):
             self._budget.spend(snapshot.now)
             treatment = m.Treatment(plan.treatment)
-            self._start_switch(plan.target, treatment, POLICY_TIMEOUT_SECONDS)
+            self._start_switch(plan.target, treatment, plan.reason, POLICY_TIMEOUT_SECONDS)
+        return len(plan.dispatches)
 
-    def _snapshot(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
+        """Return what policies see now."""
         now, switch = self._clock(), self._switch
         held = switch is not None or self._audit is not None or now < self._retry_at
         snapshot = self._capacity.snapshot(
@@ -494,25 +536,11 @@ class Controller:
         return replace(
             snapshot,
             arrival_rate=self._demand.arrival_rate(now),
+            prompt_rate=self._demand.prompt_rate(now),
             smoothed_requests=self._demand.smoothed_requests,
             since_switch=now - self._switched_at,
             since_urgent=self._demand.since_urgent(now),
         )
-
-    def _ask(self, snapshot: Snapshot) -> Plan:
-        """Return the policy's plan, or the one that keeps everything if it has none to go by."""
-        try:
-            plan = self._policy.plan(snapshot)
-            check_plan(plan, snapshot)
-        except PlanError as error:
-            log.error("policy %s: invalid plan: %s", self._policy.name, error)
-        except Exception:
-            # A policy is code of others: the node goes on without its advice.
-            log.exception("policy %s failed", self._policy.name)
-        else:
-            return plan
-        self._policy_errors += 1
-        return Plan()
 
     def _free_paused(self) -> None:
         """Move requests whose unit has been gone for long: no policy need remember them."""
@@ -521,8 +549,13 @@ class Controller:
             if not core.requests or core.group in self.book.partition:
                 self._paused_since.pop(core.group, None)
                 continue
+            interleaved = self.book.interleaves(core.group)
+            if interleaved and core.load is not None and core.load.running:
+                self._paused_since.pop(core.group, None)
+                continue
             since = self._paused_since.setdefault(core.group, now)
-            if not self._policy.decides_layout or now - since < PAUSE_SECONDS:
+            moves = interleaved or self._adviser.policy.decides_layout
+            if not moves or now - since < PAUSE_SECONDS:
                 continue
             # Asked again only after as long a time: the answer is on its way.
             self._paused_since[core.group] = now
@@ -538,6 +571,7 @@ class Controller:
                 raise LookupError(f"request {dispatch.request_id} is not in the pool")
             group = dispatch.group
             self.book.place(request, group)
+            self._statistics.placed(request, group, self._clock())
             add = m.AddRequest(group, request.id)
             self._transport.to_engine(leader_of(group), add, request.frames)
             placed = m.Placed(request.id, group, layout_name(group))
@@ -546,6 +580,5 @@ class Controller:
 
 def run_controller(config: NodeConfig) -> None:
     """Entry of the controller's process."""
-    logging.basicConfig(format="controller: %(message)s", level=logging.WARNING)
     transport = ZmqControllerTransport(Addresses(config.runtime_dir), config.api_servers)
     Controller(config, transport).run()

@@ -20,8 +20,9 @@ import msgspec
 from policies.partition import Group, Partition, leader_of
 from runtime import messages as m
 from runtime.clock import Clock
-from runtime.controller.book import Book, EngineState
+from runtime.controller.book import Book, CoreBook, EngineState
 from runtime.controller.leases import Leases
+from runtime.controller.statistics import Statistics
 from runtime.transport import ControllerTransport
 
 LoseEngines = Callable[[Collection[int], str], None]
@@ -60,9 +61,15 @@ class Move(msgspec.Struct):
     group: Group
     epoch: int
     stage: Stage
+    treatment: m.Treatment
+    """What the engines are told."""
+    since: float = 0.0
+    """Clock time at which the stage began, once engines are waited for."""
     deadline: float | None = None
     awaiting: set[int] = set()
     lent: dict[int, list[int]] = {}
+    lend_seconds: float = 0.0
+    """What the slowest member took to lend."""
 
 
 class Switch:
@@ -72,11 +79,13 @@ class Switch:
         book: engines and partition; the switch moves the latter.
         leases: block books.
         transport: the way to the engines.
+        statistics: counts binds and releases.
         clock: monotonic seconds.
         lose: takes engines down that a broken group has lost.
         target: canonical partition to reach.
         treatment: what happens to running requests.
-        timeout: seconds that requests have to end under ``SEQUENTIAL`` and ``SOFT``.
+        reason: why, for the log and the metrics.
+        timeout: seconds that requests have to end where they are waited for.
         answer_timeout: seconds that an engine has for any other answer.
         lease: returns the blocks that a new group's members are asked for.
         seed: returns the shared seed of a bind, given its epoch.
@@ -87,11 +96,13 @@ class Switch:
         book: Book,
         leases: Leases,
         transport: ControllerTransport,
+        statistics: Statistics,
         *,
         clock: Clock,
         lose: LoseEngines,
         target: Partition,
         treatment: m.Treatment,
+        reason: str,
         timeout: float,
         answer_timeout: float,
         lease: Callable[[Group], int],
@@ -100,6 +111,7 @@ class Switch:
         self.before = book.partition
         self.target = target
         self.treatment = treatment
+        self.reason = reason
         self.epoch = book.next_epoch()
         self.error: str | None = None
         self.status = 200
@@ -112,12 +124,14 @@ class Switch:
         self._book = book
         self._leases = leases
         self._transport = transport
+        self._statistics = statistics
         self._clock = clock
         self._lose = lose
-        self._patience = answer_timeout if treatment is m.Treatment.HARD else timeout
+        self._timeout = timeout
         self._answer_timeout = answer_timeout
         self._lease = lease
         self._seed = seed
+        self._interleaving = frozenset(book.interleaving)
         self._restoring = False
         self._moves: list[Move] = []
         self._touched: set[int] = set()
@@ -162,29 +176,53 @@ class Switch:
     def _begin(self, target: Partition) -> None:
         old = [g for g in self._book.partition if len(g) > 1 and g not in target]
         new = [g for g in target if len(g) > 1 and g not in self._book.partition]
-        self._moves = [Move(g, self._book.bound[g], Stage.RELEASING) for g in old]
-        self._moves += [Move(g, self._book.next_epoch(), Stage.WAITING) for g in new]
+        self._moves = [
+            Move(g, self._book.bound[g], Stage.RELEASING, self._release_treatment) for g in old
+        ]
+        self._moves += [
+            Move(g, self._book.next_epoch(), Stage.WAITING, self._bind_treatment(g)) for g in new
+        ]
         self._touched.update(engine for move in self._moves for engine in move.group)
         if self.treatment is m.Treatment.SOFT and not self._restoring:
             self._move_out(target)
-        if self.treatment is m.Treatment.SEQUENTIAL and not self._restoring:
-            units = [unit for unit in self._book.partition if self._touched.intersection(unit)]
-            self.drained = sum(len(self._book.core(unit).requests) for unit in units)
+        if not self._restoring:
+            self.drained += sum(len(core.requests) for core in self._drained_cores(target))
         for move in self._moves[: len(old)]:
-            self._await(move, Stage.RELEASING, [leader_of(move.group)], self._patience)
-            release = m.Release(move.epoch, move.group, self._treatment)
+            self._await(move, Stage.RELEASING, [leader_of(move.group)], self._patience(move))
+            release = m.Release(move.epoch, move.group, move.treatment)
             self._transport.to_engine(leader_of(move.group), release)
         self._prepare_free()
 
+    def _drained_cores(self, target: Partition) -> Iterator[CoreBook]:
+        """Yield the cores whose requests must all end before the target is reached."""
+        for core in self._book.cores.values():
+            running = core.group in self._book.partition or self._book.interleaves(core.group)
+            if not running or core.group in target or not self._touched.intersection(core.group):
+                continue
+            grouped = self.treatment is m.Treatment.INTERLEAVE and len(core.group) > 1
+            if grouped or self.treatment is m.Treatment.SEQUENTIAL:
+                yield core
+
     @property
-    def _treatment(self) -> m.Treatment:
-        """What the engines are told."""
+    def _release_treatment(self) -> m.Treatment:
+        """What the leaders of groups that are dissolved are told."""
         # A restored unit held no request that could be waited for: nothing was sent to it.
+        hard = self._restoring or self.treatment is m.Treatment.HARD
+        return m.Treatment.HARD if hard else m.Treatment.SEQUENTIAL
+
+    def _bind_treatment(self, group: Group) -> m.Treatment:
+        """Return what the members of a group that is formed are told."""
         if self._restoring:
-            return m.Treatment.HARD
+            interleaved = group in self._interleaving
+            return m.Treatment.INTERLEAVE if interleaved else m.Treatment.HARD
         # What could not be moved is waited for.
         soft = self.treatment is m.Treatment.SOFT
         return m.Treatment.SEQUENTIAL if soft else self.treatment
+
+    def _patience(self, move: Move) -> float:
+        """Return how long the engines of a move may take for what they are told."""
+        waits = move.treatment is m.Treatment.SEQUENTIAL
+        return self._timeout if waits else self._answer_timeout
 
     def _move_out(self, target: Partition) -> None:
         """Free the engines of their requests, those paused in other groups included."""
@@ -203,17 +241,17 @@ class Switch:
         for move in self._moves:
             alone = all((engine,) in self._book.partition for engine in move.group)
             if move.stage is Stage.WAITING and alone:
-                self._await(move, Stage.PREPARING, move.group, self._patience)
-                prepare = m.Prepare(
-                    move.epoch, move.group, self._treatment, self._lease(move.group)
-                )
+                self._await(move, Stage.PREPARING, move.group, self._patience(move))
+                lease = self._lease(move.group)
+                prepare = m.Prepare(move.epoch, move.group, move.treatment, lease)
                 for engine in move.group:
                     self._transport.to_engine(engine, prepare)
 
     def _await(self, move: Move, stage: Stage, engines: Iterable[int], seconds: float) -> None:
         move.stage = stage
         move.awaiting = set(engines)
-        move.deadline = self._clock() + seconds
+        move.since = self._clock()
+        move.deadline = move.since + seconds
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -242,8 +280,11 @@ class Switch:
         self._leases.add(message.engine, move.group, message.blocks)
         move.lent[message.engine] = message.blocks
         move.awaiting.discard(message.engine)
+        move.lend_seconds = max(move.lend_seconds, message.lend_seconds)
         self.paused += message.paused
         if not move.awaiting:
+            self._count_phase("drain", move, less=move.lend_seconds)
+            self._statistics.phase("lease", move.group, move.lend_seconds)
             self._commit(move)
 
     def _commit(self, move: Move) -> None:
@@ -257,7 +298,9 @@ class Switch:
     def _committed(self, move: Move, engine: int) -> None:
         move.awaiting.discard(engine)
         if not move.awaiting:
-            self._book.set_bound(move.group, move.epoch)
+            self._count_phase("commit", move)
+            interleaves = move.treatment is m.Treatment.INTERLEAVE
+            self._book.set_bound(move.group, move.epoch, interleaves=interleaves)
             self.resumed += len(self._book.core(move.group).requests)
             self._finish(move)
 
@@ -265,6 +308,7 @@ class Switch:
         self._leases.cancel(move.group)
         self._leases.close(move.group, message.returned)
         self.paused += message.paused
+        self._count_phase("release", move)
         self._await(move, Stage.RESUMING, self._alive(move.group), self._answer_timeout)
         for engine in sorted(move.awaiting):
             blocks = message.returned.get(engine, [])
@@ -274,6 +318,7 @@ class Switch:
         move.awaiting.discard(message.engine)
         self.resumed += message.resumed
         if not move.awaiting:
+            self._count_phase("resume", move)
             self._free(move)
 
     def _free(self, move: Move) -> None:
@@ -281,10 +326,27 @@ class Switch:
             self._book.set_free(move.group)
         self._finish(move)
 
-    def _finish(self, move: Move) -> None:
+    def _finish(self, move: Move, *, lost: bool = False) -> None:
+        self._count_end(move, lost=lost)
         move.stage = Stage.DONE
         move.awaiting.clear()
         move.deadline = None
+
+    def _count_phase(self, name: str, move: Move, *, less: float = 0.0) -> None:
+        """Count the stage that a move has gone through, but for an abort and what it undoes."""
+        if move.stage not in (Stage.ABORTING, Stage.KEEPING):
+            self._statistics.phase(name, move.group, self._clock() - move.since - less)
+
+    def _count_end(self, move: Move, *, lost: bool) -> None:
+        match move.stage:
+            case Stage.COMMITTING:
+                self._statistics.bound("lost" if lost else "done", self.reason)
+            case Stage.ABORTING:
+                self._statistics.bound("aborted", self.reason)
+            case Stage.RESUMING:
+                self._statistics.released("done", self.reason)
+            case Stage.RELEASING | Stage.KEEPING:
+                self._statistics.released("lost" if lost else "kept", self.reason)
 
     def _alive(self, group: Group) -> list[int]:
         return [e for e in group if self._book.engines[e].state is not EngineState.DEAD]
@@ -305,14 +367,15 @@ class Switch:
     def _time_out(self, move: Move) -> None:
         late = sorted(move.awaiting)
         unit = list(move.group)
+        waits, patience = move.treatment is m.Treatment.SEQUENTIAL, self._patience(move)
         match move.stage:
             case Stage.PREPARING:
-                error = f"engines {late} did not reach a safe point within {self._patience:g} s"
-                if self._treatment is m.Treatment.HARD:
+                error = f"engines {late} did not reach a safe point within {patience:g} s"
+                if not waits:
                     self._book.silence(late, error)
                 self._fail(504, error)
-            case Stage.RELEASING if self._treatment is m.Treatment.SEQUENTIAL:
-                self._fail(504, f"the requests of unit {unit} did not end in {self._patience:g} s")
+            case Stage.RELEASING if waits:
+                self._fail(504, f"the requests of unit {unit} did not end in {patience:g} s")
             case Stage.COMMITTING | Stage.RELEASING | Stage.KEEPING:
                 error = f"engines {late} did not answer within {self._answer_timeout:g} s"
                 self._lose(move.group, f"unit {unit} is broken: {error}")
@@ -331,7 +394,7 @@ class Switch:
                 self._finish(move)
             elif move.stage is Stage.PREPARING:
                 self._abort(move)
-            elif move.stage is Stage.RELEASING and self._treatment is m.Treatment.SEQUENTIAL:
+            elif move.stage is Stage.RELEASING and move.treatment is m.Treatment.SEQUENTIAL:
                 self._await(move, Stage.KEEPING, [leader_of(move.group)], self._answer_timeout)
                 keep = m.KeepBound(move.epoch, move.group)
                 self._transport.to_engine(leader_of(move.group), keep)
@@ -356,7 +419,7 @@ class Switch:
                 continue
             touched = True
             if move.stage in COMMITTED_STAGES:
-                self._finish(move)
+                self._finish(move, lost=True)
                 continue
             move.awaiting.difference_update(engines)
             for engine in engines:

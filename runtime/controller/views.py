@@ -3,20 +3,20 @@
 from collections.abc import Collection, Iterable
 
 from policies.partition import Group, layout_name
-from runtime import messages as m
 from runtime.controller.book import Book, Engine, EngineState
 from runtime.controller.leases import Leases
 from runtime.controller.switch import Switch
+from runtime.views import EngineView, SwitchView, UnitView
 
 
-def engine_views(book: Book, leases: Leases) -> list[m.EngineView]:
+def engine_views(book: Book, leases: Leases) -> list[EngineView]:
     """Return every engine."""
     return [_engine_view(engine, leases) for engine in book.engines]
 
 
-def _engine_view(engine: Engine, leases: Leases) -> m.EngineView:
+def _engine_view(engine: Engine, leases: Leases) -> EngineView:
     ready = engine.ready
-    return m.EngineView(
+    return EngineView(
         engine=engine.number,
         state=engine.state,
         num_blocks=0 if ready is None else ready.num_blocks,
@@ -28,21 +28,22 @@ def _engine_view(engine: Engine, leases: Leases) -> m.EngineView:
     )
 
 
-def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[m.UnitView]:
+def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[UnitView]:
     """Return every unit; ``busy`` are the engines that a switch regroups."""
     return [_unit_view(book, leases, group, busy) for group in book.partition]
 
 
-def _unit_view(book: Book, leases: Leases, group: Group, busy: Collection[int]) -> m.UnitView:
-    load = book.core(group).load
-    return m.UnitView(
+def _unit_view(book: Book, leases: Leases, group: Group, busy: Collection[int]) -> UnitView:
+    load, interleaved = book.core(group).load, book.interleaved_in(group)
+    return UnitView(
         engines=group,
         layout=layout_name(group),
         state="switching" if set(busy).intersection(group) else _state(book, group),
         running=0 if load is None else load.running,
         waiting=0 if load is None else load.waiting,
         lease_blocks=leases.opened.get(group, 0),
-        paused_requests=book.paused_in(group),
+        paused_requests=book.paused_in(group) - interleaved,
+        interleaved_requests=interleaved,
     )
 
 
@@ -65,7 +66,7 @@ def _numbers(book: Book, *states: EngineState) -> list[int]:
     return sorted(book.in_state(*states))
 
 
-def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float) -> m.SwitchView:
+def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float) -> SwitchView:
     """Return a finished switch.
 
     Args:
@@ -74,7 +75,7 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
         at: wall clock at its end, seconds.
         now: monotonic clock at its end, seconds.
     """
-    return m.SwitchView(
+    return SwitchView(
         epoch=switch.epoch,
         at=at - (now - switch.started),
         before=list(switch.before),
@@ -87,4 +88,5 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
         resumed=switch.resumed,
         drained=switch.drained,
         moved=switch.moved,
+        reason=switch.reason,
     )

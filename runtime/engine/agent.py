@@ -8,12 +8,13 @@ produce, and keeps the engine's side of binds, releases and leases. Its states:
 
 Under hard preemption the safe point is now; a sequential bind drains the engine's own core first.
 A core whose requests are to move pauses until its steps in flight are collected.
-At most one core is *active*: the engine's own in SOLO and PREPARING, the group's when it leads a
-bound group. Every other core is paused: steps already in flight are still collected.
+A core is *active* when it may dispatch steps: the engine's own in SOLO and PREPARING, and in every
+state of a bind that interleaves; the group's when it leads a bound group. Every other core is
+paused: steps already in flight are still collected.
 """
 
 import enum
-import sys
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -24,6 +25,8 @@ from runtime import wire
 from runtime.clock import Clock, monotonic
 from runtime.engine.interface import Core, CoreLoad, EngineBackend, plain_lease
 from runtime.transport import AgentTransport, Frames
+
+log = logging.getLogger("shoal.engine")
 
 LEASE_FLOOR = 64
 """Virtual blocks an idle group keeps, so that its next request starts without asking for more."""
@@ -51,6 +54,8 @@ class Bind(msgspec.Struct):
     blocks_asked: int
     lent: list[int]
     """What this engine lent in ``Prepare``; taken back if the bind is aborted."""
+    interleaves: bool = False
+    """The engine's own requests go on, in turn with those of the group."""
     releasing: m.Release | None = None
     """A release that waits for the group's requests to be done."""
     released: bool = False
@@ -65,17 +70,30 @@ class Growth(msgspec.Struct):
 
 
 class Stepping(msgspec.Struct):
-    """How long a core has had steps in flight."""
+    """What the steps of a core computed, and how long they took."""
 
-    seconds: float = 0.0
+    decoding: m.Work = m.Work()
+    prefilling: m.Work = m.Work()
+    total: m.Work = m.Work()
     since: float | None = None
-    """When that was last added up, while a step is in flight."""
+    """When the oldest step in flight began, as far as its device was not busy before."""
 
-    def see(self, now: float, in_flight: bool) -> None:
-        """Add up the time since the last look."""
-        if self.since is not None:
-            self.seconds += now - self.since
-        self.since = now if in_flight else None
+    def see(self, now: float, steps: Sequence[m.Work], in_flight: bool) -> None:
+        """Add the steps that have just ended.
+
+        Of steps of both kinds that end at once nobody knows what each took: the total alone has
+        them.
+        """
+        took = 0.0 if self.since is None or not steps else now - self.since
+        done = sum(steps, m.Work(seconds=took))
+        self.total += done
+        if steps and self.since is not None:
+            if not any(step.prefill_tokens for step in steps):
+                self.decoding += done
+            elif all(step.prefill_tokens for step in steps):
+                self.prefilling += done
+        if steps or self.since is None or not in_flight:
+            self.since = now if in_flight else None
 
 
 class Agent:
@@ -112,6 +130,8 @@ class Agent:
         self._added: dict[Group, int] = {}
         self._rejected: dict[Group, list[str]] = {}
         self._moving: dict[Group, list[str]] = {}
+        self._lends: list[m.Lend] = []
+        """Wishes for blocks that wait for the own steps in flight."""
         self._stepping: dict[Group, Stepping] = {group: Stepping() for group in backend.cores}
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
@@ -123,20 +143,23 @@ class Agent:
         return self._state
 
     @property
-    def active(self) -> Core | None:
-        """The core that may dispatch steps now, if any."""
-        core = self._unit_core
-        return None if core is None or core.group in self._moving else core
+    def active(self) -> list[Core]:
+        """The cores that may dispatch steps now."""
+        return [self._backend.core(group) for group in self._serving if not self._is_held(group)]
 
     @property
-    def _unit_core(self) -> Core | None:
-        """The core of the unit that this engine runs, if any."""
-        if self._state in (State.SOLO, State.PREPARING):
-            return self._backend.core(self._own)
-        bind = self._bind
-        if self._state is State.BOUND and bind and not bind.released and self._leads(bind.group):
-            return self._backend.core(bind.group)
-        return None
+    def _serving(self) -> list[Group]:
+        """The groups whose requests this engine's cores serve now."""
+        bind, groups = self._bind, []
+        if bind is None or bind.interleaves or self._state is State.PREPARING:
+            groups.append(self._own)
+        if bind is not None and self._state is State.BOUND and not bind.released:
+            groups += [bind.group] if self._leads(bind.group) else []
+        return groups
+
+    def _is_held(self, group: Group) -> bool:
+        """Return whether a core pauses until its steps in flight are collected."""
+        return group in self._moving or (group == self._own and bool(self._lends))
 
     def run(self) -> None:
         """Serve until ``Stop``.
@@ -164,6 +187,7 @@ class Agent:
             self._backend.on_readable()
             self._drive()
             self._move_out()
+            self._lend_interleaved()
             self._reach_safe_point()
             self._tend_lease()
             self._publish()
@@ -226,7 +250,7 @@ class Agent:
         try:
             self._backend.core(message.group).add(message.request_id, frames)
         except ValueError as error:
-            print(f"engine {self.engine}: refused {message.request_id}: {error}", file=sys.stderr)
+            log.warning("refused %s: %s", message.request_id, error)
             client = wire.decode_request(frames).client_index
             answer = wire.encode_finish([message.request_id], wire.FinishReason.ERROR)
             self._transport.to_front(client, [answer])
@@ -251,22 +275,26 @@ class Agent:
             self.stale += 1
             return
         self._epoch = message.epoch
-        self._bind = Bind(message.epoch, message.group, message.blocks, [])
+        interleaves = message.treatment is m.Treatment.INTERLEAVE
+        blocks = self._spare(message.blocks) if interleaves else message.blocks
+        self._bind = Bind(message.epoch, message.group, blocks, [], interleaves)
         self._state = State.PREPARING
-        if message.treatment is m.Treatment.HARD:
+        if interleaves or message.treatment is m.Treatment.HARD:
             self._lend_and_answer(self._bind)
 
     def _lend_and_answer(self, bind: Bind) -> None:
+        began = self._clock()
         bind.lent = self._backend.lend(bind.blocks_asked)
+        took = self._clock() - began
         self._state = State.PREPARED
-        paused = self._backend.core(self._own).num_requests
-        self._transport.to_controller(m.Prepared(bind.epoch, self.engine, bind.lent, paused))
+        paused = 0 if bind.interleaves else self._backend.core(self._own).num_requests
+        self._transport.to_controller(m.Prepared(bind.epoch, self.engine, bind.lent, paused, took))
 
     def _commit(self, message: m.Commit) -> None:
         bind = self._current(message.epoch, State.PREPARED)
         if bind is None:
             return
-        self._backend.attach(bind.group, bind.epoch)
+        self._backend.attach(bind.group, bind.epoch, interleaves=bind.interleaves)
         if self._leads(bind.group):
             self._backend.core(bind.group).bind(bind.epoch, message.lease, message.seed)
         self._growth = Growth()
@@ -303,13 +331,15 @@ class Agent:
     def _resume(self, message: m.Resume) -> None:
         bind = self._current(message.epoch, State.BOUND)
         if bind is not None:
+            if bind.interleaves:
+                self._backend.await_detach(bind.epoch)
             self._go_solo(bind, message.blocks)
 
     def _go_solo(self, bind: Bind, blocks: Sequence[int]) -> None:
         self._backend.take_back(blocks)
         self._bind = None
         self._state = State.SOLO
-        resumed = self._backend.core(self._own).num_requests
+        resumed = 0 if bind.interleaves else self._backend.core(self._own).num_requests
         self._transport.to_controller(m.Resumed(bind.epoch, self.engine, resumed))
 
     def _move_out(self) -> None:
@@ -323,13 +353,17 @@ class Agent:
 
     def _reach_safe_point(self) -> None:
         """Finish a sequential bind or release whose last request is done."""
-        bind, core = self._bind, self.active
-        if bind is None or core is None or core.num_requests or core.in_flight:
+        bind = self._bind
+        if bind is None:
             return
-        if self._state is State.PREPARING:
+        if self._state is State.PREPARING and self._is_idle(self._own):
             self._lend_and_answer(bind)
-        elif bind.releasing is not None:
+        elif bind.releasing is not None and not bind.released and self._is_idle(bind.group):
             self._dissolve(bind)
+
+    def _is_idle(self, group: Group) -> bool:
+        core = self._backend.core(group)
+        return not core.num_requests and not core.in_flight
 
     def _current(self, epoch: int, *states: State) -> Bind | None:
         """Return the bind that a message is about; None, and count it, when it came too late."""
@@ -345,10 +379,37 @@ class Agent:
     # --- leases -------------------------------------------------------------------------------
 
     def _lend(self, message: m.Lend) -> None:
-        if self._current(message.epoch, State.BOUND) is None:
+        bind = self._current(message.epoch, State.BOUND)
+        if bind is not None and bind.interleaves:
+            self._lends.append(message)
+        elif bind is not None:
+            self._answer_lend(message, message.blocks, urgent=message.urgent)
+
+    def _answer_lend(self, message: m.Lend, blocks: int, *, urgent: bool) -> None:
+        lent = self._backend.lend(blocks, urgent=urgent)
+        self._transport.to_controller(m.Lent(message.epoch, self.engine, message.group, lent))
+
+    def _lend_interleaved(self) -> None:
+        """Lend once no step of the engine's own is in flight.
+
+        The runner may take a step of the group before one that was queued earlier here, and such a
+        step still writes to the blocks of requests that have ended meanwhile.
+        """
+        own = self._backend.core(self._own)
+        if not self._lends or own.in_flight:
             return
-        blocks = self._backend.lend(message.blocks, urgent=message.urgent)
-        self._transport.to_controller(m.Lent(message.epoch, self.engine, message.group, blocks))
+        lends, self._lends = self._lends, []
+        for message in lends:
+            if self._current(message.epoch, State.BOUND) is not None:
+                # If none of its requests can run, neither side could without what is kept for them.
+                blocks = self._spare(message.blocks) if own.load.running else message.blocks
+                self._answer_lend(message, blocks, urgent=False)
+        self._busy = True
+
+    def _spare(self, blocks: int) -> int:
+        """Return how many of so many blocks the engine's own requests can do without."""
+        own = self._backend.core(self._own)
+        return max(0, min(blocks, own.load.free_blocks - own.blocks_ahead))
 
     def _grow(self, message: m.Grow) -> None:
         """Open what the members lent; an empty lease says that they had nothing to lend."""
@@ -367,9 +428,9 @@ class Agent:
         for group, core in self._backend.cores.items():
             if len(group) == 1:
                 continue
-            if core is active:
+            if core in active:
                 self._tend_active(group, core)
-            elif core.lease_blocks:
+            elif core.lease_blocks and not core.in_flight:
                 self._return(group, core, keep=0)
 
     def _tend_active(self, group: Group, core: Core) -> None:
@@ -380,8 +441,13 @@ class Agent:
             return
         if growth.idle_since is None:
             growth.idle_since = now
-        if now - growth.idle_since >= IDLE_SECONDS and core.lease_blocks > LEASE_FLOOR:
-            self._return(group, core, keep=LEASE_FLOOR)
+        if now >= growth.idle_since + IDLE_SECONDS and core.lease_blocks > self._floor:
+            self._return(group, core, keep=self._floor)
+
+    @property
+    def _floor(self) -> int:
+        """Virtual blocks that the idle group keeps: none that requests beside it may want."""
+        return 0 if self._bind is not None and self._bind.interleaves else LEASE_FLOOR
 
     def _ask(self, group: Group, core: Core, now: float) -> None:
         growth, bind = self._growth, self._bind
@@ -405,13 +471,13 @@ class Agent:
         active = self.active
         self._busy = False
         for core in self._backend.cores.values():
-            if core is active:
-                self._busy = core.advance()
+            if core in active:
+                self._busy |= core.advance()
             elif core.in_flight:
                 self._busy |= core.collect()
         now = self._clock()
         for group, core in self._backend.cores.items():
-            self._stepping[group].see(now, bool(core.in_flight))
+            self._stepping[group].see(now, core.take_steps(), bool(core.in_flight))
 
     def _publish(self) -> None:
         for group, core in self._backend.cores.items():
@@ -430,8 +496,9 @@ class Agent:
                         free_blocks=load.free_blocks,
                         added=added,
                         finished=finished,
-                        steps=core.steps,
-                        step_seconds=self._stepping[group].seconds,
+                        decoding=self._stepping[group].decoding,
+                        prefilling=self._stepping[group].prefilling,
+                        total=self._stepping[group].total,
                     )
                 )
 
@@ -444,10 +511,10 @@ class Agent:
         if self._busy:
             return 0.0
         now, due = self._clock(), [timeout, self._backend.next_wakeup()]
-        growth, core = self._growth, self.active
-        if core is not None and len(core.group) > 1:
+        growth, core = self._growth, next((c for c in self.active if len(c.group) > 1), None)
+        if core is not None:
             if core.num_requests and not growth.asked and growth.retry_at > now:
                 due.append(growth.retry_at - now)
-            if growth.idle_since is not None and core.lease_blocks > LEASE_FLOOR:
+            if growth.idle_since is not None and core.lease_blocks > self._floor:
                 due.append(max(0.0, growth.idle_since + IDLE_SECONDS - now))
         return min((seconds for seconds in due if seconds is not None), default=None)

@@ -47,7 +47,7 @@ class FakeBackend:
     ) -> None:
         settings = config.fake or FakeSettings()
         self._step_times = step_times or constant(settings.step_seconds)
-        self._devices = devices or Devices()
+        self._devices = devices or Devices(config.interleave_ratio)
         self._on_start = on_start
         self.engine = engine
         self.num_blocks = settings.num_blocks
@@ -113,10 +113,16 @@ class FakeBackend:
         """See ``EngineBackend.lent``."""
         return frozenset(self._lent)
 
-    def attach(self, group: Group, epoch: int) -> None:
+    def attach(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
         """See ``EngineBackend.attach``."""
         self._strike(Seam.ATTACH)
         self.attached = group
+        if interleaves:
+            self._devices.interleave(self.engine, group, self._clock())
+
+    def await_detach(self, epoch: int) -> None:
+        """See ``EngineBackend.await_detach``."""
+        self._devices.separate(self.engine, self._clock())
 
     def _strike(self, seam: Seam) -> None:
         if self._faults.die_at is seam:

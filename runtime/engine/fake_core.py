@@ -5,6 +5,7 @@ or reordered token shows (``expected_tokens``).
 """
 
 import enum
+import math
 import zlib
 from array import array
 from collections import deque
@@ -13,14 +14,13 @@ from typing import Any
 
 import msgspec
 
-from policies.cost_model import Batch
-from policies.partition import Group, leader_of
+from policies.partition import Group
 from runtime import wire
 from runtime.clock import Clock
 from runtime.config import FakeSettings
 from runtime.engine.interface import CoreLoad, CoreOutputs, Lease, RunnerDied
-from runtime.engine.step_times import Devices, StepTimes
-from runtime.messages import LayoutLimits
+from runtime.engine.step_times import Devices, DeviceStep, StepTimes
+from runtime.messages import LayoutLimits, Work
 
 _FIRST_TOKEN = 3
 _NUM_TOKENS = 253
@@ -114,6 +114,8 @@ class _Request:
         self.blocks: list[int] = []
         self.computed = 0
         """Tokens whose KV is in the cache."""
+        self.events: list[wire.Event] = []
+        """Those that no output has told of."""
 
     def generate(self) -> int:
         """Return the next token."""
@@ -129,20 +131,13 @@ class _Request:
         return self.computed > 0 and self.tokens - self.computed == 1
 
 
-class _Step(msgspec.Struct):
+class _Step(DeviceStep, kw_only=True):
     """A step in flight, or a run of equal ones."""
 
     batch: list[tuple[_Request, int]]
     """Requests, and how many of their tokens one step computes."""
-    start: float
-    seconds: float
-    """Of one step."""
-    count: int = 1
-
-    @property
-    def due(self) -> float:
-        """Clock time at which the last one is done."""
-        return self.start + self.seconds * self.count
+    work: Work
+    """Of the first one."""
 
 
 class FakeCore:
@@ -184,8 +179,8 @@ class FakeCore:
         self._faults = faults
         self._running: list[_Request] = []
         self._waiting: deque[_Request] = deque()
-        self.steps = 0
         self._step: _Step | None = None
+        self._steps: list[Work] = []
         self._outputs: list[CoreOutputs] = []
         self._finished: list[str] = []
         self._table: dict[int, tuple[int, ...]] = {}
@@ -205,7 +200,9 @@ class FakeCore:
             raise ValueError(f"request {request_id} exists already")
         sampling = view.sampling_params or wire.Sampling()
         max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        self._waiting.append(_Request(view, prompt, max_tokens))
+        request = _Request(view, prompt, max_tokens)
+        self._note(request, wire.EventType.QUEUED)
+        self._waiting.append(request)
         self._cut()
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -232,7 +229,10 @@ class FakeCore:
     def advance(self) -> bool:
         """See ``Core.advance``."""
         collected = self._collect()
-        return self._dispatch() or collected
+        dispatched = self._dispatch()
+        if self._step is None:
+            self._devices.rest(self.group, self._clock())
+        return dispatched or collected
 
     def collect(self) -> bool:
         """See ``Core.collect``."""
@@ -240,22 +240,19 @@ class FakeCore:
         return self._collect()
 
     def _cut(self) -> None:
-        """End a run of steps with the one that is computed now: others want the next turn."""
-        step = self._step
-        if step is not None and step.count > 1:
-            done = int((self._clock() - step.start) / step.seconds)
-            step.count = max(1, min(step.count, done + 1))
-            self._devices.occupy(self.group, step.due)
+        self._devices.cut(self.group, self._clock())
 
     def _collect(self) -> bool:
         step = self._step
         if step is None or self._clock() < step.due:
             return False
         self._step = None
-        self.steps += step.count
+        self._steps.append(_repeated(step.work, step.count))
         alive = {id(request) for request in self._running}
         by_client: dict[int, list[wire.Output]] = {}
         for request, computed in step.batch:
+            if self._on_start is not None and not request.computed and not request.generated:
+                self._on_start(request.id, step.start)
             if id(request) not in alive:
                 continue
             request.computed += computed
@@ -264,7 +261,7 @@ class FakeCore:
                 by_client.setdefault(request.client, []).append(output)
         self._running = [r for r in self._running if len(r.generated) < r.max_tokens]
         for client, outputs in by_client.items():
-            frame = wire.encode_outputs(outputs, engine=leader_of(self.group), timestamp=step.due)
+            frame = wire.encode_outputs(outputs, unit=self.group, timestamp=step.due)
             self._outputs.append(CoreOutputs(client, [frame]))
         return True
 
@@ -281,7 +278,13 @@ class FakeCore:
             self._finished.append(request.id)
         length = len(request.prompt)
         stats = wire.PrefillStats(length, length) if first else None
-        return wire.Output(request.id, tokens, finish_reason=reason, prefill_stats=stats)
+        events, request.events = request.events, []
+        return wire.Output(
+            request.id, tokens, finish_reason=reason, events=events or None, prefill_stats=stats
+        )
+
+    def _note(self, request: _Request, event: wire.EventType) -> None:
+        request.events.append(wire.Event(event, self._clock()))
 
     def _dispatch(self) -> bool:
         if self._step is not None or not self._bound:
@@ -289,15 +292,12 @@ class FakeCore:
         batch, crowded = self._schedule()
         if not batch:
             return False
-        count = 1 if crowded else self._run_length(batch)
-        start = max(self._clock(), self._devices.free_at(self.group))
-        seconds = self._step_times(len(self.group), _work(batch, count))
-        self._step = _Step(batch, start, seconds, count)
-        self._devices.occupy(self.group, self._step.due)
-        if self._on_start is not None:
-            for request, _ in batch:
-                if not request.computed and not request.generated:
-                    self._on_start(request.id, start)
+        alone = not crowded and not self._devices.is_shared(self.group)
+        count = self._run_length(batch) if alone else 1
+        work = _work(batch)
+        seconds = self._step_times(len(self.group), _repeated(work, count).mean)
+        self._step = _Step(batch=batch, work=work, seconds=seconds, count=count)
+        self._devices.queue(self.group, self._step, self._clock())
         return True
 
     def _schedule(self) -> tuple[list[tuple[_Request, int]], bool]:
@@ -326,6 +326,7 @@ class FakeCore:
                 break
             share = min(request.tokens, budget)
             self._running.append(self._waiting.popleft())
+            self._note(request, wire.EventType.SCHEDULED)
             batch.append((request, share))
             budget -= share
         return batch, preempted
@@ -363,6 +364,7 @@ class FakeCore:
 
     def _preempt(self, request: _Request) -> None:
         self._free(request)
+        self._note(request, wire.EventType.PREEMPTED)
         self._running.remove(request)
         self._waiting.appendleft(request)
 
@@ -383,6 +385,11 @@ class FakeCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def take_steps(self) -> list[Work]:
+        """See ``Core.take_steps``."""
+        steps, self._steps = self._steps, []
+        return steps
+
     def take_finished(self) -> list[str]:
         """See ``Core.take_finished``."""
         finished, self._finished = self._finished, []
@@ -395,8 +402,8 @@ class FakeCore:
 
     @property
     def due(self) -> float | None:
-        """Clock time at which the step in flight is done."""
-        return None if self._step is None else self._step.due
+        """Clock time at which the step in flight is done; None while it waits for its turn."""
+        return None if self._step is None or self._step.due == math.inf else self._step.due
 
     @property
     def num_requests(self) -> int:
@@ -429,6 +436,7 @@ class FakeCore:
         """See ``Core.release``."""
         self._strike(Seam.RELEASE)
         self._bound = False
+        self._devices.rest(self.group, self._clock())
         return self.shrink(0)
 
     def shrink(self, keep: int) -> Lease:
@@ -446,6 +454,13 @@ class FakeCore:
         ahead = 2 * self._longest_run - 1
         running = sum(self._needs(request, ahead) for request in self._running)
         return max(0, running + waiting - len(self._pool))
+
+    @property
+    def blocks_ahead(self) -> int:
+        """See ``Core.blocks_ahead``."""
+        left = [(r, r.max_tokens - len(r.generated)) for r in self._requests()]
+        longest = self._limits.max_model_len
+        return sum(self._needs(r, ahead) for r, ahead in left if r.tokens + ahead < longest)
 
     @property
     def lease_blocks(self) -> int:
@@ -478,8 +493,8 @@ class FakeCore:
         return problems
 
 
-def _work(batch: Sequence[tuple[_Request, int]], count: int) -> Batch:
-    """Return the work of the mean one of ``count`` steps that follow each other."""
+def _work(batch: Sequence[tuple[_Request, int]]) -> Work:
+    """Return the work of one step."""
     decodes = context = prefill = pairs = 0
     for request, share in batch:
         if request.decodes:
@@ -488,9 +503,13 @@ def _work(batch: Sequence[tuple[_Request, int]], count: int) -> Batch:
         else:
             prefill += share
             pairs += share * (2 * request.computed + share + 1) // 2
-    return Batch(
-        decodes=decodes,
-        context_tokens=context + decodes * (count - 1) // 2,
-        prefill_tokens=prefill,
-        prefill_context=pairs // prefill if prefill else 0,
-    )
+    return Work(1, 0.0, decodes, context, prefill, pairs)
+
+
+def _repeated(step: Work, count: int) -> Work:
+    """Return the work of ``count`` steps that follow each other, given the first of them."""
+    if count == 1:
+        return step
+    grown = step.decodes * (count * (count - 1) // 2)
+    context = count * step.context_tokens + grown
+    return Work(count, 0.0, count * step.decodes, context, 0, 0)

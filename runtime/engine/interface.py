@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from policies.partition import Group
-from runtime.messages import LayoutLimits
+from runtime.messages import LayoutLimits, Work
 
 Lease = Mapping[int, Sequence[int]]
 """Member engine -> physical block ids, all of one length (see ``messages.Commit``)."""
@@ -45,8 +45,6 @@ class Core(Protocol):
     """
 
     group: Group
-    steps: int
-    """Steps collected since the start."""
 
     def add(self, request_id: str, frames: Sequence[Any]) -> None:
         """Queue a request from vLLM's raw ``ADD`` payload frames.
@@ -75,6 +73,13 @@ class Core(Protocol):
 
     def take_outputs(self) -> list[CoreOutputs]:
         """Return and clear what collected steps produced."""
+
+    def take_steps(self) -> list[Work]:
+        """Return and clear what the collected steps computed, oldest first.
+
+        Each stands for ``steps`` of one kind, with or without prompts; ``seconds`` is left to the
+        caller.
+        """
 
     def take_finished(self) -> list[str]:
         """Return and clear the ids of requests that ended, for any reason but ``abort``."""
@@ -115,6 +120,13 @@ class Core(Protocol):
     @property
     def blocks_wanted(self) -> int:
         """Virtual blocks that the queued and running requests lack for the next steps (0: none)."""
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Blocks that the requests lack to reach the bounds of their outputs.
+
+        Those that only the model's length bounds count none: few come near it.
+        """
 
     @property
     def lease_blocks(self) -> int:
@@ -159,8 +171,17 @@ class EngineBackend(Protocol):
     def lent(self) -> frozenset[int]:
         """Ids of the blocks lent now."""
 
-    def attach(self, group: Group, epoch: int) -> None:
-        """Tell this engine's runner to leave its own queue for the group's, after what it holds."""
+    def attach(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
+        """Tell this engine's runner to leave its own queue for the group's, after what it holds.
+
+        ``interleaves``: to read both in turn from then on.
+        """
+
+    def await_detach(self, epoch: int) -> None:
+        """Tell this engine's runner to do what follows only after the group's last step.
+
+        Only while it interleaves: otherwise it does so anyway.
+        """
 
     def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
         """Run a vLLM utility call; return its encoded answer if ``answer``."""

@@ -73,7 +73,7 @@ def _engine_config(
     if current_platform.is_cpu():
         # The platform turns it off because its own executors gain nothing; ours supports it.
         config.scheduler_config.async_scheduling = bool(asynchronous)
-    config.quant_config = SharedWeights(views=degree > 1)
+    config.quant_config = SharedWeights(views=degree > 1, inner=config.quant_config)
     # A layout that cannot hold the asked length serves what it can; wider ones hold more.
     config.model_config.original_max_model_len = -1
     return config

@@ -1,7 +1,7 @@
 """The runner process: owns one GPU, holds every layout, and does what the queues say, in order.
 
-It reads one queue at a time (see ``steps.py``). Being in a group's queue is what makes it a member:
-there is no state to agree on beyond the order of messages.
+``turns.py`` says which queue is next. Reading a group's queue is what makes it a member: there is
+no state to agree on beyond the order of messages.
 """
 
 import os
@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 import zmq
+from numpy.random import mtrand
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -30,8 +31,8 @@ from runtime.engine.executor import UnitExecutor, push_socket
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer
 from runtime.engine.layouts import Layout, dp_config, group_config
 from runtime.engine.seams import check_seams
+from runtime.engine.turns import OWN, StepQueues
 from runtime.engine.weights import register_view_loader
-from runtime.transport import LONGEST_WAIT_SECONDS
 
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
@@ -80,28 +81,40 @@ class Responder:
         return self._sockets[leader]
 
 
-class RandomState:
-    """The random number generators that vLLM's samplers draw from, on this process."""
+class RandomStates:
+    """The random number generators that vLLM's samplers draw from: a state for each layout.
+
+    The members of a group stay equal only if nothing else draws from theirs, and alone they go on
+    sampling differently.
+    """
 
     def __init__(self) -> None:
-        self._saved: tuple[Any, ...] | None = None
+        self._left: dict[int, tuple[Any, ...]] = {}
+        """State of every layout that was left, by degree; without numpy's, which takes long to copy
+        and has a generator for each layout instead."""
+        self._numpys: dict[int, Any] = {}
 
-    def save(self) -> None:
-        """Remember the state, before a group reseeds it."""
-        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self._saved = (torch.get_rng_state(), device, numpy.random.get_state(), random.getstate())
+    def switch(self, before: int, after: int) -> None:
+        """Leave one layout's state for another's; one that has none is about to be reseeded."""
+        device = torch.cuda.get_rng_state() if current_platform.is_cuda() else None
+        self._left[before] = (torch.get_rng_state(), device, random.getstate())
+        self._numpys[before] = mtrand.get_bit_generator()
+        if after in self._left:
+            self._go_to(*self._left.pop(after))
+        if after not in self._numpys:
+            self._numpys[after] = numpy.random.MT19937()
+        mtrand.set_bit_generator(self._numpys[after])
 
-    def restore(self) -> None:
-        """Go back to the remembered state, so that members go on sampling differently alone."""
-        if self._saved is None:
-            return
-        cpu, device, numpy_state, python_state = self._saved
+    def forget(self, degree: int) -> None:
+        """Forget the state of a layout that was left for good."""
+        self._left.pop(degree, None)
+
+    @staticmethod
+    def _go_to(cpu: Any, device: Any, pythons: Any) -> None:
         torch.set_rng_state(cpu)
         if device is not None:
             torch.cuda.set_rng_state(device)
-        numpy.random.set_state(numpy_state)
-        random.setstate(python_state)
-        self._saved = None
+        random.setstate(pythons)
 
 
 class Runner:
@@ -128,35 +141,39 @@ class Runner:
         self._engine = engine
         addresses = Addresses(node.runtime_dir)
         self._responder = Responder(context, addresses, engine)
-        self._random = RandomState()
-        self._queues: dict[int, zmq.Socket[bytes]] = {}
+        self._random = RandomStates()
+        queues: dict[int, zmq.Socket[bytes]] = {}
         for degree, layout in layouts.items():
-            self._queues[degree] = context.socket(zmq.PULL)
-            self._queues[degree].set_hwm(0)
-            self._queues[degree].bind(addresses.queue(layout.group, engine))
-        self._degree = 1
+            queues[degree] = context.socket(zmq.PULL)
+            queues[degree].set_hwm(0)
+            queues[degree].bind(addresses.queue(layout.group, engine))
+        self._queues = StepQueues(queues, node.interleave_ratio)
+        self._degree = OWN
+        """Of the layout that the latest instruction was for."""
 
     def serve(self) -> None:
         """Start the cores, narrow layouts first, then do what the queues say, for ever."""
         for degree in self._layouts:
-            self._degree = degree
+            self._queues.read(degree)
             while self._turn() != steps.Detach(STARTUP_EPOCH):
                 pass
-        self._degree = 1
         # Every worker's start seeds alike; engines alone should not sample alike.
-        seed = self._layouts[1].config.model_config.seed
+        seed = self._layouts[OWN].config.model_config.seed
         set_random_seed(seed + self._engine)
         while True:
             self._turn()
 
     def _turn(self) -> steps.Instruction:
-        source = self._queues[self._degree]
-        while not source.poll(int(LONGEST_WAIT_SECONDS * 1000)):
-            pass
-        instruction: steps.Instruction = steps.loads(source.recv())
+        degree, instruction = self._queues.receive()
+        self._enter(degree)
         handler: Callable[[Any], None] = getattr(self, f"_on_{type(instruction).__name__.lower()}")
         handler(instruction)
         return instruction
+
+    def _enter(self, degree: int) -> None:
+        if degree != self._degree:
+            self._random.switch(self._degree, degree)
+            self._degree = degree
 
     @property
     def _layout(self) -> Layout:
@@ -187,10 +204,6 @@ class Runner:
         if self._is_first:
             self._responder.answer(self._layout.group, seq, output)
 
-    def _on_attach(self, attach: steps.Attach) -> None:
-        self._random.save()
-        self._degree = len(attach.group)
-
     def _on_bind(self, bind: steps.Bind) -> None:
         # Members sample independently and stay equal only by equal generators: after unequal work
         # alone they would pick different tokens, with no error.
@@ -206,9 +219,9 @@ class Runner:
         block_map.extend(extend.virtual, extend.physical[self._engine])
 
     def _on_detach(self, detach: steps.Detach) -> None:
-        if detach.epoch != STARTUP_EPOCH:
-            self._random.restore()
-        self._degree = 1
+        degree = self._degree
+        self._enter(OWN)
+        self._random.forget(degree)
 
 
 def one_line(error: BaseException) -> str:

@@ -19,6 +19,9 @@ class Seam:
     used_by: str
 
 
+_LAYERS = "vllm.model_executor.layers"
+_SCALED_MM = "vllm.model_executor.kernels.linear.scaled_mm"
+
 SEAMS = (
     Seam("vllm.v1.engine.core", "EngineCore.preprocess_add_request", "vllm_core"),
     Seam("vllm.v1.engine.core", "EngineCore.add_request", "vllm_core"),
@@ -42,6 +45,19 @@ SEAMS = (
     Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", "weights"),
     Seam("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", "weights"),
     Seam("vllm.model_executor.model_loader", "register_model_loader", "weights"),
+    Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "weights"),
+    Seam(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.apply", "fp8"),
+    Seam(
+        f"{_LAYERS}.quantization.compressed_tensors.schemes",
+        "CompressedTensorsW8A8Fp8.apply_weights",
+        "fp8",
+    ),
+    Seam(f"{_SCALED_MM}.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel.apply_scaled_mm", "fp8"),
+    Seam(
+        f"{_SCALED_MM}.BlockScaledMMLinearKernel",
+        "Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm",
+        "fp8",
+    ),
     Seam(
         "vllm.v1.structured_output.request",
         "StructuredOutputRequest.is_grammar_ready",
@@ -50,6 +66,9 @@ SEAMS = (
     Seam("vllm.v1.metrics.loggers", "StatLoggerManager.record", "server.frontend"),
     Seam("vllm.entrypoints.launchers.api_server.app_state", "init_app_state", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", "server.frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async", "server.frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", "server.frontend"),
+    Seam("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", "server.frontend"),
 )
 
 

@@ -1,8 +1,8 @@
 """What an engine's scheduler process tells its runners, and what they answer.
 
-Sent pickled over private Unix sockets. A runner reads one queue at a time: its own, or, between
-``Attach`` and ``Detach``, that of the group it belongs to. Both are first in, first out, so a step
-that was queued before a switch always runs before it.
+Sent pickled over private Unix sockets. A runner reads its own queue, or, between ``Attach`` and
+``Detach``, that of the group it belongs to, or, while it interleaves, both in turn (``turns.py``).
+All are first in, first out, so a step that was queued before a switch always runs before it.
 """
 
 import pickle
@@ -49,9 +49,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """On a runner's own queue: read the group's queue from now on."""
+    """On a runner's own queue: read the group's queue from now on.
+
+    ``interleaves``: and this one in turn with it, until ``AwaitDetach``.
+    """
 
     group: Group
+    epoch: int
+    interleaves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitDetach:
+    """On a runner's own queue: what follows comes after the group's ``Detach``.
+
+    It may use blocks that steps of the group write to which are still queued, or be ``Attach``.
+    """
+
     epoch: int
 
 
@@ -74,13 +88,21 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """On a group's queue: it has no step for now, so members that interleave wait for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Detach:
     """On a group's queue: read the runner's own queue again."""
 
     epoch: int
 
 
-Instruction = Call | Step | Sample | Attach | Bind | Extend | Detach
+Instruction = Call | Step | Sample | Attach | AwaitDetach | Bind | Extend | Rest | Detach
+"""What a queue says to a runner."""
+OrderOfQueues = Attach | AwaitDetach | Rest
+"""What is only about which queue is next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,9 +132,13 @@ class VllmBackend:
 
     # --- runner ---
 
-    def attach(self, group: Group, epoch: int) -> None:
+    def attach(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
         """See ``interface.EngineBackend.attach``."""
-        self._own_channel.send(steps.Attach(group, epoch))
+        self._own_channel.send(steps.Attach(group, epoch, interleaves))
+
+    def await_detach(self, epoch: int) -> None:
+        """See ``interface.EngineBackend.await_detach``."""
+        self._own_channel.send(steps.AwaitDetach(epoch))
 
     def pollables(self) -> Sequence[Any]:
         """See ``interface.EngineBackend.pollables``."""

@@ -18,11 +18,13 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from policies.partition import Group, leader_of
+from policies.partition import Group
+from runtime import wire
 from runtime.engine import steps
 from runtime.engine.executor import UnitExecutor
 from runtime.engine.interface import CoreLoad, CoreOutputs, Lease, plain_lease
 from runtime.engine.lease import GroupLease
+from runtime.messages import Work
 
 LEASE_CHUNK = 16
 """Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
@@ -56,10 +58,11 @@ class VllmCore:
         self._scheduler: Any = self.engine_core.scheduler
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
-        self.steps = 0
+        self._steps: list[Work] = []
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
         self._deferred: InFlight | None = None
+        self._rests = True
         # The scheduler had nothing to run: asking again is useless until something changes.
         self._stalled = False
         self._outputs: list[CoreOutputs] = []
@@ -101,7 +104,9 @@ class VllmCore:
     def advance(self) -> bool:
         """See ``interface.Core.advance``."""
         collected = self.collect()
-        return self._dispatch() or collected
+        dispatched = self._dispatch()
+        self._tell_rest()
+        return dispatched or collected
 
     def collect(self) -> bool:
         """See ``interface.Core.collect``."""
@@ -114,9 +119,10 @@ class VllmCore:
     def _collect_one(self, step: InFlight) -> None:
         outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
         self._stalled = False
-        self.steps += 1
+        if step.scheduled.total_num_scheduled_tokens:
+            self._steps.append(work_of(step.scheduled))
         for client_index, client_outputs in outputs.items():
-            client_outputs.engine_index = leader_of(self.group)
+            client_outputs.engine_index = wire.unit_index(self.group)
             self._finished += [
                 output.request_id for output in client_outputs.outputs if output.finished
             ]
@@ -149,6 +155,13 @@ class VllmCore:
             self._deferred = step
         return True
 
+    def _tell_rest(self) -> None:
+        """Tell the runners of a group when they need no longer expect a step."""
+        rests = not self._in_flight
+        if rests and not self._rests and self._lease is not None:
+            self._executor.channel.send(steps.Rest())
+        self._rests = rests
+
     @property
     def awaits_grammar(self) -> bool:
         """Whether a request waits for its grammar, which a thread of vLLM compiles.
@@ -174,6 +187,11 @@ class VllmCore:
         """See ``interface.Core.take_outputs``."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def take_steps(self) -> list[Work]:
+        """See ``interface.Core.take_steps``."""
+        steps, self._steps = self._steps, []
+        return steps
 
     def take_finished(self) -> list[str]:
         """See ``interface.Core.take_finished``."""
@@ -239,6 +257,19 @@ class VllmCore:
         return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
 
     @property
+    def blocks_ahead(self) -> int:
+        """See ``interface.Core.blocks_ahead``."""
+        config = self.engine_core.vllm_config
+        size, longest = config.cache_config.block_size, config.model_config.max_model_len
+        requests = self._scheduler.requests.values()
+        bounds = [(r, r.num_prompt_tokens + r.max_tokens) for r in requests]
+        return sum(
+            -(-bound // size) - request.num_computed_tokens // size
+            for request, bound in bounds
+            if bound < longest
+        )
+
+    @property
     def lease_blocks(self) -> int:
         """See ``interface.Core.lease_blocks``."""
         return self._lease.num_open if self._lease is not None else 0
@@ -286,6 +317,23 @@ class VllmCore:
 def _tells_runners(scheduled: SchedulerOutput) -> bool:
     """Return whether a step without tokens still carries news for the runners."""
     return bool(scheduled.finished_req_ids or scheduled.preempted_req_ids)
+
+
+def work_of(scheduled: SchedulerOutput) -> Work:
+    """Return what a step computes. A prompt's last token alone counts as a decode: it costs one."""
+    cached = scheduled.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    decodes = context = prefill = pairs = 0
+    for request_id, tokens in scheduled.num_scheduled_tokens.items():
+        before = computed[request_id]
+        if tokens == 1 and before:
+            decodes += 1
+            context += before + 1
+        else:
+            prefill += tokens
+            pairs += tokens * (2 * before + tokens + 1) // 2
+    return Work(1, 0.0, decodes, context, prefill, pairs)
 
 
 def _awaits_tokens(scheduled: SchedulerOutput) -> bool:

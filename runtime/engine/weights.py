@@ -8,13 +8,15 @@ TP-p model is vLLM's own model class with parameters that are views for this mem
 - ``gate_up_proj``: the DP rows are regrouped once, ``[gate_0|up_0|gate_1|up_1|...]`` with one group
   per member of the largest group, so that every rank's shard is one range and one GEMM, and the
   activation behind it reads the grouped output in place;
-- ``qkv_proj`` and any other fused layer: one range, and one GEMM, per logical part. This leaves the
-  DP layout exactly vLLM's and covers replicated KV heads, where parts repeat across ranks.
+- ``qkv_proj`` and any other fused layer: one range per logical part (``row_ranges``). This leaves
+  the DP layout exactly vLLM's and covers replicated KV heads, where parts repeat across ranks.
 
-How a layer applies its weights is vLLM's ``quant_method`` seam, so no vLLM class is changed.
+How a layer applies its weights is vLLM's ``quant_method`` seam, so no vLLM class is changed. Which
+ranges a quantised layer's tensors have, and what multiplies them, ``fp8`` knows.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import nn
 from torch.nn import Parameter
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -35,7 +38,9 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
+    resolve_quant_method,
 )
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
@@ -50,19 +55,18 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from runtime.engine import fp8, row_ranges
+from runtime.engine.shards import PLAIN, Axes, UnviewableWeights
+
 VIEW_LOAD_FORMAT = "shoal_view"
 """``load_format`` of every layout but DP."""
 
-WEIGHT_SCHEME = "gate_up=grouped,other_fused=split"
-"""Order of the rows that a layout's code was compiled for.
+WEIGHT_SCHEME = f"gate_up=grouped,other_fused={'ranges' if row_ranges.ENABLED else 'split'}"
+"""Order of the rows that a layout's code was compiled for, and what multiplies them.
 
 vLLM's compile cache does not see weight order: this string, with the number of groups, goes into
 ``VllmConfig.additional_config`` and so into its key.
 """
-
-
-class UnviewableWeights(ValueError):
-    """A layer whose weights another layout cannot view; the message names it."""
 
 
 # --- how layers apply weights ---------------------------------------------------------------------
@@ -116,29 +120,94 @@ class PlainEmbedding(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         return self._gemm_impl(layer, x, layer.weight, bias)
 
 
+class Part(nn.Module):  # type: ignore[misc]
+    """One logical part of a fused layer, such as this rank's keys: tensors and no code."""
+
+
 class SplitLinear(PlainLinear):
-    """A fused layer as one GEMM per logical part: ``part_weights[i]`` views the full weight."""
+    """A fused layer as one GEMM for each of ``layer.parts``."""
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the parts' outputs side by side: ``[tokens, sum of this rank's part sizes]``."""
-        outputs = [
-            self._gemm_impl(layer, x, weight, part_bias)
-            for weight, part_bias in zip(layer.part_weights, layer.part_biases, strict=True)
-        ]
+        outputs = [self._gemm_impl(layer, x, part.weight, part.bias) for part in layer.parts]
         return torch.cat(outputs, dim=-1)
 
 
-class SharedWeights(QuantizationConfig):  # type: ignore[misc]
-    """vLLM's ``quant_config`` of a layout: picks the methods above for its linear layers."""
+class RowRangesLinear(PlainLinear):
+    """A fused layer as one operator over the ranges of rows of ``layer.parts``."""
 
-    def __init__(self, *, views: bool) -> None:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the parts' outputs side by side: ``[tokens, sum of this rank's part sizes]``."""
+        return row_ranges.linear(x, *_ranges(layer))
+
+
+def _ranges(layer: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    weights = [part.weight for part in layer.parts]
+    biases = [part.bias for part in layer.parts]
+    return weights, [] if biases[0] is None else biases
+
+
+class SharedWeights(QuantizationConfig):  # type: ignore[misc]
+    """vLLM's ``quant_config`` of a layout: picks the methods of its layers.
+
+    Args:
+        views: whether the layout's tensors are views of the DP model's.
+        inner: vLLM's own configuration of a quantised checkpoint; answers all that is not about
+            this layout.
+    """
+
+    def __init__(self, *, views: bool, inner: QuantizationConfig | None = None) -> None:
+        self._inner = inner
         super().__init__()
         self._views = views
 
+    @property
+    def packed_modules_mapping(self) -> dict[str, list[str]]:
+        """Parts of each fused layer; vLLM sets it."""
+        return self._mapping
+
+    @packed_modules_mapping.setter
+    def packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        self._mapping = mapping
+        if self._inner is not None:
+            self._inner.packed_modules_mapping = mapping
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the layers that the checkpoint's configuration names."""
+        if self._inner is not None:
+            self._inner.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def get_cache_scale_mapper(self) -> Any:
+        """Return how the checkpoint names its KV cache scales."""
+        return (self._inner or QuantizationConfig).get_cache_scale_mapper()
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Return which of the checkpoint's tensors have other names, or are not needed."""
+        return (self._inner or QuantizationConfig).get_checkpoint_weight_mapper()
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer from the checkpoint's configuration what only some configurations have."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method of a linear or vocabulary layer; None for anything else."""
+        """Return the method of a linear, vocabulary or attention layer; None for anything else.
+
+        Raises:
+            UnviewableWeights: the checkpoint's quantisation of the layer is not supported.
+        """
+        method = resolve_quant_method(self._inner, layer, prefix) if self._inner else None
+        if isinstance(method, BaseKVCacheMethod):
+            return fp8.ViewedKVScales(method.quant_config) if self._views else method
+        plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        if not isinstance(method, plain):
+            fp8.check_method(method, layer, prefix)
+            return fp8.ViewedFp8(method) if self._views else method
         if isinstance(layer, LinearBase):
             return PlainLinear(meta=self._views)
         if isinstance(layer, VocabParallelEmbedding):
@@ -222,75 +291,119 @@ def group_gate_up(model: nn.Module, groups: int) -> None:
     Args:
         model: the DP model, loaded.
         groups: size of the largest group the node can form.
+
+    Raises:
+        UnviewableWeights: the groups would cut through blocks of a block-wise scale.
     """
     if groups == 1:
         return
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
         if not _groupable(module):
             continue
         projection = module.gate_up_proj
-        for tensor in (projection.weight, projection.bias):
-            if tensor is not None:
-                tensor.data.copy_(regroup_rows(tensor.data, groups))
+        with _named(f"{name}.gate_up_proj"):
+            for key, axes in _axes_of(projection).items():
+                _regroup(projection._parameters.get(key), axes.outputs, groups)
         module.act_fn = GroupedActivation(module.act_fn, groups)
         projection.shoal_grouped = True
+
+
+def _regroup(tensor: torch.Tensor | None, outputs: int | None, groups: int) -> None:
+    if tensor is None or outputs is None:
+        return
+    if tensor.shape[outputs] % (2 * groups):
+        raise UnviewableWeights(f"its rows, or whole blocks of them, do not make {groups} groups")
+    rows = tensor.data.movedim(outputs, 0)
+    rows.copy_(regroup_rows(rows, groups))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the layer's name before what is wrong with it."""
+    try:
+        yield
+    except UnviewableWeights as error:
+        raise UnviewableWeights(f"{name.lstrip('.')}: {error}") from error
 
 
 # --- views ----------------------------------------------------------------------------------------
 
 
-def _view(tensor: torch.Tensor) -> Parameter:
-    return Parameter(tensor, requires_grad=False)
+def _axes_of(full: nn.Module) -> Mapping[str, Axes]:
+    return fp8.axes(full) if fp8.is_fp8(full) else PLAIN
 
 
-def _rows(tensor: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
-    size = tensor.shape[0] // degree
-    return tensor[rank * size : (rank + 1) * size]
+Take = Callable[[Axes, torch.Tensor], torch.Tensor]
+"""Picks a shard of one tensor."""
 
 
-def _part_rows(
-    tensor: torch.Tensor, layer: LinearBase, sizes: list[int], rank: int, degree: int
-) -> list[torch.Tensor]:
-    """Return this rank's rows of each logical part of a fused DP tensor in stock order."""
-    parts = list(tensor.split(sizes, dim=0))
-    if not isinstance(layer, QKVParallelLinear):
-        return [_rows(part, rank, degree) for part in parts]
-    # With more members than KV heads, neighbours hold the same head (num_kv_head_replicas).
-    replicas = max(1, degree // layer.total_num_kv_heads)
-    query, key, value = parts
+def _view_tensors(target: nn.Module, full: nn.Module, take: Take) -> None:
+    """Let the parameters of ``target`` be shards of those of ``full``."""
+    axes = _axes_of(full)
+    for key in target._parameters:
+        target._parameters[key] = None
+    for key, tensor in full._parameters.items():
+        view = None
+        if tensor is not None:
+            if key not in axes:
+                raise UnviewableWeights(f"{key} is split in a way Shoal does not know")
+            view = Parameter(take(axes[key], tensor.data), requires_grad=False)
+        target.register_parameter(key, view)
+
+
+def _outputs(full: nn.Module) -> int:
+    dimension = _axes_of(full)["weight"].outputs
+    return int(full.weight.shape[dimension])
+
+
+def _view_outputs(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
+    size = _outputs(full) // degree
+    _view_tensors(layer, full, lambda axes, t: axes.take_outputs(t, rank * size, size))
+
+
+def _view_inputs(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
+    # The bias has no inputs and stays whole: vLLM adds it on rank 0 only.
+    size = full.input_size // degree
+    _view_tensors(layer, full, lambda axes, t: axes.take_inputs(t, rank * size, size))
+
+
+def _part_ranges(full: LinearBase, rank: int, degree: int) -> list[tuple[int, int]]:
+    """Return the first output and the size of this rank's share of each part of a fused layer."""
+    sizes = list(full.output_sizes)
+    shares = [(rank, degree)] * len(sizes)
+    if isinstance(full, QKVParallelLinear):
+        # With more members than KV heads, neighbours hold the same head (num_kv_head_replicas).
+        replicas = max(1, degree // full.total_num_kv_heads)
+        shares[1:] = [(rank // replicas, degree // replicas)] * 2
+    begins = itertools.accumulate(sizes, initial=0)
     return [
-        _rows(query, rank, degree),
-        _rows(key, rank // replicas, degree // replicas),
-        _rows(value, rank // replicas, degree // replicas),
+        (begin + index * (size // of), size // of)
+        for begin, size, (index, of) in zip(begins, sizes, shares, strict=False)
     ]
 
 
-def _view_split(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
-    sizes = list(full.output_sizes)
-    weights = _part_rows(full.weight.data, full, sizes, rank, degree)
-    layer.part_weights = nn.ParameterList([_view(weight) for weight in weights])
-    if full.bias is None:
-        layer.part_biases = [None] * len(sizes)
-    else:
-        biases = _part_rows(full.bias.data, full, sizes, rank, degree)
-        layer.part_biases = nn.ParameterList([_view(bias) for bias in biases])
-    # The layer's own forward passes ``self.bias``; the parts have theirs.
-    layer.bias = None
-    del layer.weight
-    layer.quant_method = SplitLinear(meta=True)
+def _view_parts(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
+    layer.parts = nn.ModuleList()
+    for begin, size in _part_ranges(full, rank, degree):
+        part = Part()
+        _view_tensors(part, full, lambda axes, t, b=begin, n=size: axes.take_outputs(t, b, n))  # type: ignore[misc]
+        layer.parts.append(part)
+    for key in layer._parameters:
+        layer._parameters[key] = None
 
 
-def _view_rows(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
-    layer.weight = _view(_rows(full.weight.data, rank, degree))
-    if getattr(full, "bias", None) is not None:
-        layer.bias = _view(_rows(full.bias.data, rank, degree))
+def _choose_method(layer: nn.Module) -> None:
+    """Let a layer be computed in a way that its views allow."""
+    if fp8.is_fp8(layer):
+        fp8.bind_kernels(layer)
+    elif hasattr(layer, "parts"):
+        method = RowRangesLinear if _in_one_launch(layer) else SplitLinear
+        layer.quant_method = method(meta=True)
 
 
-def _view_columns(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
-    size = full.weight.shape[1] // degree
-    layer.weight = _view(full.weight.data[:, rank * size : (rank + 1) * size])
-    if full.bias is not None:
-        layer.bias = full.bias  # vLLM adds it on rank 0 only
+def _in_one_launch(layer: nn.Module) -> bool:
+    on_gpu = layer.parts[0].weight.is_cuda
+    return row_ranges.ENABLED and on_gpu and len(layer.parts) <= row_ranges.MAX_RANGES
 
 
 def _view_replicated(layer: nn.Module, full: nn.Module, name: str) -> None:
@@ -325,22 +438,40 @@ def view_weights(model: nn.Module, full: nn.Module, rank: int, degree: int) -> N
         other = full_modules.get(name)
         if other is None:
             raise UnviewableWeights(f"{name} exists in TP-{degree} only")
-        if isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear):
-            grouped = getattr(other, "shoal_grouped", False)
-            (_view_rows if grouped else _view_split)(layer, other, rank, degree)
-        elif isinstance(layer, RowParallelLinear):
-            _view_columns(layer, other, rank, degree)
-        elif isinstance(layer, ColumnParallelLinear | VocabParallelEmbedding):
-            _view_rows(layer, other, rank, degree)
-        elif isinstance(layer, LinearBase) and not isinstance(layer, ReplicatedLinear):
-            raise UnviewableWeights(f"{name} ({type(layer).__name__}) cannot be viewed")
-        else:
-            _view_replicated(layer, other, name)
+        _view_layer(name, layer, other, rank, degree)
     for name, layer in layers:
         activation = getattr(full_modules.get(name), "act_fn", None)
         if isinstance(activation, GroupedActivation):
             layer.act_fn = GroupedActivation(layer.act_fn, activation.groups // degree)
     _check_no_meta(model)
+
+
+def _view_layer(name: str, layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
+    with _named(name):
+        if _view_shard(layer, full, rank, degree):
+            _choose_method(layer)
+            return
+        if isinstance(layer, Attention):
+            fp8.share_kv_scales(layer, full)
+    if isinstance(layer, LinearBase) and not isinstance(layer, ReplicatedLinear):
+        raise UnviewableWeights(f"{name} ({type(layer).__name__}) cannot be viewed")
+    _view_replicated(layer, full, name)
+
+
+def _view_shard(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> bool:
+    """View this rank's shard of a layer's tensors; return False if the layer has none."""
+    if isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear):
+        grouped = getattr(full, "shoal_grouped", False)
+        (_view_outputs if grouped else _view_parts)(layer, full, rank, degree)
+    elif isinstance(layer, RowParallelLinear):
+        _view_inputs(layer, full, rank, degree)
+    elif isinstance(layer, ColumnParallelLinear | VocabParallelEmbedding):
+        _view_outputs(layer, full, rank, degree)
+    elif isinstance(layer, ReplicatedLinear) and fp8.is_fp8(layer):
+        _view_tensors(layer, full, lambda _axes, tensor: tensor)
+    else:
+        return False
+    return True
 
 
 def _check_no_meta(model: nn.Module) -> None:
@@ -358,6 +489,18 @@ def owned_bytes(model: nn.Module, full: nn.Module) -> int:
         for p in model.parameters()
         if p.untyped_storage().data_ptr() not in shared
     )
+
+
+def compile_kernels(model: nn.Module) -> None:
+    """Compile what the layers of a viewed model launch, once for each shape of a layer."""
+    shapes = set()
+    for layer in model.modules():
+        if isinstance(getattr(layer, "quant_method", None), RowRangesLinear):
+            weights, biases = _ranges(layer)
+            shape = (*(weight.shape for weight in weights), bool(biases))
+            if shape not in shapes:
+                shapes.add(shape)
+                row_ranges.warm_up(weights, biases)
 
 
 def register_view_loader(full_model: Callable[[], nn.Module]) -> None:
@@ -391,6 +534,7 @@ def register_view_loader(full_model: Callable[[], nn.Module]) -> None:
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix
                 )
             view_weights(model, full_model(), group.rank_in_group, group.world_size)
+            compile_kernels(model)
             process_weights_after_loading(model, model_config, device)
             return model.eval()
 

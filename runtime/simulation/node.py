@@ -17,7 +17,7 @@ from policies.snapshot import Target
 from runtime import messages as m
 from runtime import wire
 from runtime.clock import ManualClock
-from runtime.config import FakeSettings, NodeConfig
+from runtime.config import QUEUED_AHEAD, FakeSettings, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine.agent import Agent
 from runtime.engine.fake import FakeBackend
@@ -25,6 +25,7 @@ from runtime.engine.step_times import Devices
 from runtime.simulation.files import BLOCK_TOKENS, HardwareFile, ShapeFile, cost_model, step_times
 from runtime.simulation.network import CONTROLLER, Events, SimulatedNetwork
 from runtime.transport import Frames, front_identity
+from runtime.views import SwitchView
 
 STEPS_AT_ONCE = 64
 """Steps that decode the same requests are simulated as one, up to this many."""
@@ -88,7 +89,7 @@ class Run:
     """One per arrival, in their order."""
     tokens: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Output tokens by the second in which they came: those of a run of steps evenly over it."""
-    switches: list[m.SwitchView] = field(default_factory=list)
+    switches: list[SwitchView] = field(default_factory=list)
     """But the one that brought the policy's first layout, before the workload."""
     layouts: list[tuple[float, Partition]] = field(default_factory=list)
     """Every partition, and from when on it was there."""
@@ -96,7 +97,7 @@ class Run:
     """Requests taken out of a unit and recomputed elsewhere."""
     policy_errors: int = 0
     step_errors: dict[str, float] = field(default_factory=dict)
-    """Smoothed relative error of the cost model at the end, by layout."""
+    """Smoothed relative error of the cost model at the end (``messages.LayoutView``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Node:
         max_num_batched_tokens: tokens of one step.
         targets: what priority classes were promised.
         seed: of the node.
+        queued_ahead: requests that a unit with a full batch is given beyond it.
     """
 
     shape: ShapeFile
@@ -120,6 +122,7 @@ class Node:
     max_num_batched_tokens: int = 8192
     targets: tuple[Target, ...] = ()
     seed: int = 0
+    queued_ahead: int = QUEUED_AHEAD
 
     def config(self, policy: str) -> NodeConfig:
         """Return the configuration of its processes.
@@ -143,6 +146,7 @@ class Node:
                 steps_at_once=STEPS_AT_ONCE,
             ),
             seed=self.seed,
+            queued_ahead=self.queued_ahead,
             cost_model=cost_model(self.shape, self.hardware),
             targets=self.targets,
         )
@@ -170,13 +174,14 @@ class _Simulation:
         self._last_output: dict[int, float] = {}
         self._open = len(arrivals)
         self._concluded = False
-        self._latest_switch: m.SwitchView | None = None
+        self._latest_switch: SwitchView | None = None
         config = node.config(policy)
         self._network = SimulatedNetwork(self._events, node.hardware.message_seconds, self)
         self._controller = Controller(
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
-        devices, times = Devices(), step_times(node.shape, node.hardware)
+        devices = Devices(config.interleave_ratio, self._wake)
+        times = step_times(node.shape, node.hardware)
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
             backend = FakeBackend(
@@ -235,6 +240,10 @@ class _Simulation:
             return
         self._due[number] = time
         self._events.at(time, partial(self._ring, number, time))
+
+    def _wake(self, number: int) -> None:
+        """Give a process a turn now."""
+        self._wake_at(number, self._clock.now)
 
     def _ring(self, number: int, time: float) -> Hashable:
         if self._due.get(number) != time:

@@ -1,14 +1,23 @@
 """What every registered policy must hold to, whatever it wants."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.plan import Dispatch, Plan, PlanError, Policy, check_plan
 from policies.registry import POLICIES, UnknownPolicyError, get_policy
-from policies.snapshot import Snapshot
-from tests.policies.snapshots import request, snapshot, snapshots, unit
+from policies.snapshot import LayoutState, Snapshot
+from tests.policies.snapshots import (
+    MODEL,
+    TARGETS,
+    request,
+    snapshot,
+    snapshots,
+    unit,
+)
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 
@@ -64,6 +73,52 @@ def can_start(state, wanted) -> bool:
         and state.can_hold(wanted)
         and state.blocks_for(wanted) <= state.free_blocks
     )
+
+
+MIXED = (
+    ((0, 1, 2, 3), (4, 5), (6,), (7,)),
+    ((0, 1), (2, 3), (4, 5, 6, 7)),
+    ((0,), (1,), (2, 3), (4, 5, 6, 7)),
+)
+"""Partitions with groups of two and of four engines."""
+
+
+@st.composite
+def nodes_with_a_long_request(draw: st.DrawFn) -> Snapshot:
+    """Draw a mixed node, whose wider units hold longer requests, and one that needs a group."""
+    layouts = tuple(LayoutState(d, 4, 1000, 4 * d, 100 * d) for d in (1, 2, 4, 8))
+    units = tuple(
+        unit(
+            group,
+            requests=draw(st.integers(0, 20)),
+            slots=draw(st.sampled_from([4, 4, 0])),
+            blocks=1000,
+            total_blocks=1000,
+            max_model_len=100 * len(group),
+        )
+        for group in draw(st.sampled_from(MIXED))
+    )
+    total, priority = draw(st.sampled_from([150, 300])), draw(st.sampled_from([0, -1]))
+    return replace(
+        snapshot(*units, pool=(request("long", total=total, priority=priority), request("short"))),
+        switching=draw(st.booleans()),
+        since_urgent=draw(st.sampled_from([0.0, 100.0])),
+        layouts=layouts,
+        cost_model=MODEL,
+        targets=draw(st.sampled_from([(), TARGETS])),
+    )
+
+
+@every_policy
+@given(seen=nodes_with_a_long_request())
+def test_a_long_request_goes_to_the_smallest_group_that_can_start_it(
+    policy: Policy, seen: Snapshot
+) -> None:
+    plan = policy.plan(seen)
+    width = next((len(d.group) for d in plan.dispatches if d.request_id == "long"), None)
+    if width is not None:
+        able = (len(u.group) for u in seen.units if can_start(u, seen.pool[0]))
+        assert width == min(able)
 
 
 @every_policy

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from policies.cost_model import MAX_CORRECTION, Batch, CostModel, Hardware, ModelShape
+from policies.cost_model import (
+    MAX_CORRECTION,
+    Batch,
+    CostModel,
+    Hardware,
+    ModelShape,
+    StepKind,
+)
 
 SHAPE = ModelShape(
     layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
@@ -50,19 +57,29 @@ def test_measurements_correct_their_degree_only() -> None:
         model = model.observe(2, ONE, 1.5 * MODEL.step_seconds(2, ONE))
     assert model.step_seconds(2, ONE) == pytest.approx(1.5 * MODEL.step_seconds(2, ONE))
     assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
-    assert model.correction(2).samples == 5
+    assert model.correction(2, StepKind.DECODE).samples == 5
+
+
+def test_steps_with_prompts_are_corrected_apart() -> None:
+    prompt = Batch(decodes=3, prefill_tokens=500)
+    model = MODEL.observe(1, prompt, 4 * MODEL.step_seconds(1, prompt))
+    assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
+    assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+    model = model.observe(1, ONE, 0.5 * MODEL.step_seconds(1, ONE))
+    assert [c.kind for c in model.corrections] == [StepKind.PREFILL, StepKind.DECODE]
+    assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
 
 
 def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
     model = MODEL.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
-    assert model.correction(1).error == pytest.approx(0.5)
+    assert model.correction(1, StepKind.DECODE).error == pytest.approx(0.5)
     better = model
     for _ in range(50):
         better = better.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
-    assert better.correction(1).error < 0.01
+    assert better.correction(1, StepKind.DECODE).error < 0.01
 
 
 def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
-    assert MODEL.observe(1, ONE, 1e6).correction(1).factor == MAX_CORRECTION
+    assert MODEL.observe(1, ONE, 1e6).correction(1, StepKind.DECODE).factor == MAX_CORRECTION
     with pytest.raises(ValueError, match="cannot be"):
         MODEL.observe(1, ONE, 0.0)

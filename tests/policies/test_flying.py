@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from policies.flying import FLYING, FlyingSettings
+from policies.flying import FLYING, PROMPT, FlyingSettings
 from policies.partition import groups_of, singles
 from policies.snapshot import LayoutState, Snapshot, UnitState
-from tests.policies.snapshots import request, snapshot, unit
+from tests.policies.snapshots import MODEL, request, snapshot, unit
 
 SETTINGS = FlyingSettings()
 DP, TP = singles(8), groups_of(8, 8)
 MIXED = ((0, 1, 2, 3), (4,), (5,), (6,), (7,))
-BUSY = int(SETTINGS.dp_above * 8) + 8
-QUIET = int(SETTINGS.tp_below * 8) - 8
-BETWEEN = int((SETTINGS.dp_above + SETTINGS.tp_below) * 4)
+BUSY = int(SETTINGS.jam_above * 8) + 8
+QUIET = int(SETTINGS.dp_above * 8) - 8
+BETWEEN = int(SETTINGS.tp_below * 8) + 8
+RISING = int(SETTINGS.dp_above * 8) + 8
 
 
 def node(partition, requests: int = 0, *, pool=(), **fields) -> Snapshot:
@@ -50,6 +51,41 @@ def test_a_burst_is_answered_at_once_and_quiet_only_when_it_lasts() -> None:
     assert target(node(TP, BUSY, smoothed_requests=0.0, since_switch=0.0)) == DP
     assert target(node(DP, QUIET, smoothed_requests=float(BUSY))) is None
     assert target(node(DP, QUIET, since_switch=SETTINGS.settle_seconds / 2)) is None
+
+
+def test_a_few_requests_that_grow_are_a_burst_and_as_many_that_do_not_are_none() -> None:
+    growing = {"smoothed_requests": RISING / SETTINGS.growth - 1, "since_switch": 0.0}
+    assert target(node(TP, RISING, **growing)) == DP
+    assert target(node(TP, RISING, smoothed_requests=RISING / SETTINGS.growth + 1)) is None
+    assert target(node(DP, RISING, smoothed_requests=RISING / 2)) is None
+    assert target(node(DP, RISING)) == TP
+    assert target(node(DP, RISING, smoothed_requests=RISING - 0.1)) == TP, "steady but for rounding"
+
+
+def test_prompts_that_keep_the_widest_layout_busy_are_a_load() -> None:
+    tokens_per_second = PROMPT.prefill_tokens / MODEL.step_seconds(8, PROMPT)
+
+    def seen(partition, busy: float) -> Snapshot:
+        rate = busy * tokens_per_second
+        return node(partition, QUIET, prompt_rate=rate, cost_model=MODEL)
+
+    assert target(seen(TP, SETTINGS.busy_above + 0.01)) == DP
+    assert target(seen(TP, SETTINGS.busy_above - 0.01)) is None
+    assert target(seen(DP, SETTINGS.busy_below + 0.01)) is None
+    assert target(seen(DP, SETTINGS.busy_below - 0.01)) == TP
+    assert target(replace(seen(TP, 1.0), cost_model=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (node(TP, BUSY), "load"),
+        (node(DP, QUIET), "quiet"),
+        (node(DP, BUSY, since_urgent=0.0), "urgent"),
+    ],
+)
+def test_a_switch_has_a_reason(seen: Snapshot, reason: str) -> None:
+    assert FLYING.plan(seen).reason == reason
 
 
 def test_load_moves_requests_and_pauses_none() -> None:

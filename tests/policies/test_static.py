@@ -1,5 +1,8 @@
 """The static policies: which unit gets a request, and which layout they want."""
 
+from dataclasses import replace
+
+from policies.snapshot import LayoutState, UnitState
 from policies.static import MANUAL, STATIC_DP, STATIC_TP, dispatch_least_loaded
 from tests.policies.snapshots import request, snapshot, unit
 
@@ -64,6 +67,49 @@ def test_long_requests_go_to_a_unit_that_holds_them() -> None:
         pool=(request("long", total=500),),
     )
     assert where(seen) == {"long": (2, 3)}
+
+
+def wide_and_narrow() -> list[UnitState]:
+    """Return four engines together, two together and two alone; the widest has the least to do."""
+    return [
+        unit((0, 1, 2, 3), max_model_len=1600),
+        unit((4, 5), requests=6, max_model_len=800),
+        unit((6,), requests=1),
+        unit((7,), requests=2),
+    ]
+
+
+def test_a_long_request_goes_to_the_smallest_group_that_holds_it() -> None:
+    pool = (request("two", total=500), request("four", total=1000), request("short"))
+    units = wide_and_narrow()
+    assert where(snapshot(*units, pool=pool)) == {
+        "two": (4, 5),
+        "four": (0, 1, 2, 3),
+        "short": (0, 1, 2, 3),
+    }
+
+
+def test_a_long_request_does_not_wait_for_the_smallest_group() -> None:
+    units = wide_and_narrow()
+    units[1] = unit((4, 5), slots=0, max_model_len=800)
+    assert where(snapshot(*units, pool=(request("two", total=500),))) == {"two": (0, 1, 2, 3)}
+
+
+def test_no_preference_sends_a_long_request_to_a_wider_group() -> None:
+    pool = (request("two", total=500, priority=-1), request("short", priority=-1))
+    seen = snapshot(*wide_and_narrow(), pool=pool)
+    placed = dispatch_least_loaded(seen, prefer=lambda request: request.priority)
+    assert [d.group for d in placed] == [(4, 5), (0, 1, 2, 3)]
+
+
+def test_without_a_single_engine_the_layouts_say_what_is_long() -> None:
+    units = [
+        unit((0, 1, 2, 3), max_model_len=1600),
+        *(unit(g, requests=6) for g in ((4, 5), (6, 7))),
+    ]
+    layouts = tuple(LayoutState(d, 4, 100, 4 * d, 200 * d) for d in (1, 2, 4))
+    seen = snapshot(*units, pool=(request("two", total=300), request("short")))
+    assert where(replace(seen, layouts=layouts)) == {"two": (4, 5), "short": (0, 1, 2, 3)}
 
 
 def test_manual_keeps_any_partition() -> None:

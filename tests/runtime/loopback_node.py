@@ -20,7 +20,9 @@ from runtime.engine.agent import Agent
 from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import NO_FAULTS, Faults, expected_tokens
 from runtime.engine.interface import RunnerDied
+from runtime.engine.step_times import Devices
 from runtime.loopback import LoopbackNetwork
+from runtime.metrics import Sample
 from runtime.transport import SUPERVISOR
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
@@ -79,9 +81,14 @@ class LoopbackNode:
         self.controller = Controller(
             self.config, self.network.controller, clock=self.clock, wall=self.clock
         )
+        devices = Devices(self.config.interleave_ratio)
         self.backends = {
             e: FakeBackend(
-                self.config, e, clock=self.clock, faults=(faults or {}).get(e, NO_FAULTS)
+                self.config,
+                e,
+                clock=self.clock,
+                faults=(faults or {}).get(e, NO_FAULTS),
+                devices=devices,
             )
             for e in range(engines)
         }
@@ -260,6 +267,28 @@ class LoopbackNode:
         reply = self.reply(call)
         assert isinstance(reply, m.LayoutView)
         return reply
+
+    def metrics(self) -> m.NodeMetrics:
+        call = self.call(m.GetMetrics)
+        self.settle()
+        reply = self.reply(call)
+        assert isinstance(reply, m.NodeMetrics)
+        return reply
+
+    def metric(self, name: str, **labels: str) -> list[Sample]:
+        """Return the series of a metric that have these labels; there must be one."""
+        (family,) = [family for family in self.metrics().families if family.name == name]
+        found = [
+            sample
+            for sample in family.samples
+            if labels.items() <= dict(zip(family.labels, sample.labels, strict=True)).items()
+        ]
+        assert found, (name, labels, family.samples)
+        return found
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the sum of those series; of a histogram: the number of its observations."""
+        return sum(sum(s.counts) if s.counts else s.value for s in self.metric(name, **labels))
 
     def ended(self, client: int = 0) -> dict[str, m.Ended]:
         """Return the controller's notes on requests that it ended, by request."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, StepKind
 from policies.registry import POLICIES
 from runtime import messages as m
 from runtime.config import FakeSettings
@@ -86,8 +86,8 @@ def test_measured_steps_correct_the_cost_model() -> None:
     for k in range(12):
         node.send(f"r{k}", 8, 60)
     let_pass(node, 5.0)
-    correction = node.controller._capacity.cost_model.correction(1)
+    correction = node.controller._capacity.cost_model.correction(1, StepKind.DECODE)
     assert correction.samples > 10
     predicted = MODEL.step_seconds(1, Batch(decodes=3, context_tokens=3 * 8))
     assert correction.factor == pytest.approx(0.02 / predicted, rel=0.3)
-    assert set(node.view().step_errors) == {"dp"}
+    assert set(node.view().step_errors) == {"dp decode", "dp prefill"}

@@ -7,7 +7,7 @@ must be clean. The controls show that each of these would be noticed.
 import pytest
 
 from runtime.engine.fake_core import Faults
-from runtime.messages import CallFailed, SwitchDone
+from runtime.messages import CallFailed, SwitchDone, Treatment
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun
@@ -41,7 +41,9 @@ def test_random_life(seed: int) -> None:
     assert {type(reply) for reply in run.switches} <= {SwitchDone, CallFailed}
     # A sequential switch may run out of time; nothing else may fail.
     assert {r.status for r in run.switches if isinstance(r, CallFailed)} <= {504}
-    assert sum(isinstance(r, SwitchDone) for r in run.switches) > 100
+    done = [reply.switch.treatment for reply in run.switches if isinstance(reply, SwitchDone)]
+    assert len(done) > 100
+    assert set(done) == set(Treatment)
 
 
 def test_same_seed_same_life() -> None:

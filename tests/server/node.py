@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ADDRESS = re.compile(r"on (http://\S+)")
+ADDRESS = re.compile(r"on (http://[^\s\"]+)")
 
 
 def children_of(pid: int) -> list[int]:
@@ -18,8 +18,8 @@ def children_of(pid: int) -> list[int]:
 class ServedNode:
     """A running server, over fake engines unless told otherwise.
 
-    ``lines`` is what it has printed until it was ready: up to ``last_line``, which a node of one
-    engine has to name, for it offers no switch.
+    ``lines`` is what it has printed until it was ready: up to one with ``last_line``, which a node
+    of one engine has to name, for it offers no switch.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ServedNode:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
-            if line.lstrip().startswith(last_line):
+            if last_line in line:
                 break
         found = ADDRESS.search("\n".join(self.lines))
         self.url = found.group(1) if found else ""

@@ -36,7 +36,7 @@ def test_every_field_is_taken() -> None:
         (b'{"units": [[0.5]]}', "units"),
         (b'{"units": [["0"]]}', "units"),
         (b'{"units": [[true]]}', "units"),
-        (b'{"units": [[0]], "preempt": "interleave"}', "interleave"),
+        (b'{"units": [[0]], "preempt": "gently"}', "gently"),
         (b'{"units": [[0]], "preempt": 1}', "preempt"),
         (b'{"units": [[0]], "timeout": "1"}', "timeout"),
         (b'{"units": [[0]], "timeout": 0}', "timeout"),

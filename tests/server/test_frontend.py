@@ -1,14 +1,18 @@
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from server import frontend
-from server.demo import ensure_demo_model
 from server.errors import UserError
-from server.options import REFUSED, add_shoal_options, apply_defaults, check_options
+from server.options import (
+    DEMO_CHECKPOINT,
+    REFUSED,
+    add_shoal_options,
+    apply_defaults,
+    check_options,
+)
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +20,6 @@ def parser() -> ArgumentParser:
     made = frontend.make_parser()
     add_shoal_options(made, {})
     return made
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_demo_model(tmp_path_factory.mktemp("models"))
 
 
 def parse(parser: ArgumentParser, *argv: str) -> Namespace:
@@ -47,7 +46,7 @@ def test_the_defaults_are_not_refused(parser: ArgumentParser) -> None:
         (["--data-parallel-size", "2"], "--data-parallel-size"),
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
         (["--enable-expert-parallel"], "--enable-expert-parallel"),
-        (["--quantization", "fp8"], "--quantization"),
+        (["--quantization", "awq"], "--quantization"),
         (["--speculative-config", '{"num_speculative_tokens": 1}'], "--speculative-config"),
         (["--kv-transfer-config", '{"kv_role": "kv_both"}'], "--kv-transfer-config"),
         (["--runner", "pooling"], "--runner pooling"),
@@ -67,11 +66,11 @@ def test_a_refusal_is_one_line_that_names_the_option(
     assert "\n" not in str(caught.value)
 
 
-def test_engines_get_what_the_user_set_and_nothing_else(parser: ArgumentParser, demo: Path) -> None:
+def test_engines_get_what_the_user_set_and_nothing_else(parser: ArgumentParser) -> None:
     args = parse(parser, "--max-model-len", "128", "--engines", "2")
-    apply_defaults(args, parser.get_default, on_cpu=True, demo=demo)
+    apply_defaults(args, parser.get_default, on_cpu=True, demo=DEMO_CHECKPOINT)
     assert frontend.engine_args(args, parser.get_default) == {
-        "model": str(demo),
+        "model": str(DEMO_CHECKPOINT),
         "served_model_name": ["shoal-demo"],
         "max_model_len": 128,
         "enforce_eager": True,
@@ -85,9 +84,9 @@ def test_engines_get_what_the_user_set_and_nothing_else(parser: ArgumentParser, 
     ("wrong", "named"),
     [({"max_model_len": 10**6}, "max_model_len"), ({"dtype": "float7"}, "dtype")],
 )
-def test_vllms_refusals_are_one_line(demo: Path, wrong: dict[str, Any], named: str) -> None:
+def test_vllms_refusals_are_one_line(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named) as caught:
-        frontend.make_vllm_config({"model": str(demo), **wrong})
+        frontend.make_vllm_config({"model": str(DEMO_CHECKPOINT), **wrong})
     assert "\n" not in str(caught.value)
 
 
@@ -104,8 +103,9 @@ SUPPORTED: dict[str, Any] = {
 }
 
 
-def test_a_plain_model_is_supported() -> None:
-    frontend.check_model_config(SimpleNamespace(**SUPPORTED))
+@pytest.mark.parametrize("quantization", [None, "fp8", "compressed-tensors", "fp8_per_block"])
+def test_a_plain_model_is_supported(quantization: str | None) -> None:
+    frontend.check_model_config(SimpleNamespace(**SUPPORTED | {"quantization": quantization}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from runtime.messages import Outcome, PoolLimits
 from runtime.wire import Terms
 from server.keys import ApiKey
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
-from server.placement import PlacementMiddleware, Placements
+from server.placement import PlacementMiddleware, Placements, Rejection
 from server.pool_door import PoolDoor
 
 
@@ -34,9 +34,11 @@ def client(app: object) -> httpx.AsyncClient:
 @pytest.mark.parametrize("key", ["first", "second"])
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
-    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"])) as http:
+    rejected: list[Rejection] = []
+    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"], rejected.append)) as http:
         response = await http.get("/v1/x", headers={"Authorization": f"{scheme} {key}"})
     assert response.text == "ok"
+    assert rejected == []
 
 
 @pytest.mark.parametrize(
@@ -53,15 +55,17 @@ async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/x", "/metrics", "/admin/layout", "/not/there", "/healthy"])
 async def test_without_a_key_everything_is_shut(headers: dict[str, str], path: str) -> None:
-    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"])) as http:
+    rejected: list[Rejection] = []
+    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"], rejected.append)) as http:
         response = await http.get(path, headers=headers)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == 401
     assert response.headers["www-authenticate"] == "Bearer"
+    assert rejected == [Rejection.UNAUTHORIZED]
 
 
 async def test_open_paths_and_preflights_need_no_key() -> None:
-    async with client(ApiKeyMiddleware(APP, KEYS[:1], ["/health"])) as http:
+    async with client(ApiKeyMiddleware(APP, KEYS[:1], ["/health"], [].append)) as http:
         assert (await http.get("/health")).text == "ok"
         assert (await http.options("/v1/x")).text == "ok"
 
@@ -81,9 +85,11 @@ class Echo:
         self.reached = 0
         app = Starlette(routes=[Route("/v1/x", self.answer, methods=["GET", "POST"])])
         inner = TermsMiddleware(app, self.placements, self.door, self.clock)
-        self.app: object = PlacementMiddleware(inner, self.placements, ["/v1/x"])
+        self.rejected: list[Rejection] = []
+        count = self.rejected.append
+        self.app: object = PlacementMiddleware(inner, self.placements, ["/v1/x"], count)
         if keys:
-            self.app = ApiKeyMiddleware(self.app, keys, [])  # type: ignore[arg-type]
+            self.app = ApiKeyMiddleware(self.app, keys, [], count)  # type: ignore[arg-type]
 
     async def count(self, outcome: Outcome) -> None:
         self.refused.append(outcome)
@@ -180,11 +186,11 @@ async def test_a_deadline_that_is_no_positive_integer_is_refused(value: str) -> 
 
 async def test_a_full_pool_is_closed_to_everyone() -> None:
     echo = Echo()
-    echo.door.update(PoolLimits(full="the task pool is full"))
+    echo.door.update(PoolLimits(full="the task pool is full", retry_after=17))
     response = await echo.post(headers={"X-Vllm-Priority": "-3"})
     assert (response.status_code, echo.reached) == (503, 0)
     assert message_of(response) == "the task pool is full"
-    assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["retry-after"] == "17"
     assert response.headers["x-shoal-priority"] == "-3"
     assert echo.refused == [Outcome.POOL_FULL]
     echo.door.update(PoolLimits())
@@ -193,10 +199,10 @@ async def test_a_full_pool_is_closed_to_everyone() -> None:
 
 async def test_a_caller_at_its_limit_is_refused_and_the_others_are_not() -> None:
     echo = Echo(ApiKey("a", "greedy", max_waiting=1), ApiKey("b", "modest", max_waiting=1))
-    echo.door.update(PoolLimits(callers={"greedy": "enough"}))
+    echo.door.update(PoolLimits(callers={"greedy": "enough"}, retry_after=17))
     refused = await echo.post(headers={"Authorization": "Bearer a"})
     assert (refused.status_code, message_of(refused)) == (429, "enough")
-    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["retry-after"] == "17"
     assert echo.refused == [Outcome.CALLER_FULL]
     assert (await echo.post(headers={"Authorization": "Bearer b"})).status_code == 200
 

@@ -9,6 +9,7 @@ from server.keys import ApiKey
 from server.options import (
     CPU_KV_BYTES,
     DEMO_NAME,
+    FP8_QUANTIZATION,
     REFUSED,
     add_shoal_options,
     api_keys,
@@ -23,6 +24,7 @@ from server.options import (
 VLLM_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(REFUSED),
     "runner": "auto",
+    "quantization": None,
     "api_key": None,
     "ssl_keyfile": None,
     "ssl_certfile": None,
@@ -53,6 +55,17 @@ def check(args: Namespace) -> None:
 
 def test_the_defaults_are_accepted() -> None:
     check(parsed())
+
+
+@pytest.mark.parametrize("name", sorted(FP8_QUANTIZATION))
+def test_fp8_weights_are_accepted(name: str) -> None:
+    check(parsed(quantization=name))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "bitsandbytes", "gguf", "mxfp4", "modelopt"])
+def test_other_quantisations_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match=f"^--quantization {name}: only FP8 weights"):
+        check(parsed(quantization=name))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -238,6 +251,12 @@ def test_a_limit_of_the_pool_is_at_least_one(option: str, value: str) -> None:
 def test_aging_takes_a_time(value: str) -> None:
     with pytest.raises(UserError, match="--priority-aging"):
         check(parsed("--priority-aging", value))
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_interleaving_takes_a_step_of_the_group(value: str) -> None:
+    with pytest.raises(UserError, match=f"--interleave-ratio {value}"):
+        check(parsed("--interleave-ratio", value))
 
 
 def test_fake_settings_follow_the_options() -> None:

@@ -7,7 +7,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.messages import Ended, Outcome, Placed
 from runtime.wire import Terms
-from server.placement import PlacementMiddleware, Placements
+from server.placement import PlacementMiddleware, Placements, Rejection
 
 PATH = "/v1/completions"
 
@@ -24,13 +24,19 @@ async def never(*_: Any) -> Any:
     await asyncio.Event().wait()
 
 
-async def respond(app: Any, placements: Placements, path: str = PATH) -> list[Message]:
+async def respond(
+    app: Any,
+    placements: Placements,
+    path: str = PATH,
+    rejected: list[Rejection] | None = None,
+) -> list[Message]:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    middleware = PlacementMiddleware(app, placements, [PATH])
+    count = ([] if rejected is None else rejected).append
+    middleware = PlacementMiddleware(app, placements, [PATH], count)
     await middleware({"type": "http", "path": path}, never, send)
     return sent
 
@@ -57,7 +63,9 @@ async def test_the_head_of_a_stream_leaves_with_its_first_chunk_and_says_where_i
         assert len(sent) == 2
         await send(body(b"two", more=False))
 
-    await PlacementMiddleware(app, placements, [PATH])({"type": "http", "path": PATH}, never, send)
+    await PlacementMiddleware(app, placements, [PATH], [].append)(
+        {"type": "http", "path": PATH}, never, send
+    )
     assert headers(sent) == {"a": "b", "x-shoal-unit": "0,1", "x-shoal-layout": "tp2"}
     assert [message.get("body") for message in sent] == [None, b"one", b"two"]
 
@@ -104,13 +112,43 @@ async def test_an_overload_says_when_to_try_again(status: int) -> None:
         assert current is not None
         current.priority = 7
         placements.expect("r1")
-        placements.take(Ended("r1", Outcome.POOL_FULL, status, "full"))
+        placements.take(Ended("r1", Outcome.POOL_FULL, status, "full", 17))
         await send(head())
         await send(body(b"", more=False))
 
     got = headers(await respond(app, placements))
-    assert int(got["retry-after"]) >= 1
+    assert got["retry-after"] == "17"
     assert got["x-shoal-priority"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("status", "ended", "counted"),
+    [
+        (200, None, []),
+        (200, Ended("r1", Outcome.EXPIRED, 504, ""), [Rejection.EXPIRED]),
+        (200, Ended("r1", Outcome.POOL_FULL, 503, ""), [Rejection.POOL_FULL]),
+        (200, Ended("r1", Outcome.TOO_LONG, 400, ""), [Rejection.TOO_LONG]),
+        (200, Ended("r1", Outcome.LOST, 500, ""), []),
+        (200, Ended("r1", Outcome.ABORTED), []),
+        (400, None, [Rejection.INVALID]),
+        (404, None, [Rejection.INVALID]),
+        (429, None, []),
+        (500, None, []),
+    ],
+)
+async def test_what_is_refused_is_counted_once_by_its_reason(
+    status: int, ended: Ended | None, counted: list[Rejection]
+) -> None:
+    placements, rejected = Placements(), list[Rejection]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.expect("r1")
+        placements.take(ended or Placed("r1", (0,), "dp"))
+        await send({**head(), "status": status})
+        await send(body(b"", more=False))
+
+    await respond(app, placements, rejected=rejected)
+    assert rejected == counted
 
 
 async def test_an_aborted_request_ends_as_vllm_says() -> None:

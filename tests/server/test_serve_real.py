@@ -24,9 +24,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(cache: Path) -> Iterator[ServedNode]:
-    # A random model would fill a JSON text with white space.
+    # So small a model would fill a JSON text with white space.
     compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
-    # vLLM's tool parser logs an error when a call is cut off, as a random model's is.
+    # vLLM's tool parser logs an error when a call is cut off.
     served = ServedNode(
         cache, "--structured-outputs-config", compact, real=True, VLLM_LOGGING_LEVEL="CRITICAL"
     )
@@ -76,6 +76,16 @@ def test_a_chat_completion_is_streamed(client: openai.OpenAI, layout: str) -> No
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_demo_model_answers_in_readable_english(client: openai.OpenAI, layout: str) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+    ).choices[0]
+    assert answer.message.content == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
 
 
 def test_layouts_answer_alike(http: httpx.Client, client: openai.OpenAI) -> None:
@@ -166,7 +176,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI, layout: str) -> None:
         tools=[tool],
         tool_choice={"type": "function", "function": {"name": "depth"}},
     )
-    # A random model does not come to the end of the arguments, but the call is the one asked for.
+    # The model need not come to the end of the arguments, but the call is the one asked for.
     content = answer.choices[0].message.content or ""
     assert content.startswith('<tool_call>\n{"name": "depth", "arguments": ')
 

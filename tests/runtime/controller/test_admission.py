@@ -5,8 +5,7 @@ import pytest
 
 from runtime import messages as m
 from runtime import wire
-from runtime.config import FakeSettings
-from runtime.controller.capacity import QUEUED_AHEAD
+from runtime.config import QUEUED_AHEAD, FakeSettings
 from runtime.messages import Outcome
 from tests.runtime.loopback_node import LoopbackNode
 
@@ -72,6 +71,7 @@ def test_a_request_that_waits_at_its_deadline_is_dropped() -> None:
     node.clock.advance(0.001)
     turns(node)
     assert ended(node) == {"hasty": (Outcome.EXPIRED, 504)}
+    assert node.ended()["hasty"].retry_after is None
     assert node.finish["hasty"] is wire.FinishReason.ABORT
     assert counts(node) == {Outcome.EXPIRED: 1}
     assert "patient" in node.controller.pool
@@ -175,9 +175,34 @@ def test_a_caller_over_its_own_limit_is_refused_and_the_others_are_not() -> None
 def test_what_front_ends_refuse_is_counted() -> None:
     node = LoopbackNode(1)
     node.network.control_sends("front-1", m.CountRefused(Outcome.POOL_FULL))
-    view = node.view()
-    assert view.requests_total["pool_full"] == 1
-    assert set(view.requests_total) == set(Outcome)
+    assert node.value("shoal_requests_total", outcome="pool_full") == 1
+    outcomes = [sample.labels for sample in node.metric("shoal_requests_total")]
+    assert sorted(outcomes) == sorted((outcome.value,) for outcome in Outcome)
+
+
+def full_node(waiting: int) -> LoopbackNode:
+    """Return a node whose pool has been full for long; its one seat is free every three steps."""
+    node = LoopbackNode(1, settings=ONE_SEAT, max_waiting_requests=waiting)
+    turns(node)
+    for _ in range(60):
+        while len(node.controller.pool) < waiting:
+            node.send(f"r{len(node.prompts)}", 4, 3)
+            turns(node)
+        steps(node, 1)
+    return node
+
+
+@pytest.mark.parametrize("newcomers", [3, 50])
+def test_the_refused_are_told_how_long_the_pool_takes_to_empty(newcomers: int) -> None:
+    waiting = 10
+    node = full_node(waiting)
+    for k in range(newcomers):
+        node.send(f"new{k}")
+    turns(node)
+    expected = pytest.approx(waiting * 3 * STEP, abs=1)
+    assert len(node.ended()) >= newcomers - 1
+    assert all(note.retry_after == expected for note in node.ended().values())
+    assert limits_told(node)[-1].retry_after == expected
 
 
 # --- other ends ---

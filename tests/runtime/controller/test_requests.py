@@ -7,8 +7,7 @@ from policies import registry
 from policies.plan import Dispatch, Plan, Policy
 from runtime import messages as m
 from runtime import wire
-from runtime.config import FakeSettings
-from runtime.controller.capacity import QUEUED_AHEAD
+from runtime.config import QUEUED_AHEAD, FakeSettings
 from runtime.loopback import LoopbackNetwork
 from runtime.messages import Outcome
 from tests.runtime.loopback_node import SMALL, LoopbackNode, request_payload

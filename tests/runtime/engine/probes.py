@@ -75,9 +75,16 @@ class ProbedRunner(Runner):
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
         self.skips_reseed = False
+        self.shares_generators = False
         context: zmq.Context[Any] = zmq.Context()
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._probes.connect(address(node))
+
+    def _enter(self, degree: int) -> None:
+        if self.shares_generators:
+            self._degree = degree
+        else:
+            super()._enter(degree)
 
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
@@ -154,6 +161,11 @@ def blocks(runner: ProbedRunner, request_id: str) -> list[int]:
 
 def skip_reseed(runner: ProbedRunner, skip: bool) -> None:
     runner.skips_reseed = skip
+
+
+def share_generators(runner: ProbedRunner, share: bool) -> None:
+    """Let layouts that interleave draw from one state of the generators."""
+    runner.shares_generators = share
 
 
 def owned_bytes(runner: ProbedRunner) -> dict[int, int]:

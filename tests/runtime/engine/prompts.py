@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from server.demo import Architecture, CheckpointSpec, write_checkpoint
+from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 
 LENGTHS = (5, 17, 31, 32, 33, 64, 130, 300)
 """Tokens of the prompts: below, at and above a block, and far above a step's budget."""

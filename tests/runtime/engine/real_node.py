@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 from vllm import SamplingParams
@@ -31,7 +32,7 @@ from runtime.config import Addresses, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine import vllm_backend
 from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
-from server.demo import SPECIAL_TOKENS
+from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes
 
 PATIENCE_SECONDS = 60.0
@@ -145,10 +146,10 @@ class Process:
 # --- stock vLLM -----------------------------------------------------------------------------------
 
 
-def _stock(model: str, prompts: list[list[int]], max_tokens: int, answer: str) -> None:
+def _stock(model: str, prompts: list[list[int]], max_tokens: int, dtype: str, answer: str) -> None:
     from vllm import LLM
 
-    llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS)
+    llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS | {"dtype": dtype})
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
@@ -159,7 +160,11 @@ def _stock(model: str, prompts: list[list[int]], max_tokens: int, answer: str) -
 
 
 def stock_tokens(
-    model: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **environment: str
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = 32,
+    dtype: str = MODEL_ARGS["dtype"],
+    **environment: str,
 ) -> list[list[int]]:
     """Return what stock vLLM, tensor parallel size 1, generates greedily for each prompt."""
     with tempfile.TemporaryDirectory() as directory:
@@ -171,6 +176,7 @@ def stock_tokens(
             str(model),
             [list(prompt) for prompt in prompts],
             max_tokens,
+            dtype,
             str(answer),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
         )
@@ -220,7 +226,6 @@ class RealNode:
         environment: dict[str, str] | None = None,
         **vllm_args: Any,
     ) -> None:
-        POLICIES[ADDRESSED.name] = ADDRESSED
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-test-"))
         self.config = NodeConfig(
             engines=engines,
@@ -253,7 +258,9 @@ class RealNode:
         self._control = self._peer(front_identity(0))
         self._supervisor = self._peer(SUPERVISOR)
         self.transport = WatchedTransport(addresses, self._output)
-        self.controller = Controller(self.config, self.transport)
+        # The controller looks its policy up once; nobody else is to find this one in the registry.
+        with patch.dict(POLICIES, {ADDRESSED.name: ADDRESSED}):
+            self.controller = Controller(self.config, self.transport)
         for peer in (self._control, self._supervisor):
             peer.connect(addresses.control)
         try:
@@ -317,7 +324,7 @@ class RealNode:
                     self.finished[output.request_id] = output.finish_reason
         while self._control.poll(0):
             reply = m.decode_from_controller(self._control.recv())
-            if not isinstance(reply, m.Placed | m.Ended | m.PoolLimits | m.KillEngines):
+            if not isinstance(reply, m.Note | m.KillEngines):
                 self._replies[reply.call] = reply
         while self._supervisor.poll(0):
             message = m.decode_from_controller(self._supervisor.recv())

@@ -7,7 +7,7 @@ from runtime import messages as m
 from runtime import wire
 from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
-from runtime.engine.agent import IDLE_SECONDS, LEASE_FLOOR, Agent, State
+from runtime.engine.agent import IDLE_SECONDS, LEASE_FLOOR, Agent, State, Stepping
 from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import NO_FAULTS, Faults, Seam
 from runtime.engine.interface import RunnerDied
@@ -16,15 +16,24 @@ from runtime.transport import Channel
 from tests.runtime.loopback_node import request_payload
 
 GROUP = (0, 1)
-LEASE_1 = list(range(500, 600))
+INTERLEAVE = m.Treatment.INTERLEAVE
+LEASE_1 = list(range(500, 700))
 """Ids that the other member is said to have lent."""
 
 
 class Bench:
     """One agent, its controller played by the test."""
 
-    def __init__(self, engine: int = 0, faults: Faults = NO_FAULTS) -> None:
-        settings = FakeSettings(num_blocks=200, block_tokens=4, max_num_seqs=8, max_model_len=300)
+    def __init__(
+        self, engine: int = 0, faults: Faults = NO_FAULTS, step_seconds: float = 0.0
+    ) -> None:
+        settings = FakeSettings(
+            step_seconds=step_seconds,
+            num_blocks=200,
+            block_tokens=4,
+            max_num_seqs=8,
+            max_model_len=300,
+        )
         config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
         self.clock = ManualClock()
         self.network = LoopbackNetwork()
@@ -53,9 +62,9 @@ class Bench:
         payload = request_payload(request_id, [1] * prompt, tokens)
         self.tell(m.AddRequest(group or (self.engine,), request_id), *payload)
 
-    def bind(self, blocks: int = 10) -> None:
+    def bind(self, blocks: int = 10, treatment: m.Treatment = m.Treatment.HARD) -> None:
         """Bring the agent into the bound group."""
-        (prepared,) = self.tell(m.Prepare(5, GROUP, m.Treatment.HARD, blocks))
+        (prepared,) = self.tell(m.Prepare(5, GROUP, treatment, blocks))
         assert isinstance(prepared, m.Prepared)
         lease = {0: prepared.blocks, 1: LEASE_1[: len(prepared.blocks)]}
         assert self.tell(m.Commit(5, GROUP, 1, lease)) == [m.Committed(5, self.engine)]
@@ -83,7 +92,7 @@ def test_hard_prepare_pauses_at_once(bench: Bench) -> None:
     assert [type(answer) for answer in answers] == [m.Prepared]
     assert answers[0].paused == 1
     assert len(answers[0].blocks) == 10
-    assert (bench.agent.state, bench.agent.active) == (State.PREPARED, None)
+    assert (bench.agent.state, bench.agent.active) == (State.PREPARED, [])
     bench.turn(5)
     assert bench.backend.core((0,)).num_requests == 1
 
@@ -103,7 +112,8 @@ def test_aborted_bind_leaves_no_trace(bench: Bench, treatment: m.Treatment) -> N
     bench.add("a", tokens=50)
     bench.tell(m.Prepare(5, GROUP, treatment, 10))
     (answer,) = bench.tell(m.AbortBind(5, GROUP))
-    assert answer == m.Resumed(5, 0, 1)
+    paused = treatment is not m.Treatment.INTERLEAVE
+    assert answer == m.Resumed(5, 0, int(paused))
     assert (bench.agent.state, bench.backend.lent) == (State.SOLO, frozenset())
     bench.turn(60)
     assert bench.backend.core((0,)).num_requests == 0
@@ -134,7 +144,7 @@ def test_follower_has_no_active_core() -> None:
     bench = Bench(engine=1)
     bench.turn()
     bench.bind()
-    assert (bench.agent.state, bench.agent.active) == (State.BOUND, None)
+    assert (bench.agent.state, bench.agent.active) == (State.BOUND, [])
     assert bench.backend.attached == GROUP
 
 
@@ -187,6 +197,98 @@ def test_release_that_happened_cannot_be_taken_back(bench: Bench) -> None:
     (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.SEQUENTIAL))
     assert isinstance(released, m.Released)
     assert bench.tell(m.KeepBound(5, GROUP)) == []
+
+
+def test_interleaving_member_goes_on_with_its_own_requests(bench: Bench) -> None:
+    bench.add("own", tokens=30)
+    (prepared,) = bench.tell(m.Prepare(5, GROUP, INTERLEAVE, 10))
+    assert isinstance(prepared, m.Prepared)
+    assert (prepared.paused, len(prepared.blocks)) == (0, 10)
+    own, group = bench.backend.core((0,)), bench.backend.core(GROUP)
+    assert (bench.agent.state, bench.agent.active) == (State.PREPARED, [own])
+    bench.tell(m.Commit(5, GROUP, 1, {0: prepared.blocks, 1: LEASE_1[:10]}))
+    bench.add("shared", tokens=3, group=GROUP)
+    assert bench.agent.active == [own, group]
+    bench.turn(60)
+    assert (own.num_requests, group.num_requests) == (0, 0)
+
+
+def test_released_member_goes_on_before_and_after_it_is_resumed(bench: Bench) -> None:
+    bench.add("own", tokens=90)
+    bench.bind(treatment=INTERLEAVE)
+    own = bench.backend.core((0,))
+    (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert bench.agent.active == [own]
+    (resumed,) = bench.tell(m.Resume(5, GROUP, released.returned[0]))
+    assert (resumed, bench.agent.active) == (m.Resumed(5, 0, 0), [own])
+    bench.turn(100)
+    assert (own.num_requests, bench.backend.lent) == (0, frozenset())
+    assert bench.backend.check_integrity() == []
+
+
+def test_interleaving_member_lends_between_its_steps() -> None:
+    """A step in flight may write to blocks that have come free since it was scheduled."""
+    bench = Bench(step_seconds=0.5)
+    bench.add("own", tokens=30)
+    bench.bind(treatment=INTERLEAVE)
+    own = bench.backend.core((0,))
+    assert own.in_flight
+    assert bench.tell(m.Lend(5, GROUP, 3, urgent=False)) == []
+    bench.clock.advance(0.5)
+    (lent,) = bench.turn()
+    assert isinstance(lent, m.Lent)
+    assert (len(lent.blocks), own.in_flight) == (3, 0)
+    bench.turn()
+    assert own.in_flight
+
+
+def test_interleaving_member_lends_what_its_requests_will_not_need(bench: Bench) -> None:
+    bench.add("own", prompt=200, tokens=30)
+    bench.bind(treatment=INTERLEAVE)
+    (lent,) = bench.tell(m.Lend(5, GROUP, 200, urgent=True), turns=2)
+    assert isinstance(lent, m.Lent)
+    own = bench.backend.core((0,))
+    assert len(own.held()) + own.load.free_blocks == -(-230 // 4)
+    assert len(lent.blocks) == 200 - 10 - -(-230 // 4)
+    bench.turn(40)
+    assert own.num_requests == 0
+
+
+def test_requests_that_cannot_run_keep_no_block_from_the_group(bench: Bench) -> None:
+    """Neither side could go on: the group would wait for them, and they for the group."""
+    bench.bind(blocks=190, treatment=INTERLEAVE)
+    bench.add("own", prompt=30, tokens=60)
+    bench.turn(20)
+    own = bench.backend.core((0,))
+    assert (own.load.running, own.load.waiting, own.load.free_blocks) == (0, 1, 10)
+    (lent,) = bench.tell(m.Lend(5, GROUP, 10, urgent=True), turns=2)
+    assert isinstance(lent, m.Lent)
+    assert len(lent.blocks) == 10
+
+
+@pytest.mark.parametrize("treatment", [INTERLEAVE, m.Treatment.HARD])
+def test_blocks_come_back_behind_the_groups_last_step(
+    bench: Bench, treatment: m.Treatment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the group that are queued still write to them."""
+    calls = []
+    backend, take_back = bench.backend, bench.backend.take_back
+    monkeypatch.setattr(backend, "await_detach", lambda epoch: calls.append(epoch))
+    monkeypatch.setattr(backend, "take_back", lambda ids: (calls.append(ids), take_back(ids)))
+    bench.bind(treatment=treatment)
+    (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    blocks = released.returned[0]
+    bench.tell(m.Resume(5, GROUP, blocks))
+    # A runner that does not interleave reads its own queue again only then.
+    assert calls == ([5, blocks] if treatment is INTERLEAVE else [blocks])
+
+
+def test_idle_group_keeps_no_block_from_requests_beside_it(bench: Bench) -> None:
+    bench.bind(treatment=INTERLEAVE)
+    bench.clock.advance(IDLE_SECONDS)
+    (returning,) = bench.turn()
+    assert isinstance(returning, m.Returning)
+    assert len(returning.returned[0]) == 10
 
 
 @pytest.mark.parametrize(
@@ -264,6 +366,41 @@ def test_load_is_reported_when_it_changes(bench: Bench) -> None:
         (1, 198, []),
         (0, 200, ["a"]),
     ]
+
+
+DECODE = m.Work(steps=1, decodes=2, context_tokens=30)
+PREFILL = m.Work(steps=1, prefill_tokens=9, prefill_pairs=45)
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before_it() -> None:
+    stepping = Stepping()
+    stepping.see(10.0, [], in_flight=True)
+    stepping.see(10.5, [], in_flight=True)
+    stepping.see(12.0, [PREFILL], in_flight=True)
+    stepping.see(12.5, [DECODE], in_flight=False)
+    stepping.see(20.0, [], in_flight=True)
+    stepping.see(21.0, [DECODE], in_flight=False)
+    assert stepping.prefilling == PREFILL + m.Work(seconds=2.0)
+    assert stepping.decoding == DECODE + DECODE + m.Work(seconds=1.5)
+
+
+def test_steps_of_both_kinds_that_end_together_are_left_out() -> None:
+    stepping = Stepping()
+    stepping.see(0.0, [], in_flight=True)
+    stepping.see(5.0, [PREFILL, DECODE], in_flight=True)
+    stepping.see(6.0, [DECODE, DECODE], in_flight=False)
+    assert stepping.prefilling == m.Work()
+    assert stepping.decoding == DECODE + DECODE + m.Work(seconds=1.0)
+
+
+def test_a_load_report_says_what_steps_computed(bench: Bench) -> None:
+    bench.add("a", prompt=8, tokens=3)
+    bench.agent.turn()
+    for _ in range(6):
+        bench.agent.turn()
+    last = [x for x in bench.heard() if isinstance(x, m.Load)][-1]
+    assert (last.prefilling.steps, last.prefilling.prefill_tokens) == (1, 8)
+    assert (last.decoding.steps, last.decoding.decodes) == (2, 2)
 
 
 def test_dead_runner_is_reported_and_ends_the_loop() -> None:

@@ -11,6 +11,7 @@ from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import NO_FAULTS, FakeCore, Faults, Seam, expected_tokens
 from runtime.engine.interface import CoreLoad, RunnerDied
 from runtime.engine.step_times import Devices
+from runtime.messages import Work
 from tests.runtime.loopback_node import request_payload
 
 SETTINGS = FakeSettings(
@@ -58,6 +59,33 @@ def test_a_step_takes_its_time(clock: ManualClock) -> None:
     clock.advance(0.5)
     assert core.collect()
     assert (core.in_flight, core.num_requests, core.take_finished()) == (0, 0, ["a"])
+
+
+def test_steps_say_what_they_computed(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    core.add("a", request_payload("a", [1, 2, 3, 4], 3))
+    run(core, clock)
+    # Four prompt tokens attend to 1, 2, 3 and 4; the two decodes read 5 and 6.
+    assert core.take_steps() == [
+        Work(steps=1, prefill_tokens=4, prefill_pairs=10),
+        Work(steps=1, decodes=1, context_tokens=5),
+        Work(steps=1, decodes=1, context_tokens=6),
+    ]
+    assert core.take_steps() == []
+
+
+def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
+    settings = msgspec.structs.replace(SETTINGS, steps_at_once=64)
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
+    core = FakeBackend(config, 0, clock=clock).core((0,))
+    core.add("a", request_payload("a", [1, 2, 3, 4], 9))
+    clock.advance(SETTINGS.step_seconds)
+    core.advance()
+    clock.advance(SETTINGS.step_seconds)
+    core.advance()
+    clock.advance(8 * SETTINGS.step_seconds)
+    core.advance()
+    assert core.take_steps()[1:] == [Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))]
 
 
 def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams
 
+from runtime import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
@@ -57,6 +58,30 @@ def test_paused_requests_go_on_exactly(node: RealNode, llama: Path) -> None:
     assert node.wait(paused) == expected
 
 
+def test_interleaved_requests_go_on_exactly(node: RealNode, llama: Path) -> None:
+    expected = stock_tokens(llama, PROMPTS, max_tokens=150)
+    own = [node.submit(unit, PROMPTS, max_tokens=150) for unit in UNITS]
+    for requests in own:
+        node.wait_for_tokens(requests, 5)
+    node.switch(GROUP, treatment=m.Treatment.INTERLEAVE)
+    group = node.submit(GROUP, PROMPTS, max_tokens=30)
+    # Its steps and their sampling are two messages: no own step of a member comes between them.
+    assert set(json.loads(as_text(llama, structured(node, GROUP, PROMPTS[0])))) == set(
+        SCHEMA["required"]
+    )
+    assert node.wait(group) == [tokens[:30] for tokens in expected]
+    assert not node.finished.keys() & {request for requests in own for request in requests}
+    for requests in own:
+        assert node.wait(requests) == expected
+    node.switch()
+    assert node.audit() == []
+
+
+def as_text(llama: Path, tokens: list[int]) -> str:
+    text: str = Tokenizer.from_file(str(llama / "tokenizer.json")).decode(tokens)
+    return text
+
+
 def structured(node: RealNode, unit: tuple[int, ...], prompt: list[int]) -> list[int]:
     params = StructuredOutputsParams(json=SCHEMA)
     params._backend = "xgrammar"  # what vLLM's front end chooses
@@ -71,14 +96,13 @@ def structured(node: RealNode, unit: tuple[int, ...], prompt: list[int]) -> list
 def test_a_json_schema_holds_in_a_group_though_sampling_is_deferred(
     node: RealNode, llama: Path
 ) -> None:
-    tokenizer = Tokenizer.from_file(str(llama / "tokenizer.json"))
     expected = [structured(node, (0,), prompt) for prompt in PROMPTS[:3]]
     with node.bound(GROUP):
         assert [structured(node, GROUP, prompt) for prompt in PROMPTS[:3]] == expected
         # The grammar of a step needs the token of the step before: every member is told it late.
         assert all(count > 0 for count in node.probe_all(probes.deferred_samples))
     for tokens in expected:
-        answer: Any = json.loads(tokenizer.decode(tokens))
+        answer: Any = json.loads(as_text(llama, tokens))
         assert set(answer) == set(SCHEMA["required"])
         assert answer["engine"] in ("first", "second")
     assert node.audit() == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from policies.partition import Group, Partition, groups_of, singles
+from runtime import messages as m
 from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens, unit_of
 
@@ -35,8 +36,10 @@ def node(llama: Path) -> Iterator[RealNode]:
         yield node
 
 
-def switch_to(node: RealNode, partition: Partition) -> None:
-    view = node.switch(*partition)
+def switch_to(
+    node: RealNode, partition: Partition, treatment: m.Treatment = m.Treatment.HARD
+) -> None:
+    view = node.switch(*partition, treatment=treatment)
     assert view.outcome == "done"
     assert node.partition == partition
 
@@ -48,7 +51,8 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, llama: Path) -> Non
     switches = 0
     for _ in range(OPERATIONS):
         if draw.random() < 0.4:
-            switch_to(node, draw.choice(PARTITIONS))
+            treatment = draw.choice((m.Treatment.HARD, m.Treatment.INTERLEAVE))
+            switch_to(node, draw.choice(PARTITIONS), treatment)
             switches += 1
         else:
             unit: Group = draw.choice(node.partition)

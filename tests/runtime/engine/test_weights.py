@@ -1,13 +1,10 @@
 """Views of the DP model's weights, held against vLLM's own sharding of the same checkpoint."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import vllm.model_executor.layers.linear as linear
-import vllm.model_executor.layers.vocab_parallel_embedding as vocab
-import vllm.model_executor.parameter as parameter
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -20,15 +17,16 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from runtime.engine.shards import UnviewableWeights
 from runtime.engine.weights import (
     GroupedActivation,
     SharedWeights,
-    UnviewableWeights,
     group_gate_up,
     owned_bytes,
     regroup_rows,
     view_weights,
 )
+from tests.runtime.engine.one_rank import ranks, tensor_parallel
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 32, 64, 128
 HEADS, HEAD_DIM = 8, 8
@@ -39,16 +37,6 @@ LARGEST = 4
 @pytest.fixture(autouse=True)
 def config() -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
-        yield
-
-
-@contextmanager
-def tensor_parallel(rank: int, degree: int) -> Iterator[None]:
-    """Let vLLM's layers believe that they are rank ``rank`` of ``degree``."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, vocab, parameter):
-            patch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
-            patch.setattr(module, "get_tensor_model_parallel_world_size", lambda: degree)
         yield
 
 
@@ -124,10 +112,6 @@ def view(dp: Layer, kv_heads: int, rank: int, degree: int, *, bias: bool = True)
     return layer
 
 
-def ranks(*degrees: int) -> list[tuple[int, int]]:
-    return [(rank, degree) for degree in degrees for rank in range(degree)]
-
-
 # --- grouped gate_up ---
 
 
@@ -179,8 +163,9 @@ def test_a_node_without_groups_keeps_stock_rows() -> None:
 def test_the_parts_of_qkv_are_vllms_shards(rank: int, degree: int, kv_heads: int) -> None:
     """Also with fewer KV heads than members, where neighbours hold the same head."""
     expected, viewed = stock(kv_heads, rank, degree), view(full(kv_heads), kv_heads, rank, degree)
-    assert torch.equal(torch.cat(list(viewed.qkv_proj.part_weights)), expected.qkv_proj.weight)
-    assert torch.equal(torch.cat(list(viewed.qkv_proj.part_biases)), expected.qkv_proj.bias)
+    parts = viewed.qkv_proj.parts
+    assert torch.equal(torch.cat([part.weight for part in parts]), expected.qkv_proj.weight)
+    assert torch.equal(torch.cat([part.bias for part in parts]), expected.qkv_proj.bias)
 
 
 @pytest.mark.parametrize("bias", [False, True])

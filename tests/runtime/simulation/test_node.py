@@ -6,8 +6,12 @@ import msgspec
 import pytest
 
 from loadgen.workload import Arrival
-from policies.cost_model import Batch
+from policies.cost_model import Batch, StepKind
+from policies.plan import Plan, Policy
 from policies.registry import POLICIES
+from policies.snapshot import Snapshot
+from policies.static import dispatch_least_loaded
+from runtime.config import INTERLEAVE_RATIO
 from runtime.messages import Outcome
 from runtime.simulation import node as module
 from runtime.simulation.files import MEMORY_SHARE, read_hardware, read_shape, step_times
@@ -128,3 +132,59 @@ def test_layouts_and_switches_are_those_of_the_policy() -> None:
     run = simulate(NODE, "static-tp", [Arrival(0.0, 10, 2)])
     assert run.layouts == [(0.0, (tuple(range(8)),))]
     assert run.switches == []
+
+
+def group_for_the_urgent(snapshot: Snapshot, /) -> Plan:
+    """Bind both engines when somebody urgent comes, beside what runs on them."""
+    waits = [request for request in snapshot.pool if request.priority < 0]
+    if waits and len(snapshot.units) > 1:
+        return Plan((), ((0, 1),), "interleave")
+    return Plan(dispatch_least_loaded(snapshot))
+
+
+def test_interleaved_requests_share_devices_in_the_set_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, "urgent", Policy("urgent", group_for_the_urgent, True))
+    node = Node(SHAPE, H200, engines=2, max_group=2)
+    load = [Arrival(0.0, 100, 900), Arrival(0.0, 100, 900), Arrival(2.0, 100, 300, -1)]
+    run = simulate(node, "urgent", load)
+    assert [switch.treatment for switch in run.switches] == ["interleave"]
+    assert [(life.tokens, life.units) for life in run.lives] == [
+        (900, [(0,)]),
+        (900, [(1,)]),
+        (300, [(0, 1)]),
+    ]
+    seconds = step_times(SHAPE, H200)
+    own, group = (seconds(degree, Batch(1, 300)) for degree in (1, 2))
+    assert tpot(run, 2) == pytest.approx(group + own / INTERLEAVE_RATIO, rel=0.02)
+    # Side by side: the group's steps delay both, theirs do not delay each other.
+    for life in run.lives[:2]:
+        assert life.ended == pytest.approx(900 * own + 300 * group, rel=0.02)
+
+
+# --- what policies learn of the steps ---
+
+
+def uneven(shape, hardware):
+    """Steps with prompts three times as slow as the roofline says, all others twice as fast."""
+    roofline = step_times(shape, hardware)
+    return lambda degree, batch: roofline(degree, batch) * (3.0 if batch.prefill_tokens else 0.5)
+
+
+@pytest.mark.parametrize("policy", ["static-dp", "static-tp"])
+def test_the_cost_model_learns_steps_with_and_without_prompts(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr(module, "step_times", uneven)
+    run = simulate(NODE, policy, arrivals(200, 8.0))
+    layout = {"static-dp": "dp", "static-tp": "tp8"}[policy]
+    assert set(run.step_errors) == {f"{layout} decode", f"{layout} prefill"}
+    assert all(error < 0.05 for error in run.step_errors.values())
+
+
+def test_prompts_that_count_as_decodes_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "step_times", uneven)
+    monkeypatch.setattr(Batch, "kind", StepKind.DECODE)
+    run = simulate(NODE, "static-dp", arrivals(200, 8.0))
+    assert run.step_errors["dp decode"] > 0.2

@@ -1,0 +1,328 @@
+"""FP8 weights under every layout: vLLM processes the DP model's, the others view the result.
+
+Per-tensor, per-channel and block-wise scales, as vLLM's ``fp8`` and compressed-tensors load them
+and as its online quantisation makes them. DP keeps vLLM's method and kernel. In the other layouts:
+
+- a range of outputs is a packed matrix of its own: the same kernel, on views;
+- a range of inputs is not. vLLM's CUTLASS kernels take the weight for packed without looking at its
+  strides and would read other members' inputs, with no error, so another kernel multiplies it;
+- QKV is one product for each logical part, of an input that is quantised once.
+
+A kernel that keeps weights in a form of its own (repacked, padded) is refused by name.
+"""
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    FP8BlockParams,
+    Fp8BlockScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+    CutlassFp8BlockScaledMMKernel,
+    CutlassFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.flashinfer import (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+    BlockWiseTorchFP8ScaledMMLinearKernel,
+    ChannelWiseTorchFP8ScaledMMLinearKernel,
+    PerTensorTorchFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation
+from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Fp8,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineLinearMethod,
+    Fp8PerTensorOnlineLinearMethod,
+    Fp8PtpcOnlineLinearMethod,
+)
+
+from runtime.engine.shards import Axes, UnviewableWeights
+
+_METHODS = (
+    Fp8LinearMethod,
+    Fp8PerTensorOnlineLinearMethod,
+    Fp8PerBlockOnlineLinearMethod,
+    Fp8PtpcOnlineLinearMethod,
+)
+
+
+# --- what vLLM made of a layer --------------------------------------------------------------------
+
+
+def check_method(method: Any, layer: nn.Module, name: str) -> None:
+    """Check that a layer's quantisation is FP8 that other layouts can view.
+
+    Args:
+        method: vLLM's ``quant_method`` for the layer.
+        layer: the linear layer.
+        name: what the layer is called in the model.
+
+    Raises:
+        UnviewableWeights: it is another quantisation; the message names it.
+    """
+    scheme = layer.scheme if isinstance(method, CompressedTensorsLinearMethod) else method
+    if type(scheme) not in (*_METHODS, CompressedTensorsW8A8Fp8):
+        raise UnviewableWeights(f"{name}: {type(scheme).__name__} weights are not supported")
+
+
+def _owner(layer: nn.Module) -> Any:
+    """Return what holds a layer's ``fp8_linear``: vLLM's method, or compressed-tensors' scheme."""
+    method = layer.quant_method
+    method = method.method if isinstance(method, ViewedFp8) else method
+    return layer.scheme if isinstance(method, CompressedTensorsLinearMethod) else method
+
+
+def is_fp8(layer: nn.Module) -> bool:
+    """Return whether ``axes`` knows the layer's tensors."""
+    quantised = (ViewedFp8, CompressedTensorsLinearMethod, *_METHODS)
+    return isinstance(getattr(layer, "quant_method", None), quantised)
+
+
+def axes(layer: nn.Module) -> dict[str, Axes]:
+    """Return the axes of the tensors of an FP8 layer of the DP model, processed by vLLM.
+
+    Raises:
+        UnviewableWeights: the layer's kernel keeps them in a form of its own.
+    """
+    kernel = _owner(layer).fp8_linear
+    if type(kernel) not in _INPUT_RANGE_KERNELS:
+        raise UnviewableWeights(f"{type(kernel).__name__} keeps FP8 weights in a form of its own")
+    outputs, inputs = layer.output_size, layer.input_size
+    if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+        scale = FP8BlockParams.from_layer(layer).block_scale_attr
+        rows, columns = layer.weight_block_size
+        shapes = {"weight": (outputs, inputs), scale: (-(-outputs // rows), -(-inputs // columns))}
+        known = {"weight": Axes(0, 1), scale: Axes(0, 1, rows, columns)}
+    else:
+        per_channel = layer.weight_scale.numel() > 1
+        shapes = {"weight": (inputs, outputs)}
+        if per_channel:
+            shapes["weight_scale"] = (outputs, 1)
+        known = {
+            "weight": Axes(1, 0),
+            "weight_scale": Axes(0) if per_channel else Axes(),
+            "input_scale": Axes(),
+        }
+    for key, shape in shapes.items():
+        if tuple(getattr(layer, key).shape) != shape:
+            raise UnviewableWeights(f"{type(kernel).__name__} has changed the shape of {key}")
+    return known | {"bias": Axes(0)}
+
+
+# --- how the other layouts apply it ---------------------------------------------------------------
+
+
+class ViewedFp8(LinearMethodBase):  # type: ignore[misc]
+    """vLLM's FP8 method on views: it creates no weights and processes none.
+
+    Args:
+        method: vLLM's own method for the layer.
+    """
+
+    def __init__(self, method: LinearMethodBase) -> None:
+        self.method = method
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Create the tensors without storage: they become views."""
+        without_storage: AbstractContextManager[Any] = torch.device("meta")
+        with without_storage:
+            self.method.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave the tensors as they are: vLLM processed what they view."""
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output, ``[tokens, outputs of this rank]``."""
+        return self.method.apply(layer, x, bias)
+
+
+class SplitFp8(ViewedFp8):
+    """A fused layer as one product for each logical part: ``layer.parts[i]`` has its tensors."""
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the parts' outputs side by side: ``[tokens, sum of this rank's part sizes]``."""
+        kernel = _owner(layer).fp8_linear
+        if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+            return self._apply_block_wise(kernel, layer, x)
+        prepared = as_quantized_activation(x, kernel.input_quant_key())
+        if prepared is not None:
+            data, scale, shape = prepared.data, prepared.scale, prepared.orig_shape
+        else:
+            shape = x.shape
+            first = layer.parts[0]
+            data, scale = kernel.quant_fp8(x.view(-1, shape[-1]), first.input_scale, None)
+        outputs = [
+            part.kernel.apply_scaled_mm(
+                A=data,
+                B=part.weight,
+                out_dtype=kernel.config.out_dtype,
+                As=scale,
+                Bs=part.weight_scale,
+                bias=part.bias,
+                output_shape=[*shape[:-1], part.weight.shape[1]],
+            )
+            for part in layer.parts
+        ]
+        return torch.cat(outputs, dim=-1)
+
+    def _apply_block_wise(self, kernel: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        # As Fp8BlockScaledMMLinearKernel.apply_weights, but the input is quantised once.
+        data = x.view(-1, x.shape[-1])
+        scale = data
+        if kernel.apply_input_quant:
+            data, scale = kernel.quant_fp8(data, None, None, use_triton=kernel.use_triton)
+        outputs = []
+        for part in layer.parts:
+            weight_scale = FP8BlockParams.from_layer(part).block_scale
+            output = kernel.apply_block_scaled_mm(A=data, B=part.weight, As=scale, Bs=weight_scale)
+            outputs.append(output if part.bias is None else output + part.bias)
+        joined = torch.cat(outputs, dim=-1).to(kernel.config.out_dtype)
+        return joined.view(*x.shape[:-1], joined.shape[-1])
+
+
+class InputRangeKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """CUTLASS's stand-in, by ``torch._scaled_mm``: rows of the weight may be parts of longer ones.
+
+    Per-tensor and per-channel scales. Accumulates fast on Hopper, as what it stands in for does.
+    """
+
+    def apply_scaled_mm(
+        self,
+        *,
+        A: torch.Tensor,  # noqa: N803 - vLLM's names
+        B: torch.Tensor,  # noqa: N803
+        out_dtype: torch.dtype,
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+        bias: torch.Tensor | None,
+        output_shape: list[int],
+    ) -> torch.Tensor:
+        """Return ``(As * A) @ (Bs * B) + bias``; ``A`` is ``[tokens, inputs]``."""
+        if Bs.numel() > 1:  # by token and by channel: one of each, all of them given
+            As = As.reshape(-1, 1).expand(A.shape[0], 1).contiguous()  # noqa: N806
+            Bs = Bs.view(1, -1)  # noqa: N806
+        else:
+            As, Bs = As.view(1), Bs.view(1)  # noqa: N806
+        output: torch.Tensor = torch._scaled_mm(
+            A, B, scale_a=As, scale_b=Bs, bias=bias, out_dtype=out_dtype, use_fast_accum=True
+        )
+        return output.view(*output_shape)
+
+
+_INPUT_RANGE_KERNELS: Mapping[type, type] = {
+    CutlassFP8ScaledMMLinearKernel: InputRangeKernel,
+    PerTensorTorchFP8ScaledMMLinearKernel: PerTensorTorchFP8ScaledMMLinearKernel,
+    ChannelWiseTorchFP8ScaledMMLinearKernel: ChannelWiseTorchFP8ScaledMMLinearKernel,
+    CutlassFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
+    DeepGemmFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel: TritonFp8BlockScaledMMKernel,
+    BlockWiseTorchFP8ScaledMMLinearKernel: TritonFp8BlockScaledMMKernel,
+    TritonFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
+}
+"""vLLM's kernels that keep weights as loaded, and what multiplies ranges of inputs for each."""
+
+
+def bind_kernels(layer: nn.Module) -> None:
+    """Give an FP8 layer, whose tensors are views now, kernels that can read them.
+
+    Args:
+        layer: a layer of a TP layout with a ``ViewedFp8`` method; with ``parts`` if it is fused and
+            they are apart.
+    """
+    if hasattr(layer, "parts"):
+        _bind_parts(layer)
+    elif isinstance(layer, RowParallelLinear):
+        _bind_input_range(layer)
+    else:
+        _fit(_owner(layer).fp8_linear, layer.weight)
+
+
+def _bind_parts(layer: nn.Module) -> None:
+    kernel = _owner(layer).fp8_linear
+    for part in layer.parts:
+        part.kernel = copy.copy(kernel)
+        part.input_scale = getattr(part, "input_scale", None)
+        _fit(part.kernel, part.weight)
+    layer.quant_method = SplitFp8(layer.quant_method.method)
+
+
+def _bind_input_range(layer: nn.Module) -> None:
+    owner = _owner(layer)
+    kernel = owner.fp8_linear
+    replacement = _INPUT_RANGE_KERNELS[type(kernel)]
+    if replacement is InputRangeKernel:
+        owner.fp8_linear = InputRangeKernel(kernel.config, kernel.layer_param_names)
+        _spread_scale(layer, kernel)
+    elif replacement is not type(kernel):
+        owner.fp8_linear = replacement(kernel.config)
+
+
+def _fit(kernel: Any, weight: torch.Tensor) -> None:
+    if isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
+        # What its process_weights_after_loading notes besides padding.
+        kernel.logical_output_size = weight.shape[1]
+
+
+def _spread_scale(layer: nn.Module, kernel: Any) -> None:
+    """Repeat a per-tensor scale for every output where activations have scales by token.
+
+    cuBLAS wants both or neither. These few bytes are the layout's own.
+    """
+    by_token = kernel.config.activation_quant_key.scale.group_shape.is_per_token()
+    if by_token and layer.weight_scale.numel() == 1:
+        spread = layer.weight_scale.data.reshape(1, 1).repeat(layer.weight.shape[1], 1)
+        layer.weight_scale = Parameter(spread, requires_grad=False)
+
+
+# --- scales of the KV cache -----------------------------------------------------------------------
+
+_KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+
+
+class ViewedKVScales(BaseKVCacheMethod):  # type: ignore[misc]
+    """Scales of an attention layer's KV cache that are the DP layer's: nothing to load."""
+
+    def create_weights(self, layer: nn.Module) -> None:
+        """Create none."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave them as they are."""
+
+
+def share_kv_scales(layer: nn.Module, full: nn.Module) -> None:
+    """Give an attention layer the DP layer's KV cache scales.
+
+    Raises:
+        UnviewableWeights: they differ by head, and heads are split.
+    """
+    for key in _KV_SCALES:
+        scale = full._buffers.get(key)
+        if scale is None:
+            continue
+        if scale.numel() != 1:
+            raise UnviewableWeights("KV cache scales by head are not supported")
+        layer._buffers[key] = scale
+        for name in (f"{key}_float", f"{key}_cpu"):
+            if hasattr(full, name):
+                setattr(layer, name, getattr(full, name))

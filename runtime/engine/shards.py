@@ -1,0 +1,58 @@
+"""Which part of a layer's tensors a tensor parallel rank reads: ranges of outputs and of inputs."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+class UnviewableWeights(ValueError):
+    """A layer whose weights another layout cannot view; the message names it."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where a tensor of a linear layer has the layer's outputs and inputs.
+
+    Attributes:
+        outputs: dimension that runs over the outputs; None if every output shares the tensor.
+        inputs: dimension that runs over the inputs, or None.
+        output_block: outputs that one element stands for, as in block-wise scales.
+        input_block: inputs that one element stands for.
+    """
+
+    outputs: int | None = None
+    inputs: int | None = None
+    output_block: int = 1
+    input_block: int = 1
+
+    def take_outputs(self, tensor: torch.Tensor, begin: int, size: int) -> torch.Tensor:
+        """Return the view of ``size`` outputs from ``begin``.
+
+        Raises:
+            UnviewableWeights: the range cuts through a block.
+        """
+        return _narrow(tensor, self.outputs, begin, size, self.output_block)
+
+    def take_inputs(self, tensor: torch.Tensor, begin: int, size: int) -> torch.Tensor:
+        """Return the view of ``size`` inputs from ``begin``.
+
+        Raises:
+            UnviewableWeights: the range cuts through a block.
+        """
+        return _narrow(tensor, self.inputs, begin, size, self.input_block)
+
+
+def _narrow(
+    tensor: torch.Tensor, dimension: int | None, begin: int, size: int, block: int
+) -> torch.Tensor:
+    if dimension is None:
+        return tensor
+    if begin % block or size % block:
+        raise UnviewableWeights(
+            f"a shard of {size} does not consist of whole quantisation blocks of {block}"
+        )
+    return tensor.narrow(dimension, begin // block, size // block)
+
+
+PLAIN = {"weight": Axes(0, 1), "bias": Axes(0)}
+"""Tensors of a layer that is not quantised."""

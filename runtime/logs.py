@@ -1,0 +1,82 @@
+"""The log of every process of the node: lines for people, or JSON records for machines."""
+
+import enum
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+OURS = "shoal"
+"""Every logger of ours is below this one; it says what happens, others' only what goes wrong."""
+
+
+class LogFormat(enum.StrEnum):
+    """How log records are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record and line.
+
+    ``time`` (UTC, ISO 8601), ``level``, ``process``, ``logger`` and ``message``; what a record's
+    ``extra={"fields": {...}}`` has beyond that; and ``exception``, where there was one.
+
+    Args:
+        process: name of the process.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the object."""
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        time = datetime.fromtimestamp(record.created, UTC)
+        entry = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage().strip(),
+            **fields,
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()
+
+
+def configure_logging(
+    process: str, log_format: LogFormat, stream: TextIO | None = None, *, prefix: bool = True
+) -> None:
+    """Write this process's log records in the node's format.
+
+    Args:
+        process: its name, for the reader.
+        log_format: as JSON, the records of all libraries are written like ours.
+        stream: where to; None: stderr.
+        prefix: whether lines of text begin with the process's name.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    if log_format is LogFormat.JSON:
+        handler.setFormatter(JsonFormatter(process))
+        _take_over()
+    else:
+        start = f"{process}: " if prefix else ""
+        handler.setFormatter(logging.Formatter(f"{start}%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger(OURS).setLevel(logging.INFO)
+
+
+def _take_over() -> None:
+    """Have libraries that brought their own handlers (vLLM) use ours."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True
+    logging.captureWarnings(True)

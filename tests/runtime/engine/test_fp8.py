@@ -1,0 +1,429 @@
+"""FP8 weights of TP layouts: views of what vLLM made of the whole, beside its own sharding."""
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm._custom_ops as vllm_ops
+import vllm.model_executor.kernels.linear as linear_kernels
+from torch import nn
+from vllm.config import (
+    CompilationConfig,
+    CompilationMode,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.platforms import PlatformEnum
+
+from runtime.engine import fp8
+from runtime.engine.shards import Axes, UnviewableWeights
+from runtime.engine.weights import SharedWeights, group_gate_up, owned_bytes, view_weights
+from tests.runtime.engine.one_rank import ranks, tensor_parallel
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 8, 4, 64
+LARGEST = 4
+BLOCK = 128
+
+PARTS: Mapping[str, list[tuple[Any, int, int]]] = {
+    "qkv_proj": [
+        ("q", HEADS * HEAD_DIM, HIDDEN),
+        ("k", KV_HEADS * HEAD_DIM, HIDDEN),
+        ("v", KV_HEADS * HEAD_DIM, HIDDEN),
+    ],
+    "o_proj": [(None, HIDDEN, HEADS * HEAD_DIM)],
+    "gate_up_proj": [(0, INTERMEDIATE, HIDDEN), (1, INTERMEDIATE, HIDDEN)],
+    "down_proj": [(None, HIDDEN, INTERMEDIATE)],
+    "column": [(None, INTERMEDIATE, HIDDEN)],
+    "router": [(None, HIDDEN, HIDDEN)],
+}
+"""Each layer's logical parts: vLLM's shard id (None: not fused), rows and columns."""
+
+
+# --- formats ---
+
+
+def compressed_tensors(strategy: str, *, static: bool) -> CompressedTensorsConfig:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True},
+        "input_activations": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor" if static else "token",
+            "symmetric": True,
+            "dynamic": not static,
+        },
+    }
+    return CompressedTensorsConfig.from_config(
+        {"format": "float-quantized", "config_groups": {"all": group}, "ignore": []}
+    )
+
+
+def block_wise() -> Fp8Config:
+    return Fp8Config(activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK])
+
+
+FORMATS = {
+    "fp8 per tensor, dynamic": lambda: Fp8Config(activation_scheme="dynamic"),
+    "fp8 per tensor, static": lambda: Fp8Config(activation_scheme="static"),
+    "fp8 block-wise": block_wise,
+    "compressed-tensors per tensor, static": lambda: compressed_tensors("tensor", static=True),
+    "compressed-tensors per tensor, dynamic": lambda: compressed_tensors("tensor", static=False),
+    "compressed-tensors per channel": lambda: compressed_tensors("channel", static=False),
+}
+
+
+def quantise(
+    x: torch.Tensor, scale: torch.Tensor | None = None, **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's kernel does that its CPU build lacks."""
+    assert scale is not None
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """A block-wise kernel for CPUs, which vLLM has only for some."""
+
+    @classmethod
+    def is_supported(cls, _: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    def apply_block_scaled_mm(
+        self,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        x = A.float() * As.repeat_interleave(BLOCK, 1)
+        scale = Bs.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return (x @ (B.float() * scale).T).to(self.config.out_dtype)
+
+
+class PackedKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """Multiplies as CUTLASS does: it takes the weight for packed, whatever its strides."""
+
+    @classmethod
+    def is_supported(cls, _: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    def apply_scaled_mm(
+        self,
+        *,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+        output_shape: list[int],
+        bias: torch.Tensor | None,
+        **_: object,
+    ) -> torch.Tensor:
+        assert self.logical_output_size == B.shape[1]
+        packed = B.as_strided(B.shape, (1, B.shape[0]))
+        output = (A.float() * As) @ (packed.float() * Bs.reshape(1, -1))
+        return (output if bias is None else output + bias).to(torch.bfloat16).view(output_shape)
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A model of bfloat16, and stand-ins for the operators that vLLM's CPU build lacks."""
+    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]
+    monkeypatch.setattr(vllm_ops, "scaled_fp8_quant", quantise)
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
+    monkeypatch.setitem(kernels, PlatformEnum.CPU, [ReferenceBlockKernel])
+    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, ReferenceBlockKernel, ReferenceBlockKernel)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with set_current_vllm_config(config):
+        yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM picks ``PackedKernel``, in place of CUTLASS."""
+    kernels = linear_kernels._POSSIBLE_FP8_KERNELS
+    monkeypatch.setitem(kernels, PlatformEnum.CPU, [PackedKernel])
+    monkeypatch.setattr(fp8.InputRangeKernel, "is_supported", PackedKernel.is_supported)
+    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, PackedKernel, fp8.InputRangeKernel)
+
+
+# --- layers ---
+
+
+class Layer(nn.Module):
+    """The quantised linear layers of one decoder layer, as vLLM's model classes name them."""
+
+    def __init__(self, quant_config: QuantizationConfig, *, bias: bool = False) -> None:
+        super().__init__()
+
+        def options(name: str) -> dict[str, Any]:
+            return {"quant_config": quant_config, "bias": bias, "prefix": f"layers.0.{name}"}
+
+        self.qkv_proj = QKVParallelLinear(HIDDEN, HEAD_DIM, HEADS, KV_HEADS, **options("qkv_proj"))
+        self.o_proj = RowParallelLinear(HEADS * HEAD_DIM, HIDDEN, **options("o_proj"))
+        self.gate_up_proj = MergedColumnParallelLinear(
+            HIDDEN, [INTERMEDIATE] * 2, **options("gate_up_proj")
+        )
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(INTERMEDIATE, HIDDEN, **options("down_proj"))
+        self.column = ColumnParallelLinear(HIDDEN, INTERMEDIATE, **options("column"))
+        self.router = ReplicatedLinear(HIDDEN, HIDDEN, **options("router"))
+
+
+def configured(name: str, *, views: bool) -> SharedWeights:
+    config = SharedWeights(views=views, inner=FORMATS[name]())
+    config.packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    return config
+
+
+def load(layer: Layer) -> None:
+    """Load the same random checkpoint through vLLM's own weight loaders, and process it."""
+    draw = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=draw, dtype=torch.float32)
+
+    for name, parts in PARTS.items():
+        module = getattr(layer, name)
+        for shard, rows, columns in parts:
+            tensors = {
+                "weight": (random(rows, columns) * 8 - 4).to(torch.float8_e4m3fn),
+                "weight_scale": random(rows, 1) / 64 + 0.01,
+                "weight_scale_inv": random(rows // BLOCK, columns // BLOCK) / 64 + 0.01,
+                "input_scale": random(1) / 64 + 0.01,
+                "bias": random(rows).to(torch.bfloat16),
+            }
+            for key, parameter in module.named_parameters():
+                tensor = tensors[key]
+                if key == "weight_scale" and parameter.numel() <= len(parts):
+                    tensor = tensor[0]
+                parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
+        module.quant_method.process_weights_after_loading(module)
+
+
+def stock(name: str, rank: int, degree: int, *, bias: bool = False) -> Layer:
+    """Return what stock vLLM holds on one rank, processed there."""
+    with tensor_parallel(rank, degree):
+        layer = Layer(configured(name, views=False), bias=bias)
+        load(layer)
+    return layer
+
+
+def full(name: str, *, bias: bool = False) -> Layer:
+    """Return the DP layer: loaded, processed and grouped."""
+    layer = stock(name, 0, 1, bias=bias)
+    group_gate_up(layer, LARGEST)
+    return layer
+
+
+def view(dp: Layer, name: str, rank: int, degree: int, *, bias: bool = False) -> Layer:
+    with tensor_parallel(rank, degree):
+        layer = Layer(configured(name, views=True), bias=bias)
+        view_weights(layer, dp, rank, degree)
+    return layer
+
+
+def degrees(name: str) -> list[tuple[int, int]]:
+    # A rank of TP4 would have half a block of keys.
+    return ranks(2) if "block" in name else ranks(2, 4)
+
+
+CASES = [(name, rank, degree) for name in FORMATS for rank, degree in degrees(name)]
+
+
+def outputs(layer: Layer, x: torch.Tensor, rank: int, degree: int) -> dict[str, torch.Tensor]:
+    """Return every layer's output, before any all-reduce."""
+    inner = x.new_zeros(x.shape[0], INTERMEDIATE).copy_(x.repeat(1, INTERMEDIATE // HIDDEN))
+    results = {
+        "qkv_proj": layer.qkv_proj(x)[0],
+        "gate_up_proj": layer.act_fn(layer.gate_up_proj(x)[0]),
+        "column": layer.column(x)[0],
+        "router": layer.router(x)[0],
+    }
+    for name, source in (("o_proj", x), ("down_proj", inner)):
+        module = getattr(layer, name)
+        share = source.chunk(degree, dim=1)[rank].contiguous()
+        bias = module.bias if rank == 0 else None
+        results[name] = module.quant_method.apply(module, share, bias)
+    return results
+
+
+def assert_like_stock(viewed: Layer, expected: Layer, rank: int, degree: int) -> None:
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
+    found = outputs(viewed, x, rank, degree)
+    for name, output in outputs(expected, x, rank, degree).items():
+        assert output.abs().max() > 0.1, name
+        torch.testing.assert_close(found[name], output, rtol=0.02, atol=0.02, msg=name)
+
+
+# --- views ---
+
+
+@pytest.mark.parametrize(("name", "rank", "degree"), CASES)
+def test_every_layer_computes_what_stock_computes(name: str, rank: int, degree: int) -> None:
+    viewed = view(full(name), name, rank, degree)
+    assert_like_stock(viewed, stock(name, rank, degree), rank, degree)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_bias_is_added_once(name: str) -> None:
+    dp = full(name, bias=True)
+    for rank in range(2):
+        viewed = view(dp, name, rank, 2, bias=True)
+        assert_like_stock(viewed, stock(name, rank, 2, bias=True), rank, 2)
+
+
+@pytest.mark.parametrize(("name", "rank", "degree"), CASES)
+def test_the_tensors_are_vllms_shards(name: str, rank: int, degree: int) -> None:
+    expected, viewed = stock(name, rank, degree), view(full(name), name, rank, degree)
+    for key in ("o_proj", "down_proj", "column", "router"):
+        shards = dict(getattr(expected, key).named_parameters())
+        views = dict(getattr(viewed, key).named_parameters())
+        assert views.keys() == shards.keys()
+        for tensor, shard in shards.items():
+            assert torch.equal(views[tensor].float(), shard.float()), (key, tensor)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dp_computes_what_stock_computes(name: str) -> None:
+    expected = stock(name, 0, 1)
+    assert_like_stock(full(name), expected, 0, 1)
+    with tensor_parallel(0, 1):
+        ungrouped = stock(name, 0, 1)
+    x = torch.randn(5, HIDDEN)
+    assert torch.equal(ungrouped.qkv_proj(x)[0], expected.qkv_proj(x)[0])
+
+
+@pytest.mark.parametrize(("name", "rank", "degree"), CASES)
+def test_views_own_no_byte(name: str, rank: int, degree: int) -> None:
+    dp = full(name)
+    assert owned_bytes(view(dp, name, rank, degree), dp) == 0
+
+
+# --- CUTLASS ---
+
+PER_TENSOR_OR_CHANNEL = [name for name in FORMATS if "block" not in name]
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kernel_that_ignores_strides_gets_no_range_of_inputs(name: str, rank: int) -> None:
+    viewed = view(full(name), name, rank, 2)
+    assert_like_stock(viewed, stock(name, rank, 2), rank, 2)
+
+
+@pytest.mark.usefixtures("packed")
+def test_with_a_range_of_inputs_it_would_compute_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep_kernel(layer: nn.Module) -> None:
+        fp8._fit(layer.scheme.fp8_linear, layer.weight)
+
+    monkeypatch.setattr(fp8, "_bind_input_range", keep_kernel)
+    name = "compressed-tensors per channel"
+    viewed = view(full(name), name, 1, 2)
+    with pytest.raises(AssertionError, match="o_proj"):
+        assert_like_stock(viewed, stock(name, 1, 2), 1, 2)
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
+def test_only_a_spread_scale_is_the_layouts_own(name: str) -> None:
+    """A scale by tensor, where activations have scales by token: 4 bytes for every output."""
+    dp = full(name)
+    by_token = name == "compressed-tensors per tensor, dynamic"
+    assert owned_bytes(view(dp, name, 1, 2), dp) in ({0, 2 * 4 * HIDDEN} if by_token else {0})
+
+
+# --- what cannot be viewed ---
+
+
+def test_a_shard_that_cuts_a_block_is_named() -> None:
+    dp = full("fp8 block-wise")
+    with pytest.raises((UnviewableWeights, ValueError), match=r"128"):
+        view(dp, "fp8 block-wise", 1, 4)
+
+
+def test_groups_that_cut_a_block_are_named() -> None:
+    dp = stock("fp8 block-wise", 0, 1)
+    with pytest.raises(UnviewableWeights, match=r"^gate_up_proj: .* do not make 16 groups$"):
+        group_gate_up(dp, 16)
+
+
+def test_a_kernel_with_a_form_of_its_own_is_named() -> None:
+    class RepackingKernel:
+        pass
+
+    name = "compressed-tensors per channel"
+    dp = full(name)
+    dp.o_proj.scheme.fp8_linear = RepackingKernel()
+    with pytest.raises(UnviewableWeights, match=r"^o_proj: RepackingKernel keeps FP8 weights"):
+        view(dp, name, 0, 2)
+
+
+def test_a_padded_weight_is_named() -> None:
+    name = "compressed-tensors per channel"
+    dp = full(name)
+    padded = torch.nn.functional.pad(dp.down_proj.weight.float(), (0, 16))
+    dp.down_proj.weight = nn.Parameter(padded.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(UnviewableWeights, match=r"^down_proj: .* changed the shape of weight$"):
+        view(dp, name, 0, 2)
+
+
+def test_another_quantisation_is_named() -> None:
+    class AWQLinearMethod:
+        pass
+
+    with pytest.raises(UnviewableWeights, match=r"^model\.o_proj: AWQLinearMethod weights are not"):
+        fp8.check_method(AWQLinearMethod(), nn.Module(), "model.o_proj")
+
+
+def test_scales_by_head_are_refused() -> None:
+    layer, dp = nn.Module(), nn.Module()
+    dp.register_buffer("_k_scale", torch.ones(KV_HEADS))
+    with pytest.raises(UnviewableWeights, match="by head"):
+        fp8.share_kv_scales(layer, dp)
+
+
+def test_kv_cache_scales_are_the_dp_layers() -> None:
+    layer, dp = nn.Module(), nn.Module()
+    dp.register_buffer("_k_scale", torch.tensor(0.5))
+    dp._k_scale_float = 0.5  # type: ignore[assignment]
+    layer.register_buffer("_k_scale", torch.tensor(1.0))
+    fp8.share_kv_scales(layer, dp)
+    assert layer._k_scale is dp._k_scale
+    assert layer._k_scale_float == 0.5
+
+
+def test_ranges_are_taken_in_whole_blocks() -> None:
+    scale = torch.arange(12).view(4, 3)
+    axes = Axes(0, 1, BLOCK, BLOCK)
+    assert axes.take_outputs(scale, 2 * BLOCK, BLOCK).tolist() == [[6, 7, 8]]
+    assert axes.take_inputs(scale, BLOCK, 2 * BLOCK).tolist() == [[1, 2], [4, 5], [7, 8], [10, 11]]
+    with pytest.raises(UnviewableWeights, match="blocks of 128"):
+        axes.take_outputs(scale, 64, BLOCK)

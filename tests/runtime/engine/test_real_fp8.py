@@ -1,0 +1,101 @@
+"""A checkpoint with FP8 weights on real engines: DP is stock's, TP views it.
+
+Per-channel scales, as compressed-tensors writes them, are what vLLM's CPU build can serve.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.real_node import RealNode, stock_tokens
+
+PROMPTS = random_prompts((5, 17, 31, 32, 33, 64, 90, 130, 40, 70, 12, 100), seed=11)
+GROUP = (0, 1)
+TOKENS = 16
+DTYPE = "bfloat16"
+QUANTISED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def quantised(model: Path, directory: Path) -> Path:
+    """Write a copy of a checkpoint whose decoder layers have FP8 weights, a scale by channel."""
+    directory.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    for name in list(tensors):
+        if name.split(".")[-2] in QUANTISED and name.endswith(".weight"):
+            weight = tensors[name].float()
+            scale = weight.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "all": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "channel",
+                    "symmetric": True,
+                },
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "token",
+                    "symmetric": True,
+                    "dynamic": True,
+                },
+            }
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    for file in model.iterdir():
+        if not (directory / file.name).exists():
+            shutil.copy(file, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantised(llama, tmp_path_factory.mktemp("fp8") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE)
+
+
+@pytest.fixture(scope="module")
+def node(model: Path) -> Iterator[RealNode]:
+    with RealNode(model, 2, dtype=DTYPE) as node:
+        yield node
+
+
+def test_dp_generates_stocks_tokens(node: RealNode, expected: list[list[int]]) -> None:
+    assert len({tuple(output) for output in expected}) == len(PROMPTS)
+    assert node.generate_spread([(0,), (1,)], PROMPTS, TOKENS) == expected
+
+
+def test_most_first_tokens_of_a_group_are_stocks(node: RealNode, expected: list[list[int]]) -> None:
+    """Not all: a member quantises its share of an activation with a scale of its own."""
+    with node.bound(GROUP):
+        outputs = node.generate(GROUP, PROMPTS, TOKENS)
+        assert node.generate(GROUP, PROMPTS, TOKENS) == outputs, "from the prefix cache"
+    agreeing = sum(a[0] == b[0] for a, b in zip(outputs, expected, strict=True))
+    assert agreeing > len(PROMPTS) / 2  # of a vocabulary of thousands: no accident
+    assert node.generate_spread([(0,), (1,)], PROMPTS, TOKENS) == expected
+    assert node.audit() == []
+
+
+def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
+    assert node.probe_all(probes.owned_bytes) == [{1: 0, 2: 0}] * 2

@@ -1,0 +1,167 @@
+"""Interleave on real engines: steps of two layouts in turn, on one device and one KV buffer."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from policies.partition import Group, groups_of
+from runtime import messages as m
+from runtime.controller import capacity
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS, random_prompts
+from tests.runtime.engine.real_node import RealNode, stock_tokens
+
+ENGINES = 4
+PAIRS = groups_of(ENGINES, 2)
+ALL = groups_of(ENGINES, 4)
+INTERLEAVE = m.Treatment.INTERLEAVE
+LONG, SHORT = 250, 60
+"""Output tokens of requests that go on over a switch, and of those in between."""
+
+
+@pytest.fixture(scope="module")
+def node(llama: Path) -> Iterator[RealNode]:
+    with RealNode(llama, ENGINES) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[list[int]]:
+    return stock_tokens(llama, PROMPTS, max_tokens=LONG)
+
+
+def cut(tokens: list[list[int]], length: int) -> list[list[int]]:
+    return [output[:length] for output in tokens]
+
+
+def start_own(node: RealNode, prompts: list[list[int]] = PROMPTS) -> dict[Group, list[str]]:
+    """Have some requests decode on every engine."""
+    own = {(e,): node.submit((e,), prompts, max_tokens=LONG) for e in range(ENGINES)}
+    for requests in own.values():
+        node.wait_for_tokens(requests, 3)
+    return own
+
+
+def received(node: RealNode, requests: list[str]) -> int:
+    return sum(len(node.tokens[request]) for request in requests)
+
+
+def test_tokens_are_stocks_on_both_sides(node: RealNode, expected: list[list[int]]) -> None:
+    own = start_own(node)
+    view = node.switch(*PAIRS, treatment=INTERLEAVE)
+    assert (view.paused, view.moved, view.drained) == (0, 0, 0)
+    before = received(node, own[0,])
+    groups = {group: node.submit(group, PROMPTS, max_tokens=SHORT) for group in PAIRS}
+    for requests in groups.values():
+        assert node.wait(requests) == cut(expected, SHORT)
+    assert received(node, own[0,]) > before
+    assert not node.finished.keys() & set(own[0,]), "they were not at it all the time"
+    for requests in own.values():
+        assert node.wait(requests) == expected
+    node.switch()
+    assert node.audit() == []
+
+
+def test_own_requests_go_on_over_any_switch_that_follows(
+    node: RealNode, expected: list[list[int]]
+) -> None:
+    own = start_own(node, PROMPTS[:2])
+    for units, treatment in (
+        (PAIRS, INTERLEAVE),
+        (ALL, INTERLEAVE),
+        (PAIRS[:1], m.Treatment.HARD),
+        ((), INTERLEAVE),
+        (PAIRS[1:], INTERLEAVE),
+        ((), m.Treatment.HARD),
+        (ALL, INTERLEAVE),
+    ):
+        node.switch(*units, treatment=treatment)
+        for group in units:
+            assert node.generate(group, PROMPTS[:2], max_tokens=8) == cut(expected[:2], 8)
+    for requests in own.values():
+        assert node.wait(requests) == expected[:2]
+    node.switch()
+    assert node.audit() == []
+
+
+def test_own_requests_can_be_aborted(node: RealNode, expected: list[list[int]]) -> None:
+    own = start_own(node)
+    node.switch(*PAIRS, treatment=INTERLEAVE)
+    requests = node.submit(PAIRS[0], PROMPTS, max_tokens=SHORT)
+    for aborted in own.values():
+        node.abort(aborted[::2])
+    assert node.wait(requests) == cut(expected, SHORT)
+    for kept in own.values():
+        assert node.wait(kept[1::2]) == expected[1::2]
+    node.switch()
+    assert node.audit() == []
+
+
+def test_the_groups_lease_grows_beside_them(
+    node: RealNode, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "LEASE_BLOCKS", 2)
+    own = start_own(node, PROMPTS[:3])
+    node.switch(*ALL, treatment=INTERLEAVE)
+    assert node.controller.leases.opened[ALL[0]] == 2
+    assert node.generate(ALL[0], PROMPTS, max_tokens=SHORT) == cut(expected, SHORT)
+    assert node.controller.leases.opened[ALL[0]] > 2
+    for requests in own.values():
+        assert node.wait(requests) == expected[:3]
+    node.switch()
+    assert node.audit() == []
+
+
+# --- KV and sampling ---
+
+_seeds = itertools.count(500)
+
+
+def test_the_group_leaves_their_kv_alone(node: RealNode) -> None:
+    (prompt,) = random_prompts((200,), next(_seeds))
+    (own,) = node.submit((0,), [prompt], max_tokens=LONG)
+    node.wait_for_tokens([own], 5)
+    node.switch(*PAIRS, treatment=INTERLEAVE)
+    # Those of the prompt: nothing is written to them any more.
+    blocks = node.probe(0, probes.blocks, own)[: 200 // 32]
+    kv = node.probe(0, probes.kv_digest, blocks)
+    node.generate((0, 1), random_prompts((300, 130, 64), next(_seeds)))
+    assert own not in node.finished
+    assert node.probe(0, probes.kv_digest, blocks) == kv
+    node.wait([own])
+    node.switch()
+    computed = node.probe(0, probes.scheduled)[own]
+    assert computed == 200 + LONG - 1, "every token but the last is computed once"
+
+
+def sample_beside_own_requests(node: RealNode) -> tuple[list[list[int]], ...]:
+    """Sample in a group whose members decode unequally much; return what each member picked."""
+    unequal = node.submit((0,), PROMPTS[:3], max_tokens=LONG, temperature=1.0)
+    unequal += node.submit((1,), PROMPTS[:1], max_tokens=LONG, temperature=1.0)
+    node.wait_for_tokens(unequal, 3)
+    node.switch((0, 1), treatment=INTERLEAVE)
+    before = received(node, unequal)
+    requests = node.submit((0, 1), PROMPTS[:4], max_tokens=SHORT, temperature=1.0)
+    tokens = node.wait(requests)
+    assert received(node, unequal) > before + 8
+    members = [node.probe(engine, probes.sampled) for engine in (0, 1)]
+    node.wait(unequal)
+    node.switch()
+    first, second = ([sampled[request] for request in requests] for sampled in members)
+    assert first == tokens
+    return first, second
+
+
+def test_members_sample_the_same_beside_unequal_requests(node: RealNode) -> None:
+    first, second = sample_beside_own_requests(node)
+    assert first == second
+    assert len({tuple(sampled) for sampled in first}) == len(first)
+
+
+def test_with_one_generator_for_both_layouts_they_would_not(node: RealNode) -> None:
+    node.probe_all(probes.share_generators, True)
+    first, second = sample_beside_own_requests(node)
+    node.probe_all(probes.share_generators, False)
+    assert first != second

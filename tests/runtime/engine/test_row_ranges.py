@@ -1,0 +1,154 @@
+"""One linear layer over ranges of rows: the operator, its kernels, and the layer that uses it."""
+
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.engine import row_ranges, weights
+from runtime.engine.row_ranges_kernel import COUNTERS, TILES, tile_for, token_counts
+
+DEPTH = 32
+RANGES = (slice(16, 56), slice(100, 120), slice(170, 190))
+
+
+def parts(*, bias: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    weight, added = torch.randn(200, DEPTH, generator=draw), torch.randn(200, generator=draw)
+    return [weight[rows] for rows in RANGES], [added[rows] for rows in RANGES] if bias else []
+
+
+def reference(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
+) -> torch.Tensor:
+    return nn.functional.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+# --- the operator ---
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, DEPTH), (7, DEPTH), (2, 3, DEPTH)])
+def test_it_is_one_layer_over_all_ranges(shape: tuple[int, ...], bias: bool) -> None:
+    x, arguments = torch.randn(shape), parts(bias=bias)
+    torch.testing.assert_close(row_ranges.linear(x, *arguments), reference(x, *arguments))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_declaration_is_true(bias: bool) -> None:
+    """The schema (nothing is changed) and the shapes that compilers are told."""
+    operator = torch.ops.shoal.row_ranges_linear.default
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (torch.randn(5, DEPTH), *parts(bias=bias)), test_utils=checks)
+
+
+def test_it_is_opaque_to_a_compiler() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    arguments = parts(bias=True)
+    compiled = torch.compile(
+        lambda x: row_ranges.linear(x, *arguments) * 2,
+        backend=backend,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (3, 8, 65):
+        x = torch.randn(tokens, DEPTH)
+        torch.testing.assert_close(compiled(x), reference(x, *arguments) * 2)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert len(called) == 2, called  # the multiplication by two is the other
+    assert "row_ranges_linear" in called[0]
+
+
+# --- the kernels ---
+
+
+def test_the_kernels_compute_it() -> None:
+    """One program for all cases: Triton must be imported with its interpreter."""
+    program = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.engine.row_ranges_main"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 0, program.stderr[-4000:]
+    results = json.loads(program.stdout)
+    assert len({result["case"] for result in results}) == len(results) == 90
+    for result in results:
+        assert result["error"] < 1e-4, result
+        assert result["counters"] == 0, result
+
+
+def test_long_steps_and_wide_floats_are_left_to_gemms() -> None:
+    longest = TILES[-1][0]
+    assert tile_for(longest, 512, torch.bfloat16) is not None
+    assert tile_for(longest + 1, 512, torch.bfloat16) is None
+    assert tile_for(1, 512, torch.float32) is None
+
+
+@pytest.mark.parametrize("columns", [512, 768, 1280, 3072, 5120])
+def test_split_tiles_have_a_counter_each(columns: int) -> None:
+    for tokens in range(1, TILES[-1][0] + 1):
+        tile = tile_for(tokens, columns, torch.bfloat16)
+        if tile is not None and tile.splits > 1:
+            tiles = math.ceil(tokens / tile.tokens) * math.ceil(columns / tile.columns)
+            assert tiles <= COUNTERS
+
+
+def test_warming_up_needs_every_tile() -> None:
+    for columns in (512, 3072):
+        chosen = {tile_for(tokens, columns, torch.bfloat16) for tokens in token_counts()}
+        every = {tile_for(tokens, columns, torch.bfloat16) for tokens in range(1, TILES[-1][0] + 1)}
+        assert chosen == every
+
+
+# --- the layer ---
+
+
+class Fused(nn.Module):
+    """What ``weights`` makes of a fused layer of a TP layout."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList()
+        for weight, added in zip(*parts(bias=True), strict=True):
+            part = weights.Part()
+            part.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+            part.register_parameter(
+                "bias", nn.Parameter(added, requires_grad=False) if bias else None
+            )
+            self.parts.append(part)
+        self.quant_method = weights.RowRangesLinear(meta=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_both_methods_of_a_fused_layer_agree(bias: bool) -> None:
+    layer, x = Fused(bias=bias), torch.randn(4, DEPTH)
+    outputs = [
+        method(meta=True).apply(layer, x)
+        for method in (weights.RowRangesLinear, weights.SplitLinear)
+    ]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(outputs[0], reference(x, *parts(bias=bias)))
+
+
+def test_kernels_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[tuple[int, int]] = []
+
+    def warm_up(weights: list[torch.Tensor], biases: list[torch.Tensor]) -> None:
+        warmed.append((len(weights), len(biases)))
+
+    monkeypatch.setattr(row_ranges, "warm_up", warm_up)
+    model = nn.ModuleList([Fused(), Fused(), Fused(bias=False), nn.Linear(2, 2)])
+    weights.compile_kernels(model)
+    assert warmed == [(3, 3), (3, 0)]
