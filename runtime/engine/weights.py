@@ -264,8 +264,12 @@ class GroupedActivation(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[T, intermediate]`` in stock order for ``x`` of ``[T, 2*intermediate]``."""
-        grouped = x.view(-1, x.shape[-1] // self.groups)
-        return self.activation(grouped).view(*x.shape[:-1], x.shape[-1] // 2)
+        shape = (*x.shape[:-1], x.shape[-1] // 2)
+        if torch.compiler.is_compiling():
+            # Of the two-dimensional view Inductor makes a kernel that takes twice as long.
+            gate, up = x.view(*x.shape[:-1], self.groups, 2, -1).unbind(-2)
+            return (nn.functional.silu(gate) * up).view(shape)
+        return self.activation(x.view(-1, x.shape[-1] // self.groups)).view(shape)
 
 
 def regroup_rows(weight: torch.Tensor, groups: int) -> torch.Tensor:
