@@ -1,5 +1,6 @@
 """What a client counted, beside what the server counted in its own metrics."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from loadgen.client import Client, ClientError
 from loadgen.exchange import Exchange, Outcome
 
 METRICS_PATH = "/metrics"
+SETTLE_SECONDS = 5.0
+"""How long a server's counters may take to show the last request."""
+POLL_SECONDS = 0.25
 _SUMMED = (
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
@@ -87,6 +91,41 @@ async def read_counters(client: Client) -> ServerCounters:
             sums[sample.name] += int(sample.value)
     prompt_tokens, output_tokens, succeeded = (sums[name] for name in _SUMMED)
     return ServerCounters(prompt_tokens, output_tokens, succeeded, outcomes)
+
+
+async def settled_counts(
+    client: Client,
+    exchanges: Sequence[Exchange],
+    before: ServerCounters,
+    *,
+    timeout: float = SETTLE_SECONDS,
+    pause: float = POLL_SECONDS,
+) -> list[Count]:
+    """Return what both sides counted of a run, once the server's counters have settled.
+
+    A server may count the end of a request after its client has seen it. So it is asked until it
+    agrees twice in a row with nothing counted in between, or its time is over.
+
+    Args:
+        client: the server.
+        exchanges: every request of the run.
+        before: the server's counters before the run.
+        timeout: seconds that they may take.
+        pause: seconds between two looks at them.
+
+    Raises:
+        ClientError: see ``read_counters``.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout
+    last: ServerCounters | None = None
+    while True:
+        after = await read_counters(client)
+        counts = compare(exchanges, after.since(before))
+        settled = after == last and all(count.agrees for count in counts)
+        if settled or asyncio.get_running_loop().time() >= deadline:
+            return counts
+        last = after
+        await asyncio.sleep(pause)
 
 
 def compare(exchanges: Sequence[Exchange], server: ServerCounters) -> list[Count]:

@@ -68,6 +68,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """See ``engine.turns.Turns``."""
     queued_ahead: int = QUEUED_AHEAD
     log_format: LogFormat = LogFormat.TEXT
+    tracing: bool = False
+    """Whether front ends trace requests and switches, and so are to be told their times."""
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import msgspec
 from policies.cost_model import Batch
 from policies.partition import Group
 from runtime.metrics import EngineGauges, Family
-from runtime.views import EngineView, SwitchView, UnitView
+from runtime.views import EngineView, SwitchTrace, SwitchView, UnitView
 
 
 class Treatment(enum.StrEnum):
@@ -518,12 +518,15 @@ class CallFailed(Message, frozen=True):
     error: str
 
 
-class Placed(Message, frozen=True):
+class Placed(Message, frozen=True, omit_defaults=True):
     """A request of this front end was handed to a unit."""
 
     request_id: str
     unit: Group
     layout: str
+    waited: tuple[float, float] | None = None
+    """When it came into the task pool (again) and when it left it, monotonic seconds: told where
+    requests are traced."""
 
 
 class Ended(Message, frozen=True):
@@ -552,11 +555,13 @@ class PoolLimits(Message, frozen=True):
     """Seconds after which those who are refused may try again."""
 
 
-class Switching(Message, frozen=True):
+class Switching(Message, frozen=True, omit_defaults=True):
     """A switch begins, or has ended, to regroup these engines."""
 
     engines: list[int]
     over: bool
+    trace: SwitchTrace | None = None
+    """Told where requests are traced."""
 
 
 class KillEngines(Message, frozen=True):

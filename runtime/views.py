@@ -1,5 +1,7 @@
 """What the controller shows of the node: engines, units and past switches, as plain values."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from policies.partition import Group
@@ -64,10 +66,39 @@ class SwitchView(msgspec.Struct, frozen=True):
         took = f"{self.duration_seconds * 1e3:.1f} ms"
         end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
         return (
-            f"switch {self.epoch}: {_units(self.before)} -> {_units(self.after)} ({why}) {end}; "
-            f"requests: {did or 'none concerned'}"
+            f"switch {self.epoch}: {units_text(self.before)} -> {units_text(self.after)} "
+            f"({why}) {end}; requests: {did or 'none concerned'}"
         )
 
 
-def _units(partition: list[Group]) -> str:
-    return " ".join(f"[{','.join(map(str, group))}]" for group in partition)
+class Phase(msgspec.Struct, frozen=True):
+    """A phase of one group's bind or release (``controller.statistics.PHASES``)."""
+
+    name: str
+    unit: Group
+    start: float
+    """Monotonic seconds."""
+    end: float
+
+
+class SwitchTrace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What front ends that trace are told of a switch, at its beginning and at its end."""
+
+    traceparent: str
+    """W3C context of the switch's own trace."""
+    at: float
+    """When it began, or ended: monotonic seconds."""
+    epoch: int
+    treatment: str
+    """A ``messages.Treatment``."""
+    reason: str
+    units: list[Group]
+    """The partition that it is to make."""
+    done: SwitchView | None = None
+    """At its end: what has come of it."""
+    phases: list[Phase] = []
+
+
+def units_text(units: Iterable[Group]) -> str:
+    """Return units, or a partition, for people to read."""
+    return " ".join(f"[{','.join(map(str, unit))}]" for unit in units)

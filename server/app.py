@@ -23,6 +23,7 @@ from server.metrics import page
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
 from server.placement import CountRejection, PlacementMiddleware, Placements
 from server.pool_door import PoolDoor
+from server.tracing import Traces, TracingMiddleware
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Routes whose requests run on a unit."""
@@ -75,6 +76,8 @@ class Backstage:
     rejected: CountRejection
     """Counts refused requests."""
     vllm_routers: Sequence[APIRouter] = field(default_factory=tuple)
+    traces: Traces | None = None
+    """None: requests are not traced."""
 
 
 def build_app(
@@ -120,6 +123,8 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
             open_paths=OPEN_PATHS,
             rejected=backstage.rejected,
         )
+    if backstage.traces is not None:
+        app.add_middleware(TracingMiddleware, traces=backstage.traces, paths=GENERATING_PATHS)
 
 
 def _only(router: APIRouter, paths: Iterable[str]) -> APIRouter:

@@ -23,6 +23,8 @@ import uvicorn
 import uvloop
 import vllm.envs as vllm_envs
 from fastapi import FastAPI
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import get_tracer_provider
 from prometheus_client import values as prometheus_values
 from prometheus_client.core import Metric
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -63,6 +65,7 @@ from server.ordering import InOrder
 from server.placement import Placements, Rejection
 from server.pool_door import PoolDoor
 from server.request_metrics import RequestMetrics, RequestTimes
+from server.tracing import Traces
 
 VLLM_ROUTERS = (
     chat_router,
@@ -182,13 +185,15 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     ``abort_requests_async``.
     """
 
-    def follow(self, placements: Placements, times: RequestTimes) -> None:
-        """Tell ``placements`` and ``times`` of every request, and the controller of its terms."""
+    def follow(self, placements: Placements, times: RequestTimes, traces: Traces | None) -> None:
+        """Tell these of every request, and the controller of its terms."""
         send = self.engine_core.add_request_async
 
         async def add_request_async(request: Any) -> None:
             terms = placements.expect(request.request_id)
             times.start(request.request_id, request.priority, placements.arrival)
+            if traces is not None:
+                traces.start(request)
             if terms != Terms():
                 request.trace_headers = terms.added_to(request.trace_headers)
             try:
@@ -196,11 +201,13 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
             except BaseException:
                 placements.give_up(request.request_id)
                 times.forget([request.request_id])
+                if traces is not None:
+                    traces.abort([request.request_id])
                 raise
 
         self.engine_core.add_request_async = add_request_async
 
-    def read_outputs(self, times: RequestTimes) -> None:
+    def read_outputs(self, times: RequestTimes, traces: Traces | None) -> None:
         """Take the outputs of requests that have moved between units in order, and time them."""
         states = self.output_processor.request_states
         receive = self.engine_core.get_output_async
@@ -218,6 +225,8 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
             unit = unit_of(message.engine_index)
             message.engine_index = unit[0] if unit else 0
             outputs = order.take(message.engine_index, message.outputs)
+            if traces is not None:
+                traces.take(unit, outputs)
             _queue_from_here(outputs, times)
             times.take(unit, outputs)
             message.outputs = self._take_unstarted(outputs, message.timestamp)
@@ -228,9 +237,10 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     def _take_unstarted(self, outputs: Sequence[Any], timestamp: float) -> list[Any]:
         """End the requests that end without a token, and return the other outputs.
 
-        vLLM would count such an end as a first token, in its histograms.
+        vLLM would take such an end for a first token, in its histograms and its span.
         """
         states, rest = self.output_processor.request_states, []
+        traced, self.output_processor.tracing_enabled = self.output_processor.tracing_enabled, False
         for output in outputs:
             state = states.get(output.request_id)
             ends = output.finished and not output.new_token_ids
@@ -239,9 +249,10 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 self.output_processor.process_outputs([output], timestamp, uncounted)
             else:
                 rest.append(output)
+        self.output_processor.tracing_enabled = traced
         return rest
 
-    def tell_ends(self, control: ControlClient, times: RequestTimes) -> None:
+    def tell_ends(self, control: ControlClient, times: RequestTimes, traces: Traces | None) -> None:
         """Have a request count as finished, not as aborted, that ended at a stop string.
 
         vLLM sees these in the front end, in its output handler, which aborts them in the engine.
@@ -251,9 +262,13 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         async def abort_requests_async(request_ids: list[str]) -> None:
             if asyncio.current_task() is self.output_handler:
                 times.finish(request_ids)
+                if traces is not None:
+                    traces.finish(request_ids)
                 await control.stop_requests(request_ids)
             else:
                 times.forget(request_ids)
+                if traces is not None:
+                    traces.abort(request_ids)
                 await abort(request_ids)
 
         self.engine_core.abort_requests_async = abort_requests_async
@@ -326,33 +341,52 @@ class Frontend:
                     times.note(note)
                 case _:
                     placements.take(note)
+            if traces is not None:
+                traces.take_note(note)
+
+        def reject(reason: Rejection) -> None:
+            metrics.reject(reason)
+            if traces is not None:
+                traces.refuse(reason)
 
         async def refused(outcome: Outcome) -> None:
-            metrics.reject(Rejection(outcome))
+            reject(Rejection(outcome))
             await control.count_refused(outcome)
 
         async with ControlClient(addresses, self.index, take_note) as control:
             door = PoolDoor(refused)
             engine = self._connect(addresses)
+            traces = self._traces()
             backstage = Backstage(
                 control=control,
                 placements=placements,
                 door=door,
                 is_alive=lambda: not engine.errored,
                 registered=_registered,
-                rejected=metrics.reject,
+                rejected=reject,
                 vllm_routers=VLLM_ROUTERS,
+                traces=traces,
             )
             try:
-                engine.follow(placements, times)
-                engine.read_outputs(times)
-                engine.tell_ends(control, times)
+                engine.follow(placements, times, traces)
+                engine.read_outputs(times, traces)
+                engine.tell_ends(control, times, traces)
                 engine.count_per_engine(self.config.engines)
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
                 await self._serve_http(engine, backstage, ready)
             finally:
                 engine.shutdown()
+                if traces is not None:
+                    traces.shut_down()
+
+    def _traces(self) -> Traces | None:
+        """Return the traces, if there are to be any; vLLM has set up how spans are exported."""
+        if not self.config.tracing:
+            return None
+        provider = get_tracer_provider()
+        assert isinstance(provider, TracerProvider)
+        return Traces(provider, exports_switches=self.index == 0)
 
     def _connect(self, addresses: Addresses) -> PlacedAsyncLLM:
         engine: PlacedAsyncLLM = PlacedAsyncLLM.from_vllm_config(

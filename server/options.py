@@ -120,6 +120,12 @@ Of compressed-tensors only the FP8 schemes: which one it is, the engines see as 
 """
 
 
+OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+OTLP_PROTOCOLS = ("grpc", "http/protobuf")
+"""Those that vLLM's exporter speaks; the first by default."""
+
+
 def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Add Shoal's own options to vLLM's parser, and change the defaults of some of vLLM's.
 
@@ -235,6 +241,8 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        defaults["OTEL_SERVICE_NAME"] = "shoal"
     model = _model_in(argv)
     if model is None or Path(model).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -306,6 +314,28 @@ def _check_shoal_options(args: Namespace) -> None:
         raise UserError("--api-key: a key is empty")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise UserError("--ssl-keyfile and --ssl-certfile need each other")
+
+
+def choose_tracing(args: Namespace, environ: Mapping[str, str]) -> None:
+    """Fill in where traces are sent, as OpenTelemetry's environment variables say.
+
+    Args:
+        args: the parsed arguments, changed in place.
+        environ: the environment.
+
+    Raises:
+        UserError: traces cannot be made or sent as it is asked for.
+    """
+    args.otlp_traces_endpoint = args.otlp_traces_endpoint or environ.get(OTLP_ENDPOINT) or None
+    if args.otlp_traces_endpoint is None:
+        return
+    if args.disable_log_stats:
+        raise UserError("--otlp-traces-endpoint: traces need the statistics of --disable-log-stats")
+    protocol = environ.get(OTLP_PROTOCOL)
+    if protocol is not None and protocol not in OTLP_PROTOCOLS:
+        raise UserError(
+            f"{OTLP_PROTOCOL} is {protocol!r}: it must be {' or '.join(OTLP_PROTOCOLS)}"
+        )
 
 
 def _flag(name: str) -> str:

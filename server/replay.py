@@ -16,7 +16,7 @@ import uvloop
 
 from loadgen import page, tables
 from loadgen.client import Client, ClientError, Endpoint, Settings
-from loadgen.counters import Count, ServerCounters, compare, read_counters
+from loadgen.counters import Count, read_counters, settled_counts
 from loadgen.progress import StatusLine
 from loadgen.prompts import Prompts, text_prompts, token_prompts
 from loadgen.replay import EventLoopClock, Replay, Run
@@ -35,9 +35,6 @@ from server.workloads import (
 
 INVALID_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
-COUNTERS_TIMEOUT_SECONDS = 5.0
-"""How long a server's counters may take to show the last request."""
-_COUNTERS_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ async def _replay(args: Namespace, workload: Workload) -> Finished:
         uncounted = None
         if before is not None:
             try:
-                counts = await _compare(client, before, run)
+                counts = await settled_counts(client, run.exchanges, before)
             except ClientError as error:  # the run has been made: it is reported anyway
                 uncounted = str(error)
     result = Result(
@@ -224,18 +221,6 @@ async def _run(replay: Replay) -> Run:
         gc.unfreeze()
         status.cancel()
         await asyncio.wait({status})
-
-
-async def _compare(client: Client, before: ServerCounters, run: Run) -> list[Count]:
-    """Return both sides' counts once they agree, or have had the time to."""
-    deadline = asyncio.get_running_loop().time() + COUNTERS_TIMEOUT_SECONDS
-    while True:
-        after = await read_counters(client)
-        counts = compare(run.exchanges, after.since(before))
-        late = asyncio.get_running_loop().time() > deadline
-        if late or all(count.agrees for count in counts):
-            return counts
-        await asyncio.sleep(_COUNTERS_POLL_SECONDS)
 
 
 # --- what comes of it -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from server.options import (
     apply_defaults,
     check_model,
     check_options,
+    choose_tracing,
     engines_and_group,
     fake_settings,
     prepare_environment,
@@ -81,6 +82,7 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     add_shoal_options(parser, os.environ)
     args = frontend.parse(parser, list(argv))
     check_options(args, parser.get_default)
+    choose_tracing(args, os.environ)
     if args.log_format is LogFormat.JSON:
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # read by processes that are not forked
     configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
@@ -144,6 +146,7 @@ def _configure(
         aging_seconds=args.priority_aging,
         interleave_ratio=args.interleave_ratio,
         log_format=args.log_format,
+        tracing=args.otlp_traces_endpoint is not None,
     )
     return config, vllm_config
 

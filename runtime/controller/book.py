@@ -48,8 +48,13 @@ class Request(msgspec.Struct, frozen=True):
     """What policies see of it."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
-    moved: bool = False
-    """Whether it was taken out of a unit before."""
+    moved_at: float | None = None
+    """When it was last taken out of a unit, seconds."""
+
+    @property
+    def pooled_at(self) -> float:
+        """When it came into the task pool, or came back there."""
+        return self.seen.arrival if self.moved_at is None else self.moved_at
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -253,15 +258,15 @@ class Book:
         return problems
 
 
-def continued(request: Request, tokens: list[int]) -> Request:
-    """Return a request that was taken out of a unit, as one that waits again."""
+def continued(request: Request, tokens: list[int], now: float) -> Request:
+    """Return a request that was taken out of a unit with these tokens, as one that waits again."""
     prompt = request.seen.prompt_tokens + len(tokens)
     total = max(request.seen.total_tokens, prompt + 1)
     return msgspec.structs.replace(
         request,
         frames=wire.continue_request(request.frames, tokens),
         seen=replace(request.seen, prompt_tokens=prompt, total_tokens=total),
-        moved=True,
+        moved_at=now,
     )
 
 

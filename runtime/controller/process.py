@@ -259,7 +259,7 @@ class Controller:
         for request_id, tokens in message.tokens.items():
             request = self.book.remove(request_id)
             if request is not None:
-                self.pool.add(continued(request, tokens))
+                self.pool.add(continued(request, tokens, self._clock()))
                 self._statistics.moved.add()
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
@@ -448,9 +448,14 @@ class Controller:
             lease=self._capacity.lease_for,
             seed=lambda epoch: (self._config.seed + epoch) % 2**31,
         )
-        self._tell_fronts(m.Switching(sorted(self._busy), over=False))
+        self._tell_fronts(self._switch, None)
 
-    def _tell_fronts(self, note: m.Switching) -> None:
+    def _tell_fronts(self, switch: Switch, done: SwitchView | None) -> None:
+        """Tell the front ends that a switch begins, or has ended so."""
+        trace = None
+        if self._config.tracing:
+            trace = views.switch_trace(switch, done, now=self._clock())
+        note = m.Switching(sorted(switch.engines), over=done is not None, trace=trace)
         for index in range(self._config.api_servers):
             self._transport.to_control(front_identity(index), note)
 
@@ -462,7 +467,7 @@ class Controller:
         view = views.switch_view(switch, self.book.partition, at=self._wall(), now=self._clock())
         self.switches.append(view)
         self._statistics.switched(view)
-        self._tell_fronts(m.Switching(sorted(switch.engines), over=True))
+        self._tell_fronts(switch, view)
         level = logging.INFO if switch.error is None else logging.ERROR
         log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
         self._switched_at = self._clock()
@@ -571,10 +576,13 @@ class Controller:
                 raise LookupError(f"request {dispatch.request_id} is not in the pool")
             group = dispatch.group
             self.book.place(request, group)
-            self._statistics.placed(request, group, self._clock())
+            now = self._clock()
+            self._statistics.placed(request, group, now)
             add = m.AddRequest(group, request.id)
             self._transport.to_engine(leader_of(group), add, request.frames)
             placed = m.Placed(request.id, group, layout_name(group))
+            if self._config.tracing:
+                placed = msgspec.structs.replace(placed, waited=(request.pooled_at, now))
             self._transport.to_control(front_identity(request.client), placed)
 
 

@@ -98,7 +98,7 @@ class Statistics:
 
     def placed(self, request: Request, group: Group, now: float) -> None:
         """Count a request that is given to a unit; its wait counts the first time only."""
-        if not request.moved:
+        if request.moved_at is None:
             labels = priority_class(request.seen.priority), layout_name(group)
             self._queue.observe(now - request.seen.arrival, *labels)
 

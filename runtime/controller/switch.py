@@ -13,7 +13,9 @@ A failure after ``Commit`` cannot be undone: members may be inside a collective,
 """
 
 import enum
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cached_property
 
 import msgspec
 
@@ -24,6 +26,7 @@ from runtime.controller.book import Book, CoreBook, EngineState
 from runtime.controller.leases import Leases
 from runtime.controller.statistics import Statistics
 from runtime.transport import ControllerTransport
+from runtime.views import Phase
 
 LoseEngines = Callable[[Collection[int], str], None]
 """Called with engines that a broken group takes down, and why."""
@@ -121,6 +124,7 @@ class Switch:
         self.resumed = 0
         self.drained = 0
         self.moved = 0
+        self.phases: list[Phase] = []
         self._book = book
         self._leases = leases
         self._transport = transport
@@ -138,6 +142,11 @@ class Switch:
         self._begin(target)
 
     # --- what others see ----------------------------------------------------------------------
+
+    @cached_property
+    def traceparent(self) -> str:
+        """W3C context of its trace, which several front ends refer to."""
+        return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
     @property
     def done(self) -> bool:
@@ -283,8 +292,10 @@ class Switch:
         move.lend_seconds = max(move.lend_seconds, message.lend_seconds)
         self.paused += message.paused
         if not move.awaiting:
-            self._count_phase("drain", move, less=move.lend_seconds)
-            self._statistics.phase("lease", move.group, move.lend_seconds)
+            now = self._clock()
+            began = max(move.since, now - move.lend_seconds)
+            self._note_phase("drain", move, move.since, began)
+            self._note_phase("lease", move, began, now)
             self._commit(move)
 
     def _commit(self, move: Move) -> None:
@@ -332,10 +343,14 @@ class Switch:
         move.awaiting.clear()
         move.deadline = None
 
-    def _count_phase(self, name: str, move: Move, *, less: float = 0.0) -> None:
+    def _count_phase(self, name: str, move: Move) -> None:
         """Count the stage that a move has gone through, but for an abort and what it undoes."""
         if move.stage not in (Stage.ABORTING, Stage.KEEPING):
-            self._statistics.phase(name, move.group, self._clock() - move.since - less)
+            self._note_phase(name, move, move.since, self._clock())
+
+    def _note_phase(self, name: str, move: Move, start: float, end: float) -> None:
+        self._statistics.phase(name, move.group, end - start)
+        self.phases.append(Phase(name, move.group, start, end))
 
     def _count_end(self, move: Move, *, lost: bool) -> None:
         match move.stage:

@@ -6,7 +6,7 @@ from policies.partition import Group, layout_name
 from runtime.controller.book import Book, Engine, EngineState
 from runtime.controller.leases import Leases
 from runtime.controller.switch import Switch
-from runtime.views import EngineView, SwitchView, UnitView
+from runtime.views import EngineView, SwitchTrace, SwitchView, UnitView
 
 
 def engine_views(book: Book, leases: Leases) -> list[EngineView]:
@@ -89,4 +89,18 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
         drained=switch.drained,
         moved=switch.moved,
         reason=switch.reason,
+    )
+
+
+def switch_trace(switch: Switch, done: SwitchView | None, *, now: float) -> SwitchTrace:
+    """Return what front ends trace of a switch that begins (``done`` is None), or has ended."""
+    return SwitchTrace(
+        traceparent=switch.traceparent,
+        at=switch.started if done is None else now,
+        epoch=switch.epoch,
+        treatment=switch.treatment,
+        reason=switch.reason,
+        units=list(switch.target),
+        done=done,
+        phases=[] if done is None else switch.phases,
     )

@@ -69,6 +69,7 @@ SEAMS = (
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", "server.frontend"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", "server.frontend"),
+    Seam("vllm.v1.engine.output_processor", "OutputProcessor.do_tracing", "server.frontend"),
 )
 
 

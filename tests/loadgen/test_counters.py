@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from loadgen.client import Client, ClientError, Settings
-from loadgen.counters import Count, ServerCounters, compare, read_counters
+from loadgen.counters import Count, ServerCounters, compare, read_counters, settled_counts
 from loadgen.exchange import Exchange, Outcome
 from loadgen.workload import Arrival
 from tests.loadgen.stand_in import stand_in
@@ -94,3 +94,54 @@ async def test_other_servers_have_no_outcomes() -> None:
 def test_a_difference_is_plain_to_see() -> None:
     assert str(Count("requests", 3, 4)).endswith("DIFFERS")
     assert "agrees (or more" in str(Count("requests", 3, 4, exact=False))
+
+
+def page(requests: int) -> str:
+    """Return the metrics of a server that has answered so many requests of 5 and 4 tokens."""
+    return f"""\
+vllm:prompt_tokens_total{{engine="0"}} {5 * requests}
+vllm:generation_tokens_total{{engine="0"}} {4 * requests}
+vllm:request_success_total{{engine="0",finished_reason="stop"}} {requests}
+shoal_requests_total{{outcome="finished"}} {requests}
+"""
+
+
+async def settle(*counted: int, timeout: float) -> tuple[list[Count], int]:
+    """Return the counts of three requests, and how often the server was asked.
+
+    Args:
+        counted: requests that the server has counted, look by look; the last one stays.
+        timeout: seconds that it may take.
+    """
+    asked = 0
+
+    async def metrics(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(text=page(counted[min(asked, len(counted)) - 1]))
+
+    async with stand_in() as server:
+        server.routes["/metrics"] = metrics
+        async with Client(Settings(server.url), time.monotonic) as client:
+            exchanges = [exchange(Outcome.OK) for _ in range(3)]
+            counts = await settled_counts(
+                client, exchanges, ServerCounters(), timeout=timeout, pause=0
+            )
+    return counts, asked
+
+
+async def test_counters_that_trail_are_waited_for() -> None:
+    counts, asked = await settle(0, 2, 3, timeout=60)
+    assert all(count.agrees for count in counts)
+    assert asked == 4
+
+
+async def test_counts_are_equal_only_if_nothing_more_is_counted() -> None:
+    _, asked = await settle(3, timeout=60)
+    assert asked == 2
+
+
+async def test_counters_that_never_agree_are_not_waited_for_for_ever() -> None:
+    counts, asked = await settle(2, timeout=0)
+    assert not all(count.agrees for count in counts)
+    assert asked == 1

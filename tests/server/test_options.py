@@ -16,6 +16,7 @@ from server.options import (
     apply_defaults,
     check_model,
     check_options,
+    choose_tracing,
     engines_and_group,
     fake_settings,
     prepare_environment,
@@ -81,6 +82,7 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str) -> None:
     ("argv", "named"),
     [
         (["--policy", "nosuch"], "nosuch"),
+        (["--policy", "slo"], "--target"),
         (["--engines", "3"], "--engines 3"),
         (["--engines", "0"], "--engines 0"),
         (["--engines", "16"], "--engines 16"),
@@ -216,6 +218,39 @@ def test_only_a_local_model_keeps_the_hub_out(argv: list[str], offline: bool) ->
     environ: dict[str, str] = {}
     prepare_environment(environ, argv)
     assert ("HF_HUB_OFFLINE" in environ) is offline
+
+
+def tracing(endpoint: str | None, *, log_stats: bool = True, **environ: str) -> str | None:
+    args = Namespace(otlp_traces_endpoint=endpoint, disable_log_stats=not log_stats)
+    choose_tracing(args, {name.upper(): value for name, value in environ.items()})
+    return args.otlp_traces_endpoint
+
+
+def test_traces_go_where_the_option_or_else_the_environment_says() -> None:
+    of_environment = {"otel_exporter_otlp_traces_endpoint": "http://there:4317"}
+    assert tracing(None) is None
+    assert tracing(None, otel_exporter_otlp_traces_endpoint="") is None
+    assert tracing(None, **of_environment) == "http://there:4317"
+    assert tracing("http://here:4317", **of_environment) == "http://here:4317"
+    assert tracing(None, log_stats=False) is None
+
+
+def test_traces_that_cannot_be_are_refused() -> None:
+    assert tracing("http://x", otel_exporter_otlp_traces_protocol="http/protobuf") == "http://x"
+    with pytest.raises(UserError, match=r"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is 'http/json'"):
+        tracing("http://x", otel_exporter_otlp_traces_protocol="http/json")
+    with pytest.raises(UserError, match="--disable-log-stats"):
+        tracing("http://x", log_stats=False)
+
+
+def test_the_service_is_called_shoal_unless_it_has_a_name() -> None:
+    for environ, name in (
+        ({}, "shoal"),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=mine,a=b"}, None),
+    ):
+        prepare_environment(environ, [])
+        assert environ.get("OTEL_SERVICE_NAME") == name
 
 
 def test_keys_of_the_command_line_win_over_the_environment_s() -> None:
