@@ -15,6 +15,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "runtime": frozenset({"runtime", "policies"}),
     "server": frozenset({"server", "runtime", "policies", "loadgen"}),
     "loadgen": frozenset({"loadgen"}),
+    "grafana": frozenset({"grafana"}),
 }
 """Top-level package -> the packages of ours its modules may import."""
 

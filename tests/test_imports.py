@@ -48,6 +48,11 @@ def test_repository_is_what_was_read() -> None:
             id="loadgen-imports-runtime",
         ),
         pytest.param(
+            {"grafana/a.py": "import runtime.b", "runtime/b.py": ""},
+            "grafana.a:1: grafana may not import runtime",
+            id="grafana-imports-runtime",
+        ),
+        pytest.param(
             {"server/a.py": "from runtime.engine.b import c", "runtime/engine/b.py": "c = 1"},
             "server.a:1: server may not import runtime.engine.b",
             id="server-imports-engine",

@@ -1,0 +1,188 @@
+"""The dashboard *Engines*: what each engine holds and does, and whether it is well."""
+
+from collections.abc import Mapping, Sequence
+
+from grafana.panels import BAD, GOOD, WARN, Limits, PanelBuilder, Query, State, graph, timeline
+from grafana.promql import rate, series, total
+
+ENGINE = "{{instance}} engine {{engine}}"
+BY_ENGINE = "instance, engine"
+
+STATES = (
+    State(1, "starting", "blue"),
+    State(2, "serving", GOOD),
+    State(3, "silent", WARN),
+    State(4, "dead", BAD),
+)
+"""States of an engine, numbered for its timeline."""
+
+
+def rows() -> Mapping[str, Sequence[PanelBuilder]]:
+    """Return the rows below the first one, by title."""
+    return {
+        "Health": health(),
+        "KV cache": memory(),
+        "Batch": batch(),
+        "Steps": steps(),
+    }
+
+
+def folded_rows() -> Mapping[str, Sequence[PanelBuilder]]:
+    """Return the rows that are folded until somebody looks, by title."""
+    return {"GPUs (needs NVIDIA's dcgm-exporter)": gpus()}
+
+
+def health() -> list[PanelBuilder]:
+    """Return the row on whether engines are well."""
+    in_states = [
+        series("shoal_engine_state", f'state="{state.name}"') + f" * {state.value}"
+        for state in STATES
+    ]
+    return [
+        timeline(
+            "State of each engine",
+            "`silent`: the engine has not answered for a while; it may come back. `dead`: its "
+            "process has ended; restart the node to have it again. The log of the engine says why.",
+            Query(f"sum without (state) ({' or '.join(in_states)})", ENGINE),
+            STATES,
+            span=12,
+        ),
+        timeline(
+            "Switches of each engine",
+            "When an engine is being regrouped, as far as it was at the moment of a scrape.",
+            Query(series("shoal_engine_switching"), ENGINE),
+            (State(0, "steady", GOOD), State(1, "switching", WARN)),
+            span=12,
+        ),
+    ]
+
+
+def memory() -> list[PanelBuilder]:
+    """Return the row on the KV cache."""
+    return [
+        graph(
+            "KV cache in use",
+            "Share of each engine's own blocks that requests hold, whoever they belong to. Near "
+            "1, requests wait or are preempted: shorten `--max-model-len`, raise "
+            "`--gpu-memory-utilization`, or let the policy form groups for long requests.",
+            Query(f"max by ({BY_ENGINE}) ({series('vllm:kv_cache_usage_perc')})", ENGINE),
+            unit="percentunit",
+            limits=Limits(warn=0.8, bad=0.95),
+        ),
+        graph(
+            "KV blocks, by state",
+            "`free` for an engine's own requests, `used` by them, `lent` to a group it is in. "
+            "Blocks that stay `lent` in DP are a leak: `POST /admin/audit` names it.",
+            Query(total("shoal_engine_kv_blocks", by="state"), "{{state}}"),
+            stack=True,
+        ),
+        graph(
+            "Preemptions per second",
+            "Requests thrown out of a batch for want of KV blocks, and computed again later. Any "
+            "steady rate is capacity lost.",
+            Query(rate("vllm:num_preemptions_total", by=BY_ENGINE), ENGINE),
+            unit="ops",
+        ),
+    ]
+
+
+def batch() -> list[PanelBuilder]:
+    """Return the row on what the engines have to do."""
+    return [
+        graph(
+            "Requests in a batch",
+            "Of the unit that the engine leads: in a group, the first engine shows all of them. "
+            "`--max-num-seqs` is the most.",
+            Query(total("shoal_engine_requests", 'state="running"', by=BY_ENGINE), ENGINE),
+        ),
+        graph(
+            "Requests behind a batch",
+            "Handed to the unit and not in its batch yet. Moments aside, that is one ahead of a "
+            "full batch; more, for long, means that KV blocks are short.",
+            Query(total("shoal_engine_requests", 'state="waiting"', by=BY_ENGINE), ENGINE),
+        ),
+        graph(
+            "Paused requests",
+            "Paused by a `hard` switch until their unit is back. If they stay, nothing forms that "
+            "unit again: docs/alerts.md, ShoalRequestsPausedLong.",
+            Query(total("shoal_engine_requests", 'state="paused"', by=BY_ENGINE), ENGINE),
+        ),
+    ]
+
+
+def steps() -> list[PanelBuilder]:
+    """Return the row on the model's steps."""
+    busy = rate("shoal_step_seconds_total", by=BY_ENGINE)
+    by_layout = f"{BY_ENGINE}, layout"
+    seconds = rate("shoal_step_seconds_total", by=by_layout)
+    count = rate("shoal_steps_total", by=by_layout)
+    tokens = rate("shoal_step_tokens_total", by=by_layout)
+    return [
+        graph(
+            "Busy part of each engine",
+            "Share of the time in which a step was in flight, shown at the first engine of a "
+            "group. Near 1 for all: more load only makes requests wait.",
+            Query(busy, ENGINE),
+            unit="percentunit",
+            limits=Limits(warn=0.95),
+        ),
+        graph(
+            "Time of a step",
+            "Mean, by layout. It rises with the batch and with prefills. One engine that is slower "
+            "than the others holds back every group that it is in: look at its GPU's clocks.",
+            Query(f"{seconds} / ({count} > 0)", f"{ENGINE} {{{{layout}}}}"),
+            unit="s",
+        ),
+        graph(
+            "Tokens per step",
+            "Mean: prefill and decode together. Small steps leave a GPU idle in DP; they are what "
+            "groups are for.",
+            Query(f"{tokens} / ({count} > 0)", f"{ENGINE} {{{{layout}}}}"),
+        ),
+        graph(
+            "Prefill tokens per second",
+            "Prompt tokens computed, those computed again included. An engine without any, while "
+            "others have many, is not given requests: see its state.",
+            Query(rate("shoal_step_tokens_total", 'kind="prefill"', by=BY_ENGINE), ENGINE),
+        ),
+        graph(
+            "Decode tokens per second",
+            "Tokens computed one by one: what clients wait for. It should be about equal for all "
+            "units of a layout.",
+            Query(rate("shoal_step_tokens_total", 'kind="decode"', by=BY_ENGINE), ENGINE),
+        ),
+        graph(
+            "Prefix cache: share of prompt tokens found",
+            "Tokens that need no prefill, of those asked for. Empty while no prompt comes; engines "
+            "without a model have no cache.",
+            Query(
+                f"{rate('vllm:prefix_cache_hits_total', by=BY_ENGINE)} / "
+                f"({rate('vllm:prefix_cache_queries_total', by=BY_ENGINE)} > 0)",
+                ENGINE,
+            ),
+            unit="percentunit",
+        ),
+    ]
+
+
+def gpus() -> list[PanelBuilder]:
+    """Return the row on GPUs, which another exporter sees."""
+    return [
+        graph(
+            "GPU memory in use",
+            "From NVIDIA's dcgm-exporter, of all the GPUs that Prometheus knows: Shoal does not "
+            "export it, for it is constant after the start (weights and KV buffer). If it grows, "
+            "another process is on the GPU.",
+            Query("DCGM_FI_DEV_FB_USED * 2^20", "{{Hostname}} GPU {{gpu}}"),
+            unit="bytes",
+            span=12,
+        ),
+        graph(
+            "GPU clock",
+            "From NVIDIA's dcgm-exporter. A GPU that runs slower than the others slows down every "
+            "group that it is in: check its temperature and power limit.",
+            Query("DCGM_FI_DEV_SM_CLOCK * 1e6", "{{Hostname}} GPU {{gpu}}"),
+            unit="hertz",
+            span=12,
+        ),
+    ]

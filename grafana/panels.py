@@ -1,0 +1,264 @@
+"""The few kinds of panels that the dashboards are made of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    statetimeline,
+    timeseries,
+)
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models.common import (
+    BarGaugeDisplayMode,
+    BarGaugeNamePlacement,
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
+    GraphDrawStyle,
+    GraphThresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+    VizOrientation,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DataSourceRef,
+    DynamicConfigValue,
+    FieldColorModeId,
+    Panel,
+    Threshold,
+    ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
+)
+
+PanelBuilder: TypeAlias = Builder[Panel]
+DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+GOOD, WARN, BAD = "green", "orange", "red"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query in PromQL, and what its series are called: ``{{label}}`` is a label's value."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From which values on a panel warns and alarms; below it is green."""
+
+    warn: float | None = None
+    bad: float | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """A value that has a name and a colour."""
+
+    value: int
+    name: str
+    colour: str
+
+
+def graph(
+    title: str,
+    description: str,
+    *queries: Query,
+    unit: str = "short",
+    span: int = 8,
+    height: int = 8,
+    stack: bool = False,
+    style: GraphDrawStyle = GraphDrawStyle.LINE,
+    limits: Limits | None = None,
+    names: Mapping[str, str] | None = None,
+) -> PanelBuilder:
+    """Return curves over time.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to do.
+        queries: each gives one curve or several.
+        unit: a unit of Grafana's, such as ``s``.
+        span: width in 24ths of the screen.
+        height: in Grafana's units.
+        stack: whether the curves add up.
+        style: points are for what is there now and then only.
+        limits: drawn as lines.
+        names: what curves are called instead.
+    """
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(span)
+        .height(height)
+        .min(0)
+        .draw_style(style)
+        .line_width(1)
+        .fill_opacity(40 if stack else 8)
+        .show_points(VisibilityMode.AUTO)
+        .legend(_legend())
+        .tooltip(_tooltip())
+    )
+    if stack:
+        panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    if limits is not None:
+        panel.thresholds(_thresholds(limits)).thresholds_style(
+            common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+        )
+    for name, shown in (names or {}).items():
+        panel.override_by_name(name, [DynamicConfigValue("displayName", shown)])
+    for number, query in enumerate(queries):
+        panel.with_target(_target(query, number).range())
+    return panel
+
+
+def figure(
+    title: str,
+    description: str,
+    *queries: Query,
+    unit: str = "short",
+    span: int = 4,
+    limits: Limits | None = None,
+    states: Sequence[State] = (),
+    text: BigValueTextMode = BigValueTextMode.AUTO,
+) -> PanelBuilder:
+    """Return what holds at the end of the time shown, in large letters.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to do.
+        queries: each gives one figure or several.
+        unit: a unit of Grafana's, such as ``s``.
+        span: width in 24ths of the screen.
+        limits: that colour it.
+        states: values that are shown by name.
+        text: what is written: value, name or both.
+    """
+    panel = (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(span)
+        .height(4)
+        .graph_mode(BigValueGraphMode.NONE)
+        .color_mode(BigValueColorMode.BACKGROUND)
+        .text_mode(text)
+        .thresholds(_thresholds(limits or Limits()))
+    )
+    if states:
+        panel.mappings([_mapping(states)])
+    for number, query in enumerate(queries):
+        panel.with_target(_target(query, number).instant())
+    return panel
+
+
+def timeline(
+    title: str,
+    description: str,
+    query: Query,
+    states: Sequence[State],
+    *,
+    span: int = 16,
+    height: int = 7,
+) -> PanelBuilder:
+    """Return a bar over time per series, coloured by its state; for the arguments see ``graph``."""
+    return (
+        statetimeline.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .span(span)
+        .height(height)
+        .show_value(VisibilityMode.AUTO)
+        .merge_values(True)
+        .row_height(0.8)
+        .fill_opacity(80)
+        .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
+        .mappings([_mapping(states)])
+        .legend(_legend())
+        .tooltip(_tooltip())
+        .with_target(_target(query).range())
+    )
+
+
+def bars(
+    title: str,
+    description: str,
+    query: Query,
+    *,
+    span: int = 8,
+    height: int = 7,
+    names: Mapping[str, str] | None = None,
+) -> PanelBuilder:
+    """Return one bar per series, as long as what it is in all; for the arguments see ``graph``."""
+    panel = (
+        bargauge.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .decimals(0)
+        .min(0)
+        .span(span)
+        .height(height)
+        .orientation(VizOrientation.HORIZONTAL)
+        .display_mode(BarGaugeDisplayMode.BASIC)
+        .name_placement(BarGaugeNamePlacement.LEFT)
+        .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.FIXED).fixed_color("blue"))
+        .with_target(_target(query).instant())
+    )
+    for name, shown in (names or {}).items():
+        panel.override_by_name(name, [DynamicConfigValue("displayName", shown)])
+    return panel
+
+
+def _target(query: Query, number: int = 0) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().datasource(DATASOURCE).ref_id(chr(ord("A") + number))
+    return target.expr(query.expr).legend_format(query.legend or "__auto")
+
+
+def _thresholds(limits: Limits) -> dashboard.ThresholdsConfig:
+    steps = [Threshold(None, GOOD)]
+    if limits.warn is not None:
+        steps.append(Threshold(limits.warn, WARN))
+    if limits.bad is not None:
+        steps.append(Threshold(limits.bad, BAD))
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _mapping(states: Sequence[State]) -> ValueMap:
+    return ValueMap(
+        {
+            str(state.value): ValueMappingResult(text=state.name, color=state.colour, index=index)
+            for index, state in enumerate(states)
+        }
+    )
+
+
+def _legend() -> common.VizLegendOptions:
+    return (
+        common.VizLegendOptions()
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+        .show_legend(True)
+    )
+
+
+def _tooltip() -> common.VizTooltipOptions:
+    return common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)

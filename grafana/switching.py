@@ -1,0 +1,232 @@
+"""The dashboard *Switching*: how often and why the layout changes, what it costs, what it gives."""
+
+from collections.abc import Mapping, Sequence
+
+from grafana_foundation_sdk.models.common import BigValueTextMode, GraphDrawStyle
+
+from grafana.glance import REASONS
+from grafana.panels import Limits, PanelBuilder, Query, figure, graph
+from grafana.promql import increase, quantile, rate, series, total
+
+FAILED = 'outcome="failed"'
+
+
+def rows() -> Mapping[str, Sequence[PanelBuilder]]:
+    """Return the rows below the first one, by title."""
+    return {
+        "Switches": switches(),
+        "What switches cost": cost(),
+        "Modes": modes(),
+        "Leases and task pool": pool(),
+        "Policy and controller": decisions(),
+    }
+
+
+def switches() -> list[PanelBuilder]:
+    """Return the row on switches: how many, and whether they succeed."""
+    return [
+        figure(
+            "Policy",
+            "What decides the layout; `manual` leaves it to `POST /admin/layout`. "
+            "`POST /admin/policy` changes it.",
+            Query(f"max by (policy) ({series('shoal_policy_info')}) == 1", "{{policy}}"),
+            text=BigValueTextMode.NAME,
+            span=6,
+        ),
+        figure(
+            "Switches in the time shown",
+            "All that ended, whatever their outcome. None, under a policy and with a load that "
+            "changes: the policy has no reason, or cannot switch; see the failed ones.",
+            Query(f"round({increase('shoal_switches_total')})"),
+            span=6,
+        ),
+        figure(
+            "Failed switches in the time shown",
+            "Switches that turned round: every engine went back to what it was, and no request "
+            "was lost. The log says why. Many of them: docs/alerts.md, ShoalSwitchesFail.",
+            Query(f"round({increase('shoal_switches_total', FAILED)})"),
+            limits=Limits(warn=1, bad=3),
+            span=6,
+        ),
+        figure(
+            "Engines in a switch",
+            "Engines that a switch regroups at this moment. Most switches are over before "
+            "Prometheus looks; one that waits for requests to end may take long.",
+            Query(total("shoal_engine_switching")),
+            span=6,
+        ),
+        graph(
+            "Switches per minute, by reason",
+            "Why the layout changed, over time. `load` and `quiet` that alternate quickly mean "
+            "that the load is at the policy's threshold.",
+            Query(f"60 * {rate('shoal_switches_total', by='reason')}", "{{reason}}"),
+            stack=True,
+            names=REASONS,
+        ),
+        graph(
+            "Groups formed and dissolved per minute, by outcome",
+            "A switch forms and dissolves groups. `aborted` and `kept` left everybody as before: "
+            "an engine did not reach a safe point, or requests did not end, in time. `lost`: an "
+            "engine died meanwhile.",
+            Query(f"60 * {rate('shoal_binds_total', by='outcome')}", "bind {{outcome}}"),
+            Query(f"60 * {rate('shoal_releases_total', by='outcome')}", "release {{outcome}}"),
+        ),
+        graph(
+            "What switches did to requests, per second",
+            "`paused` ones keep their KV and go on (`resumed`) when their unit is back; `drained` "
+            "ones were waited for; `moved` ones are recomputed elsewhere, which costs their "
+            "prefill again.",
+            Query(rate("shoal_paused_requests_total"), "paused"),
+            Query(rate("shoal_resumed_requests_total"), "resumed"),
+            Query(rate("shoal_drained_requests_total"), "drained"),
+            Query(rate("shoal_moved_requests_total"), "moved"),
+            unit="reqps",
+        ),
+    ]
+
+
+def cost() -> list[PanelBuilder]:
+    """Return the row on what switches cost."""
+    return [
+        graph(
+            "Time of a switch, by treatment",
+            "`soft` and `hard` switches take milliseconds; `sequential` and `interleave` wait for "
+            "requests. A `soft` or `hard` one that takes long: an engine is slow to reach a safe "
+            "point, see the phases.",
+            Query(quantile(0.5, "shoal_switch_seconds", by="treatment"), "{{treatment}} p50"),
+            Query(quantile(0.99, "shoal_switch_seconds", by="treatment"), "{{treatment}} p99"),
+            unit="s",
+            style=GraphDrawStyle.POINTS,
+        ),
+        graph(
+            "Phases of binds and releases (p90)",
+            "Of a bind: `drain` until all members are at a safe point, `lease` their lending of "
+            "blocks, `commit` until all have joined. Of a release: `release` until the leader has "
+            "sent its members back, `resume` until they serve alone. `drain` is as long as a step "
+            "of the model; the others are messages.",
+            Query(quantile(0.9, "shoal_switch_phase_seconds", by="phase"), "{{phase}}"),
+            unit="s",
+            style=GraphDrawStyle.POINTS,
+        ),
+        graph(
+            "Share of the time spent in switches",
+            "Serving goes on meanwhile on all engines that are not regrouped, and with "
+            "`sequential` and `interleave` on these too. Above a fifth with `soft` or `hard`: "
+            "switches are too many or too slow.",
+            Query(rate("shoal_switch_seconds_sum", by="treatment"), "{{treatment}}"),
+            unit="percentunit",
+            stack=True,
+        ),
+    ]
+
+
+def modes() -> list[PanelBuilder]:
+    """Return the row on how steps are executed."""
+    return [
+        graph(
+            "Units, by layout",
+            "Each unit serves requests of its own: more units take more requests at once, wider "
+            "ones answer each of them faster. It should follow the load.",
+            Query(total("shoal_units", by="layout"), "{{layout}}"),
+            stack=True,
+        ),
+        graph(
+            "Steps per second, by mode",
+            "How steps of the model are executed. A TP step is one step, however many engines "
+            "take part. Steps of a mode that no unit is in are of requests that interleave.",
+            Query(rate("shoal_steps_total", by="mode"), "{{mode}}"),
+            unit="ops",
+            stack=True,
+        ),
+        graph(
+            "Tokens computed per second, by mode",
+            "Tokens that were computed again after a preemption or a move are counted again: much "
+            "more than the tokens per second of the dashboard Serving means that work is thrown "
+            "away.",
+            Query(rate("shoal_step_tokens_total", by="mode, kind"), "{{mode}} {{kind}}"),
+            unit="short",
+            stack=True,
+        ),
+    ]
+
+
+def pool() -> list[PanelBuilder]:
+    """Return the row on leases and the task pool."""
+    return [
+        graph(
+            "KV blocks that groups hold",
+            "Virtual blocks of each group, each backed by one block of every member. It grows with "
+            "the group's requests, and goes back to 0 when the group is dissolved.",
+            Query(total("shoal_lease_blocks", by="instance, unit"), "{{instance}} [{{unit}}]"),
+            span=6,
+        ),
+        graph(
+            "Requests in the task pool, by priority",
+            "Requests that no unit has started yet. It should be empty most of the time; if it "
+            "only grows, send less or add a node, and bound it with `--max-waiting-requests`.",
+            Query(total("shoal_pool_waiting", by="priority"), "{{priority}}"),
+            stack=True,
+            span=6,
+        ),
+        graph(
+            "Prompt tokens in the task pool, by priority",
+            "How much prefill waits. Large beside few requests: long prompts, which may need a "
+            "group; `--max-waiting-tokens` bounds it.",
+            Query(total("shoal_pool_waiting_tokens", by="priority"), "{{priority}}"),
+            stack=True,
+            span=6,
+        ),
+        graph(
+            "Wait of the oldest request, by priority",
+            "Above a minute for `urgent` or `normal`: docs/alerts.md, ShoalRequestsWaitLong.",
+            Query(f"max by (priority) ({series('shoal_pool_oldest_seconds')})", "{{priority}}"),
+            unit="s",
+            limits=Limits(warn=10, bad=60),
+            span=6,
+        ),
+    ]
+
+
+def decisions() -> list[PanelBuilder]:
+    """Return the row on the policy and the controller."""
+    return [
+        graph(
+            "Time of a decision",
+            "The policy is asked after every batch of events; all of the controller waits for it. "
+            "It should be well below a millisecond.",
+            Query(quantile(0.5, "shoal_policy_decision_seconds"), "p50"),
+            Query(quantile(0.99, "shoal_policy_decision_seconds"), "p99"),
+            unit="s",
+            span=6,
+        ),
+        graph(
+            "One turn of the controller's loop",
+            "Every request and every switch goes through this loop. Above 50 ms it delays first "
+            "tokens: docs/alerts.md, ShoalControllerSlow.",
+            Query(quantile(0.5, "shoal_controller_loop_seconds"), "p50"),
+            Query(quantile(0.99, "shoal_controller_loop_seconds"), "p99"),
+            unit="s",
+            limits=Limits(bad=0.05),
+            span=6,
+        ),
+        graph(
+            "Errors of the policy and stale messages, per minute",
+            "Errors: decisions that raised or could not be done: the node kept what it had; the "
+            "log says why. Stale messages are of switches that were over; a few are harmless.",
+            Query(f"60 * {rate('shoal_policy_errors_total')}", "policy errors"),
+            Query(f"60 * {rate('shoal_stale_messages_total')}", "stale messages"),
+            span=6,
+        ),
+        graph(
+            "Error of the predicted step times",
+            "How far the cost model is off, smoothed, by layout and kind of step. The policy `slo` "
+            "decides by it: above a half, describe the hardware with `--cost-model-hardware`.",
+            Query(
+                f"max by (layout, kind) ({series('shoal_step_time_relative_error')})",
+                "{{layout}} {{kind}}",
+            ),
+            unit="percentunit",
+            limits=Limits(warn=0.25, bad=0.5),
+            span=6,
+        ),
+    ]

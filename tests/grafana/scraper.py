@@ -1,0 +1,60 @@
+"""A real Prometheus with the repository's rules, which scrapes a server every second."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+RULES = Path(__file__).parents[2] / "grafana" / "prometheus" / "rules"
+SCRAPE_SECONDS = 1.0
+_STARTED = "ready to receive web requests"
+
+
+def need(program: str) -> str:
+    """Return the path of a program of Prometheus'; skip the test if it is not installed."""
+    path = shutil.which(program)
+    if path is None:
+        assert "CI" not in os.environ, f"CI has to install {program}"
+        pytest.skip(f"{program} is not on PATH (Debian and Ubuntu: apt-get install prometheus)")
+    return path
+
+
+@contextmanager
+def scraper(folder: Path, address: str) -> Iterator[str]:
+    """Run Prometheus over the server at ``address`` (``host:port``), and give its own URL."""
+    interval = f"{SCRAPE_SECONDS:g}s"
+    settings = {
+        "global": {"scrape_interval": interval, "evaluation_interval": interval},
+        "rule_files": [str(RULES / "*.yml")],
+        "scrape_configs": [{"job_name": "shoal", "static_configs": [{"targets": [address]}]}],
+    }
+    config = folder / "prometheus.yml"
+    config.write_text(json.dumps(settings))  # which is YAML, too
+    own = f"127.0.0.1:{free_port()}"
+    command = [
+        *(need("prometheus"), "--config.file", str(config), "--web.listen-address", own),
+        *("--storage.tsdb.path", str(folder / "data")),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            log: list[str] = []
+            while not log or _STARTED not in log[-1]:
+                log.append(process.stderr.readline())
+                assert log[-1], "Prometheus did not start:\n" + "".join(log)
+            yield f"http://{own}"
+        finally:
+            process.terminate()
+
+
+def free_port() -> int:
+    """Return a port that nobody has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

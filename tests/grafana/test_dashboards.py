@@ -1,0 +1,104 @@
+"""The dashboards that are committed are what the code makes, and read well."""
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grafana.boards import FOLDER
+from grafana.generate import Page, pages, render
+from tests.grafana.scraper import RULES
+
+DOCS = Path(__file__).parents[2] / "docs"
+GLANCE_ROWS = 12
+"""Grid rows of the first screen's health, layout and reasons; a screen has about twenty."""
+
+PAGES = pages()
+NAMES = [page.name for page in PAGES]
+
+
+def load(page: Page) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((FOLDER / f"{page.name}.json").read_text())
+    return data
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all panels, those in folded rows too."""
+    return [p for panel in board["panels"] for p in (panel, *panel.get("panels", []))]
+
+
+def charts(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in panels(board) if panel["type"] != "row"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_committed_json_is_what_the_code_makes(page: Page) -> None:
+    committed = (FOLDER / f"{page.name}.json").read_text()
+    assert render(page) == committed, "run `python -m grafana.generate`"
+
+
+def test_no_file_is_left_of_a_dashboard_that_is_gone() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(NAMES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_panel_says_what_it_means_and_asks_the_chosen_source(page: Page) -> None:
+    for panel in charts(load(page)):
+        assert panel["description"].endswith("."), panel["title"]
+        assert len(panel["description"]) > 40, panel["title"]
+        assert panel["fieldConfig"]["defaults"].get("unit") or panel["type"] != "timeseries"
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_panels_do_not_overlap_and_have_numbers_of_their_own(page: Page) -> None:
+    board = load(page)
+    numbers = [panel["id"] for panel in panels(board)]
+    assert len(set(numbers)) == len(numbers)
+    for one, two in combinations([panel["gridPos"] for panel in panels(board)], 2):
+        beside = one["x"] + one["w"] <= two["x"] or two["x"] + two["w"] <= one["x"]
+        above = one["y"] + one["h"] <= two["y"] or two["y"] + two["h"] <= one["y"]
+        assert beside or above, (one, two)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels(board))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_first_screen_answers_health_layout_and_reason(page: Page) -> None:
+    first = [p["title"] for p in charts(load(page)) if p["gridPos"]["y"] < GLANCE_ROWS]
+    assert first == [
+        "Node",
+        "Alerts",
+        "Engines that do not serve",
+        "Units now",
+        "Failed in the last 5 minutes",
+        "SLO burn, last hour",
+        "Layout of each engine",
+        "Why it switched (number of switches in the time shown)",
+    ]
+
+
+def test_every_metric_of_ours_is_documented_and_shown() -> None:
+    row = re.compile(r"^\| `(shoal_\w+)` \| (\w+) \|", re.MULTILINE)
+    documented = {name for name, _ in row.findall((DOCS / "metrics.md").read_text())}
+    shown = [target for page in PAGES for p in charts(load(page)) for target in p["targets"]]
+    queries = "\n".join(target["expr"] for target in shown)
+    rules = "\n".join(path.read_text() for path in RULES.glob("*.yml"))
+
+    def used(text: str) -> set[str]:
+        names = set(re.findall(r"\bshoal_\w+", text))
+        return {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
+
+    assert used(queries) | used(rules) <= documented
+    # Which engine leads is for joins; the timeline shows who works together.
+    assert documented - used(queries) == {"shoal_engine_leader"}
+
+
+def test_alerts_that_panels_name_exist() -> None:
+    rules = (RULES / "alerts.yml").read_text()
+    for page in PAGES:
+        for name in re.findall(r"Shoal[A-Z]\w+", json.dumps(load(page))):
+            assert f"alert: {name}\n" in rules

@@ -1,0 +1,111 @@
+"""Every panel and every rule has data in a real Prometheus that scrapes a server under load."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import cycle
+
+import httpx
+import pytest
+
+from grafana.api import Prometheus, PrometheusError
+from grafana.boards import FOLDER, Board, Choice, Target, Window, read_boards
+from grafana.verify import problems
+from tests.grafana.scraper import SCRAPE_SECONDS, need, scraper
+from tests.server.node import ServedNode
+
+WITHOUT = ("gpu", "model")
+"""What fake engines have not got."""
+LOAD = (
+    *("--trace", "poisson", "--rate", "10", "--duration", "25", "--priorities=-10:1,0:3,10:1"),
+    *("--prompt-tokens", "8:60", "--output-tokens", "10:60", "--max-lag-ms", "60000"),
+)
+ALONE, PAIR = [[0], [1]], [[0, 1]]
+SWITCHES = (
+    *((PAIR, "soft"), (ALONE, "soft"), (PAIR, "hard"), (ALONE, "hard")),
+    *((PAIR, "interleave"), (ALONE, "interleave"), (PAIR, "sequential"), (ALONE, "sequential")),
+)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has watched half a minute of requests of all classes, and switches."""
+    need("prometheus")
+    node = ServedNode(
+        tmp_path_factory.mktemp("cache"),
+        *("--fake-step-ms", "10", "--max-model-len", "512"),
+        *("--cost-model-shape", "llama-3-8b-bf16", "--cost-model-hardware", "h200"),
+    )
+    try:
+        assert node.url, "\n".join(node.lines)
+        folder = tmp_path_factory.mktemp("prometheus")
+        with scraper(folder, node.url.removeprefix("http://")) as url:
+            load(node.url)
+            with httpx.Client(base_url=url) as http:
+                yield Prometheus(http)
+    finally:
+        node.stop()
+
+
+def load(url: str) -> None:
+    """Replay load and switch meanwhile, with a request between two switches."""
+    command = [sys.executable, "-m", "server.cli", "replay", "--base-url", url, *LOAD]
+    short = {"model": "shoal-demo", "prompt": "x", "max_tokens": 20, "ignore_eos": True}
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as replay,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        for units, preempt in cycle(SWITCHES):
+            switch = http.post("/admin/layout", json={"units": units, "preempt": preempt})
+            assert switch.status_code == 200, switch.text
+            assert http.post("/v1/completions", json=short).status_code == 200
+            if units == ALONE and replay.poll() is not None:
+                break
+        assert replay.stdout is not None
+        assert replay.returncode == 0, replay.stdout.read()
+
+
+def last_seconds(seconds: float) -> Window:
+    now = time.time()
+    return Window(now - seconds, now, SCRAPE_SECONDS, SCRAPE_SECONDS)
+
+
+def test_every_panel_and_rule_has_data(prometheus: Prometheus) -> None:
+    boards = read_boards(FOLDER)
+    assert [board.title for board in boards] == [
+        "Shoal: Engines",
+        "Shoal: Serving",
+        "Shoal: Switching",
+    ]
+    assert problems(prometheus, boards, last_seconds(60), WITHOUT) == []
+
+
+def test_what_has_no_data_is_reported(prometheus: Prometheus) -> None:
+    board = next(board for board in read_boards(FOLDER) if board.title == "Shoal: Serving")
+    panel = board.panels[0]
+    misspelt = [Target("sum(shoal_redy)", "", instant=True), Target("0 / 0", "", instant=True)]
+    broken = Board(
+        "Broken",
+        [dataclasses.replace(panel, title="Node", targets=misspelt)],
+        [Choice("model", "shoal_redy", "instance")],
+        ["shoal_ready == 7"],
+    )
+    assert problems(prometheus, [broken], last_seconds(60)) == [
+        "Broken: variable model has no values",
+        "Broken: no annotations: shoal_ready == 7",
+        "Broken: Node: no data: sum(shoal_redy)",
+        "Broken: Node: no data: 0 / 0",
+    ]
+
+
+def test_a_time_without_load_is_reported(prometheus: Prometheus) -> None:
+    long_ago = dataclasses.replace(last_seconds(60), start=0.0, end=60.0)
+    found = problems(prometheus, read_boards(FOLDER), long_ago, WITHOUT)
+    assert 'rule ShoalDown: no data: up{job="shoal"}' in found
+
+
+def test_a_wrong_query_says_what_is_wrong(prometheus: Prometheus) -> None:
+    with pytest.raises(PrometheusError, match="parse error"):
+        prometheus.at("sum(", time.time())
