@@ -11,7 +11,7 @@ from server.errors import USAGE_EXIT_CODE, UserError
 
 COMMANDS = {
     "serve": ("server.serve", "serve a model: shoal serve [MODEL]"),
-    "bench": ("server.bench.cli", "measure a node: shoal bench switch|gpu|serve-compare"),
+    "bench": ("server.bench.cli", "measure a node: shoal bench switch|steps|gpu|serve-compare"),
     "replay": ("server.replay", "send a workload to a server and say how it was served"),
     "report": ("server.report", "show replays side by side"),
     "simulate": ("server.simulate", "try policies on a workload, in virtual time"),

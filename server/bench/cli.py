@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "switch": ("server.bench.switch", "idle binds and releases, fake and real engines"),
+    "steps": ("server.bench.steps", "step times by layout, and the hardware file that fits them"),
     "gpu": (
         "server.bench.compare",
         "static DP and static TP of stock vLLM, and Shoal, side by side",
@@ -27,4 +28,4 @@ def main(argv: Sequence[str]) -> int:
         commands.add_parser(name, help=summary, add_help=False)
     benchmark = parser.parse_args(argv[:1]).benchmark
     module = importlib.import_module(BENCHMARKS[benchmark][0])
-    return int(module.main(argv if benchmark != "switch" else argv[1:]))
+    return int(module.main(argv[1:] if benchmark in ("switch", "steps") else argv))

@@ -1,34 +1,42 @@
-"""The policy ``slo``: the partition that keeps the most promises, by the cost model."""
+"""The policy ``slo``: when it switches, where to, and whom it sends where."""
 
 from dataclasses import replace
 
 import pytest
 
 from policies.cost_model import CostModel, Hardware, ModelShape
-from policies.partition import groups_of, singles
-from policies.slo import SLO
+from policies.partition import Partition, groups_of, singles
+from policies.slo import LEAST_SECONDS, SLO
 from policies.snapshot import Snapshot, Target
-from tests.policies.snapshots import snapshot, unit
+from tests.policies.snapshots import LAYOUTS, request, snapshot, unit
 
 SHAPE = ModelShape(80, 8192, 64, 8, 128, parameters=70e9, weight_bytes=1.0)
 HARDWARE = Hardware(3e12, 1e15, 2e11, allreduce_seconds=1e-5, overhead_seconds=2e-3)
 MODEL = CostModel(SHAPE, HARDWARE)
 DP, TP = singles(8), groups_of(8, 8)
-LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(-1, 5.0, 0.012)
+LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(0, 5.0, 0.012)
+URGENT, REST = Target(-1, 0.5, 0.013), Target(0, 1.0, 0.035)
 
 
-def node(partition, classes: dict[int, int], *targets: Target, rate: float = 1.0) -> Snapshot:
+def node(
+    partition: Partition, classes: dict[int, int], *targets: Target, rate: float = 1.0
+) -> Snapshot:
     """Return eight engines with so many running requests of each priority, on every engine."""
-    units = [
-        replace(
-            unit(group, requests=sum(classes.values()) * len(group), slots=64),
-            by_priority=tuple((p, n * len(group)) for p, n in sorted(classes.items())),
-            context_tokens=500 * sum(classes.values()) * len(group),
+    units = []
+    for group in partition:
+        counts = {priority: count * len(group) for priority, count in sorted(classes.items())}
+        total = sum(counts.values())
+        units.append(
+            unit(
+                group,
+                requests=total,
+                slots=64,
+                running=total,
+                by_priority=tuple(counts.items()),
+                context_tokens=500 * total,
+            )
         )
-        for group in partition
-    ]
-    seen = snapshot(*units)
-    return replace(seen, cost_model=MODEL, targets=targets, arrival_rate=rate)
+    return replace(snapshot(*units), cost_model=MODEL, targets=targets, arrival_rate=rate)
 
 
 def widths(seen: Snapshot) -> list[int]:
@@ -36,32 +44,67 @@ def widths(seen: Snapshot) -> list[int]:
 
 
 def test_promises_that_dp_breaks_form_groups() -> None:
-    tight = Target(0, 5.0, 0.012)
-    assert widths(node(DP, {0: 1}, tight))[-1] > 1
-    loose = replace(node(DP, {0: 1}, LOOSE), since_switch=1.0)
-    assert widths(loose) == [1] * 8
+    assert widths(node(DP, {0: 1}, TIGHT))[-1] > 1
+    assert widths(node(DP, {0: 1}, LOOSE)) == [1] * 8
 
 
 def test_a_load_that_breaks_promises_in_tp_takes_them_apart() -> None:
-    # 25 prompts of 500 tokens a second are more than all engines together compute as one.
-    heavy = replace(MODEL, hardware=replace(HARDWARE, link_bytes_per_second=1e10))
-    seen = replace(node(TP, {0: 8}, Target(0, 2.0, 0.06), rate=25.0), cost_model=heavy)
-    assert widths(seen)[0] == 1
+    assert widths(node(TP, {0: 8}, Target(0, 2.0, 0.06), rate=25.0)) == [1] * 8
 
 
-def test_an_urgent_class_gets_a_group_beside_single_engines() -> None:
-    heavy = replace(MODEL, hardware=replace(HARDWARE, link_bytes_per_second=1e10))
-    seen = node(DP, {-1: 1, 0: 8}, TIGHT, Target(0, 2.0, 0.06), rate=25.0)
-    assert 1 in widths(replace(seen, cost_model=heavy))
-    assert max(widths(replace(seen, cost_model=heavy))) > 1
+def test_an_urgent_class_gets_a_group_beside_narrower_units() -> None:
+    assert widths(node(DP, {-1: 1, 0: 4}, URGENT, REST, rate=12.0)) == [2, 2, 4]
 
 
-def test_a_gain_within_the_models_error_changes_nothing() -> None:
-    assert SLO.plan(replace(node(DP, {0: 1}, LOOSE), since_switch=0.0)).target is None
+def test_urgent_requests_go_to_the_widest_unit_and_the_others_elsewhere() -> None:
+    mixed: Partition = ((0, 1, 2, 3), (4, 5), (6, 7))
+    seen = node(mixed, {-1: 1, 0: 1}, URGENT, REST)
+    pool = (request("urgent", priority=-1), request("a"), request("b"))
+    sent = {d.request_id: len(d.group) for d in SLO.plan(replace(seen, pool=pool)).dispatches}
+    assert sent == {"urgent": 4, "a": 2, "b": 2}
+
+
+def test_one_class_goes_wherever_there_is_least_to_do() -> None:
+    busy = unit((0, 1, 2, 3), requests=4)
+    seen = snapshot(busy, *(unit((k,), requests=0) for k in range(4, 8)), pool=(request("a"),))
+    seen = replace(seen, cost_model=MODEL, targets=(LOOSE,), waiting=1)
+    assert len(SLO.plan(seen).dispatches[0].group) == 1
+
+
+# --- keeping still ---
+
+
+def test_a_switch_just_made_is_given_time() -> None:
+    wanted = node(DP, {0: 1}, TIGHT)
+    assert SLO.plan(wanted).target is not None
+    assert SLO.plan(replace(wanted, since_switch=LEAST_SECONDS / 2)).target is None
+
+
+def test_a_gain_that_is_enough_in_the_long_run_is_not_at_once() -> None:
+    # Some requests break their promise in DP, none in groups.
+    seen = node(DP, {0: 1}, Target(0, 5.0, 0.031))
+    assert SLO.plan(seen).target is not None
+    assert SLO.plan(replace(seen, since_switch=2.0)).target is None
+
+
+def test_where_all_is_lost_nothing_is_moved() -> None:
+    hopeless = node(groups_of(8, 2), {0: 100}, Target(0, 0.001, 0.001), rate=500.0)
+    assert SLO.plan(hopeless).target is None
+
+
+def test_an_idle_node_stays_as_it_is() -> None:
+    assert SLO.plan(node(DP, {}, TIGHT, rate=0.0)).target is None
 
 
 def test_no_switch_while_one_runs() -> None:
     assert SLO.plan(replace(node(DP, {0: 1}, TIGHT), switching=True)).target is None
+
+
+def test_a_request_that_fits_nowhere_is_reason_enough() -> None:
+    seen = node(DP, {0: 1}, LOOSE)
+    long = request("long", prompt=20, total=LAYOUTS[1].max_model_len)
+    seen = replace(seen, layouts=LAYOUTS, pool=(long,), waiting=1, since_switch=0.0)
+    assert widths(seen)[-1] > 1
 
 
 @pytest.mark.parametrize("missing", ["targets", "cost_model"])

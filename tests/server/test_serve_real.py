@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import httpx
 import openai
 import pytest
 
+from loadgen.workload import Arrival
+from runtime.simulation.files import read_hardware, read_shape
+from runtime.simulation.node import Node, simulate
 from tests.server.node import ServedNode
 
 MODEL = "shoal-demo"
@@ -228,6 +232,35 @@ async def _streams_under_switches(node: ServedNode) -> int:
             await client.completions.create(model=MODEL, prompt="A wave", max_tokens=1)
         assert ["".join(await task) for task in running] == ["".join(text) for text in alone]
         return switches
+
+
+PROMPT, OUTPUT = 40, 48
+"""Tokens of requests that come together and run for long beside the time they come in."""
+
+
+def test_the_simulator_places_requests_where_the_server_does(
+    node: ServedNode, http: httpx.Client, layout: str
+) -> None:
+    asyncio.run(_burst(node, 1))  # so that the first request of this length is not a slow one
+    served = asyncio.run(_burst(node, 8))
+    simulated = simulate(
+        Node(read_shape("shoal-demo"), read_hardware("cpu-2core"), engines=2, max_group=2),
+        {"dp": "static-dp", "tp2": "static-tp"}[layout],
+        [Arrival(0.0, PROMPT, OUTPUT) for _ in range(8)],
+    )
+    units = Counter(",".join(map(str, life.units[0])) for life in simulated.lives)
+    assert Counter(answer.headers["x-shoal-unit"] for answer in served) == units
+    assert [answer.json()["usage"]["completion_tokens"] for answer in served] == [OUTPUT] * 8
+    assert [life.tokens for life in simulated.lives] == [OUTPUT] * 8
+
+
+async def _burst(node: ServedNode, count: int) -> list[httpx.Response]:
+    """Send requests all at once; return the answers."""
+    body = {"model": MODEL, "prompt": [5] * PROMPT, "max_tokens": OUTPUT, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=node.url, timeout=120) as client:
+        return await asyncio.gather(
+            *(client.post("/v1/completions", json=body) for _ in range(count))
+        )
 
 
 def test_an_interrupt_ends_every_process(node: ServedNode) -> None:

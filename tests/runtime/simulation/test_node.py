@@ -9,7 +9,7 @@ from loadgen.workload import Arrival
 from policies.cost_model import Batch, StepKind
 from policies.plan import Plan, Policy
 from policies.registry import POLICIES
-from policies.snapshot import Snapshot
+from policies.snapshot import Snapshot, Target
 from policies.static import dispatch_least_loaded
 from runtime.config import INTERLEAVE_RATIO
 from runtime.messages import Outcome
@@ -188,3 +188,36 @@ def test_prompts_that_count_as_decodes_would_show(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Batch, "kind", StepKind.DECODE)
     run = simulate(NODE, "static-dp", arrivals(200, 8.0))
     assert run.step_errors["dp decode"] > 0.2
+
+
+# --- promises ---
+
+PROMISED = (Target(0, 1.0, 0.03),)
+
+
+@pytest.mark.parametrize("period", [1.0, 3.0, 7.0])
+def test_a_square_wave_does_not_make_slo_flap(period: float) -> None:
+    """Load that rises and falls as fast as it is measured: the policy does not follow it."""
+    load = [a for a in arrivals(800, 20.0) if int(a.at / period) % 2 == 0]
+    run = simulate(Node(SHAPE, H200, targets=PROMISED), "slo", load)
+    assert all(life.finished for life in run.lives)
+    assert 1 <= len(run.switches) <= 4
+
+
+def test_slo_keeps_more_promises_than_either_layout_alone() -> None:
+    load = arrivals(300, 3.0) + [
+        Arrival(100.0 + a.at, a.prompt_tokens, a.output_tokens) for a in arrivals(900, 24.0)
+    ]
+    node = Node(SHAPE, H200, targets=PROMISED)
+    kept = {name: promises_kept(simulate(node, name, load)) for name in DECIDING}
+    assert max(kept, key=lambda name: kept[name]) == "slo"
+
+
+def promises_kept(run: Run) -> int:
+    """Return how many requests got their first token and each other one in time."""
+    (target,) = PROMISED
+    return sum(
+        life.first_token - life.arrived <= target.ttft_seconds
+        and (life.tokens == 1 or tpot(run, number) <= target.tpot_seconds)
+        for number, life in enumerate(run.lives)
+    )

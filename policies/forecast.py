@@ -1,0 +1,200 @@
+"""How many promises a partition is likely to break over the next seconds, by the cost model.
+
+A unit computes a step for its decoding requests over and over; each prompt that comes in between
+makes one of these steps longer. With ``load`` the part of the time that prompts and the growth of
+the batch take, a token takes ``step / (1 - load)``. What waits and what is computed again after a
+move comes first: it drains at the speed of the unit's prompts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from policies.cost_model import Batch, CostModel
+from policies.partition import Group, Partition, degrees
+from policies.snapshot import Snapshot, Target
+
+HORIZON_SECONDS = 10.0
+"""How long the load is taken to stay as it is."""
+SURGES = ((1.0, 1.0), (2.0, 0.3), (4.0, 0.2), (8.0, 0.1))
+"""By what the load may be multiplied, and what that counts for: a layout should be ready for it."""
+USUAL = 16
+"""Requests of the usual length that are added to those there are: a few say little of the next."""
+FULL = 0.95
+"""Load from which on a queue grows."""
+TTFT_SHARPNESS, TPOT_SHARPNESS = 4, 16
+"""How suddenly a promise gets unsafe as the mean that is predicted comes near it: TTFT differs much
+more from one request to the next than TPOT."""
+FEW, MANY = 8, 64
+"""Batches by which steps are told from what each request adds to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """The requests of one target."""
+
+    target: Target
+    running: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a unit of one degree is, in seconds."""
+
+    step: float
+    """A step of no request."""
+    decode: float
+    """What each request adds to it."""
+    prompt: float
+    """What the mean prompt adds to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What each of some equal units has to do."""
+
+    pace: Pace
+    classes: Sequence[Class]
+    part: float
+    """Of the node's load."""
+    requests: float
+    """Part of the classes' requests that all of these units have."""
+    queued: float
+    """Prompts that it computes first."""
+
+
+class Forecast:
+    """Judges partitions of the node of one snapshot.
+
+    Args:
+        snapshot: the node, with at least one request and one target.
+        model: predicts step times.
+    """
+
+    def __init__(self, snapshot: Snapshot, model: CostModel) -> None:
+        self._snapshot = snapshot
+        self._classes = _classes(snapshot)
+        units = snapshot.units
+        known = snapshot.waiting_tokens + sum(unit.context_tokens for unit in units)
+        usual = USUAL * snapshot.prompt_tokens
+        self._prompt = (known + usual) / (snapshot.requests + USUAL)
+        widths = {len(unit.group) for unit in units} | set(degrees(snapshot.max_group))
+        self._paces = {degree: self._pace(model, degree) for degree in widths}
+        # What runs has to be decoded, also when no more comes.
+        coming = snapshot.arrival_rate * snapshot.output_tokens
+        self._decodes = max(coming, self._produced())
+        self._queued = snapshot.waiting_tokens + sum(unit.prefill_tokens for unit in units)
+
+    @property
+    def affected(self) -> float:
+        """Requests that are here, or come before the horizon ends."""
+        return self._snapshot.requests + self._snapshot.arrival_rate * HORIZON_SECONDS
+
+    def broken(self, candidate: Partition) -> float:
+        """Return how many promises a partition breaks, those that it would in a surge included.
+
+        The requests of units that are not in it are moved: all their tokens are computed again.
+        """
+        shares = list(self._shares(candidate))
+        return sum(
+            weight * share.requests * self._broken_by(share, surge)
+            for surge, weight in SURGES
+            for share in shares
+        )
+
+    def _pace(self, model: CostModel, degree: int) -> Pace:
+        prompt = round(self._prompt)
+        context = prompt + round(self._snapshot.output_tokens / 2)
+        few = model.step_seconds(degree, Batch(FEW, FEW * context))
+        many = model.step_seconds(degree, Batch(MANY, MANY * context))
+        mixed = model.step_seconds(degree, Batch(FEW, FEW * context, prompt, prompt // 2))
+        decode = (many - few) / (MANY - FEW)
+        return Pace(few - FEW * decode, decode, max(0.0, mixed - few))
+
+    def _produced(self) -> float:
+        """Return the tokens per second that the units there are decode."""
+        rate, produced = self._snapshot.arrival_rate / self._snapshot.engines, 0.0
+        for unit in self._snapshot.units:
+            pace = self._paces[len(unit.group)]
+            left = 1 - rate * len(unit.group) * pace.prompt
+            produced += (
+                unit.running / (pace.step + pace.decode * unit.running) * max(1 - FULL, left)
+            )
+        return produced
+
+    def _shares(self, candidate: Partition) -> Iterator[Share]:
+        moved = [unit for unit in self._snapshot.units if unit.group not in candidate]
+        context = self._snapshot.output_tokens / 2
+        again = sum(unit.context_tokens + unit.requests * context for unit in moved)
+        for units, classes in served(candidate, self._classes):
+            present = sum(c.running + c.waiting for c in classes) / self._snapshot.requests
+            engines = sum(map(len, units))
+            for degree, count in Counter(map(len, units)).items():
+                part = present * degree / engines
+                queued = part * (self._queued + again) / self._prompt
+                pace = self._paces[degree]
+                yield Share(pace, classes, part, degree * count / engines, queued)
+
+    def _broken_by(self, share: Share, surge: float) -> float:
+        """Return the promises that are broken if all requests were on units with this share."""
+        pace, output = share.pace, self._snapshot.output_tokens
+        rate = surge * share.part * self._snapshot.arrival_rate
+        load = rate * pace.prompt + surge * share.part * self._decodes * pace.decode
+        room = max(1 - FULL, 1 - load)
+        tpot = pace.step / room
+        drain = share.queued * pace.prompt / room
+        growing = max(0.0, load - FULL) * HORIZON_SECONDS / 2
+        ttft = growing + pace.prompt * (1 + rate * pace.prompt / 2 / room) + 1.5 * tpot
+        stalled = tpot + drain / 2 / output
+        # What is left over when the horizon ends breaks the promises of those who come then.
+        left_over = HORIZON_SECONDS * max(0.0, 1 - FULL / max(FULL, load))
+        broken, node_rate = 0.0, self._snapshot.arrival_rate / self._snapshot.requests
+        for members in share.classes:
+            arriving = node_rate * (members.running + members.waiting)
+            soon = members.waiting + arriving * min(HORIZON_SECONDS, drain)
+            later = arriving * max(0.0, HORIZON_SECONDS - drain)
+            broken += arriving * left_over
+            broken += members.running * _risk(0.0, stalled, members.target)
+            broken += soon * _risk(ttft + drain / 2, stalled, members.target)
+            broken += later * _risk(ttft, tpot, members.target)
+        return broken
+
+
+def served(
+    partition: Partition, classes: Sequence[Class]
+) -> Iterator[tuple[Sequence[Group], Sequence[Class]]]:
+    """Yield units and whom they serve: the most urgent class has the widest ones to itself."""
+    widest = max(map(len, partition))
+    wide = [group for group in partition if len(group) == widest]
+    rest = [group for group in partition if len(group) < widest]
+    if not rest or len(classes) == 1:
+        yield partition, classes
+    else:
+        yield wide, classes[:1]
+        yield rest, classes[1:]
+
+
+def _classes(snapshot: Snapshot) -> list[Class]:
+    targets = snapshot.targets
+    running, waiting = [0.0] * len(targets), [0.0] * len(targets)
+    for unit in snapshot.units:
+        for priority, count in unit.by_priority:
+            running[_class_of(priority, targets)] += count
+    for priority, count in Counter(request.priority for request in snapshot.pool).items():
+        waiting[_class_of(priority, targets)] += count
+    # The pool is seen in part: what is not seen is of its last class.
+    waiting[-1] += max(0, snapshot.waiting - len(snapshot.pool))
+    return [Class(*each) for each in zip(targets, running, waiting, strict=True)]
+
+
+def _class_of(priority: int, targets: Sequence[Target]) -> int:
+    """Return the first class that is no more urgent than the priority, else the last."""
+    return next((k for k, t in enumerate(targets) if priority <= t.priority), len(targets) - 1)
+
+
+def _risk(ttft: float, tpot: float, target: Target) -> float:
+    """Return how likely one of both promises is broken, by the means that are predicted."""
+    late = min(9.0, ttft / target.ttft_seconds) ** TTFT_SHARPNESS
+    slow = min(9.0, tpot / target.tpot_seconds) ** TPOT_SHARPNESS
+    return 1 - 1 / (1 + late) / (1 + slow)

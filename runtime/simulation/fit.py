@@ -1,0 +1,112 @@
+"""A hardware file whose predictions come near measured times."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from policies.cost_model import Batch
+from runtime.simulation.files import HardwareFile, ShapeFile, step_times
+
+START = HardwareFile(
+    memory_bytes=0.0,
+    memory_bytes_per_second=1e11,
+    flops_per_second={},
+    link_bytes_per_second=1e10,
+    allreduce_seconds=1e-4,
+    step_seconds=1e-3,
+    request_seconds=1e-4,
+    message_seconds=1e-3,
+    reserved_bytes=0.0,
+)
+"""Where the search begins: between a CPU and a GPU."""
+FLOPS = 1e12
+"""The same for arithmetic."""
+PULL = 1e-4
+"""Weight of a figure's own distance from there: what the samples do not tell stays near it."""
+_FITTED = (
+    "memory_bytes_per_second",
+    "flops_per_second",
+    "link_bytes_per_second",
+    "allreduce_seconds",
+    "step_seconds",
+    "request_seconds",
+    "message_seconds",
+)
+_WIDEST, _FINEST = 4.0, 1.001
+"""Factors by which a figure is changed, at first and at last."""
+_LEAST_GAIN = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured time."""
+
+    degree: int
+    batch: Batch
+    seconds: float
+    messages: int = 0
+    """Messages from process to process that are part of it."""
+
+
+def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float:
+    """Return what the simulator takes a sample's time for, seconds."""
+    step = step_times(shape, hardware)(sample.degree, sample.batch)
+    return step + sample.messages * hardware.message_seconds
+
+
+def fit(shape: ShapeFile, samples: Sequence[Sample], *, memory_bytes: float) -> HardwareFile:
+    """Return the hardware file with the least mean squared logarithmic error over the samples.
+
+    Changes one figure after the other by a factor, as long as that helps, by ever smaller factors.
+
+    Args:
+        shape: the model that was measured.
+        samples: at least one.
+        memory_bytes: of one device; not fitted.
+    """
+    start = {name: getattr(START, name) for name in _FITTED} | {"flops_per_second": FLOPS}
+    rates: dict[str, float] = dict(start)
+
+    def hardware() -> HardwareFile:
+        return _with_rates(shape, rates, memory_bytes)
+
+    def error() -> float:
+        pull = sum(math.log(rates[name] / start[name]) ** 2 for name in _FITTED)
+        return mean_error(shape, hardware(), samples) + PULL * pull
+
+    factor = _WIDEST
+    while factor > _FINEST:
+        if not _improve(rates, error, factor):
+            factor = math.sqrt(factor)
+    return hardware()
+
+
+def mean_error(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -> float:
+    """Return the mean squared logarithm of predicted over measured."""
+    logs = [math.log(predicted(shape, hardware, s) / s.seconds) for s in samples]
+    return sum(log * log for log in logs) / len(logs)
+
+
+def _improve(rates: dict[str, float], error: Callable[[], float], factor: float) -> bool:
+    """Change each rate by the factor or its inverse where that helps; return whether any did."""
+    best, improved = error(), False
+    for name in rates:
+        for change in (factor, 1 / factor):
+            before = rates[name]
+            rates[name] = before * change
+            now = error()
+            if now < best - _LEAST_GAIN:
+                best, improved = now, True
+                break
+            rates[name] = before
+    return improved
+
+
+def _with_rates(shape: ShapeFile, rates: Mapping[str, float], memory_bytes: float) -> HardwareFile:
+    rates = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    flops = {shape.weight_dtype: rates["flops_per_second"]}
+    return msgspec.structs.replace(
+        START, **{**rates, "flops_per_second": flops, "memory_bytes": memory_bytes}
+    )

@@ -1,0 +1,84 @@
+"""What a partition is predicted to do: the direction in which every cause moves the prediction."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.forecast import HORIZON_SECONDS, Class, Forecast, served
+from policies.partition import Partition, groups_of, singles
+from policies.snapshot import Snapshot, Target
+from tests.policies.snapshots import request
+from tests.policies.test_slo import DP, MODEL, TP, node
+
+PAIRS = groups_of(8, 2)
+MIXED: Partition = ((0, 1, 2, 3), (4, 5), (6, 7))
+TARGET = Target(0, 1.0, 0.03)
+
+
+def broken(seen: Snapshot, candidate: Partition | None = None) -> float:
+    return Forecast(seen, MODEL).broken(candidate or seen.partition)
+
+
+def test_never_more_breaks_than_there_is_and_than_surges_count_for() -> None:
+    hopeless = Target(0, 1e-6, 1e-6)
+    seen = node(PAIRS, {0: 2}, hopeless, rate=3.0)
+    forecast = Forecast(seen, MODEL)
+    assert forecast.affected == 16 + 3.0 * HORIZON_SECONDS
+    assert forecast.broken(PAIRS) >= forecast.affected
+    assert broken(node(PAIRS, {0: 2}, Target(0, 1e6, 1e6), rate=3.0)) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("partition", [DP, PAIRS, TP])
+def test_more_load_breaks_more(partition: Partition) -> None:
+    found = [broken(node(partition, {0: 2}, TARGET, rate=rate)) for rate in (1.0, 10.0, 40.0)]
+    assert found == sorted(found)
+    assert found[-1] > found[0]
+
+
+def test_a_tighter_promise_is_broken_more_often() -> None:
+    assert broken(node(DP, {0: 2}, Target(0, 1.0, 0.02))) > broken(node(DP, {0: 2}, TARGET))
+    assert broken(node(DP, {0: 2}, Target(0, 0.1, 0.03))) > broken(node(DP, {0: 2}, TARGET))
+
+
+def test_what_is_moved_is_computed_again() -> None:
+    """The same partition, reached from another one, breaks more: the more, the more there is."""
+    promise = Target(0, 1.0, 0.02)
+    here = broken(node(PAIRS, {0: 4}, promise, rate=8.0))
+    moved = broken(node(DP, {0: 4}, promise, rate=8.0), PAIRS)
+    assert moved > here
+    longer = node(DP, {0: 4}, promise, rate=8.0)
+    units = tuple(replace(unit, context_tokens=4 * unit.context_tokens) for unit in longer.units)
+    # The prompts that come are as long as before: only what is moved is longer.
+    longer = replace(longer, units=units)
+    assert broken(longer, PAIRS) > moved
+
+
+def test_units_that_stay_move_nothing() -> None:
+    seen = node(MIXED, {0: 4}, TARGET, rate=4.0)
+    halves: Partition = ((0, 1, 2, 3), (4, 5, 6, 7))
+    wide = Forecast(seen, MODEL)
+    queued = [sum(share.queued for share in wide._shares(c)) for c in (MIXED, halves, TP)]
+    assert queued == sorted(queued)
+    assert queued[0] == 0.0
+
+
+def test_what_waits_is_seen_beyond_the_head_of_the_pool() -> None:
+    seen = replace(node(DP, {0: 1}, TARGET), waiting=501, waiting_tokens=501 * 500)
+    seen = replace(seen, pool=(request("first"),))
+    assert Forecast(seen, MODEL).affected > 501
+    assert broken(seen) > broken(node(DP, {0: 1}, TARGET)) + 100
+
+
+def test_longer_outputs_are_a_higher_load() -> None:
+    seen = node(DP, {0: 2}, TARGET, rate=12.0)
+    assert broken(replace(seen, output_tokens=800.0)) > broken(seen)
+
+
+def test_the_most_urgent_class_has_the_widest_units_to_itself() -> None:
+    first, rest = Class(TARGET, 1, 0), Class(TARGET, 9, 0)
+    assert list(served(MIXED, [first, rest])) == [
+        ([(0, 1, 2, 3)], [first]),
+        ([(4, 5), (6, 7)], [rest]),
+    ]
+    assert list(served(MIXED, [rest])) == [(MIXED, [rest])]
+    assert list(served(singles(4), [first, rest])) == [(singles(4), [first, rest])]
