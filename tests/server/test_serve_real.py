@@ -130,7 +130,12 @@ def test_a_seed_repeats_a_sample(client: openai.OpenAI, layout: str) -> None:
 def test_several_choices_differ(client: openai.OpenAI, layout: str) -> None:
     answer = client.completions.create(
         # The model is sure of itself: at a lower temperature the choices may well be one.
-        model=MODEL, prompt="The sea", max_tokens=16, temperature=2.0, top_p=1.0, n=3
+        model=MODEL,
+        prompt="The sea",
+        max_tokens=16,
+        temperature=2.0,
+        top_p=1.0,
+        n=3,
     )
     assert len({choice.text for choice in answer.choices}) == 3
     assert answer.usage is not None
