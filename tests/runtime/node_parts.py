@@ -25,6 +25,14 @@ from runtime.messages import (
 from runtime.transport import SUPERVISOR
 
 
+def note_pid(config: NodeConfig, name: str) -> None:
+    """Write this process's id where the test reads it: whole, or not at all."""
+    folder = Path(config.vllm_args["pids"])
+    draft = folder.with_name(f"{name}.pid")
+    draft.write_text(str(os.getpid()))
+    draft.rename(folder / name)
+
+
 def scheduler(config: NodeConfig, engine: int) -> None:
     run_part(config, f"scheduler-{engine}")
 
@@ -37,7 +45,7 @@ def runner(config: NodeConfig, engine: int) -> None:
 
 def run_part(config: NodeConfig, name: str) -> None:
     """Say who and where this process is, then fail or wait for the end, as the test wants."""
-    Path(config.vllm_args["pids"], name).write_text(str(os.getpid()))
+    note_pid(config, name)
     if config.vllm_args.get("fail") == name:
         raise OSError("out of\nblocks")
     while True:
@@ -46,7 +54,7 @@ def run_part(config: NodeConfig, name: str) -> None:
 
 def controller(config: NodeConfig) -> None:
     """Answer layouts, ask for what the test wants to be killed, and note every death."""
-    Path(config.vllm_args["pids"], "controller").write_text(str(os.getpid()))
+    note_pid(config, "controller")
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(Addresses(config.runtime_dir).control)
     wanted = config.vllm_args.get("kill", [])
@@ -66,7 +74,8 @@ def controller(config: NodeConfig) -> None:
             Path(config.vllm_args["pids"], f"died-{message.engine}").touch()
         if isinstance(message, GetLayout):
             questions += 1
-            ready = questions > 1  # the supervisor has to ask again
+            # The supervisor has to ask again, and for ever where a part never comes up.
+            ready = questions > 1 and "fail" not in config.vllm_args
             socket.send_multipart([peer, encode(layout(config, message.call, ready))])
 
 
