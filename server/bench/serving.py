@@ -2,16 +2,16 @@
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from loadgen.client import Client as LoadClient
 from loadgen.client import Settings as LoadSettings
-from loadgen.exchange import Exchange
+from loadgen.exchange import tokens_by_second
 from loadgen.prompts import Prompts
-from loadgen.replay import Replay, Run
+from loadgen.replay import EventLoopClock, Replay, Run
 from loadgen.report import Distribution, Record, peak
 from loadgen.workload import Phase, Workload
 from server.bench.client import Client, RequestFailedError
@@ -20,16 +20,6 @@ from server.bench.systems import SERVED_NAME, System
 
 WARM_UP_REQUESTS = 8
 PATIENCE_SECONDS = 10.0
-
-
-class _Clock:
-    """The event loop's time."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 async def serve_workload(
@@ -45,9 +35,10 @@ async def serve_workload(
         await client.call("POST", "/admin/policy", {"policy": policy})
     settings = LoadSettings(client.address)
     ids = range(FIRST_TOKEN_ID, SMALLEST_VOCABULARY)
-    async with LoadClient(settings, time.perf_counter) as load_client:
+    clock = EventLoopClock()
+    async with LoadClient(settings, clock.now) as load_client:
         load_client.model = SERVED_NAME
-        run = await Replay(load_client, Prompts(ids, seed=0), workload, _Clock()).run()
+        run = await Replay(load_client, Prompts(ids, seed=0), workload, clock).run()
     if system.switches:
         await client.call("POST", "/admin/policy", {"policy": "manual"})
         await _switch_back(client, system)
@@ -108,15 +99,6 @@ def groups(records: Sequence[Record]) -> dict[str, Any]:
         }
         for name, group in found.items()
     }
-
-
-def tokens_by_second(exchanges: Sequence[Exchange]) -> dict[int, float]:
-    """Return the output tokens of every second; those of one request are alike in each chunk."""
-    found: defaultdict[int, float] = defaultdict(float)
-    for exchange in exchanges:
-        for at in exchange.chunk_times:
-            found[int(at)] += exchange.counted_output / len(exchange.chunk_times)
-    return found
 
 
 def asdict_or_none(value: Any) -> dict[str, Any] | None:

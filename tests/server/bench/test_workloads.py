@@ -2,9 +2,9 @@
 
 import pytest
 
-from loadgen.exchange import Exchange, Outcome
+from loadgen.exchange import Exchange, Outcome, tokens_by_second
 from loadgen.workload import Arrival, Phase, Workload
-from server.bench.serving import groups, tokens_by_second
+from server.bench.serving import groups
 from server.bench.workloads import bursty, busiest, priority
 
 
