@@ -24,6 +24,7 @@ from runtime.engine.step_times import Devices
 from runtime.loopback import LoopbackNetwork
 from runtime.metrics import Sample
 from runtime.transport import SUPERVISOR
+from runtime.views import SwitchView
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
 SMALL = FakeSettings(num_blocks=64, block_tokens=4, max_num_seqs=8, max_model_len=400)
@@ -246,7 +247,7 @@ class LoopbackNode:
 
     def switch(
         self, *units: Sequence[int], treatment: m.Treatment = m.Treatment.HARD
-    ) -> m.SwitchView:
+    ) -> SwitchView:
         """Switch and settle; the switch must be done then."""
         call = self.set_layout(*units, treatment=treatment)
         self.settle()

@@ -15,7 +15,6 @@ import zmq
 from runtime.config import Addresses, NodeConfig
 from runtime.messages import (
     EngineDied,
-    EngineView,
     GetLayout,
     KillEngines,
     LayoutView,
@@ -23,6 +22,7 @@ from runtime.messages import (
     encode,
 )
 from runtime.transport import SUPERVISOR
+from runtime.views import EngineView
 
 
 def note_pid(config: NodeConfig, name: str) -> None:

@@ -23,12 +23,12 @@ from runtime.messages import (
     PoolLimits,
     SetLayout,
     SwitchDone,
-    SwitchView,
     ToControllerControl,
     Treatment,
     decode_control,
     encode,
 )
+from runtime.views import SwitchView
 
 SWITCH = SwitchView(
     epoch=7,

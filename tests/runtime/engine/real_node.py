@@ -32,6 +32,7 @@ from runtime.config import Addresses, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine import vllm_backend
 from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
+from runtime.views import SwitchView
 from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes
 
@@ -429,7 +430,7 @@ class RealNode:
         self._control.send(m.encode(message))
         return call
 
-    def switched(self, call: int) -> m.SwitchView:
+    def switched(self, call: int) -> SwitchView:
         """Wait for a switch to be over.
 
         Raises:
@@ -442,7 +443,7 @@ class RealNode:
         assert isinstance(reply, m.SwitchDone)
         return reply.switch
 
-    def switch(self, *units: Group, treatment: m.Treatment = m.Treatment.HARD) -> m.SwitchView:
+    def switch(self, *units: Group, treatment: m.Treatment = m.Treatment.HARD) -> SwitchView:
         """Switch to a partition; engines that are not named stay or become single."""
         named = {engine for unit in units for engine in unit}
         rest = [unit for unit in singles(self.config.engines) if unit[0] not in named]

@@ -1,0 +1,184 @@
+"""What front ends and the supervisor ask of the controller, and what it tells them."""
+
+import msgspec
+
+from policies.partition import Group
+from runtime.messages.values import Message, Outcome, Treatment
+from runtime.metrics import EngineGauges, Family
+from runtime.views import EngineView, SwitchTrace, SwitchView, UnitView
+
+# --- front end or supervisor -> controller ----------------------------------------------------
+
+
+class GetLayout(Message, frozen=True):
+    """Ask for a ``LayoutView``."""
+
+    call: int
+
+
+class GetMetrics(Message, frozen=True):
+    """Ask for ``NodeMetrics``."""
+
+    call: int
+
+
+class SetLayout(Message, frozen=True):
+    """Ask for a partition; answered with ``SwitchDone`` or ``CallFailed`` when it is over."""
+
+    call: int
+    units: list[list[int]]
+    treatment: Treatment
+    timeout_seconds: float
+
+
+class SetPolicy(Message, frozen=True):
+    """Ask for another policy; answered with a ``LayoutView`` or ``CallFailed``."""
+
+    call: int
+    policy: str
+
+
+class AuditNode(Message, frozen=True):
+    """Ask every engine and the controller to check their books; answered with ``AuditDone``."""
+
+    call: int
+
+
+class EngineDied(Message, frozen=True):
+    """From the supervisor: a process of this engine ended."""
+
+    engine: int
+    reason: str
+
+
+class CountRefused(Message, frozen=True):
+    """From a front end: it refused a request by what ``PoolLimits`` said; to be counted."""
+
+    outcome: Outcome
+
+
+class Stopped(Message, frozen=True):
+    """From a front end: these ended at a stop string, which only it sees; engines forget them."""
+
+    request_ids: list[str]
+
+
+ToControllerControl = (
+    GetLayout | GetMetrics | SetLayout | SetPolicy | AuditNode | EngineDied | CountRefused | Stopped
+)
+
+
+# --- controller -> front end or supervisor ----------------------------------------------------
+
+
+class LayoutView(Message, frozen=True):
+    """Answer to ``GetLayout``."""
+
+    call: int
+    engines: list[EngineView]
+    units: list[UnitView]
+    switches: list[SwitchView]
+    waiting: int
+    """Requests in the task pool."""
+    policy: str
+    ready: bool
+    reason: str | None
+    """Why the node is not ready, if it is not."""
+    switches_total: dict[str, int] = msgspec.field(default_factory=dict)
+    """Switches since the start, by outcome."""
+    policy_errors: int = 0
+    """Times that the policy raised or returned a plan that could not be done."""
+    moves_total: int = 0
+    """Requests taken out of a unit and recomputed on another."""
+    step_errors: dict[str, float] = msgspec.field(default_factory=dict)
+    """Smoothed relative error of the predicted step times, by layout and kind of step, such as
+    ``dp decode`` and ``tp2 prefill``."""
+
+
+class NodeMetrics(Message, frozen=True):
+    """Answer to ``GetMetrics``."""
+
+    call: int
+    families: list[Family]
+    engines: list[EngineGauges]
+
+
+class SwitchDone(Message, frozen=True):
+    """Answer to ``SetLayout``."""
+
+    call: int
+    switch: SwitchView
+
+
+class AuditDone(Message, frozen=True):
+    """Answer to ``AuditNode``: every broken invariant of the controller and of the engines."""
+
+    call: int
+    problems: list[str]
+
+
+class CallFailed(Message, frozen=True):
+    """A call that could not be carried out; ``status`` is the HTTP status that says why."""
+
+    call: int
+    status: int
+    error: str
+
+
+class Placed(Message, frozen=True, omit_defaults=True):
+    """A request of this front end was handed to a unit."""
+
+    request_id: str
+    unit: Group
+    layout: str
+    waited: tuple[float, float] | None = None
+    """When it came into the task pool (again) and when it left it, monotonic seconds: told where
+    requests are traced."""
+
+
+class Ended(Message, frozen=True):
+    """The controller ended a request of this front end; its finish reason follows in vLLM's format.
+
+    Every request has a note before its first output or its end: ``Placed`` or this one.
+    """
+
+    request_id: str
+    outcome: Outcome
+    status: int | None = None
+    """HTTP status for the caller; None: as the finish reason says."""
+    message: str = ""
+    retry_after: int | None = None
+    """Seconds after which the caller may try again; None: that would not help."""
+
+
+class PoolLimits(Message, frozen=True):
+    """What new requests are to be refused for, from now until the next such note."""
+
+    full: str | None = None
+    """Which limit of the task pool is reached, for the caller to read."""
+    callers: dict[str, str] = msgspec.field(default_factory=dict)
+    """The same for callers who have reached their own limit, by caller."""
+    retry_after: int = 1
+    """Seconds after which those who are refused may try again."""
+
+
+class Switching(Message, frozen=True, omit_defaults=True):
+    """A switch begins, or has ended, to regroup these engines."""
+
+    engines: list[int]
+    over: bool
+    trace: SwitchTrace | None = None
+    """Told where requests are traced."""
+
+
+class KillEngines(Message, frozen=True):
+    """To the supervisor: these engines are lost to a broken group; end their processes."""
+
+    engines: list[int]
+    reason: str
+
+
+Note = Placed | Ended | PoolLimits | Switching
+"""What the controller tells a front end unasked."""
+
+FromController = LayoutView | NodeMetrics | SwitchDone | AuditDone | CallFailed | Note | KillEngines
