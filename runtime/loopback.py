@@ -87,7 +87,7 @@ class LoopbackControllerTransport:
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """Return at once: time is the test's."""
 
     def receive(self) -> list[Arrival]:
@@ -126,7 +126,7 @@ class LoopbackAgentTransport:
         self._network = network
         self._engine = engine
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """Return at once: time is the test's."""
 
     def receive(self) -> list[Frames]:

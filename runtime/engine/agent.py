@@ -157,6 +157,12 @@ class Agent:
             groups += [bind.group] if self._leads(bind.group) else []
         return groups
 
+    @property
+    def _awaits_answer(self) -> bool:
+        """Whether the controller's next message of a switch is due at once."""
+        bind = self._bind
+        return self._state is State.PREPARED or (bind is not None and bind.released)
+
     def _is_held(self, group: Group) -> bool:
         """Return whether a core pauses until its steps in flight are collected."""
         return group in self._moving or (group == self._own and bool(self._lends))
@@ -181,7 +187,7 @@ class Agent:
             Exception: see ``run``.
         """
         try:
-            self._transport.wait(self._patience(timeout))
+            self._transport.wait(self._patience(timeout), eager=self._awaits_answer)
             for frames in self._transport.receive():
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
             self._backend.on_readable()

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from runtime import messages as m
-from runtime import wire
+from runtime import transport, wire
 from runtime.clock import ManualClock
 from runtime.config import Addresses, NodeConfig
 from runtime.controller.process import Controller
@@ -88,8 +88,8 @@ class SocketNode:
 
     def close(self) -> None:
         self.controller_transport.close()
-        for transport in self.transports:
-            transport.close()
+        for agents_own in self.transports:
+            agents_own.close()
         self.context.destroy(linger=0)
 
 
@@ -111,7 +111,11 @@ def test_a_front_end_sees_one_engine_core(node: SocketNode) -> None:
     assert ready["num_gpu_blocks"] == 2 * SMALL.num_blocks
 
 
-def test_tokens_come_straight_from_the_engines_over_a_switch(node: SocketNode) -> None:
+@pytest.mark.parametrize("eager_seconds", [0.0, 0.001])
+def test_tokens_come_straight_from_the_engines_over_a_switch(
+    node: SocketNode, eager_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "EAGER_SECONDS", eager_seconds)
     node.greeting()
     prompts = {f"r{k}": [k + 1] * 9 for k in range(12)}
     for request_id, prompt in prompts.items():
