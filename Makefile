@@ -54,14 +54,20 @@ $(VENV)/installed: $(VENV)/locked pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Resolves for every supported Python at once. The resolver has an environment of its own.
+# Resolves for every supported Python at once. The resolver has an environment of its own. cpu.lock is
+# for development; cpu-image.lock has its versions, without the tests.
+COMPILE := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 \
+	--generate-hashes --no-annotate --custom-compile-command "make lock" pyproject.toml
+
 lock:
 	$(PYTHON) requirements/make_venv.py .venv-lock
 	.venv-lock/bin/python -m pip install --quiet $(UV)
-	.venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 \
-		--generate-hashes --no-annotate --custom-compile-command "make lock" \
-		--extra cpu --excludes requirements/excludes.txt \
-		--output-file requirements/cpu.lock pyproject.toml requirements/cpu.in
+	$(COMPILE) requirements/cpu.in --extra cpu --excludes requirements/excludes.txt \
+		--output-file requirements/cpu.lock
+	$(COMPILE) requirements/torch.in --extra cpu --excludes requirements/excludes.txt \
+		--excludes requirements/cpu-image.excludes.txt --constraints requirements/cpu.lock \
+		--output-file requirements/cpu-image.lock
+	$(COMPILE) --extra cuda --output-file requirements/cuda.lock
 
 clean:
 	rm -rf $(VENV) .venv-lock .mypy_cache .pytest_cache .ruff_cache build *.egg-info

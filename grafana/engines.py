@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from grafana.panels import BAD, GOOD, WARN, Limits, PanelBuilder, Query, State, graph, timeline
-from grafana.promql import rate, series, total
+from grafana.promql import WINDOW, increase, rate, series, total
 
 ENGINE = "{{instance}} engine {{engine}}"
 BY_ENGINE = "instance, engine"
@@ -21,6 +21,7 @@ def rows() -> Mapping[str, Sequence[PanelBuilder]]:
     """Return the rows below the first one, by title."""
     return {
         "Health": health(),
+        "Deaths": deaths(),
         "KV cache": memory(),
         "Batch": batch(),
         "Steps": steps(),
@@ -42,7 +43,7 @@ def health() -> list[PanelBuilder]:
         timeline(
             "State of each engine",
             "`silent`: the engine has not answered for a while; it may come back. `dead`: its "
-            "process has ended; restart the node to have it again. The log of the engine says why.",
+            "process has ended; it is started again a few times. The log of the engine says why.",
             Query(f"sum without (state) ({' or '.join(in_states)})", ENGINE),
             STATES,
             span=12,
@@ -53,6 +54,38 @@ def health() -> list[PanelBuilder]:
             Query(series("shoal_engine_switching"), ENGINE),
             (State(0, "steady", GOOD), State(1, "switching", WARN)),
             span=12,
+        ),
+    ]
+
+
+def deaths() -> list[PanelBuilder]:
+    """Return the row on engines that died, and what became of their requests."""
+    return [
+        graph(
+            "Engine deaths, by cause",
+            "`ended`: a process crashed or was killed. `failed`: it reported an error. `hung`: a "
+            "step took too long. `stopped`: by a signal. `silent`: its loop did not answer. "
+            "`group`: it was in a group that broke. The log says more.",
+            Query(increase("shoal_engine_deaths_total", by="cause", window=WINDOW), "{{cause}}"),
+        ),
+        graph(
+            "Requests that went on elsewhere",
+            "Their engine died, and they went back into the task pool with what their clients had.",
+            Query(increase("shoal_requests_migrated_total", window=WINDOW), "migrated"),
+        ),
+        graph(
+            "Late outputs",
+            "What dead engines had sent and front ends dropped: the requests had been begun again. "
+            "A few at a death are to be expected.",
+            Query(increase("shoal_late_outputs_total", window=WINDOW), "dropped"),
+        ),
+        graph(
+            "Restarts, and groups that wait for them",
+            "Dead engines that were started again, and groups that cannot be formed since: they "
+            "are formed anew when their engines are back, single, and no switch runs. "
+            "`GET /admin/layout` says what a group waits for.",
+            Query(increase("shoal_engine_restarts_total", window=WINDOW), "restarts"),
+            Query(total("shoal_groups_unavailable", by="layout"), "{{layout}} unavailable"),
         ),
     ]
 

@@ -77,7 +77,7 @@ def _health() -> list[PanelBuilder]:
         figure(
             "Engines that do not serve",
             "Engines that start, are silent or are dead. The others go on serving; a dead engine "
-            "comes back when the node is restarted. The dashboard Engines shows which one it is.",
+            "is started again a few times. The dashboard Engines shows which one it is.",
             Query(total("shoal_engines", 'state!="serving"')),
             limits=Limits(bad=1),
         ),

@@ -155,8 +155,10 @@ def errors() -> list[PanelBuilder]:
             "Requests refused per second, by reason",
             "HTTP requests that no unit got. `pool_full`: more comes in than is served: add a "
             "node, or raise `--max-waiting-requests`. `caller_full`: one API key is at its limit. "
-            "`unauthorized`, `invalid`, `too_long`: look at the client.",
+            "`unauthorized`, `invalid`, `too_long`: look at the client. `handed_back`: the node is "
+            "shutting down. Connections: clients that send or read too slowly, or are too many.",
             Query(rate("shoal_rejected_requests_total", by="reason"), "{{reason}}"),
+            Query(rate("shoal_client_cutoffs_total", by="reason"), "connection: {{reason}}"),
             unit="reqps",
             stack=True,
         ),

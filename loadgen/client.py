@@ -57,6 +57,9 @@ class Settings:
     deadline_ms: int | None = None
     timeout_seconds: float = 600.0
     """For the whole of a response."""
+    admin_url: str | None = None
+    """Where Shoal's admin API is; None: at the same address."""
+    admin_key: str | None = None
 
 
 class Client:
@@ -75,6 +78,7 @@ class Client:
         """Name to ask for; ``find_model`` sets it."""
         self._now = now
         self._url = settings.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._admin_url = (settings.admin_url or self._url).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -126,11 +130,17 @@ class Client:
         Raises:
             ClientError: there is no answer, or one with another status than 200.
         """
-        text = await self.ask_text(method, path, body)
-        try:
-            return msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise ClientError(f"{self._url}{path} answered with what is not JSON") from error
+        return _decode(self._url + path, await self.ask_text(method, path, body))
+
+    async def ask_admin(self, path: str) -> Any:
+        """Return the JSON that a GET of the admin API is answered with.
+
+        Raises:
+            ClientError: see ``ask``.
+        """
+        url, key = self._admin_url + path, self.settings.admin_key
+        headers = None if key is None else {"Authorization": f"Bearer {key}"}
+        return _decode(url, await self._ask(url, "GET", headers=headers))
 
     async def ask_text(self, method: str, path: str, body: Any = None) -> str:
         """Return what a route answers with, as text.
@@ -138,9 +148,11 @@ class Client:
         Raises:
             ClientError: see ``ask``.
         """
-        url = self._url + path
+        return await self._ask(self._url + path, method, json=body)
+
+    async def _ask(self, url: str, method: str, **request: Any) -> str:
         try:
-            async with self._open.request(method, url, json=body) as response:
+            async with self._open.request(method, url, **request) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise ClientError(f"{url} did not answer in {QUESTION_TIMEOUT_SECONDS:g} s") from error
@@ -235,6 +247,13 @@ class Client:
             return outcome_of_status(error.code if isinstance(error.code, int) else 500)
         whole = stream.done and exchange.chunk_times and exchange.finish_reason != "abort"
         return Outcome.OK if whole else Outcome.TRUNCATED
+
+
+def _decode(url: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ClientError(f"{url} answered with what is not JSON") from error
 
 
 def _shorten(text: str) -> str:

@@ -52,7 +52,7 @@ class LayoutLog:
     async def sample(self, client: Client, now: float) -> bool:
         """Note the layout of this moment; return False if the server does not tell it."""
         try:
-            view = msgspec.convert(await client.ask("GET", LAYOUT_PATH), _View)
+            view = msgspec.convert(await client.ask_admin(LAYOUT_PATH), _View)
         except (ClientError, msgspec.ValidationError):
             return False
         units = [unit.engines for unit in view.units]

@@ -4,11 +4,10 @@ The definitions are those of ``vllm.benchmarks.serve.calculate_metrics``: times 
 the requests that finished, and percentiles are interpolated.
 """
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import numpy as np
 
 from loadgen.workload import Phase
 
@@ -89,13 +88,16 @@ class Distribution:
         taken = list(values)
         if not taken:
             return None
-        shares = (float(value) for value in np.quantile(taken, (0.5, 0.9, 0.99)))
-        return cls(float(np.mean(taken)), float(np.std(taken)), *shares)
+        shares = (quantile(taken, share) for share in (0.5, 0.9, 0.99))
+        return cls(statistics.fmean(taken), statistics.pstdev(taken), *shares)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the value that ``share`` of the values do not exceed, interpolated."""
-    return float(np.quantile(values, share))
+    ordered = sorted(values)
+    low, part = divmod(share * (len(ordered) - 1), 1)
+    pair = ordered[int(low) : int(low) + 2]
+    return pair[0] + part * (pair[-1] - pair[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,11 @@ through them, whichever is slower; reads its context's KV and attends to it, whi
 and reduces its activations twice a layer among the engines of a group. Every term but the last
 shrinks with the degree. A fixed overhead stands for what no roofline sees: launches, scheduling,
 sampling.
+
+In SP (Arctic Ulysses; Shift Parallelism, 2.4 and Table 2) a member computes its part of the tokens
+with all the weights. So it reads more where a step has few tokens, and where it has many its share
+of the arithmetic is that of TP; but what it exchanges, the heads of its own tokens, shrinks with
+the degree, while an all-reduce carries all tokens through every member.
 """
 
 import enum
@@ -46,11 +51,21 @@ class Hardware:
     memory_bytes_per_second: float
     flops_per_second: float
     link_bytes_per_second: float
-    """Of an all-reduce, per engine."""
+    """Of an all-reduce, per engine; an all-to-all is taken to reach the same."""
     allreduce_seconds: float = 0.0
-    """What an all-reduce of no bytes takes."""
+    """What an all-reduce, or all-to-all, of no bytes takes."""
     overhead_seconds: float = 0.0
     """What a step of no work takes."""
+
+
+class Mode(enum.StrEnum):
+    """How a group executes one step, on the same KV cache either way."""
+
+    TP = "tp"
+    """Every member computes all tokens with its part of the weights. The one mode of an engine."""
+    SP = "sp"
+    """Every member computes its part of the tokens with all the weights, and its heads of attention
+    (Arctic Ulysses; combined with TP where the group is wider than the SP degree)."""
 
 
 class StepKind(enum.StrEnum):
@@ -88,10 +103,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How measured times of one kind of steps, of one degree, compare with the roofline."""
+    """How measured times of one kind and mode of steps, of a degree, compare with the roofline."""
 
     degree: int
     kind: StepKind
+    mode: Mode = Mode.TP
     factor: float = 1.0
     """Measured over predicted."""
     error: float = 0.0
@@ -106,26 +122,30 @@ class CostModel:
     shape: ModelShape
     hardware: Hardware
     corrections: tuple[Correction, ...] = ()
+    max_sp: int = 1
+    """Largest degree of SP: a wider group combines it with TP."""
 
-    def correction(self, degree: int, kind: StepKind) -> Correction:
+    def correction(self, degree: int, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
         """Return the correction of such steps; the neutral one before the first measurement."""
         for known in self.corrections:
-            if known.degree == degree and known.kind is kind:
+            if (known.degree, known.kind, known.mode) == (degree, kind, mode):
                 return known
-        return Correction(degree, kind)
+        return Correction(degree, kind, mode)
 
-    def step_seconds(self, degree: int, batch: Batch) -> float:
+    def step_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step on a group of ``degree`` engines."""
-        factor = self.correction(degree, batch.kind).factor
-        return self.roofline_seconds(degree, batch) * factor
+        factor = self.correction(degree, batch.kind, mode).factor
+        return self.roofline_seconds(degree, batch, mode) * factor
 
-    def roofline_seconds(self, degree: int, batch: Batch) -> float:
+    def roofline_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the time before any correction (Seesaw, A.1, times the number of layers)."""
         shape, hardware = self.shape, self.hardware
+        sp = min(degree, self.max_sp) if mode is Mode.SP else 1
+        tp, tokens = degree // sp, -(-batch.tokens // sp)
         weights = shape.parameters * shape.weight_bytes
         linear = max(
             weights / hardware.memory_bytes_per_second,
-            2 * shape.parameters * batch.tokens / hardware.flops_per_second,
+            2 * shape.parameters * tokens / hardware.flops_per_second,
         )
         # A group wider than the KV heads holds copies of them: reading gets no faster.
         kv_share = min(degree, shape.kv_heads)
@@ -136,18 +156,34 @@ class CostModel:
             read / kv_share / hardware.memory_bytes_per_second,
             attend / degree / hardware.flops_per_second,
         )
-        network = self._network_seconds(degree, batch.tokens)
-        return linear / degree + attention + network + hardware.overhead_seconds
+        network = self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
+        return linear / tp + attention + network + hardware.overhead_seconds
 
-    def _network_seconds(self, degree: int, tokens: int) -> float:
-        if degree == 1:
+    def _reduce_seconds(self, tp: int, tokens: int) -> float:
+        """Return the time of two all-reduces a layer of so many tokens' hidden states."""
+        if tp == 1:
             return 0.0
         shape, hardware = self.shape, self.hardware
-        moved = 2 * (degree - 1) / degree * tokens * shape.hidden * shape.activation_bytes
+        moved = 2 * (tp - 1) / tp * tokens * shape.hidden * shape.activation_bytes
         reduce = hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
         return 2 * shape.layers * reduce
 
-    def observe(self, degree: int, batch: Batch, seconds: float) -> "CostModel":
+    def _exchange_seconds(self, sp: int, tp: int, tokens: int) -> float:
+        """Return the time of two all-to-alls a layer: of queries, keys and values; of the outputs.
+
+        ``tokens`` are one member's. Every member gets a KV head, if need be a copy.
+        """
+        if sp == 1:
+            return 0.0
+        shape, hardware = self.shape, self.hardware
+        heads = 2 * (shape.heads + max(shape.kv_heads, sp * tp)) / tp
+        moved = (sp - 1) / sp * tokens * heads * shape.head_dim * shape.activation_bytes
+        latency = 2 * hardware.allreduce_seconds
+        return shape.layers * (latency + moved / hardware.link_bytes_per_second)
+
+    def observe(
+        self, degree: int, batch: Batch, seconds: float, mode: Mode = Mode.TP
+    ) -> "CostModel":
         """Return the model corrected by a measured step.
 
         Raises:
@@ -155,9 +191,9 @@ class CostModel:
         """
         if seconds <= 0:
             raise ValueError(f"a step of {seconds} s cannot be")
-        old = self.correction(degree, batch.kind)
-        error = abs(self.step_seconds(degree, batch) - seconds) / seconds
-        ratio = seconds / self.roofline_seconds(degree, batch)
+        old = self.correction(degree, batch.kind, mode)
+        error = abs(self.step_seconds(degree, batch, mode) - seconds) / seconds
+        ratio = seconds / self.roofline_seconds(degree, batch, mode)
         weight = max(SMOOTHING, 1 / (old.samples + 1))
         factor = old.factor + weight * (ratio - old.factor)
         new = replace(
@@ -166,5 +202,6 @@ class CostModel:
             error=old.error + weight * (error - old.error),
             samples=old.samples + 1,
         )
-        rest = tuple(c for c in self.corrections if (c.degree, c.kind) != (degree, batch.kind))
+        same = (degree, batch.kind, mode)
+        rest = tuple(c for c in self.corrections if (c.degree, c.kind, c.mode) != same)
         return replace(self, corrections=(*rest, new))

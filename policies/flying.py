@@ -9,12 +9,16 @@ Load is seen early or it costs much: every request that is there when the layout
 again. So what counts is that requests *grow*, long before they are many. And as the same load means
 more requests under DP, where each takes longer, the way back has the higher threshold. Where the
 node knows its hardware, the prompts that arrive count as well: many long ones with short answers
-are a load that the number of requests does not show.
+answers are a load that the number of requests does not show.
+
+Groups that run long steps in SP can do nearly what DP can where prompts are most of the work. Then
+the node keeps them under load: it leaves them only for what DP would serve faster by a good part,
+such as more outputs at once than a group has seats for.
 """
 
 from dataclasses import dataclass
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, CostModel
 from policies.partition import Partition, groups_of
 from policies.plan import Plan, Policy, SwitchReason, TreatmentName
 from policies.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
@@ -42,6 +46,9 @@ class FlyingSettings:
     """Part of the widest layout's time that the prompts which arrive may take before DP."""
     busy_below: float = 0.25
     """The same on the way back."""
+    sp_gain: float = 1.25
+    """Where steps are run in SP: requests of DP to one of the widest layout, in the same time, that
+    make it worth while to go to DP for load."""
     settle_seconds: float = 3.0
     """How long a layout is kept before quiet may change it."""
     linger_seconds: float = 3.0
@@ -114,7 +121,8 @@ def _is_loaded(snapshot: Snapshot, settings: FlyingSettings) -> bool:
     full = any(not any(_has_room(u, r) for u in snapshot.units) for r in snapshot.pool[:1])
     rising = requests > settings.dp_above and _grows(snapshot, settings.growth)
     busy = _busy(snapshot) > settings.busy_above
-    return full or rising or busy or requests > settings.jam_above
+    loaded = full or rising or busy or requests > settings.jam_above
+    return loaded and _dp_is_better(snapshot, settings)
 
 
 def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
@@ -122,7 +130,8 @@ def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
     rising = requests > settings.dp_above and _grows(snapshot, STEADY)
     few = requests < settings.tp_below and not rising
     settled = snapshot.since_switch > settings.settle_seconds
-    return few and settled and _busy(snapshot) < settings.busy_below
+    idle = _busy(snapshot) < settings.busy_below
+    return few and settled and (idle or not _dp_is_better(snapshot, settings))
 
 
 def _alive(snapshot: Snapshot) -> int:
@@ -138,8 +147,38 @@ def _busy(snapshot: Snapshot) -> float:
     model = snapshot.cost_model
     if model is None:
         return 0.0
-    seconds = model.step_seconds(snapshot.max_group, PROMPT) / PROMPT.prefill_tokens
+    degree = snapshot.max_group
+    step = model.step_seconds(degree, PROMPT, snapshot.mode(degree, PROMPT))
+    seconds = step / PROMPT.prefill_tokens
     return snapshot.prompt_rate * seconds
+
+
+def _dp_is_better(snapshot: Snapshot, settings: FlyingSettings) -> bool:
+    """Return whether DP would serve this load so much faster that it is worth a switch.
+
+    Without SP that goes without saying: all-reduces take the better part of a long step.
+    """
+    model, widest = snapshot.cost_model, snapshot.max_group
+    if model is None or widest not in dict(snapshot.sp_above):
+        return True
+    alone, together = (_engine_seconds(snapshot, model, degree) for degree in (1, widest))
+    return together > settings.sp_gain * alone
+
+
+def _engine_seconds(snapshot: Snapshot, model: CostModel, degree: int) -> float:
+    """Return the time that the mean request takes of one engine, as full as the units are now."""
+
+    def seconds(batch: Batch) -> float:
+        return model.step_seconds(degree, batch, snapshot.mode(degree, batch))
+
+    prompt, output = round(snapshot.prompt_tokens), snapshot.output_tokens
+    slots = {layout.degree: layout.slots for layout in snapshot.layouts}
+    share = round(degree * snapshot.requests / _alive(snapshot))
+    decodes = max(1, min(share, slots.get(degree, share)))
+    context = decodes * round(prompt + output / 2)
+    step = seconds(Batch(decodes, context))
+    longer = seconds(Batch(decodes, context, prompt, prompt // 2)) - step
+    return degree * (longer + output * step / decodes)
 
 
 def _has_room(unit: UnitState, request: PoolRequest) -> bool:

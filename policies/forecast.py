@@ -106,9 +106,13 @@ class Forecast:
     def _pace(self, model: CostModel, degree: int) -> Pace:
         prompt = round(self._prompt)
         context = prompt + round(self._snapshot.output_tokens / 2)
-        few = model.step_seconds(degree, Batch(FEW, FEW * context))
-        many = model.step_seconds(degree, Batch(MANY, MANY * context))
-        mixed = model.step_seconds(degree, Batch(FEW, FEW * context, prompt, prompt // 2))
+
+        def seconds(batch: Batch) -> float:
+            return model.step_seconds(degree, batch, self._snapshot.mode(degree, batch))
+
+        few = seconds(Batch(FEW, FEW * context))
+        many = seconds(Batch(MANY, MANY * context))
+        mixed = seconds(Batch(FEW, FEW * context, prompt, prompt // 2))
         decode = (many - few) / (MANY - FEW)
         return Pace(few - FEW * decode, decode, max(0.0, mixed - few))
 

@@ -45,6 +45,8 @@ class Policy:
     plan: "PlanFunction"
     decides_layout: bool
     """Whether the policy sets targets: then nobody else may."""
+    shifts: bool = True
+    """Whether groups run steps in SP under it, if the node can at all."""
 
 
 class PlanFunction(Protocol):
@@ -125,3 +127,5 @@ def _check_target(target: Partition, snapshot: Snapshot) -> None:
     for group in target:
         if len(group) > 1 and snapshot.dead.intersection(group):
             raise PlanError(f"unit {list(group)} names a dead engine")
+        if group in snapshot.broken:
+            raise PlanError(f"unit {list(group)} cannot be formed: an engine of it was restarted")

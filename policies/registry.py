@@ -2,11 +2,12 @@
 
 from policies.flying import FLYING
 from policies.plan import Policy
+from policies.shift import SHIFT
 from policies.slo import SLO
 from policies.static import MANUAL, STATIC_DP, STATIC_TP
 
 POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (MANUAL, STATIC_DP, STATIC_TP, FLYING, SLO)
+    policy.name: policy for policy in (MANUAL, STATIC_DP, STATIC_TP, SHIFT, FLYING, SLO)
 }
 
 

@@ -6,7 +6,7 @@ The controller and the simulator build the same types, so a policy cannot tell t
 import math
 from dataclasses import dataclass
 
-from policies.cost_model import CostModel
+from policies.cost_model import Batch, CostModel, Mode
 from policies.partition import Group, Partition
 
 NORMAL_PRIORITY = 0
@@ -122,6 +122,8 @@ class Snapshot:
     """One per group of ``partition``, in its order."""
     pool: tuple[PoolRequest, ...]
     """The head of the task pool, in the order of service: by priority, aged, then arrival."""
+    broken: frozenset[Group] = frozenset()
+    """Groups of live engines that cannot be formed: one of them was restarted since they were."""
     pending: Partition | None = None
     """Partition that a running switch leads to."""
     waiting: int = 0
@@ -148,8 +150,19 @@ class Snapshot:
     """Predicts step times; None when the node was given no shape of its model."""
     targets: tuple[Target, ...] = ()
     """Most urgent class first."""
+    sp_above: tuple[tuple[int, int], ...] = ()
+    """Degrees whose groups run steps in SP, ascending, and the tokens that such a step exceeds."""
+
+    def can_form(self, group: Group) -> bool:
+        """Return whether the engines of a group can work as one."""
+        return group not in self.broken and not self.dead.intersection(group)
 
     @property
     def requests(self) -> int:
         """Requests on the node: waiting, running and paused."""
         return self.waiting + sum(unit.requests + unit.paused for unit in self.units)
+
+    def mode(self, degree: int, batch: Batch) -> Mode:
+        """Return how a group of this degree runs such a step."""
+        above = dict(self.sp_above).get(degree)
+        return Mode.TP if above is None or batch.tokens <= above else Mode.SP

@@ -77,8 +77,8 @@ def _keep(snapshot: Snapshot) -> Plan:
 
 
 def with_singles(snapshot: Snapshot, groups: Iterable[Group]) -> Partition:
-    """Return the partition of these groups, dead engines and all others left alone."""
-    alive = [group for group in groups if not snapshot.dead.intersection(group)]
+    """Return the partition of these groups as far as they can be, all other engines alone."""
+    alive = [group for group in groups if snapshot.can_form(group)]
     covered = {engine for group in alive for engine in group}
     rest = [(engine,) for engine in range(snapshot.engines) if engine not in covered]
     return tuple(sorted([*alive, *rest]))
@@ -86,11 +86,7 @@ def with_singles(snapshot: Snapshot, groups: Iterable[Group]) -> Partition:
 
 def place_group(snapshot: Snapshot, degree: int) -> tuple[Group, ...]:
     """Return one group of at least so many engines: one that there is, else the least loaded."""
-    groups = [
-        group
-        for group in groups_of(snapshot.engines, degree)
-        if not snapshot.dead.intersection(group)
-    ]
+    groups = [group for group in groups_of(snapshot.engines, degree) if snapshot.can_form(group)]
     wide = [unit.group for unit in snapshot.units if degree <= len(unit.group) < snapshot.engines]
     if wide:
         return (min(wide, key=len),)
@@ -125,5 +121,5 @@ MANUAL = Policy("manual", _keep, decides_layout=False)
 STATIC_DP = Policy("static-dp", _all_dp, decides_layout=True)
 """Every engine alone."""
 
-STATIC_TP = Policy("static-tp", _all_tp, decides_layout=True)
-"""Groups of the largest size."""
+STATIC_TP = Policy("static-tp", _all_tp, decides_layout=True, shifts=False)
+"""Groups of the largest size, every step in TP."""

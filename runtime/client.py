@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import zmq.asyncio
 
+from policies.shift import ShiftThreshold
 from runtime.config import Addresses
 from runtime.messages import (
     AuditDone,
@@ -17,6 +18,8 @@ from runtime.messages import (
     Ended,
     GetLayout,
     GetMetrics,
+    GoesOn,
+    Interrupted,
     KillEngines,
     LayoutView,
     Message,
@@ -25,8 +28,10 @@ from runtime.messages import (
     Outcome,
     Placed,
     PoolLimits,
+    Received,
     SetLayout,
     SetPolicy,
+    SetShiftThreshold,
     Stopped,
     SwitchDone,
     Switching,
@@ -71,6 +76,8 @@ class ControlClient:
         self._on_note = on_note
         self._calls = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._reports: set[asyncio.Future[Any]] = set()
+        """On their way; asyncio keeps no reference."""
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket
         self._reader: asyncio.Task[None]
@@ -140,6 +147,18 @@ class ControlClient:
         """
         return await self._call(LayoutView, lambda call: SetPolicy(call, policy), timeout)
 
+    async def set_shift(
+        self, threshold: ShiftThreshold, timeout: float = ANSWER_SECONDS
+    ) -> LayoutView:
+        """Change the threshold of the shift and return what the node looks like then.
+
+        Raises:
+            CallError: the node has no SP, or no such threshold, or there was no answer.
+        """
+        return await self._call(
+            LayoutView, lambda call: SetShiftThreshold(call, threshold), timeout
+        )
+
     async def audit(self, timeout: float = 2 * ANSWER_SECONDS) -> list[str]:
         """Return every broken invariant of the controller's and the engines' books.
 
@@ -155,6 +174,11 @@ class ControlClient:
     async def stop_requests(self, request_ids: Sequence[str]) -> None:
         """Tell the controller of requests that a stop string has ended; nothing is answered."""
         await self._socket.send(encode(Stopped(list(request_ids))))
+
+    def report(self, message: Received | GoesOn) -> None:
+        """Tell the controller of requests that are begun again; nothing is answered."""
+        self._reports.add(report := asyncio.ensure_future(self._socket.send(encode(message))))
+        report.add_done_callback(self._reports.discard)
 
     async def _call(self, kind: type[A], request: Callable[[int], Message], timeout: float) -> A:
         if self._reader.done():
@@ -183,7 +207,7 @@ class ControlClient:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Placed() | Ended() | PoolLimits() | Switching():
+            case Placed() | Ended() | Interrupted() | PoolLimits() | Switching():
                 self._on_note(message)
             case KillEngines():
                 raise TypeError("KillEngines is for the supervisor")

@@ -7,6 +7,7 @@ import msgspec
 
 from policies.cost_model import CostModel
 from policies.partition import Group, degrees
+from policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from policies.snapshot import Target
 from runtime.logs import LogFormat
 
@@ -15,6 +16,12 @@ AGING_SECONDS = 30.0
 INTERLEAVE_RATIO = 4
 """Steps of a group to one of a member's own where they interleave, unless it is set: new requests,
 the urgent ones among them, are in the group."""
+MAX_RETRIES = 2
+"""Engine deaths that a request survives, unless it is set."""
+RESTART_LIMIT = 5
+"""Restarts of one engine within ``restarts.WINDOW_SECONDS`` on a served node, unless it is set."""
+RESTART_BACKOFF_SECONDS = 1.0
+"""Pause before an engine's first restart, unless it is set."""
 QUEUED_AHEAD = 1
 """Requests that a unit with a full batch is given beyond it. When the whole batch ends in one step,
 the next step starts with this one, and not after a round trip to the controller."""
@@ -33,6 +40,12 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """Up to as many members of a group each hold a part of them: a block takes more tokens."""
     max_num_batched_tokens: int = 1 << 30
     """Tokens of one step: longer prompts are computed in several."""
+    captured_tokens: int = 0
+    """Tokens of the largest CUDA graph, had it any: steps in SP batch more."""
+    failing_starts: int = 0
+    """Restarts of each engine that fail, from the first on."""
+    poison_token: int | None = None
+    """Damage on purpose: an engine dies of a step that computes a prompt with this token."""
     steps_at_once: int = 1
     """Steps that decode the same requests run as one of their total length, up to this many: for
     simulated time. Their tokens come together; whatever arrives ends the run at the next step."""
@@ -66,7 +79,22 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """See ``controller.pool.TaskPool``."""
     interleave_ratio: int = INTERLEAVE_RATIO
     """See ``engine.turns.Turns``."""
+    max_sp: int = 1
+    """Largest sequence-parallel degree: a group of ``p`` may run a step in SP of ``min(p, max_sp)``
+    combined with TP. 1: steps are never run in SP."""
+    shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
+    """Which steps are."""
     queued_ahead: int = QUEUED_AHEAD
+    max_retries: int = MAX_RETRIES
+    """How often a request is begun again because an engine died that had it in its batch."""
+    engine_timeout_seconds: float | None = None
+    """How long an engine's loop may be silent before the engine counts as dead; None: for ever."""
+    step_timeout_seconds: float | None = None
+    """See ``engine.watchdog.StepWatch``; None: steps may take for ever."""
+    restart_limit: int = 0
+    """How often an engine that dies is restarted within ``restarts.WINDOW_SECONDS``; 0: never."""
+    restart_backoff_seconds: float = RESTART_BACKOFF_SECONDS
+    """Pause before the first restart; each further one is twice as long."""
     log_format: LogFormat = LogFormat.TEXT
     tracing: bool = False
     """Whether front ends trace requests and switches, and so are to be told their times."""
@@ -108,13 +136,15 @@ class Addresses:
         """A runner's own PULL: steps of its single unit, and ``Attach``."""
         return self._ipc(f"runner-{engine}")
 
-    def group_runner(self, group: Group, engine: int) -> str:
-        """A runner's PULL for the steps of one group."""
-        return self._ipc(f"group-{'-'.join(map(str, group))}-{engine}")
+    def group_runner(self, group: Group, engine: int, generation: int = 0) -> str:
+        """A runner's PULL for the steps of one group, which was made so many times before."""
+        return self._ipc(f"group-{'-'.join(map(str, group))}-{engine}.{generation}")
 
-    def queue(self, group: Group, engine: int) -> str:
+    def queue(self, group: Group, engine: int, generation: int = 0) -> str:
         """The PULL that ``engine``'s runner reads for the unit ``group``: its own when alone."""
-        return self.runner(engine) if len(group) == 1 else self.group_runner(group, engine)
+        if len(group) == 1:
+            return self.runner(engine)
+        return self.group_runner(group, engine, generation)
 
     def responses(self, engine: int) -> str:
         """An engine's PULL for the results of every core it leads."""

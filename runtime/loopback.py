@@ -30,6 +30,8 @@ class LoopbackNetwork:
     def __init__(self, rng: random.Random | None = None) -> None:
         self.controller = LoopbackControllerTransport(self)
         self.to_engines: dict[int, deque[Frames]] = {}
+        self.incarnations: dict[int, int] = {}
+        """Of the engines that have a transport."""
         self.to_controller: dict[tuple[Channel, str], deque[Frames]] = {}
         self.front_outputs: dict[int, list[Frames]] = {}
         """Encoded ``EngineCoreOutputs`` that each front end received."""
@@ -39,10 +41,11 @@ class LoopbackNetwork:
         """What front ends and the supervisor received on the control socket."""
         self._rng = rng
 
-    def agent(self, engine: int) -> "LoopbackAgentTransport":
-        """Return the transport of an engine."""
-        self.to_engines.setdefault(engine, deque())
-        return LoopbackAgentTransport(self, engine)
+    def agent(self, engine: int, incarnation: int = 0) -> "LoopbackAgentTransport":
+        """Return the transport of an engine; what was sent to an earlier incarnation is gone."""
+        self.to_engines[engine] = deque()
+        self.incarnations[engine] = incarnation
+        return LoopbackAgentTransport(self, engine, incarnation)
 
     def front_sends(self, index: int, kind: RequestType, frames: Sequence[bytes]) -> None:
         """Send a request message as front end ``index`` would."""
@@ -86,6 +89,7 @@ class LoopbackControllerTransport:
 
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network
+        self._incarnations: dict[int, int] = {}
 
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """Return at once: time is the test's."""
@@ -101,7 +105,13 @@ class LoopbackControllerTransport:
 
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
         """See ``ControllerTransport.to_engine``."""
-        self._network.post_to_engine(engine, [encode(message), *frames])
+        known = self._incarnations.get(engine, 0)
+        if known == self._network.incarnations.get(engine, known):
+            self._network.post_to_engine(engine, [encode(message), *frames])
+
+    def meet(self, engine: int, incarnation: int) -> None:
+        """See ``ControllerTransport.meet``."""
+        self._incarnations[engine] = incarnation
 
     def to_control(self, peer: str, message: Message) -> None:
         """See ``ControllerTransport.to_control``."""
@@ -122,20 +132,21 @@ class LoopbackControllerTransport:
 class LoopbackAgentTransport:
     """``AgentTransport`` on a ``LoopbackNetwork``."""
 
-    def __init__(self, network: LoopbackNetwork, engine: int) -> None:
+    def __init__(self, network: LoopbackNetwork, engine: int, incarnation: int) -> None:
         self._network = network
-        self._engine = engine
+        self._identity = engine_identity(engine, incarnation)
+        self._queue = network.to_engines[engine]
 
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """Return at once: time is the test's."""
 
     def receive(self) -> list[Frames]:
         """See ``AgentTransport.receive``."""
-        return self._network.take(self._network.to_engines[self._engine])
+        return self._network.take(self._queue)
 
     def to_controller(self, message: Message) -> None:
         """See ``AgentTransport.to_controller``."""
-        self._network.post(Channel.ENGINE, engine_identity(self._engine), [encode(message)])
+        self._network.post(Channel.ENGINE, self._identity, [encode(message)])
 
     def to_front(self, index: int, frames: Sequence[Any]) -> None:
         """See ``AgentTransport.to_front``."""

@@ -15,8 +15,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 from runtime.logs import LogFormat, configure_logging
@@ -26,6 +28,7 @@ DEBUG_VARIABLE = "SHOAL_DEBUG"
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HELPER_SECONDS = 2.0
 
 READY = ""
 """What a child reports when it can work; anything else is the cause of its end."""
@@ -107,11 +110,22 @@ class Child:
         """Whether the process runs."""
         return self._process.is_alive()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process: it lives, and does nothing."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        # The name before it, in parentheses, may hold anything.
+        return status.rpartition(") ")[2].startswith("T")
+
     def read_report(self) -> None:
         """Take what the process has reported, without blocking."""
         try:
             while self.reports.poll():
-                report = self.reports.recv()
+                # Bytes, not a pickle: a front end, which strangers speak to, must not speak in it.
+                report = self.reports.recv_bytes().decode()
                 if report == READY:
                     self.is_ready = True
                 else:
@@ -144,6 +158,18 @@ class Child:
         """Wait for the process to end, and return whether it has."""
         self._process.join(timeout)
         return not self.is_alive
+
+
+def end_helper() -> None:
+    """End the process that ``multiprocessing`` has started beside spawned ones, if there are any.
+
+    It would end by itself, but after this process: an orphan for a moment.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    # It ends when nobody has its pipe any more; what a killed child has left behind may.
+    ending = threading.Thread(target=tracker._stop, daemon=True)
+    ending.start()
+    ending.join(_HELPER_SECONDS)
 
 
 def named_target(path: str, *args: object) -> Target:
@@ -184,6 +210,7 @@ def _child_main(
     name: str, log_format: LogFormat, target: Target, reports: Connection, parent: int
 ) -> None:
     _die_with(parent)
+    Path("/proc/self/comm").write_text(name)  # for `ps` and `top`; the kernel keeps 15 characters
     configure_logging(name, log_format)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -191,7 +218,7 @@ def _child_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     code = 1
     try:
-        target(lambda: reports.send(READY))
+        target(lambda: reports.send_bytes(READY.encode()))
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -199,7 +226,8 @@ def _child_main(
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
         cause = " ".join(str(error).split())
-        reports.send(f"{type(error).__name__}: {cause}" if cause else type(error).__name__)
+        text = f"{type(error).__name__}: {cause}" if cause else type(error).__name__
+        reports.send_bytes(text.encode(errors="replace"))
     exit_without_teardown(code)
     sys.exit(code)
 

@@ -1,17 +1,16 @@
 """The node's main process: starts every other one, watches them, and leaves nothing behind.
 
 A front end or the controller that ends takes the node with it. An engine (its scheduler or its
-runner) that ends takes its twin with it, and the node goes on with the engines it has left.
+runner) that ends takes its twin with it. The node goes on with the engines it has left, and the
+dead one is started again, a few times (``restarts.py``).
 """
 
 import enum
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,7 +20,10 @@ import zmq
 
 from runtime.config import Addresses, NodeConfig
 from runtime.messages import (
+    DeathCause,
+    EndNode,
     EngineDied,
+    EngineStarting,
     GetLayout,
     KillEngines,
     LayoutView,
@@ -29,7 +31,16 @@ from runtime.messages import (
     decode_from_controller,
     encode,
 )
-from runtime.process import Child, Target, choose_context, named_target, signals_held
+from runtime.process import (
+    Child,
+    Target,
+    choose_context,
+    end_helper,
+    named_target,
+    signals_held,
+)
+from runtime.restarts import Restart, Restarts
+from runtime.runtime_dir import remove_runtime_dir
 from runtime.transport import SUPERVISOR, drain, open_socket
 
 Say = Callable[[str], None]
@@ -37,14 +48,17 @@ Say = Callable[[str], None]
 
 _POLL_SECONDS = 0.1
 """How often the controller is asked whether the engines are up, during the start."""
+_LOOK_SECONDS = 0.5
+"""How often processes of engines are looked at: one that is stopped twice running is given up."""
 _EXIT_SECONDS = 5.0
 """How long a process may take to end in order."""
+_HURRY_SECONDS = 3.0
+"""How long front ends may take to tell their clients that the node ends at once."""
 
 _SCHEDULER = "runtime.engine.vllm_backend:run_scheduler"
 _RUNNER = "runtime.engine.runner:run_runner"
 _FAKE = "runtime.engine.fake:run_fake_engine"
 _CONTROLLER = "runtime.controller.process:run_controller"
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class NodeFailedError(RuntimeError):
@@ -61,11 +75,6 @@ class _Stage(enum.Enum):
     STARTING = enum.auto()
     SERVING = enum.auto()
     ENDING = enum.auto()
-
-
-def make_runtime_dir() -> Path:
-    """Make the node's private directory. Short: a Unix socket's path has at most 107 bytes."""
-    return Path(tempfile.mkdtemp(prefix="shoal-"))
 
 
 class Supervisor:
@@ -93,6 +102,9 @@ class Supervisor:
         self._children: list[Child] = []
         self._frontends: list[Child] = []
         self._dead_engines: set[int] = set()
+        self._restarts = Restarts(config.restart_limit, config.restart_backoff_seconds)
+        self._stopped: set[Child] = set()
+        self._looked_at = 0.0
         self._signals = 0
         self._wakeup: socket.socket
         self._control: zmq.Socket[Any] | None = None
@@ -106,19 +118,25 @@ class Supervisor:
         """
         with self._signal_handlers():
             try:
-                self._start()
-                self._wait_until_ready()
-                self._stage = _Stage.SERVING
-                on_ready()
-                while True:
-                    self._turn(None)
-            except StopRequestedError:
+                with suppress(StopRequestedError):
+                    self._serve(on_ready)
                 return 0 if self._end_in_order() else 1
             except NodeFailedError as error:
                 self._say(f"shoal: {error}")
                 return 1
             finally:
                 self._clean_up()
+
+    def _serve(self, on_ready: Callable[[], None]) -> None:
+        """Start the node and serve until ``StopRequestedError`` or ``NodeFailedError``."""
+        self._start()
+        self._wait_until_ready()
+        self._stage = _Stage.SERVING
+        on_ready()
+        while True:
+            self._turn(_LOOK_SECONDS)
+            self._look_for_stopped()
+            self._restart_engines()
 
     # --- start ---
 
@@ -127,10 +145,7 @@ class Supervisor:
         child = partial(Child, choose_context(), log_format=config.log_format)
         with signals_held():
             for engine in range(config.engines):
-                for role, path in _engine_roles(config).items():
-                    name = f"engine {engine} {role}".rstrip()
-                    target = named_target(path, config, engine)
-                    self._children.append(child(name, target, engine))
+                self._start_engine(child, engine)
             self._children.append(child("controller", named_target(_CONTROLLER, config)))
             for index, target in enumerate(self._frontend_targets):
                 self._frontends.append(child(f"front end {index}", target))
@@ -138,6 +153,12 @@ class Supervisor:
         # Only now: a ZMQ context starts threads, and must not be inherited.
         self._control = open_socket(zmq.Context(), zmq.DEALER, identity=SUPERVISOR.encode())
         self._control.connect(Addresses(config.runtime_dir).control)
+
+    def _start_engine(self, child: Callable[..., Child], engine: int) -> None:
+        for role, path in _engine_roles(self._config).items():
+            name = f"engine {engine} {role}".rstrip()
+            target = named_target(path, self._config, engine, self._restarts.incarnation(engine))
+            self._children.append(child(name, target, engine))
 
     def _wait_until_ready(self) -> None:
         started = time.monotonic()
@@ -175,12 +196,23 @@ class Supervisor:
     # --- watch ---
 
     def _turn(self, timeout: float | None) -> None:
-        """Wait for something to happen, at most ``timeout`` seconds, and deal with it."""
+        """Wait for something to happen, at most ``timeout`` seconds, and deal with it.
+
+        Raises:
+            StopRequestedError: a signal has come.
+        """
+        if not self._signals:
+            self._watch(timeout)
         if self._signals:
             raise StopRequestedError
+
+    def _watch(self, timeout: float | None) -> None:
         assert self._control is not None
         # A ZMQ file descriptor tells of changes only: what is there already is read first.
         if not self._read_control():
+            left = self._restarts.seconds_left(time.monotonic())
+            if timeout is not None and left is not None:
+                timeout = min(timeout, max(left, _POLL_SECONDS))
             reports = [child.reports for child in self._children if not child.is_ready]
             wait(
                 [
@@ -197,8 +229,6 @@ class Supervisor:
             if not child.is_alive:
                 self._children.remove(child)
                 self._ended(child)
-        if self._signals:
-            raise StopRequestedError
 
     def _read_control(self) -> bool:
         assert self._control is not None
@@ -207,17 +237,33 @@ class Supervisor:
             if isinstance(message, LayoutView):
                 self._layout = message
             elif isinstance(message, KillEngines):
-                for engine in message.engines:
-                    self._lose_engine(engine, message.reason)
+                for engine, incarnation in message.engines.items():
+                    if incarnation == self._restarts.incarnation(engine):
+                        self._lose_engine(engine, message.reason)
         return bool(messages)
 
     def _ended(self, child: Child) -> None:
+        if self._stage is _Stage.ENDING and child in self._frontends:
+            return
         cause = f"{child.name}: {child.cause}"
         if child.engine is None or self._stage is _Stage.STARTING:
             raise NodeFailedError(cause)
         self._lose_engine(child.engine, cause)
 
-    def _lose_engine(self, engine: int, reason: str) -> None:
+    def _look_for_stopped(self) -> None:
+        """Give the engines up of which a process is stopped, and was at the last look."""
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_SECONDS:
+            return
+        engines = [child for child in self._children if child.engine is not None]
+        stopped = {child for child in engines if child.is_stopped}
+        for child in stopped & self._stopped:
+            assert child.engine is not None
+            reason = f"{child.name}: stopped by a signal"
+            self._lose_engine(child.engine, reason, DeathCause.STOPPED)
+        self._looked_at, self._stopped = now, stopped
+
+    def _lose_engine(self, engine: int, reason: str, cause: DeathCause = DeathCause.ENDED) -> None:
         if engine in self._dead_engines:
             return
         if self._stage is _Stage.STARTING:
@@ -226,10 +272,36 @@ class Supervisor:
         for twin in self._children:
             if twin.engine == engine:
                 twin.kill()
-        if len(self._dead_engines) == self._config.engines:
+        serving = self._stage is _Stage.SERVING
+        restart = self._restarts.plan(engine, time.monotonic()) if serving else None
+        hope = serving and self._restarts.pending
+        if len(self._dead_engines) == self._config.engines and not hope:
             raise NodeFailedError(f"no engine is left: {reason}")
-        self._say(f"shoal: engine {engine} is lost, serving goes on: {reason}")
-        self._send(EngineDied(engine, reason))
+        self._say(f"shoal: engine {engine} is lost, {self._prospect(restart)}: {reason}")
+        incarnation = self._restarts.incarnation(engine)
+        self._send(EngineDied(engine, reason, cause, incarnation, restart is not None))
+
+    def _prospect(self, restart: Restart | None) -> str:
+        """Return what is next, for the user."""
+        if restart is not None:
+            return f"to be restarted in {restart.at - time.monotonic():.1f} s"
+        if self._config.restart_limit and self._stage is _Stage.SERVING:
+            return "and was restarted too often to be restarted again; serving goes on"
+        return "serving goes on"
+
+    def _restart_engines(self) -> None:
+        """Start the dead engines again whose time has come, once nothing of them is left."""
+        dying = {child.engine for child in self._children if child.engine in self._dead_engines}
+        child = partial(Child, choose_context(), log_format=self._config.log_format)
+        for restart in self._restarts.due(time.monotonic()):
+            if restart.engine in dying:
+                continue
+            self._restarts.begun(restart)
+            self._dead_engines.discard(restart.engine)
+            with signals_held():
+                self._start_engine(child, restart.engine)
+            self._say(f"shoal: engine {restart.engine} is restarted ({restart.incarnation})")
+            self._send(EngineStarting(restart.engine, restart.incarnation))
 
     def _send(self, message: Message) -> None:
         assert self._control is not None
@@ -241,31 +313,63 @@ class Supervisor:
         """End the front ends, then the engines, then the controller; return whether all did.
 
         A second signal, or a process that does not end, leaves the rest to ``_clean_up``.
+
+        Raises:
+            NodeFailedError: the controller ended first, or no engine is left.
         """
         self._stage = _Stage.ENDING
         asked = self._signals
-        rest = [child for child in self._children if child not in self._frontends]
-        engines = [child for child in rest if child.engine is not None]
-        controller = [child for child in rest if child.engine is None]
-        for children, seconds in (
-            (self._frontends, self._shutdown_seconds + _EXIT_SECONDS),
-            (engines, _EXIT_SECONDS),
-            (controller, _EXIT_SECONDS),
-        ):
+        if not self._drain():
+            return False
+        engines = [child for child in self._children if child.engine is not None]
+        controller = [child for child in self._children if child.engine is None]
+        for children in (engines, controller):
             for child in children:
                 child.terminate()
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + _EXIT_SECONDS
             while alive := [child for child in children if child.is_alive]:
                 left = deadline - time.monotonic()
                 if self._signals > asked:
                     return False
                 if left <= 0:
-                    late = ", ".join(child.name for child in alive)
-                    self._say(f"shoal: killed what did not end within {seconds:g} s: {late}")
+                    self._say_late(alive, _EXIT_SECONDS)
                     return False
                 wait([*(child.sentinel for child in alive), self._wakeup], left)
                 self._empty_wakeup()
         return True
+
+    def _drain(self) -> bool:
+        """End the front ends when their requests are done; return whether that was in time.
+
+        A second signal leaves them just the time to tell their clients, a third none.
+        """
+        taken, asked = self._signals, self._signals
+        seconds = self._shutdown_seconds + _EXIT_SECONDS
+        deadline = self._end_front_ends(self._shutdown_seconds, seconds)
+        while alive := [child for child in self._frontends if child.is_alive]:
+            if self._signals > asked + 1:
+                return False
+            if self._signals > taken:
+                taken, seconds = self._signals, _HURRY_SECONDS
+                deadline = self._end_front_ends(0.0, seconds)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._say_late(alive, seconds)
+                return False
+            self._watch(left)
+            self._empty_wakeup()
+        return self._signals == asked
+
+    def _end_front_ends(self, request_seconds: float, exit_seconds: float) -> float:
+        """Ask the front ends to end, and return when they have to have ended."""
+        self._send(EndNode(request_seconds))
+        for child in self._frontends:
+            child.terminate()
+        return time.monotonic() + exit_seconds
+
+    def _say_late(self, children: Sequence[Child], seconds: float) -> None:
+        late = ", ".join(child.name for child in children)
+        self._say(f"shoal: killed what did not end within {seconds:g} s: {late}")
 
     def _clean_up(self) -> None:
         """Kill what still runs, and remove the runtime directory and shared memory."""
@@ -273,13 +377,10 @@ class Supervisor:
             child.kill()
         for child in self._children:
             child.join()
+        end_helper()
         if self._control is not None:
             self._control.context.destroy(linger=0)
-        runtime_dir = Path(self._config.runtime_dir)
-        # Segments that a killed runner could not unlink; they carry the directory's name.
-        for segment in _SHARED_MEMORY.glob(f"*{runtime_dir.name}*"):
-            segment.unlink(missing_ok=True)
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+        remove_runtime_dir(Path(self._config.runtime_dir))
 
     # --- signals ---
 

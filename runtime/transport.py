@@ -57,6 +57,9 @@ class ControllerTransport(Protocol):
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send to an engine; an engine that is not connected is ignored."""
 
+    def meet(self, engine: int, incarnation: int) -> None:
+        """From now on send to this incarnation of an engine, and to no earlier one."""
+
     def to_control(self, peer: str, message: Message) -> None:
         """Send to a front end or the supervisor; one that is not connected is ignored."""
 
@@ -92,9 +95,15 @@ class AgentTransport(Protocol):
         """Free the sockets, after what was sent has left (within a second)."""
 
 
-def engine_identity(engine: int) -> str:
-    """Return the name of an engine on the controller's socket."""
-    return f"engine-{engine}"
+def engine_identity(engine: int, incarnation: int = 0) -> str:
+    """Return the name on the controller's socket of an engine that was restarted so often."""
+    return f"engine-{engine}.{incarnation}"
+
+
+def parse_engine_identity(identity: str) -> tuple[int, int]:
+    """Return the engine of this name, and how often it had been restarted."""
+    engine, _, incarnation = identity.removeprefix("engine-").partition(".")
+    return int(engine), int(incarnation)
 
 
 def front_identity(index: int) -> str:
@@ -168,13 +177,20 @@ class ZmqAgentTransport:
         addresses: the node's endpoints.
         api_servers: number of front ends.
         pollables: further sockets that end a wait (the backend's).
+        incarnation: how often the engine was restarted.
     """
 
     def __init__(
-        self, engine: int, addresses: Addresses, api_servers: int, pollables: Sequence[Any] = ()
+        self,
+        engine: int,
+        addresses: Addresses,
+        api_servers: int,
+        pollables: Sequence[Any] = (),
+        *,
+        incarnation: int = 0,
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        identity = engine_identity(engine).encode()
+        identity = engine_identity(engine, incarnation).encode()
         self._controller = open_socket(self._context, zmq.DEALER, identity=identity)
         self._controller.connect(addresses.engines)
         self._fronts = []
@@ -215,6 +231,7 @@ class ZmqControllerTransport:
         self._addresses = addresses
         self._engines = self._router(addresses.engines)
         self._control = self._router(addresses.control)
+        self._incarnations: dict[int, int] = {}
         self._inputs: dict[int, zmq.Socket[Any]] = {}
         self._outputs = [open_socket(self._context, zmq.PUSH) for _ in range(api_servers)]
         for index, output in enumerate(self._outputs):
@@ -249,7 +266,12 @@ class ZmqControllerTransport:
 
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
         """See ``ControllerTransport.to_engine``."""
-        self._route(self._engines, engine_identity(engine), [encode(message), *frames])
+        identity = engine_identity(engine, self._incarnations.get(engine, 0))
+        self._route(self._engines, identity, [encode(message), *frames])
+
+    def meet(self, engine: int, incarnation: int) -> None:
+        """See ``ControllerTransport.meet``."""
+        self._incarnations[engine] = incarnation
 
     def to_control(self, peer: str, message: Message) -> None:
         """See ``ControllerTransport.to_control``."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from policies.partition import Group
+from policies.shift import ShiftRule, ShiftThreshold
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -17,6 +18,10 @@ class EngineView(msgspec.Struct, frozen=True):
     """Blocks lent, by group, written like ``0,1``."""
     startup_seconds: dict[str, float] = {}
     """What its start took, by phase; empty until it is ready (see ``messages.EngineReady``)."""
+    restarts: int = 0
+    """How often it was started again."""
+    reason: str | None = None
+    """Why it does not serve, if it does not."""
 
 
 class UnitView(msgspec.Struct, frozen=True):
@@ -31,6 +36,24 @@ class UnitView(msgspec.Struct, frozen=True):
     paused_requests: int
     interleaved_requests: int = 0
     """Requests of its single engines that go on in turn with its own."""
+
+
+class UnavailableView(msgspec.Struct, frozen=True):
+    """A group in ``GET /admin/layout`` that cannot be formed now."""
+
+    engines: Group
+    reason: str
+
+
+class ShiftView(msgspec.Struct, frozen=True):
+    """How steps are shared out between TP and SP, in ``GET /admin/layout``."""
+
+    threshold: ShiftThreshold = ShiftRule.OFF
+    """What the node is set to."""
+    max_sp: int = 1
+    """See ``NodeConfig.max_sp``."""
+    sp_above: dict[int, int] = {}
+    """What comes of it: the tokens above which a step is run in SP, by the degree of its group."""
 
 
 class SwitchView(msgspec.Struct, frozen=True):

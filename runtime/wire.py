@@ -79,6 +79,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _TERMS_HEADER = "x-shoal-terms"
+_ATTEMPT_HEADER = "x-shoal-attempt"
 _SIZE_SHIFT = 16
 _NOTHING = (b"", b"\xc0", b"\x90", b"\x80")
 """A field that is absent, nil, or an empty array or map, in msgpack."""
@@ -117,11 +118,13 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
         Raises:
             msgspec.DecodeError: the header is not one that ``Terms.added_to`` made.
         """
-        if not bytes(self.trace_headers):
-            return Terms()
-        headers = _trace_headers_decoder.decode(self.trace_headers) or {}
-        text = headers.get(_TERMS_HEADER)
+        text = (self.headers or {}).get(_TERMS_HEADER)
         return Terms() if text is None else _terms_decoder.decode(text)
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """Its trace headers: every output of the request carries them."""
+        return _trace_headers_decoder.decode(self.trace_headers) if self.trace_headers else None
 
     @property
     def movable(self) -> bool:
@@ -189,7 +192,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     events: list[Event] | None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
-    trace_headers: None = None
+    trace_headers: dict[str, str] | None = None
     prefill_stats: PrefillStats | None = None
 
 
@@ -239,6 +242,7 @@ _request_decoder = msgspec.msgpack.Decoder(RequestView)
 _raw_fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _PROMPT_FIELD = RequestView.__struct_fields__.index("prompt")
 _SAMPLING_FIELD = RequestView.__struct_fields__.index("sampling_params")
+_HEADERS_FIELD = RequestView.__struct_fields__.index("trace_headers")
 _abort_decoder = msgspec.msgpack.Decoder(list[str])
 _utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
 _trace_headers_decoder = msgspec.msgpack.Decoder(dict[str, str] | None)
@@ -255,12 +259,13 @@ def decode_request(frames: Sequence[Any]) -> RequestView:
     return _request_decoder.decode(frames[0])
 
 
-def continue_request(frames: Sequence[Any], tokens: Sequence[int]) -> list[bytes]:
+def continue_request(frames: Sequence[Any], tokens: Sequence[int], attempt: int = 0) -> list[bytes]:
     """Return an ``ADD`` payload that goes on where a movable request stands.
 
     Args:
         frames: its payload.
         tokens: what it has generated: they join the prompt, and its bounds on output shrink.
+        attempt: how often it was begun again; see ``attempt_of``.
     """
     fields = _raw_fields_decoder.decode(frames[0])
     view = decode_request(frames)
@@ -272,7 +277,19 @@ def continue_request(frames: Sequence[Any], tokens: Sequence[int]) -> list[bytes
         sampling["min_tokens"] = max(0, sampling["min_tokens"] - len(tokens))
     fields[_PROMPT_FIELD] = _raw([*view.prompt_token_ids(), *tokens])
     fields[_SAMPLING_FIELD] = _raw(sampling)
+    if attempt:
+        fields += [_raw(None)] * (_HEADERS_FIELD + 1 - len(fields))
+        fields[_HEADERS_FIELD] = _raw({**(view.headers or {}), _ATTEMPT_HEADER: str(attempt)})
     return [_encoder.encode(fields), *map(bytes, frames[1:])]
+
+
+def attempt_of(trace_headers: Mapping[str, str] | None) -> int:
+    """Return which attempt at its request an output belongs to, 0 being the first.
+
+    A request is begun again when its engine dies, and what the dead engine sent may come later. An
+    output carries its request's trace headers, so they tell the two apart.
+    """
+    return int(trace_headers.get(_ATTEMPT_HEADER, 0)) if trace_headers else 0
 
 
 def _raw(value: Any) -> msgspec.Raw:

@@ -6,10 +6,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
+from policies.partition import layout_name
 from policies.registry import POLICIES
+from policies.shift import ShiftThreshold, ShiftThresholdError, parse_threshold
 from runtime.client import CallError, ControlClient
 from runtime.messages import LayoutView, Treatment
-from runtime.views import EngineView, SwitchView, UnitView
+from runtime.views import EngineView, ShiftView, SwitchView, UnitView
 from server.errors import error_response
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
@@ -30,11 +32,17 @@ class PolicyRequest(msgspec.Struct, frozen=True):
     policy: str
 
 
+class ShiftRequest(msgspec.Struct, frozen=True):
+    """Body of ``POST /admin/shift``."""
+
+    threshold: int | str
+
+
 class BadRequestError(ValueError):
     """A body that is not what the route takes; the message names what is wrong."""
 
 
-R = TypeVar("R", LayoutRequest, PolicyRequest)
+R = TypeVar("R", LayoutRequest, PolicyRequest, ShiftRequest)
 
 
 def parse_layout_request(body: bytes) -> LayoutRequest:
@@ -60,6 +68,19 @@ def parse_policy_request(body: bytes) -> PolicyRequest:
         BadRequestError: it is not JSON, lacks ``policy``, has another type, or another field.
     """
     return _parse(body, PolicyRequest)
+
+
+def parse_shift_request(body: bytes) -> ShiftThreshold:
+    """Decode and check the body of ``POST /admin/shift``.
+
+    Raises:
+        BadRequestError: it is not JSON, lacks ``threshold``, has another field, or none of its
+            values.
+    """
+    try:
+        return parse_threshold(_parse(body, ShiftRequest).threshold)
+    except ShiftThresholdError as error:
+        raise BadRequestError(str(error)) from None
 
 
 def _parse(body: bytes, kind: type[R]) -> R:
@@ -116,6 +137,16 @@ def admin_router(control: ControlClient) -> APIRouter:
             return error_response(error.status, str(error))
         return JSONResponse(policy_json(view))
 
+    @router.post("/shift")
+    async def set_shift(request: Request) -> JSONResponse:
+        try:
+            view = await control.set_shift(parse_shift_request(await request.body()))
+        except BadRequestError as error:
+            return error_response(400, str(error))
+        except CallError as error:
+            return error_response(error.status, str(error))
+        return JSONResponse(_shift_json(view.shift))
+
     @router.post("/audit")
     async def audit() -> JSONResponse:
         try:
@@ -148,7 +179,34 @@ def layout_json(view: LayoutView) -> dict[str, Any]:
         "waiting": view.waiting,
         "units": [_unit_json(unit) for unit in view.units],
         "engines": [_engine_json(engine) for engine in view.engines],
+        "unavailable": _unavailable_json(view),
+        "shift": _shift_json(view.shift),
         "switches": [_switch_json(switch) for switch in view.switches],
+    }
+
+
+def readiness_json(view: LayoutView) -> dict[str, Any]:
+    """Return the body of ``GET /ready`` of a node that takes requests, and what it lacks."""
+    missing = {str(e.engine): e.state for e in view.engines if e.state != "serving"}
+    body: dict[str, Any] = {"ready": True}
+    if missing:
+        body["engines"] = missing
+    if view.unavailable:
+        body["unavailable"] = _unavailable_json(view)
+    return body
+
+
+def _unavailable_json(view: LayoutView) -> list[dict[str, Any]]:
+    return [{"engines": list(g.engines), "reason": g.reason} for g in view.unavailable]
+
+
+def _shift_json(shift: ShiftView) -> dict[str, Any]:
+    return {
+        "threshold": shift.threshold,
+        "max_sp": shift.max_sp,
+        "sp_above": {
+            layout_name(tuple(range(degree))): tokens for degree, tokens in shift.sp_above.items()
+        },
     }
 
 
@@ -169,6 +227,8 @@ def _engine_json(engine: EngineView) -> dict[str, Any]:
     return {
         "engine": engine.engine,
         "state": engine.state,
+        "reason": engine.reason,
+        "restarts": engine.restarts,
         "num_blocks": engine.num_blocks,
         "lent_blocks": engine.lent_blocks,
     }

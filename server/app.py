@@ -7,22 +7,30 @@ is offered, so that a new vLLM adds none by itself.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import Metric
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from runtime.client import CallError, ControlClient
-from server.admin import admin_router
+from runtime.messages import SHUTTING_DOWN
+from server.access import Access, MetricsAccess
+from server.admin import admin_router, readiness_json
+from server.bounds import DEFAULTS as BOUNDS
+from server.bounds import Bounds, check_body
 from server.errors import error_response
-from server.keys import ApiKey
+from server.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from server.keys import KeyRing
 from server.metrics import page
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
 from server.placement import CountRejection, PlacementMiddleware, Placements
 from server.pool_door import PoolDoor
+from server.quotas import Quotas
 from server.tracing import Traces, TracingMiddleware
 
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -44,6 +52,10 @@ VLLM_PATHS = frozenset(
 OPEN_PATHS = ("/health", "/ready")
 """Routes that need no API key."""
 
+METRICS_PATH = "/metrics"
+
+ADMIN_BODY_BYTES = 64 << 10
+
 READY_SECONDS = 2.0
 """How long ``/ready`` waits for the controller."""
 
@@ -54,7 +66,10 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 class AppOptions:
     """What the command line says about the application."""
 
-    api_keys: Sequence[ApiKey] = ()
+    access: Access = field(default_factory=Access)
+    bounds: Bounds = BOUNDS
+    front_ends: int = 1
+    """How many of them share an API key's limits."""
     root_path: str = ""
     allowed_origins: Sequence[str] = ()
     allowed_methods: Sequence[str] = ("*",)
@@ -92,16 +107,59 @@ def build_app(
     )
     for router in backstage.vllm_routers:
         app.include_router(_only(router, VLLM_PATHS))
-    app.include_router(_node_router(backstage))
-    app.include_router(admin_router(backstage.control))
+    app.include_router(_health_router(backstage))
+    if options.access.metrics is not MetricsAccess.OFF:
+        app.include_router(_metrics_router(backstage))
     _add_middleware(app, backstage, options)
+    app.add_exception_handler(HTTPException, _http_error)  # vLLM's handles a subclass of it
     return app
+
+
+def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
+    """Return the application of the admin API, for a port of its own.
+
+    A browser on this machine must not act on it for a page of someone else's, so what a browser
+    sends across origins is refused.
+    """
+    app = FastAPI(title="Shoal admin", openapi_url=None)
+    app.include_router(admin_router(backstage.control))
+    app.add_middleware(BodyMiddleware, limit=ADMIN_BODY_BYTES, check=_accept)
+    if access.admin_key_file is not None:
+        app.add_middleware(
+            ApiKeyMiddleware,
+            keys=KeyRing((), access.admin_key_file),
+            quotas=Quotas(),
+            open_paths=(),
+            rejected=backstage.rejected,
+        )
+    app.add_middleware(NoBrowserMiddleware)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _accept(body: bytes) -> None:
+    """Leave a body to its route."""
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that is not there, in the shape of the other errors."""
+    del request
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, str(error.detail), dict(error.headers or {}))
 
 
 def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> None:
     # The last one added is the first to see a request.
-    placements = backstage.placements
-    app.add_middleware(TermsMiddleware, placements=placements, door=backstage.door)
+    placements, access, bounds = backstage.placements, options.access, options.bounds
+    app.add_middleware(
+        TermsMiddleware,
+        placements=placements,
+        door=backstage.door,
+        share_prefix_cache=access.share_prefix_cache,
+    )
+    app.add_middleware(
+        BodyMiddleware, limit=bounds.body_bytes, check=partial(check_body, bounds=bounds)
+    )
     app.add_middleware(
         PlacementMiddleware,
         placements=placements,
@@ -116,13 +174,16 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
         )
-    if options.api_keys:
+    if access.needs_key:
+        metrics_open = access.metrics is MetricsAccess.OPEN
         app.add_middleware(
             ApiKeyMiddleware,
-            keys=options.api_keys,
-            open_paths=OPEN_PATHS,
+            keys=KeyRing(access.keys, access.key_file),
+            quotas=Quotas(options.front_ends),
+            open_paths=(*OPEN_PATHS, METRICS_PATH) if metrics_open else OPEN_PATHS,
             rejected=backstage.rejected,
         )
+    app.add_middleware(HeadMiddleware, bounds=bounds, rejected=backstage.rejected)
     if backstage.traces is not None:
         app.add_middleware(TracingMiddleware, traces=backstage.traces, paths=GENERATING_PATHS)
 
@@ -135,7 +196,7 @@ def _only(router: APIRouter, paths: Iterable[str]) -> APIRouter:
     return chosen
 
 
-def _node_router(backstage: Backstage) -> APIRouter:
+def _health_router(backstage: Backstage) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -146,15 +207,23 @@ def _node_router(backstage: Backstage) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
+        if backstage.door.is_closed:
+            return error_response(503, SHUTTING_DOWN)
         try:
             view = await backstage.control.get_layout(READY_SECONDS)
         except CallError as error:
             return error_response(503, str(error))
         if not view.ready:
             return error_response(503, view.reason or "the node is not ready")
-        return JSONResponse({"ready": True})
+        return JSONResponse(readiness_json(view))
 
-    @router.get("/metrics")
+    return router
+
+
+def _metrics_router(backstage: Backstage) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(METRICS_PATH)
     async def metrics() -> Response:
         try:
             node = await backstage.control.get_metrics()

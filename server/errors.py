@@ -30,17 +30,21 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the JSON of an error as OpenAI's API and vLLM shape it."""
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return the JSON of an error as OpenAI's API and vLLM shape it; ``param`` names a field."""
     kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_response(
-    status: int, message: str, headers: dict[str, str] | None = None
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    *,
+    param: str | None = None,
 ) -> JSONResponse:
     """Return an HTTP response with ``error_body``."""
-    return JSONResponse(error_body(status, message), status_code=status, headers=headers)
+    return JSONResponse(error_body(status, message, param), status_code=status, headers=headers)
 
 
 def refusal_response(status: int, message: str, retry_after: int | None) -> JSONResponse:

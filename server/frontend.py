@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from socket import socket
 from typing import Any, NoReturn
@@ -39,7 +39,7 @@ from vllm.entrypoints.openai.responses.api_router import router as responses_rou
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
-from vllm.exceptions import VLLMError
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -56,15 +56,31 @@ from policies.partition import layout_name
 from runtime.client import ControlClient
 from runtime.config import Addresses, NodeConfig
 from runtime.logs import LogFormat
-from runtime.messages import Note, Outcome, PoolLimits, Switching
+from runtime.messages import Interrupted, Note, Outcome, PoolLimits, Switching
 from runtime.wire import Terms, unit_of
-from server.app import AppOptions, Backstage, build_app
+from server.access import Access
+from server.admin_server import serving
+from server.app import AppOptions, Backstage, build_admin_app, build_app
+from server.bounds import bounds_of
+from server.connections import (
+    LOOK_SECONDS,
+    ConnectionLimits,
+    Connections,
+    Cutoff,
+    prepare_listener,
+)
 from server.errors import UserError, one_line
-from server.options import FP8_QUANTIZATION, api_keys
+from server.grammars import MEMORY_BYTES as GRAMMAR_MEMORY_BYTES
+from server.grammars import GrammarCheck, GrammarCompiler
+from server.http_protocol import BoundedHttpProtocol
+from server.http_server import DrainingServer
+from server.interruptions import Interruptions
+from server.options import FP8_QUANTIZATION
 from server.ordering import InOrder
 from server.placement import Placements, Rejection
 from server.pool_door import PoolDoor
 from server.request_metrics import RequestMetrics, RequestTimes
+from server.sandbox import Sandbox
 from server.tracing import Traces
 
 VLLM_ROUTERS = (
@@ -78,10 +94,13 @@ VLLM_ROUTERS = (
 
 _TASKS = ("generate",)
 
-_LAST_SECONDS = 3
-"""What the responses of aborted requests may take to end."""
-_ABORT_AGAIN_SECONDS = 0.1
-"""Pause between two rounds of aborts: a request may have been on its way to the engines."""
+_GENERATION_LOGGER = logging.getLogger("vllm.entrypoints.generate.base.serving")
+"""Logs every request that ends with an error, those too that a node hands back as it ends."""
+
+_WATCH_SECONDS = 0.5
+"""How often requests are looked for whose outputs are overdue."""
+_CUT_OFF_SECONDS = 1
+"""What connections may take to end that are cut off."""
 
 
 # --- in the main process: arguments and configuration ---
@@ -185,12 +204,32 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     ``abort_requests_async``.
     """
 
+    def check_first(self, grammars: GrammarCheck, placements: Placements) -> None:
+        """Add no request whose grammar these have not passed; tell why one was refused."""
+        self._grammars = grammars
+        self._placements = placements
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *rest: Any, **more: Any
+    ) -> Any:
+        """Add a request as vLLM does, which validates a grammar in the event loop."""
+        constraint = getattr(params, "structured_outputs", None)
+        try:
+            if constraint is not None:
+                await self._grammars.check(constraint)
+            return await super().add_request(request_id, prompt, params, *rest, **more)
+        except VLLMValidationError as error:
+            self._placements.refuse(str(error))
+            raise
+
     def follow(self, placements: Placements, times: RequestTimes, traces: Traces | None) -> None:
-        """Tell these of every request, and the controller of its terms."""
+        """Tell these of every request, the controller of its terms, and vLLM of its tenant."""
         send = self.engine_core.add_request_async
 
         async def add_request_async(request: Any) -> None:
             terms = placements.expect(request.request_id)
+            placements.spend_tokens(request.request_id, len(request.prompt_token_ids or ()))
+            request.cache_salt = placements.salt(request.cache_salt)
             times.start(request.request_id, request.priority, placements.arrival)
             if traces is not None:
                 traces.start(request)
@@ -207,28 +246,47 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
 
         self.engine_core.add_request_async = add_request_async
 
-    def read_outputs(self, times: RequestTimes, traces: Traces | None) -> None:
-        """Take the outputs of requests that have moved between units in order, and time them."""
-        states = self.output_processor.request_states
+    def standing(self, request_id: str) -> tuple[int, int] | None:
+        """Return a request's prompt tokens and the output tokens taken in; None if unknown."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None or state.detokenizer is None:
+            return None
+        return state.prompt_len, state.detokenizer.num_output_tokens()
+
+    def tokens_of(self, request_id: str) -> Sequence[int] | None:
+        """Return a request's output tokens that were taken in; None if it has ended."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None or state.detokenizer is None:
+            return None
+        tokens: Sequence[int] = state.detokenizer.output_token_ids
+        return tokens
+
+    def read_outputs(
+        self,
+        order: InOrder,
+        interruptions: Interruptions,
+        placements: Placements,
+        times: RequestTimes,
+        traces: Traces | None,
+    ) -> None:
+        """Take the outputs of requests that have moved in order; time and count them."""
         receive = self.engine_core.get_output_async
 
-        def standing(request_id: str) -> tuple[int, int] | None:
-            state = states.get(request_id)
-            if state is None or state.detokenizer is None:
-                return None
-            return state.prompt_len, state.detokenizer.num_output_tokens()
-
-        order = InOrder(standing)
-
         async def get_output_async() -> Any:
+            interruptions.settle()
             message = await receive()
             unit = unit_of(message.engine_index)
             message.engine_index = unit[0] if unit else 0
-            outputs = order.take(message.engine_index, message.outputs)
+            if not unit:
+                for output in message.outputs:
+                    placements.expect_end(output.request_id)
+            outputs = order.take(unit, interruptions.admit(unit, message.outputs))
             if traces is not None:
                 traces.take(unit, outputs)
             _queue_from_here(outputs, times)
             times.take(unit, outputs)
+            for output in outputs:
+                placements.spend_tokens(output.request_id, len(output.new_token_ids))
             message.outputs = self._take_unstarted(outputs, message.timestamp)
             return message
 
@@ -273,10 +331,6 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
 
         self.engine_core.abort_requests_async = abort_requests_async
 
-    async def abort_all(self) -> None:
-        """End every request; its client gets what there is, with finish reason ``abort``."""
-        await self.abort(list(self.output_processor.request_states), internal=True)
-
     def count_per_engine(self, engines: int) -> None:
         """Label metrics with the engine whose unit ran a step, not as of one engine core."""
         if self.log_stats:
@@ -310,23 +364,34 @@ class Frontend:
         index: number of this front end.
         vllm_config: see ``make_vllm_config``.
         args: the parsed arguments of ``shoal serve``.
+        access: who may call.
         listener: the bound socket that all front ends share.
+        admin: that of the admin API, which the first of them serves.
     """
 
     config: NodeConfig
     index: int
     vllm_config: Any
     args: Namespace
+    access: Access
     listener: socket
+    admin: socket | None = None
 
     def __call__(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM. Calls ``ready`` when connections are accepted."""
         if self.config.api_servers > 1:
             _share_metrics(self.config)
         set_ulimit()
-        uvloop.run(self._serve(ready))
+        compiler = GrammarCompiler(self.vllm_config)
+        with Sandbox(
+            compiler,
+            compiler.prepare,
+            cpu_seconds=self.args.max_grammar_seconds,
+            memory_bytes=GRAMMAR_MEMORY_BYTES,
+        ) as sandbox:
+            uvloop.run(self._serve(ready, GrammarCheck(sandbox)))
 
-    async def _serve(self, ready: Callable[[], None]) -> None:
+    async def _serve(self, ready: Callable[[], None], grammars: GrammarCheck) -> None:
         placements = Placements()
         addresses = Addresses(self.config.runtime_dir)
         layouts = [layout_name(tuple(range(degree))) for degree in self.config.degrees]
@@ -339,6 +404,8 @@ class Frontend:
                     door.update(note)
                 case Switching():
                     times.note(note)
+                case Interrupted():
+                    interruptions.take_note(note)
                 case _:
                     placements.take(note)
             if traces is not None:
@@ -356,6 +423,15 @@ class Frontend:
         async with ControlClient(addresses, self.index, take_note) as control:
             door = PoolDoor(refused)
             engine = self._connect(addresses)
+            order = InOrder(engine.standing)
+            interruptions = Interruptions(
+                self.index,
+                order,
+                engine.tokens_of,
+                send=control.report,
+                expect=placements.expect_again,
+                count_late=metrics.late_outputs.inc,
+            )
             traces = self._traces()
             backstage = Backstage(
                 control=control,
@@ -368,13 +444,18 @@ class Frontend:
                 traces=traces,
             )
             try:
+                engine.check_first(grammars, placements)
                 engine.follow(placements, times, traces)
-                engine.read_outputs(times, traces)
+                engine.read_outputs(order, interruptions, placements, times, traces)
                 engine.tell_ends(control, times, traces)
                 engine.count_per_engine(self.config.engines)
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
-                await self._serve_http(engine, backstage, ready)
+                watching = asyncio.create_task(
+                    _every(_WATCH_SECONDS, interruptions.begin_overdue_again)
+                )
+                await self._serve_http(engine, backstage, metrics.cut_off, ready)
+                watching.cancel()
             finally:
                 engine.shutdown()
                 if traces is not None:
@@ -404,80 +485,75 @@ class Frontend:
         return engine
 
     async def _serve_http(
-        self, engine: PlacedAsyncLLM, backstage: Backstage, ready: Callable[[], None]
+        self,
+        engine: PlacedAsyncLLM,
+        backstage: Backstage,
+        cut_off: Callable[[Cutoff], None],
+        ready: Callable[[], None],
     ) -> None:
-        app = build_app(backstage, _app_options(self.args), lifespan)
+        app = build_app(backstage, self._app_options(), lifespan)
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
-        server = _Server(_uvicorn_config(app, self.args), ready, engine.abort_all)
+        limits = ConnectionLimits(self.args.max_connections, self.args.client_timeout)
+        connections = Connections(limits, cut_off)
+        prepare_listener(self.listener, limits.client_seconds)
+
+        def begin_to_drain() -> None:
+            backstage.door.close()
+            _GENERATION_LOGGER.setLevel(logging.CRITICAL)
+
+        server = DrainingServer(
+            _uvicorn_config(app, self.args, connections.protocol),
+            connections,
+            ready,
+            begin_to_drain,
+            self.args.shutdown_timeout,
+        )
         app.state.server = server  # vLLM's handlers stop it when the link to the engines breaks
-        await server.serve(sockets=[self.listener])
+        admin_app = build_admin_app(backstage, self.access)
+        watching = asyncio.create_task(_every(LOOK_SECONDS, connections.end_overdue))
+        async with serving(_uvicorn_config(admin_app, self.args, BoundedHttpProtocol), self.admin):
+            await server.serve(sockets=[self.listener])
+        watching.cancel()
+
+    def _app_options(self) -> AppOptions:
+        args = self.args
+        return AppOptions(
+            access=self.access,
+            bounds=bounds_of(args, self.vllm_config.model_config.max_model_len),
+            front_ends=self.config.api_servers,
+            root_path=args.root_path or "",
+            allowed_origins=args.allowed_origins,
+            allowed_methods=args.allowed_methods,
+            allowed_headers=args.allowed_headers,
+            allow_credentials=args.allow_credentials,
+        )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server that says when it accepts connections, and ends requests in order.
-
-    uvicorn cancels what still runs when ``timeout_graceful_shutdown`` is over; requests are aborted
-    in the engines ``_LAST_SECONDS`` before that, which lets their responses end like any other.
-    """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        ready: Callable[[], None],
-        abort_all: Callable[[], Awaitable[None]],
-    ) -> None:
-        super().__init__(config)
-        self._ready = ready
-        self._abort_all = abort_all
-
-    async def startup(self, sockets: list[socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
-
-    async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        aborting = asyncio.create_task(self._abort_late_requests())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            aborting.cancel()
-
-    async def _abort_late_requests(self) -> None:
-        await asyncio.sleep((self.config.timeout_graceful_shutdown or 0) - _LAST_SECONDS)
-        # A client that does not read its response is cut off by uvicorn: nothing to report.
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        while True:
-            await self._abort_all()
-            await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+async def _every(seconds: float, act: Callable[[], None]) -> None:
+    """Call ``act`` again and again, for ever."""
+    while True:
+        await asyncio.sleep(seconds)
+        act()
 
 
-def _uvicorn_config(app: FastAPI, args: Namespace) -> uvicorn.Config:
+def _uvicorn_config(app: FastAPI, args: Namespace, protocol: Any) -> uvicorn.Config:
     as_json = args.log_format is LogFormat.JSON
     return uvicorn.Config(
         app,
+        http=protocol,
+        ws="none",
         log_config=None if as_json else uvicorn.config.LOGGING_CONFIG,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        timeout_graceful_shutdown=args.shutdown_timeout + _LAST_SECONDS,
+        timeout_graceful_shutdown=_CUT_OFF_SECONDS,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
         ssl_ciphers=args.ssl_ciphers or "TLSv1",
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-    )
-
-
-def _app_options(args: Namespace) -> AppOptions:
-    return AppOptions(
-        api_keys=api_keys(args, os.environ),
-        root_path=args.root_path or "",
-        allowed_origins=args.allowed_origins,
-        allowed_methods=args.allowed_methods,
-        allowed_headers=args.allowed_headers,
-        allow_credentials=args.allow_credentials,
     )
 
 

@@ -1,32 +1,35 @@
 """ASGI middleware of the front end: who may call, and what they ask of the task pool."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.clock import Clock, monotonic
 from runtime.wire import Terms
-from server.errors import error_response
+from server.errors import error_response, refusal_response
+from server.guard import read_body
 from server.keys import ApiKey, KeyRing
-from server.placement import CountRejection, Placements, Rejection
+from server.placement import CountRejection, Placements, Rejection, route_path
 from server.pool_door import PoolDoor
+from server.quotas import Caller, Quotas
 from server.terms import PRIORITY_HEADER, Asked, BadTermsError, read_terms
 
-_KEY = "shoal.api_key"
-"""Where an ASGI scope holds the ``ApiKey`` that the request came with."""
+_CALLER = "shoal.caller"
+"""Where an ASGI scope holds the ``Caller`` whose key the request came with."""
 
 
 class ApiKeyMiddleware:
     """Asks for ``Authorization: Bearer KEY`` on every path but the open ones.
 
     Unlike vLLM's ``--api-key``, which guards ``/v1`` and a few other prefixes, this guards all that
-    is not listed, the metrics and the admin routes included. As with vLLM, several keys may be
-    valid, and ``OPTIONS`` (a browser's preflight) is let through.
+    is not listed, routes that do not exist included. As with vLLM, several keys may be valid, and
+    ``OPTIONS`` (a browser's preflight) is let through. What POSTs may do is limited by their key.
 
     Args:
         app: the application behind this middleware.
         keys: the valid keys.
+        quotas: what their holders use.
         open_paths: paths that need no key.
         rejected: counts refused requests.
     """
@@ -34,13 +37,15 @@ class ApiKeyMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        keys: Sequence[ApiKey],
+        keys: KeyRing,
+        quotas: Quotas,
         open_paths: Collection[str],
         rejected: CountRejection,
     ) -> None:
         self._app = app
         self._rejected = rejected
-        self._keys = KeyRing(keys)
+        self._keys = keys
+        self._quotas = quotas
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +55,8 @@ class ApiKeyMiddleware:
             return
         key = self._key_of(Headers(scope=scope))
         if key is not None:
-            await self._app({**scope, _KEY: key}, receive, send)
+            caller = self._quotas.caller(key)
+            await self._serve({**scope, _CALLER: caller}, receive, send, caller)
             return
         self._rejected(Rejection.UNAUTHORIZED)
         response = error_response(
@@ -60,9 +66,22 @@ class ApiKeyMiddleware:
         )
         await response(scope, receive, send)
 
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        over = caller.quota.over(caller.key)
+        if over is not None:
+            self._rejected(Rejection.CALLER_LIMIT)
+            response = refusal_response(429, over.message, over.retry_after)
+            await response(scope, receive, send)
+            return
+        with caller.quota.running():
+            await self._app(scope, receive, send)
+
     def _is_open(self, scope: Scope) -> bool:
         preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
-        return preflight or scope["path"] in self._open_paths
+        return preflight or route_path(scope) in self._open_paths
 
     def _key_of(self, headers: Headers) -> ApiKey | None:
         scheme, _, offered = headers.get("authorization", "").partition(" ")
@@ -81,15 +100,23 @@ class TermsMiddleware:
         placements: the HTTP requests in progress.
         door: says whether the task pool takes requests.
         clock: monotonic seconds, the same as the controller's.
+        share_prefix_cache: whether callers may find each other's prefixes in the cache.
     """
 
     def __init__(
-        self, app: ASGIApp, placements: Placements, door: PoolDoor, clock: Clock = monotonic
+        self,
+        app: ASGIApp,
+        placements: Placements,
+        door: PoolDoor,
+        clock: Clock = monotonic,
+        *,
+        share_prefix_cache: bool = False,
     ) -> None:
         self._app = app
         self._placements = placements
         self._door = door
         self._clock = clock
+        self._share_prefix_cache = share_prefix_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
@@ -98,8 +125,9 @@ class TermsMiddleware:
             await self._app(scope, receive, send)
             return
         arrival = self._clock()
-        body, receive = await _read_body(receive)
-        key: ApiKey | None = scope.get(_KEY)
+        body, receive = await read_body(receive)
+        caller: Caller | None = scope.get(_CALLER)
+        key = None if caller is None else caller.key
         try:
             asked = read_terms(Headers(scope=scope), body, key)
         except BadTermsError as error:
@@ -108,6 +136,9 @@ class TermsMiddleware:
         placement.priority = asked.priority
         placement.in_background = asked.in_background
         placement.terms = _terms(asked, key, arrival)
+        if caller is not None:
+            placement.spend_tokens = caller.spend_tokens
+            placement.tenant = None if self._share_prefix_cache else caller.key.tenant
         refusal = await self._door.refusal(placement.terms.caller)
         if refusal is not None:
             await refusal(scope, receive, send)
@@ -129,18 +160,3 @@ def _headers_with_priority(scope: Scope, priority: int) -> list[tuple[bytes, byt
     name = PRIORITY_HEADER.encode()
     kept = [(key, value) for key, value in scope["headers"] if key != name]
     return [*kept, (name, b"%d" % priority)]
-
-
-async def _read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Return a request's body, and a ``receive`` that tells it again."""
-    messages = [await receive()]
-    while messages[-1].get("more_body", False):
-        messages.append(await receive())
-    told = iter(messages)
-
-    async def receive_again() -> Message:
-        for message in told:
-            return message
-        return await receive()
-
-    return b"".join(message.get("body", b"") for message in messages), receive_again

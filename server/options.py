@@ -14,14 +14,24 @@ from typing import Any
 from policies.registry import POLICIES, UnknownPolicyError, get_policy
 from runtime.config import AGING_SECONDS, INTERLEAVE_RATIO, FakeSettings
 from runtime.logs import LogFormat
+from server.access import add_access_options
+from server.bounds import DEFAULTS as DEFAULT_BOUNDS
+from server.bounds import add_bounds_options, check_bounds_options
+from server.connections import add_connection_options, check_connection_options
 from server.errors import UserError
-from server.keys import ApiKey, read_api_keys
+from server.failures import add_failure_options, check_failure_options
 from server.promises import add_promise_options, promised
+from server.shifting import add_shift_options
 
 DEFAULT_POLICY = "manual"
 ENGINE_COUNTS = (1, 2, 4, 8)
 DEFAULT_HOST = "127.0.0.1"
+LOOPBACK = "lo"
+"""The network interface that only this machine reaches."""
 DEFAULT_PORT = 8000
+
+SHUTDOWN_SECONDS = 30
+"""vLLM's own default would cut off every running request."""
 
 DEMO_NAME = "shoal-demo"
 DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
@@ -155,6 +165,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         metavar="SECONDS",
         help="how long an engine may take to reach a safe point (default: %(default)s)",
     )
+    add_failure_options(group)
     group.add_argument(
         "--max-waiting-requests",
         type=int,
@@ -189,13 +200,10 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         help="steps of a group to one of an engine's own where they interleave "
         "(default: %(default)s)",
     )
-    group.add_argument(
-        "--api-key-file",
-        type=read_api_keys,
-        default=(),
-        metavar="FILE",
-        help="API keys with limits, a JSON list; besides those of --api-key",
-    )
+    add_access_options(group)
+    add_shift_options(group)
+    add_bounds_options(group)
+    add_connection_options(group)
     group.add_argument(
         "--fake-engine",
         action="store_true",
@@ -209,7 +217,13 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         help="for tests: duration of a step of the fake engine (default: %(default)s)",
     )
     parser.set_defaults(
-        host=DEFAULT_HOST, port=_port_of(environ), uvicorn_log_level="warning", api_server_count=1
+        host=DEFAULT_HOST,
+        port=_port_of(environ),
+        uvicorn_log_level="warning",
+        api_server_count=1,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        h11_max_header_count=DEFAULT_BOUNDS.headers,
+        h11_max_incomplete_event_size=DEFAULT_BOUNDS.header_bytes,
     )
 
 
@@ -237,6 +251,10 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # One node: what its processes tell each other over TCP stays on this machine.
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        "VLLM_HOST_IP": DEFAULT_HOST,
         # vLLM and torch warn of every default that does not suit the machine.
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -288,6 +306,7 @@ def _check_shoal_options(args: Namespace) -> None:
     except UnknownPolicyError as error:
         raise UserError(f"--policy: {error}") from None
     promised(args)
+    check_failure_options(args)
     for name in ("engines", "max_group"):
         value = getattr(args, name)
         if value is not None and value not in ENGINE_COUNTS:
@@ -302,6 +321,8 @@ def _check_shoal_options(args: Namespace) -> None:
         raise UserError(f"--priority-aging {args.priority_aging:g}: it must be more than 0")
     if args.interleave_ratio < 1:
         raise UserError(f"--interleave-ratio {args.interleave_ratio}: it must be at least 1")
+    check_bounds_options(args)
+    check_connection_options(args)
     if args.fake_step_ms < 0:
         raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
     if args.fake_step_ms and not args.fake_engine:
@@ -310,8 +331,6 @@ def _check_shoal_options(args: Namespace) -> None:
         raise UserError(f"--api-server-count {args.api_server_count}: it must be at least 1")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: it must be from 0 to 65535")
-    if args.api_key is not None and not all(args.api_key):
-        raise UserError("--api-key: a key is empty")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise UserError("--ssl-keyfile and --ssl-certfile need each other")
 
@@ -412,12 +431,6 @@ def apply_defaults(
             choose("dtype", "float32")
     if on_cpu:
         choose("kv_cache_memory_bytes", CPU_KV_BYTES)
-
-
-def api_keys(args: Namespace, environ: Mapping[str, str]) -> tuple[ApiKey, ...]:
-    """Return the API keys: of ``--api-key``, or else ``VLLM_API_KEY``, and of the file."""
-    keys = args.api_key or [environ.get("VLLM_API_KEY", "")]
-    return (*(ApiKey(key) for key in keys if key), *args.api_key_file)
 
 
 def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> FakeSettings | None:

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from policies.partition import Group
+from runtime.clock import Clock, monotonic
+
 Standing = Callable[[str], tuple[int, int] | None]
 """Returns a request's prompt tokens and the output tokens that were taken in; None if unknown."""
 
@@ -26,10 +29,11 @@ class EngineOutput(Protocol):
 class _Held(msgspec.Struct):
     """The outputs of a request's new unit that are early."""
 
-    engine: int
+    unit: Group
     after: int
     """Output tokens that come first."""
     outputs: list[Any]
+    since: float
 
 
 class InOrder:
@@ -37,28 +41,39 @@ class InOrder:
 
     Args:
         standing: how far requests are.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, standing: Standing) -> None:
+    def __init__(self, standing: Standing, clock: Clock = monotonic) -> None:
         self._standing = standing
+        self._clock = clock
         self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, engine: int, outputs: Sequence[Any]) -> list[Any]:
+    def take(self, unit: Group, outputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of one message that are due, and those that had waited for them.
 
         Args:
-            engine: leader of the unit that made them.
+            unit: who made them; empty: the controller.
             outputs: ``EngineCoreOutput`` of the message, at most one per request.
         """
         due: list[Any] = []
         for output in outputs:
-            due += self._take(engine, output)
+            due += self._take(unit, output)
         return due
 
-    def _take(self, engine: int, output: EngineOutput) -> list[Any]:
+    def drop(self, request_id: str) -> None:
+        """Forget the outputs of a request that are held back."""
+        self._held.pop(request_id, None)
+
+    def overdue(self, seconds: float) -> list[str]:
+        """Return the requests whose missing outputs have not come for so long."""
+        before = self._clock() - seconds
+        return [request_id for request_id, held in self._held.items() if held.since <= before]
+
+    def _take(self, unit: Group, output: EngineOutput) -> list[Any]:
         standing = self._standing(output.request_id)
         held = self._held.get(output.request_id)
         if standing is None:
@@ -70,9 +85,9 @@ class InOrder:
             after = stats.num_prompt_tokens - prompt if stats is not None else 0
             if after <= seen:
                 return [output]
-            self._held[output.request_id] = _Held(engine, after, [output])
+            self._held[output.request_id] = _Held(unit, after, [output], self._clock())
             return []
-        if held.engine == engine:
+        if held.unit == unit:
             held.outputs.append(output)
             return []
         if seen + len(output.new_token_ids) < held.after:

@@ -7,6 +7,8 @@ adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` n
 
 import asyncio
 import enum
+import hashlib
+import json
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 
@@ -17,13 +19,16 @@ from policies.partition import Group
 from runtime.clock import Clock, monotonic
 from runtime.messages import Ended, Outcome, Placed
 from runtime.wire import Terms
-from server.errors import refusal_response
+from server.errors import error_body, error_response, refusal_response
 
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
 PRIORITY_HEADER = "x-shoal-priority"
 
 _STREAM = "text/event-stream"
+_ERROR_EVENT = b'data: {"error"'
+"""How the event begins that vLLM ends a stream with when its request fails."""
+_BAD_REQUEST = 400
 _CALLER_FULL = 429
 """Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
 
@@ -39,11 +44,17 @@ class Rejection(enum.StrEnum):
     EXPIRED = Outcome.EXPIRED.value
     POOL_FULL = Outcome.POOL_FULL.value
     CALLER_FULL = Outcome.CALLER_FULL.value
+    CALLER_LIMIT = "caller_limit"
+    """Its API key has as many requests in progress, or has used as much a minute, as it may."""
+    HANDED_BACK = Outcome.HANDED_BACK.value
 
 
 _REJECTIONS = {
     outcome: Rejection(outcome.value)
-    for outcome in (Outcome.TOO_LONG, Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL)
+    for outcome in (
+        *(Outcome.TOO_LONG, Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL),
+        Outcome.HANDED_BACK,
+    )
 }
 
 CountRejection = Callable[[Rejection], None]
@@ -59,7 +70,10 @@ class Placement:
         terms: what the task pool is told about them.
         priority: the effective one; None while it is not known.
         in_background: whether the response does not wait for what is generated.
+        tenant: whose prefixes it may find in the cache; None: those of all who have no tenant.
+        spend_tokens: counts tokens of its prompts and answers.
         ended: the controller's word on the first engine request that it refused or dropped.
+        refused: why vLLM refused it after its response had begun, as that of a stream has.
     """
 
     def __init__(self, arrival: float = 0.0) -> None:
@@ -68,7 +82,10 @@ class Placement:
         self.terms = Terms()
         self.priority: int | None = None
         self.in_background = False
+        self.tenant: str | None = None
+        self.spend_tokens: Callable[[int], None] = _spend_nothing
         self.ended: Ended | None = None
+        self.refused: str | None = None
         self._units: list[tuple[Group, str]] = []
         self._awaited: set[str] = set()
         self._noted = asyncio.Event()
@@ -101,6 +118,11 @@ class Placement:
             await self._noted.wait()
 
     @property
+    def is_placed(self) -> bool:
+        """Whether a unit has had any of its engine requests."""
+        return bool(self._units)
+
+    @property
     def headers(self) -> dict[str, str]:
         """The response headers, as far as they are known.
 
@@ -114,6 +136,10 @@ class Placement:
             headers[UNIT_HEADER] = ";".join(units)
             headers[LAYOUT_HEADER] = ";".join(layout for _, layout in self._units)
         return headers
+
+
+def _spend_nothing(tokens: int) -> None:
+    """Count nothing: the request has no limit."""
 
 
 class Placements:
@@ -166,15 +192,68 @@ class Placements:
         self._by_request[request_id] = placement
         return placement.terms
 
+    def expect_again(self, request_id: str) -> None:
+        """Await another note of an engine request: its engine died."""
+        placement = self._by_request.get(request_id)
+        if placement is not None:
+            placement.expect(request_id)
+
+    def expect_end(self, request_id: str) -> None:
+        """Await the controller's note on an engine request that it has ended, unless it is there.
+
+        Notes and outputs come by different ways.
+        """
+        placement = self._by_request.get(request_id)
+        if placement is not None and placement.ended is None:
+            placement.expect(request_id)
+
+    def refuse(self, reason: str) -> None:
+        """Note why the HTTP request of the current context is refused without an engine."""
+        placement = self._current.get()
+        if placement is not None:
+            placement.refused = reason
+
     def give_up(self, request_id: str) -> None:
         """Await no note of an engine request: it never reached the controller."""
         self.take(Ended(request_id, Outcome.ABORTED))
+
+    def spend_tokens(self, request_id: str, tokens: int) -> None:
+        """Count tokens that an engine request has brought, or has been answered with."""
+        placement = self._by_request.get(request_id)
+        if placement is not None:
+            placement.spend_tokens(tokens)
+
+    def salt(self, own: str | None) -> str | None:
+        """Return the cache salt of the HTTP request that the current context serves.
+
+        Only requests of one salt find each other's prefixes in a cache (vLLM mixes it into the
+        hash of the first block).
+
+        Args:
+            own: the salt that the request asks for.
+        """
+        placement = self._current.get()
+        if placement is None or placement.tenant is None:
+            return own
+        mixed = f"{len(placement.tenant)}:{placement.tenant}:{own or ''}"
+        return hashlib.sha256(mixed.encode()).hexdigest()
 
     def take(self, note: Placed | Ended) -> None:
         """Take a note of the controller; one for a request that has ended is ignored."""
         placement = self._by_request.get(note.request_id)
         if placement is not None:
             placement.take(note)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path by which a request is routed: without the application's ``root_path``.
+
+    Middleware that goes by paths must see the one that Starlette's router does, or a prefix would
+    lead around it.
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
 class PlacementMiddleware:
@@ -205,7 +284,7 @@ class PlacementMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        if scope["type"] != "http" or scope["path"] not in self._paths:
+        if scope["type"] != "http" or route_path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
         placement = self._placements.open()
@@ -214,15 +293,17 @@ class PlacementMiddleware:
             await self._app(scope, receive, held)
         finally:
             self._placements.close(placement)
-        reason = _rejection(held.status, placement.ended)
+        reason = _rejection(held.status, placement)
         if reason is not None:
             self._rejected(reason)
 
 
-def _rejection(status: int, ended: Ended | None) -> Rejection | None:
+def _rejection(status: int, placement: Placement) -> Rejection | None:
     """Return why a request was refused, as its response's status or the controller says."""
+    ended = placement.ended
     if ended is not None:
-        return _REJECTIONS.get(ended.outcome)
+        ran = ended.outcome is Outcome.HANDED_BACK and placement.is_placed
+        return None if ran else _REJECTIONS.get(ended.outcome)
     invalid = 400 <= status < 500 and status != _CALLER_FULL
     return Rejection.INVALID if invalid else None
 
@@ -248,7 +329,7 @@ class _HeldHead:
             if not self._is_too_early(message):
                 await self._release()
         elif not self._replaced:
-            await self._send(message)
+            await self._send(await self._explained(message))
 
     @property
     def _streams(self) -> bool:
@@ -260,16 +341,35 @@ class _HeldHead:
         more = message.get("more_body", False)
         return more and self._streams and not self._placement.request_ids
 
+    async def _explained(self, message: Message) -> Message:
+        """Give an error in the middle of a stream the reason that the controller has for it."""
+        body = message.get("body", b"")
+        if not body.startswith(_ERROR_EVENT):
+            return message
+        await self._placement.wait(for_all=True)
+        ended = self._placement.ended
+        if ended is None or ended.status is None:
+            return message
+        error = json.dumps(error_body(ended.status, ended.message))
+        rest = body.partition(b"\n\n")[2]
+        return {**message, "body": b"data: " + error.encode() + b"\n\n" + rest}
+
     async def _release(self) -> None:
         """Send what was held, or the error that takes its place, once the notes are there."""
         placement = self._placement
+        streams = self._streams
         if not placement.in_background:
-            await placement.wait(for_all=not self._streams)
+            await placement.wait(for_all=not streams)
         ended, held, self._held = placement.ended, self._held, []
         if ended is not None and ended.status is not None:
             self._replaced, self.status = True, ended.status
             response = refusal_response(ended.status, ended.message, ended.retry_after)
             response.headers.update(placement.headers)
+            await response(self._scope, self._receive, self._send)
+            return
+        if streams and placement.refused is not None and not placement.request_ids:
+            self._replaced, self.status = True, _BAD_REQUEST
+            response = error_response(self.status, placement.refused, placement.headers)
             await response(self._scope, self._receive, self._send)
             return
         self.status = held[0]["status"]

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.responses import JSONResponse
 
-from runtime.messages import Outcome, PoolLimits
+from runtime.messages import RETRY_SECONDS, SHUTTING_DOWN, Outcome, PoolLimits
 from server.errors import refusal_response
 
 
@@ -21,6 +21,12 @@ class PoolDoor:
     def __init__(self, count: Callable[[Outcome], Awaitable[None]]) -> None:
         self._count = count
         self._limits = PoolLimits()
+        self.is_closed = False
+        """Whether every request is refused."""
+
+    def close(self) -> None:
+        """Refuse every request from now on: the node is to end."""
+        self.is_closed = True
 
     def update(self, limits: PoolLimits) -> None:
         """Take a note of the controller."""
@@ -29,6 +35,9 @@ class PoolDoor:
     async def refusal(self, caller: str | None) -> JSONResponse | None:
         """Return the answer to a request that must be refused; None if it may come in."""
         limits = self._limits
+        if self.is_closed:
+            await self._count(Outcome.HANDED_BACK)
+            return refusal_response(503, SHUTTING_DOWN, RETRY_SECONDS)
         if caller is not None and caller in limits.callers:
             await self._count(Outcome.CALLER_FULL)
             return refusal_response(429, limits.callers[caller], limits.retry_after)

@@ -5,6 +5,7 @@ from argparse import Namespace
 from typing import Any, Literal
 
 from policies.cost_model import CostModel
+from policies.shift import ShiftRule
 from policies.slo import SLO
 from policies.snapshot import Target
 from runtime.simulation.files import (
@@ -73,16 +74,18 @@ def node_cost_model(
         say: is told why there is none.
 
     Raises:
-        UserError: there is none, but the policy needs one or the user described it.
+        UserError: there is none, but the policy or the shift needs one, or the user described it.
     """
     shape, hardware = args.cost_model_shape, args.cost_model_hardware
     try:
         return cost_model(
             read_shape(shape) if shape else shape_of(model, cache_dtype),
             read_hardware(hardware or (GPU_HARDWARE if gpus else CPU_HARDWARE)),
+            args.max_sp,
         )
     except FileError as error:
-        if args.policy == SLO.name or shape or hardware:
+        needed = args.policy == SLO.name or args.shift_threshold is ShiftRule.AUTO
+        if needed or shape or hardware:
             raise UserError(f"no cost model: {error}") from error
         say(f"  no cost model: {error}")
         return None

@@ -90,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="(default: the first that the server names)")
     add("--api-key", metavar="KEY", help="(default: the environment's OPENAI_API_KEY)")
     add(
+        "--admin-url",
+        metavar="URL",
+        help="Shoal's admin API, to draw the layout over time (default: not drawn)",
+    )
+    add("--admin-key", metavar="KEY", help="its key (default: the environment's SHOAL_ADMIN_KEY)")
+    add(
         "--endpoint",
         type=Endpoint,
         choices=list(Endpoint),
@@ -147,8 +153,11 @@ def _check(args: Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
     if not args.grace >= 0:
         raise UserError(f"--grace {args.grace:g}: it must not be negative")
-    if not args.base_url.startswith(("http://", "https://")):
-        raise UserError(f"--base-url {args.base_url}: it must begin with http:// or https://")
+    for name in ("base_url", "admin_url"):
+        url = getattr(args, name)
+        if url is not None and not url.startswith(("http://", "https://")):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {url}: it must begin with http:// or https://")
     for path in (args.json, args.html):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no such directory")
@@ -197,6 +206,8 @@ def _settings(args: Namespace) -> Settings:
         extensions=not args.no_extensions,
         deadline_ms=args.deadline_ms,
         timeout_seconds=args.timeout,
+        admin_url=args.admin_url,
+        admin_key=args.admin_key or os.environ.get("SHOAL_ADMIN_KEY"),
     )
 
 

@@ -16,6 +16,7 @@ from runtime.clock import Clock, monotonic
 from runtime.messages import Switching
 from runtime.metrics import PRIORITY_CLASSES, priority_class
 from runtime.wire import FinishReason
+from server.connections import Cutoff
 from server.placement import Rejection
 
 MIXED = "mixed"
@@ -95,6 +96,19 @@ class RequestMetrics:
             ("reason",),
             registry=registry,
         )
+        self.late_outputs = Counter(
+            "shoal_late_outputs_total",
+            "Outputs of dead engines that came when their requests had been begun again.",
+            registry=registry,
+        )
+        self.cutoffs = Counter(
+            "shoal_client_cutoffs_total",
+            "Connections ended, and requests refused, because of how clients use connections.",
+            ("reason",),
+            registry=registry,
+        )
+        for cutoff in Cutoff:
+            self.cutoffs.labels(cutoff)
         for priority in PRIORITY_CLASSES:
             for layout in layouts:
                 self.first_token.labels(priority, layout)
@@ -110,6 +124,10 @@ class RequestMetrics:
     def reject(self, reason: Rejection) -> None:
         """Count a refused request."""
         self.rejected.labels(reason).inc()
+
+    def cut_off(self, reason: Cutoff) -> None:
+        """Count a connection that was ended, or a request that was refused on it."""
+        self.cutoffs.labels(reason).inc()
 
 
 class _Life(msgspec.Struct):

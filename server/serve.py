@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 from runtime.config import NodeConfig
 from runtime.logs import LogFormat, configure_logging
 from runtime.process import exit_without_teardown
-from runtime.supervisor import Say, Supervisor, make_runtime_dir
+from runtime.runtime_dir import make_runtime_dir
+from runtime.supervisor import Say, Supervisor
+from server.access import Access, admin_address, check_environment, take_access
 from server.errors import UserError
 from server.options import (
     DEMO_CHECKPOINT,
     add_shoal_options,
-    api_keys,
     apply_defaults,
     check_model,
     check_options,
@@ -31,8 +33,11 @@ from server.options import (
     prepare_environment,
 )
 from server.promises import node_cost_model, promised
+from server.shifting import check_shift
 
 log = logging.getLogger("shoal.serve")
+
+_KEY_HEADER = " -H 'Authorization: Bearer KEY'"
 
 
 def say_aloud(line: str) -> None:
@@ -50,7 +55,11 @@ class ReadyNode:
     """Name to ask for."""
     engines: int
     max_group: int
-    api_key: str | None
+    needs_key: bool
+    """Whether the address takes requests with an API key only."""
+    admin: str | None
+    """Base URL of the admin API, if there is one."""
+    admin_needs_key: bool
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,6 +91,8 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     add_shoal_options(parser, os.environ)
     args = frontend.parse(parser, list(argv))
     check_options(args, parser.get_default)
+    check_environment(os.environ)
+    access = take_access(args, os.environ)
     choose_tracing(args, os.environ)
     if args.log_format is LogFormat.JSON:
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # read by processes that are not forked
@@ -89,16 +100,25 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     imported = time.monotonic()
     say("Starting Shoal")
     say(f"  imports took {imported - started:.1f} s")
-    with _bind(args.host, args.port) as listener:
+    with ExitStack() as sockets:
+        listener = sockets.enter_context(_bind(args.host, args.port))
+        address = admin_address(args, needs_key=access.needs_key)
+        admin = None if address is None else sockets.enter_context(_bind(*address))
+        if admin is not None:
+            # Another front end may be the first to say that the node is ready: calls of the admin
+            # API wait for theirs then.
+            admin.listen()
         config, vllm_config = _configure(args, parser.get_default, say)
         say(f"  configuration took {time.monotonic() - imported:.1f} s")
 
         def ready() -> None:
             say(f"  ready after {time.monotonic() - started:.1f} s")
-            on_ready(_describe(args, config, listener))
+            on_ready(_describe(args, config, access, listener, admin))
 
         frontends = [
-            frontend.Frontend(config, index, vllm_config, args, listener)
+            frontend.Frontend(
+                config, index, vllm_config, args, access, listener, admin if index == 0 else None
+            )
             for index in range(config.api_servers)
         ]
         code = Supervisor(config, frontends, say, args.shutdown_timeout).run(ready)
@@ -115,6 +135,7 @@ def _configure(
     gpus = frontend.count_gpus()
     demo = _choose_model(args, default_of)
     engines, max_group = engines_and_group(args, gpus, demo=demo is not None)
+    check_shift(args, [args.policy], max_group)
     apply_defaults(args, default_of, on_cpu=not gpus, demo=demo)
     check_model(args.model)
     vllm_args = frontend.engine_args(args, default_of)
@@ -132,6 +153,11 @@ def _configure(
             max_model_len=vllm_config.model_config.max_model_len,
         ),
         prepare_timeout_seconds=args.prepare_timeout,
+        max_retries=args.max_retries,
+        engine_timeout_seconds=args.engine_timeout,
+        step_timeout_seconds=args.step_timeout,
+        restart_limit=args.restart_limit,
+        restart_backoff_seconds=args.restart_backoff,
         seed=args.seed or 0,
         cost_model=node_cost_model(
             args,
@@ -145,6 +171,8 @@ def _configure(
         max_waiting_tokens=args.max_waiting_tokens,
         aging_seconds=args.priority_aging,
         interleave_ratio=args.interleave_ratio,
+        max_sp=args.max_sp,
+        shift_threshold=args.shift_threshold,
         log_format=args.log_format,
         tracing=args.otlp_traces_endpoint is not None,
     )
@@ -179,30 +207,57 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _describe(args: Namespace, config: NodeConfig, listener: socket.socket) -> ReadyNode:
-    host, port = listener.getsockname()[:2]
+def _describe(
+    args: Namespace,
+    config: NodeConfig,
+    access: Access,
+    listener: socket.socket,
+    admin: socket.socket | None,
+) -> ReadyNode:
     scheme = "https" if args.ssl_certfile else "http"
     return ReadyNode(
-        address=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+        address=_url(scheme, listener),
         model=args.served_model_name[0] if args.served_model_name else args.model,
         engines=config.engines,
         max_group=config.max_group,
-        api_key=next((key.key for key in api_keys(args, os.environ)), None),
+        needs_key=access.needs_key,
+        admin=None if admin is None else _url(scheme, admin),
+        admin_needs_key=access.admin_key_file is not None,
     )
+
+
+def _url(scheme: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def check_measurable(node: ReadyNode) -> None:
+    """Refuse a node that a benchmark which starts it could not speak to.
+
+    Raises:
+        UserError: it asks for keys, or has no admin API.
+    """
+    if node.needs_key or node.admin is None or node.admin_needs_key:
+        raise UserError("a node that is measured takes no API keys, and has an admin API")
 
 
 def print_ready(node: ReadyNode) -> None:
     """Print where the node is, and what to try on it."""
-    key = " -H 'Authorization: Bearer KEY'" if node.api_key is not None else ""
+    key = _KEY_HEADER if node.needs_key else ""
     chat = f'{{"model": "{node.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     say_aloud(f"Shoal serves {node.model} on {node.address}")
+    if node.admin is None:
+        say_aloud("  no admin API: see --admin-port and --admin-key-file")
+    else:
+        say_aloud(f"  admin API on {node.admin}")
     say_aloud(
         f"  try it:  curl {node.address}/v1/chat/completions{key} "
         f"-H 'Content-Type: application/json' -d '{chat}'"
     )
-    for units in _switch_examples(node):
+    key = _KEY_HEADER if node.admin_needs_key else ""
+    for units in _switch_examples(node) if node.admin is not None else []:
         body = json.dumps({"units": units})
-        say_aloud(f"  switch:  curl -X POST {node.address}/admin/layout{key} -d '{body}'")
+        say_aloud(f"  switch:  curl -X POST {node.admin}/admin/layout{key} -d '{body}'")
 
 
 def _switch_examples(node: ReadyNode) -> list[list[list[int]]]:

@@ -19,9 +19,10 @@ from loadgen.workload import Workload
 from policies.registry import UnknownPolicyError, get_policy
 from policies.snapshot import Target
 from runtime.simulation.files import FileError, built_in, read_hardware, read_shape
-from runtime.simulation.node import Node, Run, SimulationError, simulate
+from runtime.simulation.node import CAPTURED_TOKENS, Node, Run, SimulationError, simulate
 from server.errors import UserError
 from server.files import write_file
+from server.shifting import add_shift_options, check_shift
 from server.workloads import (
     add_target_option,
     add_workload_options,
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         policies = [get_policy(name).name for name in args.policy.split(",")]
         objectives = read_objectives(args)
-        node = _node(args, objectives)
+        node = _node(args, policies, objectives)
         workload = read_workload(args)
         runs = [_simulate(node, policy, workload, objectives) for policy in policies]
     except (FileError, UnknownPolicyError) as error:
@@ -85,18 +86,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
     add("--plot", type=Path, metavar="FILE.svg", help="draw requests, layout and TTFT over time")
+    add(
+        "--captured-tokens",
+        type=int,
+        default=CAPTURED_TOKENS,
+        metavar="N",
+        help="size of the largest CUDA graph: a step in SP batches more tokens, whatever the "
+        "threshold (default: %(default)s)",
+    )
+    add_shift_options(parser)
     add_target_option(parser)
     add_workload_options(parser)
     return parser
 
 
-def _node(args: Namespace, objectives: Sequence[figures.Objective]) -> Node:
+def _node(
+    args: Namespace, policies: Sequence[str], objectives: Sequence[figures.Objective]
+) -> Node:
     max_group = args.max_group or args.engines
     if max_group > args.engines:
         raise UserError(f"--max-group {max_group}: there are only {args.engines} engines")
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: it must be at least 1")
+    if args.captured_tokens < 0:
+        raise UserError("--captured-tokens: it must not be negative")
+    check_shift(args, policies, max_group)
     return Node(
         shape=read_shape(args.model_shape),
         hardware=read_hardware(args.hardware),
@@ -106,6 +121,9 @@ def _node(args: Namespace, objectives: Sequence[figures.Objective]) -> Node:
         max_num_batched_tokens=args.max_num_batched_tokens,
         targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
         seed=args.seed,
+        max_sp=args.max_sp,
+        shift_threshold=args.shift_threshold,
+        captured_tokens=args.captured_tokens,
     )
 
 

@@ -30,18 +30,22 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "runtime.engine.fp8",
         "runtime.engine.kv_cache",
         "runtime.engine.layouts",
+        "runtime.engine.loading",
+        "runtime.engine.rendezvous",
         "runtime.engine.row_ranges",
         "runtime.engine.row_ranges_bench",
         "runtime.engine.row_ranges_kernel",
         "runtime.engine.runner",
         "runtime.engine.seams",
         "runtime.engine.shards",
+        "runtime.engine.ulysses",
         "runtime.engine.vllm_backend",
         "runtime.engine.vllm_core",
         "runtime.engine.weights",
         "server.demo_training.model",
         "server.demo_training.train",
         "server.frontend",
+        "server.grammars",
     }
 )
 

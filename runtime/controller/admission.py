@@ -26,6 +26,9 @@ log = logging.getLogger("shoal.controller")
 _QUIET = frozenset({Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL})
 """Ends that a busy node makes many of, and that their callers know about: not for the log. vLLM's
 front end logs every finish reason ``error``, so theirs is ``abort``."""
+_UNLOGGED = _QUIET | {Outcome.HANDED_BACK}
+"""Ends that are not logged one by one. A stream that is handed back must not look complete, so the
+finish reason of these stays ``error``."""
 
 
 class Admission:
@@ -73,7 +76,7 @@ class Admission:
             msgspec.DecodeError: it is no ``EngineCoreRequest``.
         """
         view = wire.decode_request(frames)
-        if view.request_id in self._pool or self._book.where(view.request_id) is not None:
+        if self._is_here(view.request_id):
             log.error("dropped request %s: there is one of this id", view.request_id)
             return 0
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
@@ -86,6 +89,11 @@ class Admission:
         if request.terms.caller is not None and request.terms.max_waiting is not None:
             self._allowances[request.terms.caller] = request.terms.max_waiting
         return seen.prompt_tokens
+
+    def _is_here(self, request_id: str) -> bool:
+        book = self._book
+        sent = book.where(request_id) is not None or request_id in book.interrupted
+        return sent or request_id in self._pool
 
     def _too_long(self, request: Request) -> str:
         seen, limit = request.seen, self._capacity.longest_now
@@ -107,12 +115,14 @@ class Admission:
             if group is not None:
                 by_leader.setdefault(leader_of(group), []).append(request_id)
             waiting = self._pool.remove(request_id)
+            waiting = waiting or self._book.interrupted.pop(request_id, None)
             if waiting is not None:
                 # A response that is held back until its request is placed goes on.
                 note = m.Ended(request_id, outcome)
                 self._transport.to_control(front_identity(waiting.client), note)
-            if waiting is not None or self._book.remove(request_id) is not None:
-                self._book.outcomes[outcome] += 1
+            request = waiting or self._book.remove(request_id)
+            if request is not None:
+                self._book.count(request, outcome)
         for engine, ids in by_leader.items():
             self._transport.to_engine(engine, m.AbortRequests(ids))
 
@@ -133,14 +143,13 @@ class Admission:
             message: why, for the caller.
             retry_after: seconds after which the caller may try again, if that would help.
         """
-        self._book.outcomes[outcome] += len(requests)
         by_client: dict[int, list[str]] = {}
         for request in requests:
+            self._book.count(request, outcome)
             by_client.setdefault(request.client, []).append(request.id)
-        quiet = outcome in _QUIET
-        reason = wire.FinishReason.ABORT if quiet else wire.FinishReason.ERROR
+        reason = wire.FinishReason.ABORT if outcome in _QUIET else wire.FinishReason.ERROR
         for client, ids in by_client.items():
-            if not quiet:
+            if outcome not in _UNLOGGED:
                 log.warning("requests end with an error (%s): %s", outcome, ", ".join(ids))
             for request_id in ids:
                 note = m.Ended(request_id, outcome, status, message, retry_after)

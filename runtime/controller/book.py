@@ -5,7 +5,7 @@ Plain bookkeeping: nothing here sends a message or decides anything.
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -33,7 +33,11 @@ class Engine(msgspec.Struct):
     state: EngineState = EngineState.STARTING
     ready: m.EngineReady | None = None
     reason: str | None = None
-    """Why it is silent or dead."""
+    """Why it is silent or dead, or had to be restarted."""
+    incarnation: int = 0
+    """How often it was restarted."""
+    returns: bool = False
+    """Whether it is restarted when it is dead."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -43,18 +47,42 @@ class Request(msgspec.Struct, frozen=True):
     client: int
     """Number of the front end that sent it."""
     frames: list[bytes]
-    """vLLM's own payload."""
+    """vLLM's own payload, as it came."""
     seen: PoolRequest
     """What policies see of it."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
     moved_at: float | None = None
     """When it was last taken out of a unit, seconds."""
+    tokens: tuple[int, ...] = ()
+    """What other units have generated of it: for its next one they are part of the prompt."""
+    attempt: int = 0
+    """How often it was begun again because its engine died."""
+    deaths: int = 0
+    """Engines that died while they computed it."""
+    suspect: bool = False
+    """The last of them did, and no output of it has come since: it may be what they died of."""
+    guilty: bool = False
+    """It is what its engine died of."""
+    counted: bool = False
+    """It is among the outcomes already: its last outputs were lost, and it had to go on."""
 
     @property
     def pooled_at(self) -> float:
         """When it came into the task pool, or came back there."""
         return self.seen.arrival if self.moved_at is None else self.moved_at
+
+    @property
+    def payload(self) -> list[bytes]:
+        """What a unit is sent to begin it, or to go on with it."""
+        if not self.tokens and not self.attempt:
+            return self.frames
+        return wire.continue_request(self.frames, self.tokens, self.attempt)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another unit can go on with it where it stands."""
+        return not self.tokens or wire.decode_request(self.frames).movable
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -113,6 +141,14 @@ class CoreBook(msgspec.Struct):
         count = self.sent - self.load.added + self.load.waiting
         return list(self.requests.values())[-count:] if count else []
 
+    @property
+    def computed(self) -> list[Request]:
+        """Requests that a step may have had: all but those that were waiting at the last report."""
+        if self.load is None:
+            return list(self.requests.values())
+        waiting = {request.id for request in self.uncounted[: self.load.waiting]}
+        return [request for request in self.requests.values() if request.id not in waiting]
+
 
 class Book:
     """All of it, for one node.
@@ -131,6 +167,16 @@ class Book:
         self.cores: dict[Group, CoreBook] = {}
         self.outcomes: Counter[m.Outcome] = Counter()
         """Requests that have left the node."""
+        self.interrupted: dict[str, Request] = {}
+        """Requests whose engines died, until their front ends say how far they have come."""
+        self.starting: Group | None = None
+        """A group that is formed anew and whose members are in its collectives already."""
+        self.refused: dict[Group, str] = {}
+        """Groups that could not be formed anew, and why."""
+        self._members: dict[Group, tuple[int, ...]] = {}
+        """Incarnations of the engines that a group was last formed of, if not the first ones."""
+        self.ending = False
+        """Whether the node is to end: it takes no requests."""
         self.stale = 0
         """Switch messages that came too late and were dropped."""
         self._where: dict[str, Group] = {}
@@ -155,6 +201,39 @@ class Book:
     def serves(self, group: Group) -> bool:
         """Return whether every engine of the group is well."""
         return all(self.engines[engine].state is EngineState.SERVING for engine in group)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Engines that died and are not back."""
+        back = {engine.number for engine in self.engines if engine.incarnation == 0}
+        return self.in_state(EngineState.DEAD) | (self.in_state(EngineState.STARTING) - back)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Those of them that will not be back."""
+        return frozenset(
+            engine.number
+            for engine in self.engines
+            if engine.state is EngineState.DEAD and not engine.returns
+        )
+
+    def incarnations(self, group: Group) -> tuple[int, ...]:
+        """Return how often each engine of a group was restarted."""
+        return tuple(self.engines[engine].incarnation for engine in group)
+
+    def is_formed(self, group: Group) -> bool:
+        """Return whether a group has communicators among its engines as they are now."""
+        formed = self._members.get(group, (0,) * len(group))
+        return len(group) == 1 or formed == self.incarnations(group)
+
+    def form(self, group: Group, members: tuple[int, ...]) -> None:
+        """Note that a group was formed of these incarnations of its engines."""
+        self._members[group] = members
+
+    def forget_cores(self, leader: int) -> None:
+        """Forget the cores of an engine that is started again."""
+        for group in [group for group in self.cores if leader_of(group) == leader]:
+            del self.cores[group]
 
     def silence(self, engines: Iterable[int], reason: str) -> None:
         """Note that engines do not answer."""
@@ -216,10 +295,40 @@ class Book:
         """Return the unit that a request was sent to."""
         return self._where.get(request_id)
 
-    def remove(self, request_id: str) -> Request | None:
-        """Forget a request that was sent to a unit; None if it is not known (any more)."""
-        group = self._where.pop(request_id, None)
-        return None if group is None else self.cores[group].pop(request_id)
+    def remove(self, request_id: str, *, led_by: int | None = None) -> Request | None:
+        """Forget a request that was sent to a unit; None if it is not known (any more).
+
+        Args:
+            request_id: that.
+            led_by: only if this engine leads the unit. The request may have been begun again
+                elsewhere since the engine wrote of it.
+        """
+        group = self._where.get(request_id)
+        if group is None or led_by not in (None, leader_of(group)):
+            return None
+        del self._where[request_id]
+        return self.cores[group].pop(request_id)
+
+    def find(self, request_id: str) -> Request | None:
+        """Return a request that was sent to a unit; None if it is not known (any more)."""
+        group = self._where.get(request_id)
+        return None if group is None else self.cores[group].requests[request_id]
+
+    def count(self, request: Request, outcome: m.Outcome) -> None:
+        """Count a request that has left the node."""
+        if not request.counted:
+            self.outcomes[outcome] += 1
+
+    def clear(self, request_id: str) -> None:
+        """Note that a request runs on its unit: it is no suspect (any more)."""
+        group = self._where.get(request_id)
+        if group is not None:
+            requests = self.cores[group].requests
+            requests[request_id] = msgspec.structs.replace(requests[request_id], suspect=False)
+
+    def runs(self, core: CoreBook) -> bool:
+        """Return whether steps of a core are taken: its unit is there, or is interleaved."""
+        return core.group in self.partition or self.interleaves(core.group)
 
     def paused_in(self, unit: Group) -> int:
         """Return the requests that wait for another unit of this unit's engines to be back.
@@ -253,18 +362,24 @@ class Book:
         if set(self.bound) != {group for group in self.partition if len(group) > 1}:
             problems.append(f"controller: bound groups {sorted(self.bound)} are not the units")
         placed = {id_: core.group for core in self.cores.values() for id_ in core.requests}
-        if placed != self._where:
+        if placed != self._where or placed.keys() & self.interrupted.keys():
             problems.append("controller: a request is in two units, or in none")
         return problems
 
 
-def continued(request: Request, tokens: list[int], now: float) -> Request:
-    """Return a request that was taken out of a unit with these tokens, as one that waits again."""
-    prompt = request.seen.prompt_tokens + len(tokens)
+def continued(request: Request, tokens: Sequence[int], now: float) -> Request:
+    """Return a request that was taken out of a unit, as one that waits again.
+
+    Args:
+        request: that.
+        tokens: every output token so far, whichever units generated them.
+        now: seconds.
+    """
+    prompt = request.seen.prompt_tokens - len(request.tokens) + len(tokens)
     total = max(request.seen.total_tokens, prompt + 1)
     return msgspec.structs.replace(
         request,
-        frames=wire.continue_request(request.frames, tokens),
+        tokens=tuple(tokens),
         seen=replace(request.seen, prompt_tokens=prompt, total_tokens=total),
         moved_at=now,
     )

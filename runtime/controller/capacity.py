@@ -1,9 +1,9 @@
 """What every unit can take now: the snapshot that policies decide on."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
-from policies.cost_model import CostModel
+from policies.cost_model import Correction, CostModel, Mode
 from policies.partition import Group, Partition, groups_of, layout_name
 from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 from runtime import messages as m
@@ -54,7 +54,8 @@ class Capacity:
             now=now,
             engines=self._config.engines,
             max_group=self._config.max_group,
-            dead=book.in_state(EngineState.DEAD, EngineState.SILENT),
+            dead=book.gone | book.in_state(EngineState.SILENT),
+            broken=frozenset(g for g in self._possible_groups() if not book.is_formed(g)),
             partition=book.partition,
             switching=switching,
             units=tuple(
@@ -88,18 +89,21 @@ class Capacity:
         before, degree = core.load, len(core.group)
         if before is None:
             return
-        news = (load.decoding - before.decoding, load.prefilling - before.prefilling)
-        self._lengths.see(news[0] + news[1], len(load.finished))
-        for done in news:
-            if self.cost_model is not None and done.steps > 0 and done.seconds > 0:
-                seconds = done.seconds / done.steps
-                self.cost_model = self.cost_model.observe(degree, done.mean, seconds)
+        known = m.Work()
+        for mode in load.work:
+            done, seen = load.done(mode), before.done(mode)
+            for news in (done.decoding - seen.decoding, done.prefilling - seen.prefilling):
+                known += news
+                if self.cost_model is not None and news.steps > 0 and news.seconds > 0:
+                    seconds = news.seconds / news.steps
+                    self.cost_model = self.cost_model.observe(degree, news.mean, seconds, mode)
+        self._lengths.see(known, len(load.finished))
 
     @property
     def step_errors(self) -> dict[str, float]:
         """Smoothed relative error of the cost model's predictions (``messages.LayoutView``)."""
         corrections = () if self.cost_model is None else self.cost_model.corrections
-        return {f"{layout_name(tuple(range(c.degree)))} {c.kind}": c.error for c in corrections}
+        return {_steps_name(c): c.error for c in corrections}
 
     def _unit(self, group: Group, *, serving: bool) -> UnitState:
         core, limits = self._book.core(group), self._book.limits(group)
@@ -163,26 +167,29 @@ class Capacity:
 
     @property
     def longest_now(self) -> int:
-        """Tokens of the longest sequence that some group of engines that are not dead holds."""
-        dead = self._book.in_state(EngineState.DEAD)
-        units = [
-            self._unit(group, serving=True)
-            for group in self._possible_groups()
-            if not dead.intersection(group)
-        ]
+        """Tokens of the longest sequence that some group holds which is there, or will be."""
+        units = [self._unit(group, serving=True) for group in self._lasting_groups()]
         return max(
             (min(u.max_model_len, u.total_blocks * u.block_tokens) for u in units), default=0
         )
 
     def holds(self, request: PoolRequest) -> bool:
-        """Return whether some group of engines that are not dead could hold the request."""
-        dead = self._book.in_state(EngineState.DEAD)
-        return any(
-            self._unit(group, serving=True).can_hold(request)
-            for group in self._possible_groups()
-            if not dead.intersection(group)
-        )
+        """Return whether some group could hold the request that is there, or will be."""
+        units = (self._unit(group, serving=True) for group in self._lasting_groups())
+        return any(unit.can_hold(request) for unit in units)
+
+    def _lasting_groups(self) -> Iterator[Group]:
+        """Yield the groups that can be formed, or will be when engines are back."""
+        lost, refused = self._book.lost, self._book.refused
+        for group in self._possible_groups():
+            if not lost.intersection(group) and group not in refused:
+                yield group
 
     def _possible_groups(self) -> list[Group]:
         config = self._config
         return [g for degree in config.degrees for g in groups_of(config.engines, degree)]
+
+
+def _steps_name(steps: Correction) -> str:
+    layout = layout_name(tuple(range(steps.degree)))
+    return f"{layout} {steps.kind}" if steps.mode is Mode.TP else f"{layout} sp {steps.kind}"

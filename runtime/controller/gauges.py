@@ -9,7 +9,7 @@ from runtime.config import NodeConfig
 from runtime.controller.book import Book, EngineState
 from runtime.controller.leases import Leases
 from runtime.controller.pool import TaskPool
-from runtime.messages import Load, Outcome, Work
+from runtime.messages import Load, Mode, Outcome, Work
 from runtime.metrics import (
     PRIORITY_CLASSES,
     EngineGauges,
@@ -37,6 +37,8 @@ class Gauges:
     pool: TaskPool
     policy: str
     busy: Collection[int]
+    unavailable: Collection[Group]
+    """Groups that cannot be formed now."""
     step_errors: Mapping[str, float]
     now: float
 
@@ -48,7 +50,7 @@ class Gauges:
 
     def _node(self) -> Iterator[Family]:
         book = self.book
-        ready = book.started and bool(book.in_state(EngineState.SERVING))
+        ready = book.started and not book.ending and bool(book.in_state(EngineState.SERVING))
         yield gauge("shoal_ready", "1 if the node can take requests.", (), {(): int(ready)})
         policies = {(name,): int(name == self.policy) for name in {*POLICIES, self.policy}}
         yield gauge("shoal_policy_info", "1 for the policy that decides.", ("policy",), policies)
@@ -57,6 +59,13 @@ class Gauges:
         layouts = [layout_name(group) for group in book.partition]
         units = {(name,): layouts.count(name) for name in map(layout_name, self._groups)}
         yield gauge("shoal_units", "Units by layout.", ("layout",), units)
+        missing = [layout_name(group) for group in self.unavailable]
+        yield gauge(
+            "shoal_groups_unavailable",
+            "Groups that cannot be formed because engines died.",
+            ("layout",),
+            {(name,): missing.count(name) for (name,) in units if name != layout_name((0,))},
+        )
         yield counter(
             "shoal_requests_total",
             "Requests that have left the node, by outcome.",
@@ -90,6 +99,12 @@ class Gauges:
                 for engine in book.engines
                 for state in EngineState
             },
+        )
+        yield counter(
+            "shoal_engine_restarts_total",
+            "Times that the engine was started again after it had died.",
+            ("engine",),
+            {(str(engine.number),): engine.incarnation for engine in book.engines},
         )
         yield self._per_engine(
             "shoal_engine_layout",
@@ -231,13 +246,24 @@ class Gauges:
         yield gauge(
             "shoal_step_time_relative_error",
             "Smoothed relative error of the predicted step times.",
-            ("layout", "kind"),
-            {tuple(name.split()): error for name, error in self.step_errors.items()},
+            ("layout", "mode", "kind"),
+            {_error_labels(name): error for name, error in self.step_errors.items()},
         )
 
     def _work(self) -> Iterable[tuple[tuple[str, str, str], Work]]:
         for group in self._groups:
             load = self._load(group)
-            mode = "dp" if len(group) == 1 else "tp"
-            labels = str(leader_of(group)), layout_name(group), mode
-            yield labels, Work() if load is None else load.total
+            for mode in Mode if len(group) > 1 and self.config.max_sp > 1 else (Mode.TP,):
+                labels = str(leader_of(group)), *_labels(layout_name(group), mode)
+                yield labels, Work() if load is None else load.done(mode).total
+
+
+def _labels(layout: str, mode: Mode) -> tuple[str, str]:
+    """Return the labels ``layout`` and ``mode`` of such steps."""
+    return layout, layout if layout == "dp" else mode.value
+
+
+def _error_labels(steps: str) -> tuple[str, str, str]:
+    """Return the labels of steps that go by such a name (``messages.LayoutView.step_errors``)."""
+    layout, *mode, kind = steps.split()
+    return *_labels(layout, Mode(*mode) if mode else Mode.TP), kind

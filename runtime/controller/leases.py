@@ -10,7 +10,7 @@ import msgspec
 from policies.partition import Group, leader_of
 from runtime import messages as m
 from runtime.controller.audit import Audit
-from runtime.controller.book import Book, EngineState
+from runtime.controller.book import Book
 from runtime.transport import ControllerTransport
 
 
@@ -46,6 +46,10 @@ class Leases:
     def lent_by(self, engine: int) -> dict[Group, int]:
         """Return how many blocks an engine has lent, by group."""
         return {group: len(blocks) for group, blocks in self._lent[engine].items() if blocks}
+
+    def holds(self, group: Group) -> bool:
+        """Return whether a group's leader or a member has blocks of its lease in the books."""
+        return bool(self.opened.get(group)) or any(self._lent[e].get(group) for e in group)
 
     def blocks_of(self, engine: int) -> set[int]:
         """Return the ids of all blocks that an engine has lent."""
@@ -134,7 +138,7 @@ class Leases:
 
     def returning(self, message: m.Returning) -> None:
         """Hand a leader's returned blocks to the members that are alive."""
-        dead = self._book.in_state(EngineState.DEAD)
+        dead = self._book.gone
         returned = {e: ids for e, ids in message.returned.items() if e not in dead}
         self.close(message.group, returned)
         for engine, blocks in returned.items():
@@ -161,7 +165,7 @@ class Leases:
             if group in self._growths:
                 continue
             lent = {engine: len(self._lent[engine].get(group, ())) for engine in group}
-            dead = self._book.in_state(EngineState.DEAD)
+            dead = self._book.gone
             if any(blocks != opened for engine, blocks in lent.items() if engine not in dead):
                 problems.append(f"controller: unit {list(group)} has {opened} blocks of {lent}")
         return problems

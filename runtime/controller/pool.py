@@ -69,6 +69,11 @@ class TaskPool:
             self._deadlines[request.id] = deadline
             heapq.heappush(self._due, (deadline, request.id))
 
+    def get(self, request_id: str) -> Request | None:
+        """Return a request; None if it is not here."""
+        key = self._keys.get(request_id)
+        return None if key is None else self._by_key[key]
+
     def remove(self, request_id: str) -> Request | None:
         """Take a request out; None if it is not here."""
         key = self._keys.pop(request_id, None)

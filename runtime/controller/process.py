@@ -14,15 +14,13 @@ from dataclasses import replace
 import msgspec
 
 from policies.partition import (
-    Group,
     Partition,
     PartitionError,
-    layout_name,
     leader_of,
     parse_partition,
 )
-from policies.plan import Plan
 from policies.registry import UnknownPolicyError
+from policies.shift import ShiftThresholdError
 from policies.snapshot import Snapshot
 from runtime import messages as m
 from runtime import wire
@@ -34,14 +32,19 @@ from runtime.controller.adviser import Adviser
 from runtime.controller.audit import Audit
 from runtime.controller.book import Book, EngineState, continued
 from runtime.controller.capacity import Capacity
+from runtime.controller.closing import Closing
 from runtime.controller.demand import Demand, SwitchBudget, most_urgent
+from runtime.controller.dispatcher import Dispatcher
 from runtime.controller.gauges import Gauges
 from runtime.controller.leases import Leases
+from runtime.controller.losses import Losses
 from runtime.controller.pool import TaskPool
+from runtime.controller.pulse import Pulse
+from runtime.controller.rejoin import Rejoin
+from runtime.controller.shifting import Shifting
 from runtime.controller.statistics import MANUAL, Statistics
 from runtime.controller.switch import Switch
 from runtime.transport import (
-    SUPERVISOR,
     Arrival,
     Channel,
     ControllerTransport,
@@ -60,9 +63,6 @@ RETRY_SECONDS = 5.0
 """Pause after a failed switch before the policy may ask for another."""
 REVIEW_SECONDS = 0.5
 """How often a policy that decides the layout is asked when nothing happens: quiet is news too."""
-PAUSE_SECONDS = 5.0
-"""How long a request waits for its unit under such a policy, before it is moved to another; and one
-that is interleaved under any policy, when the group has left it no KV blocks to go on with."""
 WAITING_TREATMENTS = (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
 """Those whose switches take as long as requests run."""
 
@@ -85,6 +85,7 @@ class Controller:
 
     Raises:
         UnknownPolicyError: ``config.policy`` names none.
+        ShiftThresholdError: ``config.shift_threshold`` needs a cost model.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Controller:
         self.switches: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self._capacity = Capacity(config, self.book, self.leases, self.pool)
         self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
+        self._closing = Closing(self.book, self.pool, self._admission, transport, clock)
         self._config = config
         self._transport = transport
         self._clock = clock
@@ -114,9 +116,40 @@ class Controller:
         self._budget = SwitchBudget(clock())
         self._switched_at = -math.inf
         self._decided_at = clock()
-        self._paused_since: dict[Group, float] = {}
         self._statistics = Statistics(config.degrees)
+        self._losses = Losses(
+            config,
+            self.book,
+            self.pool,
+            self.leases,
+            self._capacity,
+            self._admission,
+            self._statistics,
+            transport,
+            clock,
+        )
+        self._dispatcher = Dispatcher(
+            self.book,
+            self.pool,
+            self._losses,
+            self._statistics,
+            transport,
+            clock,
+            tracing=config.tracing,
+        )
+        self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
         self._adviser = Adviser(config.policy, self._statistics, clock)
+        self._shifting = Shifting(config, self.book, transport, self._adviser.policy)
+        self._rejoin = Rejoin(
+            config,
+            self.book,
+            self.leases,
+            transport,
+            clock,
+            lose=self._lose,
+            greet=self._shifting.greet,
+            give_up=self._losses.give_up_unholdable,
+        )
 
     # --- loop ---------------------------------------------------------------------------------
 
@@ -130,7 +163,7 @@ class Controller:
 
     def turn(self, timeout: float | None = None) -> None:
         """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
-        self._transport.wait(self._patience(timeout))
+        self._transport.wait(self._patience(timeout), eager=self._switch is not None)
         began = self._clock()
         self._do_what_is_due()
         self._statistics.turns.observe(self._clock() - began)
@@ -138,12 +171,16 @@ class Controller:
     def _do_what_is_due(self) -> None:
         for arrival in self._transport.receive():
             self._take(arrival)
+        for engine, reason in self._pulse.check():
+            self._lose([engine], reason, m.DeathCause.SILENT)
         if self._switch is not None:
             self._switch.tick()
         self._end_switch()
         self._end_audit()
+        self._rejoin.tick(switching=self._switch is not None or self._audit is not None)
         self._take_deferred()
         self._admission.expire()
+        self._closing.hand_back()
         started = self._decide() if self.book.started else 0
         self._admission.hold_limits(started)
 
@@ -156,6 +193,9 @@ class Controller:
             self._switch.deadline if self._switch is not None else None,
             self._audit.deadline if self._audit is not None else None,
             self._admission.deadline,
+            self._closing.deadline,
+            self._pulse.deadline,
+            self._rejoin.deadline,
         ]
         now = self._clock()
         if self._adviser.policy.decides_layout:
@@ -166,8 +206,10 @@ class Controller:
     def _take(self, arrival: Arrival) -> None:
         try:
             match arrival.channel:
-                case Channel.ENGINE:
+                case Channel.ENGINE if self._rejoin.is_current(arrival):
                     self._take_report(m.decode_to_controller(arrival.frames[0]))
+                case Channel.ENGINE:
+                    pass
                 case Channel.CONTROL:
                     self._take_call(arrival.peer, m.decode_control(arrival.frames[0]))
                 case Channel.FRONT:
@@ -217,10 +259,16 @@ class Controller:
                     self._audit.answer(message)
             case m.Moved():
                 self._take_moved(message)
+            case m.EngineReady() if self.book.started:
+                self._rejoin.ready(message)
             case m.EngineReady():
                 self._take_ready(message)
-            case m.EngineFailed(engine, error):
-                self._lose([engine], error)
+            case m.Formed():
+                self._rejoin.formed(message)
+            case m.EngineFailed(engine, error, cause):
+                self._lose([engine], error, cause)
+            case m.Pong(engine):
+                self._pulse.feel(engine)
 
     @staticmethod
     def _sender(message: m.ToController) -> int:
@@ -231,6 +279,7 @@ class Controller:
     def _take_ready(self, message: m.EngineReady) -> None:
         engine = self.book.engines[message.engine]
         engine.ready, engine.state = message, EngineState.SERVING
+        self._shifting.greet(message.engine)
         if self.book.started:
             self._greet_fronts()
 
@@ -251,15 +300,17 @@ class Controller:
             self._capacity.observe(core, load)
         core.load = load
         for request_id in load.finished:
-            if self.book.remove(request_id) is not None:
-                self.book.outcomes[m.Outcome.FINISHED] += 1
+            request = self.book.remove(request_id, led_by=load.engine)
+            if request is not None:
+                self.book.count(request, m.Outcome.FINISHED)
+                self._losses.finished(request, load.engine)
 
     def _take_moved(self, message: m.Moved) -> None:
         """Let requests that a core has given back wait for another, in their old place."""
         for request_id, tokens in message.tokens.items():
-            request = self.book.remove(request_id)
+            request = self.book.remove(request_id, led_by=message.engine)
             if request is not None:
-                self.pool.add(continued(request, tokens, self._clock()))
+                self.pool.add(continued(request, [*request.tokens, *tokens], self._clock()))
                 self._statistics.moved.add()
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
@@ -271,53 +322,13 @@ class Controller:
         if self._switch is None or not self._switch.handle(message):
             self.book.stale += 1
 
-    def _lose(self, engines: Collection[int], reason: str) -> None:
-        """Go on without engines that died, and without those that died with them."""
-        gone = {tied for engine in engines for tied in self._tied(engine)}
-        gone -= self.book.in_state(EngineState.DEAD)
-        if not gone:
-            return
-        log.error("engines %s are lost: %s", sorted(gone), reason)
-        for number in gone:
-            engine = self.book.engines[number]
-            engine.state, engine.reason = EngineState.DEAD, reason
-        for group in [group for group in self.book.bound if gone.intersection(group)]:
-            if self._switch is None or not self._switch.is_released(group):
-                self.book.set_free(group)
-        if self._switch is not None:
-            # First: what members lent to a bind that is aborted now they take back by themselves.
-            self._switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
-        self.leases.lose(gone)
-        self._lose_requests(gone)
-        if self._audit is not None:
-            self._audit.lose(gone)
-        self._transport.to_control(SUPERVISOR, m.KillEngines(sorted(gone), reason))
-
-    def _tied(self, engine: int) -> frozenset[int]:
-        """Return the engines that cannot go on without this one."""
-        unit = self.book.unit_of(engine)
-        switch = self._switch
-        if unit in self.book.bound and (switch is None or not switch.is_released(unit)):
-            return frozenset(unit)
-        return frozenset({engine}) if switch is None else switch.tied(engine)
-
-    def _lose_requests(self, gone: Collection[int]) -> None:
-        """End the requests whose KV was (also) on dead engines, and those nobody can hold now."""
-        lost = []
-        for core in list(self.book.cores.values()):
-            if not set(gone).intersection(core.group) or not core.requests:
-                continue
-            ids = list(core.requests)
-            if leader_of(core.group) not in gone:
-                self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
-            removed = [self.book.remove(request_id) for request_id in ids]
-            lost += [request for request in removed if request is not None]
-        for request in self.pool.all():
-            if not self._capacity.holds(request.seen):
-                self.pool.remove(request.id)
-                lost.append(request)
-        message = "an engine that the request needs is lost"
-        self._admission.fail(lost, m.Outcome.LOST, 500, message)
+    def _lose(
+        self,
+        engines: Collection[int],
+        reason: str,
+        cause: m.DeathCause = m.DeathCause.GROUP,
+    ) -> None:
+        self._losses.lose(engines, reason, cause, self._switch, self._audit)
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -328,27 +339,39 @@ class Controller:
             case m.GetMetrics(call):
                 self._transport.to_control(peer, self._metrics(call))
             case m.SetLayout():
-                if self._audit is not None:
+                if self._audit is not None or self._rejoin.engines:
                     self._later.append((peer, message))
                 else:
                     self._set_layout(peer, message)
             case m.SetPolicy():
                 self._set_policy(peer, message)
+            case m.SetShiftThreshold():
+                self._set_shift(peer, message)
             case m.AuditNode():
-                if self._audit is not None or self._switch is not None:
+                if self._audit or self._switch or self._rejoin.engines:
                     self._later.append((peer, message))
                 else:
                     self._start_audit(peer, message)
-            case m.EngineDied(engine, reason):
-                self._lose([engine], reason)
+            case m.EngineDied(engine, reason, cause):
+                if self._rejoin.died(message):
+                    self._lose([engine], reason, cause)
+            case m.EngineStarting():
+                for arrival in self._rejoin.restarted(message):
+                    self._take(arrival)
+            case m.Received():
+                self._losses.received(message)
+            case m.GoesOn(request_ids):
+                self._losses.clear(request_ids)
+            case m.EndNode(seconds):
+                self._closing.begin(seconds)
             case m.CountRefused(outcome):
                 self.book.outcomes[outcome] += 1
             case m.Stopped(request_ids):
                 self._admission.abort(request_ids, m.Outcome.FINISHED)
 
     def _take_deferred(self) -> None:
-        """Take the calls that waited for a switch or an audit to end, while nothing is running."""
-        while self._later and self._audit is None and self._switch is None:
+        """Take the calls that waited for a switch or the like to end, while nothing is running."""
+        while self._later and not (self._audit or self._switch or self._rejoin.engines):
             self._take_call(*self._later.popleft())
 
     def _layout(self, call: int) -> m.LayoutView:
@@ -366,6 +389,8 @@ class Controller:
             policy_errors=int(self._statistics.policy_errors.total()),
             moves_total=int(self._statistics.moved.total()),
             step_errors=self._capacity.step_errors,
+            shift=self._shifting.view,
+            unavailable=views.unavailable_views(self._rejoin.unavailable()),
         )
 
     def _metrics(self, call: int) -> m.NodeMetrics:
@@ -376,6 +401,7 @@ class Controller:
             pool=self.pool,
             policy=self._adviser.policy.name,
             busy=self._busy,
+            unavailable=self._rejoin.unavailable().keys(),
             step_errors=self._capacity.step_errors,
             now=self._clock(),
         )
@@ -389,11 +415,20 @@ class Controller:
         except UnknownPolicyError as error:
             self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
             return
+        self._shifting.follow(self._adviser.policy)
+        self._transport.to_control(peer, self._layout(message.call))
+
+    def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:
+        try:
+            self._shifting.set(message.threshold)
+        except ShiftThresholdError as error:
+            self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
+            return
         self._transport.to_control(peer, self._layout(message.call))
 
     @property
     def _busy(self) -> frozenset[int]:
-        return frozenset() if self._switch is None else self._switch.engines
+        return self._rejoin.engines | (self._switch.engines if self._switch else frozenset())
 
     def _set_layout(self, peer: str, message: m.SetLayout) -> None:
         status, error = 200, ""
@@ -421,12 +456,7 @@ class Controller:
             return 409, "a switch is running: ask again when it is over"
         if self._adviser.policy.decides_layout:
             return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
-        gone = self.book.in_state(EngineState.DEAD, EngineState.SILENT)
-        for group in target:
-            lost = sorted(gone.intersection(group))
-            if len(group) > 1 and lost and group not in self.book.partition:
-                return 503, f"unit {list(group)} needs engines {lost}, which do not answer"
-        return 200, ""
+        return views.refusal(self.book, target, self._rejoin.unavailable())
 
     # --- switches -----------------------------------------------------------------------------
 
@@ -513,10 +543,14 @@ class Controller:
             The number of requests that have left the pool for a unit.
         """
         self._decided_at = self._clock()
-        self._free_paused()
+        self._dispatcher.fetch_paused(
+            all_units=self._adviser.policy.decides_layout, switching=self._switch is not None
+        )
+        if self._switch is not None and not len(self.pool):
+            return 0  # there is nothing to decide, and its members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
-        self._dispatch(plan)
+        sent = self._dispatcher.send(plan)
         if (
             plan.target is not None
             and not snapshot.switching
@@ -525,12 +559,12 @@ class Controller:
             self._budget.spend(snapshot.now)
             treatment = m.Treatment(plan.treatment)
             self._start_switch(plan.target, treatment, plan.reason, POLICY_TIMEOUT_SECONDS)
-        return len(plan.dispatches)
+        return sent
 
     def snapshot(self) -> Snapshot:
         """Return what policies see now."""
         now, switch = self._clock(), self._switch
-        held = switch is not None or self._audit is not None or now < self._retry_at
+        held = bool(switch or self._audit or self._rejoin.engines) or now < self._retry_at
         snapshot = self._capacity.snapshot(
             now,
             switching=held or not self._budget.allows(now),
@@ -545,45 +579,8 @@ class Controller:
             smoothed_requests=self._demand.smoothed_requests,
             since_switch=now - self._switched_at,
             since_urgent=self._demand.since_urgent(now),
+            sp_above=self._shifting.sp_above,
         )
-
-    def _free_paused(self) -> None:
-        """Move requests whose unit has been gone for long: no policy need remember them."""
-        now = self._clock()
-        for core in self.book.cores.values():
-            if not core.requests or core.group in self.book.partition:
-                self._paused_since.pop(core.group, None)
-                continue
-            interleaved = self.book.interleaves(core.group)
-            if interleaved and core.load is not None and core.load.running:
-                self._paused_since.pop(core.group, None)
-                continue
-            since = self._paused_since.setdefault(core.group, now)
-            moves = interleaved or self._adviser.policy.decides_layout
-            if not moves or now - since < PAUSE_SECONDS:
-                continue
-            # Asked again only after as long a time: the answer is on its way.
-            self._paused_since[core.group] = now
-            movable = core.movable()
-            if movable and self._switch is None and self.book.serves(core.group[:1]):
-                message = m.MoveOut(core.group, movable)
-                self._transport.to_engine(leader_of(core.group), message)
-
-    def _dispatch(self, plan: Plan) -> None:
-        for dispatch in plan.dispatches:
-            request = self.pool.remove(dispatch.request_id)
-            if request is None:
-                raise LookupError(f"request {dispatch.request_id} is not in the pool")
-            group = dispatch.group
-            self.book.place(request, group)
-            now = self._clock()
-            self._statistics.placed(request, group, now)
-            add = m.AddRequest(group, request.id)
-            self._transport.to_engine(leader_of(group), add, request.frames)
-            placed = m.Placed(request.id, group, layout_name(group))
-            if self._config.tracing:
-                placed = msgspec.structs.replace(placed, waited=(request.pooled_at, now))
-            self._transport.to_control(front_identity(request.client), placed)
 
 
 def run_controller(config: NodeConfig) -> None:

@@ -6,7 +6,7 @@ from typing import get_args
 from policies.partition import Group, layout_name
 from policies.plan import SwitchReason
 from runtime.controller.book import Request
-from runtime.messages import Treatment
+from runtime.messages import DeathCause, Treatment
 from runtime.metrics import PRIORITY_CLASSES, Counter, Family, Histogram, priority_class
 from runtime.views import SwitchView
 
@@ -56,6 +56,14 @@ class Statistics:
         self.moved = Counter(
             "shoal_moved_requests_total", "Requests taken out of a unit, to go on in another."
         )
+        self.migrated = Counter(
+            "shoal_requests_migrated_total",
+            "Requests whose engine died, to go on in another.",
+        )
+        self._deaths = Counter(
+            "shoal_engine_deaths_total", "Engines that died, or were given up.", ("cause",)
+        )
+        self._deaths.preset(DeathCause)
         self._queue = Histogram(
             "shoal_request_queue_seconds",
             "From a request's arrival at the controller until a unit is given it.",
@@ -102,6 +110,10 @@ class Statistics:
             labels = priority_class(request.seen.priority), layout_name(group)
             self._queue.observe(now - request.seen.arrival, *labels)
 
+    def died(self, cause: DeathCause) -> None:
+        """Count an engine's death."""
+        self._deaths.add(cause)
+
     def switched(self, view: SwitchView) -> None:
         """Count a switch that has ended."""
         self._switches.add(view.outcome, _reason(view.reason))
@@ -133,6 +145,7 @@ class Statistics:
         metrics = (
             *(self._queue, self._switches, self._durations, self._binds, self._releases),
             *(self._phases, self._paused, self._resumed, self._drained, self.moved),
+            *(self.migrated, self._deaths),
             *(self.decisions, self.policy_errors, self.turns),
         )
         return [metric.family() for metric in metrics]

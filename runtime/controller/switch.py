@@ -364,7 +364,8 @@ class Switch:
                 self._statistics.released("lost" if lost else "kept", self.reason)
 
     def _alive(self, group: Group) -> list[int]:
-        return [e for e in group if self._book.engines[e].state is not EngineState.DEAD]
+        gone = self._book.gone
+        return [engine for engine in group if engine not in gone]
 
     # --- failures -----------------------------------------------------------------------------
 

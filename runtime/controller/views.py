@@ -1,12 +1,13 @@
 """The node as ``GET /admin/layout`` shows it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from policies.partition import Group, layout_name
+from policies.partition import Group, Partition, layout_name
 from runtime.controller.book import Book, Engine, EngineState
 from runtime.controller.leases import Leases
 from runtime.controller.switch import Switch
-from runtime.views import EngineView, SwitchTrace, SwitchView, UnitView
+from runtime.messages import SHUTTING_DOWN
+from runtime.views import EngineView, SwitchTrace, SwitchView, UnavailableView, UnitView
 
 
 def engine_views(book: Book, leases: Leases) -> list[EngineView]:
@@ -25,6 +26,8 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
             for group, blocks in leases.lent_by(engine.number).items()
         },
         startup_seconds={} if ready is None else ready.startup_seconds,
+        restarts=engine.incarnation,
+        reason=engine.reason,
     )
 
 
@@ -53,13 +56,42 @@ def _state(book: Book, group: Group) -> str:
     return next((state for state in worst_first if state in states), EngineState.SERVING)
 
 
+def unavailable_views(reasons: Mapping[Group, str]) -> list[UnavailableView]:
+    """Return the groups that cannot be formed now, and why."""
+    return [UnavailableView(group, reason) for group, reason in reasons.items()]
+
+
 def not_ready_reason(book: Book) -> str | None:
     """Return why the node cannot take requests; None if it can."""
+    if book.ending:
+        return SHUTTING_DOWN
     if not book.started:
         return f"engines {_numbers(book, EngineState.STARTING)} are starting"
     if not book.in_state(EngineState.SERVING):
-        return f"engines {_numbers(book, EngineState.DEAD, EngineState.SILENT)} are lost"
+        starting = _numbers(book, EngineState.STARTING)
+        lost = _numbers(book, EngineState.DEAD, EngineState.SILENT)
+        states = ((starting, "starting"), (lost, "lost"))
+        return ", ".join(f"engines {engines} are {state}" for engines, state in states if engines)
     return None
+
+
+def refusal(book: Book, target: Partition, unavailable: Mapping[Group, str]) -> tuple[int, str]:
+    """Return the HTTP status and the reason why groups of a partition cannot be formed now.
+
+    Args:
+        book: the engines.
+        target: what is wanted.
+        unavailable: groups that engines' deaths have taken, and why.
+    """
+    silent = book.in_state(EngineState.SILENT)
+    for group in target:
+        if len(group) == 1 or group in book.partition:
+            continue
+        if late := sorted(silent.intersection(group)):
+            return 503, f"unit {list(group)} needs engines {late}, which do not answer"
+        if group in unavailable:
+            return 503, f"unit {list(group)} is not available: {unavailable[group]}"
+    return 200, ""
 
 
 def _numbers(book: Book, *states: EngineState) -> list[int]:

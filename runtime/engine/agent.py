@@ -23,7 +23,9 @@ from policies.partition import Group, leader_of
 from runtime import messages as m
 from runtime import wire
 from runtime.clock import Clock, monotonic
-from runtime.engine.interface import Core, CoreLoad, EngineBackend, plain_lease
+from runtime.engine.forming import POLL_SECONDS, Forming
+from runtime.engine.interface import Core, CoreLoad, EndedSteps, EngineBackend, plain_lease
+from runtime.engine.watchdog import SHORTEST_SECONDS, HungStepError, StepWatch
 from runtime.transport import AgentTransport, Frames
 
 log = logging.getLogger("shoal.engine")
@@ -33,6 +35,8 @@ LEASE_FLOOR = 64
 IDLE_SECONDS = 1.0
 """How long a group is idle before it gives blocks back: a client that sends one request after the
 other should not move its lease every time."""
+WATCH_SECONDS = 0.25
+"""How often a step in flight is looked at, to see whether it hangs."""
 RETRY_SECONDS = 0.05
 """Pause before a group asks again for blocks when the members had none."""
 
@@ -72,28 +76,33 @@ class Growth(msgspec.Struct):
 class Stepping(msgspec.Struct):
     """What the steps of a core computed, and how long they took."""
 
-    decoding: m.Work = m.Work()
-    prefilling: m.Work = m.Work()
-    total: m.Work = m.Work()
+    work: dict[m.Mode, m.ModeWork] = {}
     since: float | None = None
     """When the oldest step in flight began, as far as its device was not busy before."""
 
-    def see(self, now: float, steps: Sequence[m.Work], in_flight: bool) -> None:
+    def see(self, now: float, steps: Sequence[EndedSteps], in_flight: bool) -> None:
         """Add the steps that have just ended.
 
-        Of steps of both kinds that end at once nobody knows what each took: the total alone has
-        them.
+        Of steps of several kinds or modes that end at once nobody knows what each took: the totals
+        alone have them, with an equal part of the time.
         """
-        took = 0.0 if self.since is None or not steps else now - self.since
-        done = sum(steps, m.Work(seconds=took))
-        self.total += done
-        if steps and self.since is not None:
-            if not any(step.prefill_tokens for step in steps):
-                self.decoding += done
-            elif all(step.prefill_tokens for step in steps):
-                self.prefilling += done
+        kinds = {(step.mode, step.work.prefill_tokens > 0) for step in steps}
+        alike = self.since is not None and len(kinds) == 1
+        for mode in {step.mode for step in steps}:
+            ended = [step.work for step in steps if step.mode is mode]
+            took = 0.0 if self.since is None else (now - self.since) * len(ended) / len(steps)
+            self._add(mode, sum(ended, m.Work(seconds=took)), alike)
         if steps or self.since is None or not in_flight:
             self.since = now if in_flight else None
+
+    def _add(self, mode: m.Mode, done: m.Work, alike: bool) -> None:
+        before, none = self.work.get(mode, m.ModeWork()), m.Work()
+        prompts = done.prefill_tokens > 0
+        self.work[mode] = m.ModeWork(
+            decoding=before.decoding + (done if alike and not prompts else none),
+            prefilling=before.prefilling + (done if alike and prompts else none),
+            total=before.total + done,
+        )
 
 
 class Agent:
@@ -104,6 +113,7 @@ class Agent:
         transport: the way to the controller and the front ends.
         clock: seconds; injected so that tests own it.
         startup_seconds: time of each phase of the engine's start, reported once.
+        watch: judges steps that take long; None: they may.
     """
 
     def __init__(
@@ -113,6 +123,7 @@ class Agent:
         *,
         clock: Clock = monotonic,
         startup_seconds: dict[str, float] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         self.engine = backend.engine
         self.running = True
@@ -121,6 +132,7 @@ class Agent:
         self._backend = backend
         self._transport = transport
         self._clock = clock
+        self._watch = watch
         self._own: Group = (backend.engine,)
         self._bind: Bind | None = None
         self._state = State.SOLO
@@ -132,6 +144,7 @@ class Agent:
         self._moving: dict[Group, list[str]] = {}
         self._lends: list[m.Lend] = []
         """Wishes for blocks that wait for the own steps in flight."""
+        self._forming = Forming(backend, transport)
         self._stepping: dict[Group, Stepping] = {group: Stepping() for group in backend.cores}
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
@@ -191,6 +204,7 @@ class Agent:
             for frames in self._transport.receive():
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
             self._backend.on_readable()
+            self._tend_forming()
             self._drive()
             self._move_out()
             self._lend_interleaved()
@@ -199,8 +213,9 @@ class Agent:
             self._publish()
         except Exception as error:
             self.running = False
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._transport.to_controller(m.EngineFailed(self.engine, cause))
+            cause = m.DeathCause.HUNG if isinstance(error, HungStepError) else m.DeathCause.FAILED
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._transport.to_controller(m.EngineFailed(self.engine, reason, cause))
             raise
 
     # --- messages -----------------------------------------------------------------------------
@@ -244,10 +259,17 @@ class Agent:
                 self._grow(message)
             case m.TakeBack(blocks=blocks):
                 self._backend.take_back(blocks)
+            case m.SetShift(thresholds):
+                for group, core in self._backend.cores.items():
+                    core.shift.threshold = thresholds.get(len(group))
             case m.Utility(answer):
                 self._utility(frames, answer)
             case m.CheckIntegrity(call):
                 self._check_integrity(call)
+            case m.FormGroup() | m.StartGroup():
+                self._forming.take(message, alone=self._state is State.SOLO)
+            case m.Ping():
+                self._transport.to_controller(m.Pong(self.engine))
             case m.Stop():
                 self.running = False
 
@@ -266,6 +288,16 @@ class Agent:
         output = self._backend.utility(frames, answer=answer)
         if output is not None:
             self._transport.to_front(output.client_index, output.frames)
+
+    def _tend_forming(self) -> None:
+        """See how a group gets on that is formed anew; own steps queue up behind that."""
+        if self._forming.busy and self._watch is not None:
+            self._watch.expect_delay(self._own)
+        group = self._forming.tend()
+        if group is not None:
+            self._stepping.setdefault(group, Stepping())
+            own = self._stepping[self._own]
+            own.since = None if own.since is None else self._clock()
 
     def _check_integrity(self, call: int) -> None:
         backend = self._backend
@@ -305,6 +337,9 @@ class Agent:
             self._backend.core(bind.group).bind(bind.epoch, message.lease, message.seed)
         self._growth = Growth()
         self._state = State.BOUND
+        if self._watch is not None:
+            # Behind the steps in flight of its members.
+            self._watch.expect_delay(bind.group)
         self._transport.to_controller(m.Committed(bind.epoch, self.engine))
 
     def _abort_bind(self, message: m.AbortBind) -> None:
@@ -345,6 +380,9 @@ class Agent:
         self._backend.take_back(blocks)
         self._bind = None
         self._state = State.SOLO
+        if self._watch is not None:
+            # Behind the group's steps in flight.
+            self._watch.expect_delay(self._own)
         resumed = 0 if bind.interleaves else self._backend.core(self._own).num_requests
         self._transport.to_controller(m.Resumed(bind.epoch, self.engine, resumed))
 
@@ -482,8 +520,25 @@ class Agent:
             elif core.in_flight:
                 self._busy |= core.collect()
         now = self._clock()
+        if self._watch is not None:
+            self._watch.turn(now)
         for group, core in self._backend.cores.items():
-            self._stepping[group].see(now, core.take_steps(), bool(core.in_flight))
+            stepping, steps = self._stepping[group], core.take_steps()
+            if self._watch is not None and not self._forming.busy:
+                self._watch_steps(self._watch, core, [step.work for step in steps], now)
+            stepping.see(now, steps, bool(core.in_flight))
+
+    def _watch_steps(self, watch: StepWatch, core: Core, ended: list[m.Work], now: float) -> None:
+        since = self._stepping[core.group].since
+        if since is None:
+            return
+        if self._bind is not None and self._bind.interleaves:
+            watch.expect_delay(core.group)
+        watch.see(core.group, ended, (now - since) / max(1, len(ended)))
+        # What has ended since was the oldest.
+        took = 0.0 if ended else now - max(since, watch.awake_since)
+        if took > SHORTEST_SECONDS and (oldest := core.oldest_step) is not None:
+            watch.check(core.group, oldest, took)
 
     def _publish(self) -> None:
         for group, core in self._backend.cores.items():
@@ -502,9 +557,7 @@ class Agent:
                         free_blocks=load.free_blocks,
                         added=added,
                         finished=finished,
-                        decoding=self._stepping[group].decoding,
-                        prefilling=self._stepping[group].prefilling,
-                        total=self._stepping[group].total,
+                        work=self._stepping[group].work,
                     )
                 )
 
@@ -516,7 +569,11 @@ class Agent:
         """Return how long to wait: not past the next thing that is due without a message."""
         if self._busy:
             return 0.0
+        if self._forming.busy:
+            timeout = POLL_SECONDS if timeout is None else min(timeout, POLL_SECONDS)
         now, due = self._clock(), [timeout, self._backend.next_wakeup()]
+        if self._watch is not None and any(core.in_flight for core in self._backend.cores.values()):
+            due.append(WATCH_SECONDS)
         growth, core = self._growth, next((c for c in self.active if len(c.group) > 1), None)
         if core is not None:
             if core.num_requests and not growth.asked and growth.retry_at > now:

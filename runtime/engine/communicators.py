@@ -5,9 +5,10 @@ keeps "the" groups of a process in module globals of ``vllm.distributed.parallel
 in a layout means having its groups in those globals.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.distributed.parallel_state as parallel_state
@@ -15,24 +16,43 @@ import vllm.v1.worker.workspace as workspace
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from policies.partition import Group
+from runtime.engine.head_order import peers_of
+from runtime.engine.rendezvous import Rendezvous, new_group_replaced, number_process
 
 # Every group that vllm.distributed.parallel_state.initialize_model_parallel creates.
 GROUP_GLOBALS = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
+_GROUP_NAMES = ("tp", "dcp", "pcp", "pp", "dp", "ep")
 
 
 class Communicators:
-    """The groups of one layout on this process, and the workspace that goes with them."""
+    """The groups of one layout on this process, and the workspace that goes with them.
 
-    def __init__(self, config: VllmConfig, backend: str) -> None:
-        """Create the groups with vLLM's own initialiser. Collective over the whole node."""
+    Args:
+        config: of the layout.
+        backend: of the process groups.
+        rendezvous: of the layout's group.
+    """
+
+    def __init__(self, config: VllmConfig, backend: str, rendezvous: Rendezvous) -> None:
+        """Create the groups with vLLM's own initialiser. Collective over the layout's group."""
+        degree = config.parallel_config.tensor_parallel_size
+        # vLLM's CPU communicator goes through shared memory only where all ranks have one name for
+        # it. Shared memory spins while it waits, starves engines that share cores, hangs for ever
+        # when a member dies and leaks when one is killed: with a name for each, they use gloo.
+        os.environ["VLLM_DIST_IDENT"] = rendezvous.own_name
+        # Compiled graphs, cached ones too, call vLLM's groups by name: however often a layout is
+        # made, its groups have the names that they get in a process that makes every one once.
+        place = degree.bit_length() - 1
+        parallel_state._group_name_counter.update(dict.fromkeys(_GROUP_NAMES, place))
         saved = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
         for name in GROUP_GLOBALS:
             setattr(parallel_state, name, None)
         try:
-            with set_current_vllm_config(config):
-                parallel_state.initialize_model_parallel(
-                    config.parallel_config.tensor_parallel_size, backend=backend
-                )
+            with (
+                set_current_vllm_config(config),
+                new_group_replaced(rendezvous.new_group),
+            ):
+                parallel_state.initialize_model_parallel(degree, backend=backend)
             self._groups = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
         finally:
             for name, group in saved.items():
@@ -40,6 +60,12 @@ class Communicators:
         # Steps reach the members over the engine's own queues; vLLM's shared-memory broadcaster
         # would only be a segment to leak.
         self.tensor_parallel.mq_broadcaster = None
+        # Stock vLLM's world is one instance's: what its members agree on they need no one else for.
+        self._groups["_WORLD"] = self.tensor_parallel
+        self.process_groups: dict[Group, Any] = {self.group: self.tensor_parallel.device_group}
+        """torch's groups for the data of this layout, by their members."""
+        self._backend = backend
+        self._rendezvous = rendezvous
         # vLLM keeps one workspace per process, replaced by each worker's start and locked by its
         # graph capture: each layout needs its own.
         self._workspace: Any = None
@@ -54,13 +80,38 @@ class Communicators:
         """The engines of this process's tensor parallel group."""
         return tuple(self.tensor_parallel.ranks)
 
+    @property
+    def place(self) -> int:
+        """This process's place in the group."""
+        return int(self.tensor_parallel.rank_in_group)
+
+    def new_process_group(self, members: Group) -> Any:
+        """Return another process group of some of the layout's engines. Collective over these."""
+        group = self._rendezvous.new_group(members, backend=self._backend)
+        self.process_groups[members] = group
+        return group
+
+    def destroy(self) -> None:
+        """Free the groups; nobody may use them any more. Waits for no peer: it may be dead."""
+        extra = [group for key, group in self.process_groups.items() if key != self.group]
+        coordinators = {id(group): group for group in self._groups.values() if group is not None}
+        for coordinator in coordinators.values():
+            coordinator.destroy()
+        for group in extra:
+            torch.distributed.destroy_process_group(group)
+
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Make this layout's groups and workspace vLLM's current ones."""
+    def active(self, *, starts: bool = False) -> Iterator[None]:
+        """Make this layout's groups and workspace vLLM's current ones.
+
+        Args:
+            starts: leave vLLM's world what it is outside, the node: a worker that starts checks it.
+        """
         state = parallel_state.__dict__
-        saved = {name: state[name] for name in GROUP_GLOBALS}
+        groups = {name: self._groups[name] for name in GROUP_GLOBALS} if starts else self._groups
+        saved = {name: state[name] for name in groups}
         saved_workspace = workspace._manager
-        state.update(self._groups)
+        state.update(groups)
         workspace._manager = self._workspace
         try:
             yield
@@ -70,14 +121,56 @@ class Communicators:
             state.update(saved)
 
 
-def join_world(engine: int, engines: int, init_method: str, backend: str) -> None:
-    """Enter the node's process group as rank ``engine``. Collective over the whole node."""
-    parallel_state.init_distributed_environment(engines, engine, init_method, engine, backend)
+class SpGroups(NamedTuple):
+    """The process groups in which a member of a TP layout exchanges heads (``head_order.Peers``).
+
+    Attributes:
+        sp: those that share a step's tokens.
+        across: those that exchange KV heads among GQA groups; None if it is this member alone.
+        within: this member's GQA group. None if it is alone in it: then KV heads are exchanged in
+            ``sp``, and ``across`` is None too.
+    """
+
+    sp: Any
+    across: Any | None
+    within: Any | None
 
 
-def world_minimum(value: int) -> int:
-    """Return the smallest ``value`` of all engines. Collective over the whole node."""
-    tensor = torch.tensor([value], dtype=torch.int64)
-    group = parallel_state.get_world_group().cpu_group
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=group)
-    return int(tensor.item())
+def sp_groups(layouts: Sequence[Communicators], max_sp: int, kv_heads: int) -> SpGroups:
+    """Return the groups of the widest of these layouts. Collective over its group.
+
+    A process group of the same members is used again, whichever of the layouts it was made for.
+
+    Args:
+        layouts: this one, after all narrower ones.
+        max_sp: largest SP degree.
+        kv_heads: KV heads of the model.
+    """
+    wide = layouts[-1]
+    peers = peers_of(len(wide.group), max_sp, kv_heads)
+
+    def find(divided: Sequence[Sequence[int]]) -> Any | None:
+        mine = next(places for places in divided if wide.place in places)
+        members = tuple(wide.group[place] for place in mine)
+        if len(members) == 1:
+            return None
+        known = (layout.process_groups.get(members) for layout in layouts)
+        found = next((group for group in known if group is not None), None)
+        return wide.new_process_group(members) if found is None else found
+
+    within = find(peers.within)
+    across = None if within is None else find(peers.across)
+    return SpGroups(find(peers.sp), across, within)
+
+
+def size_of(group: Any | None) -> int:
+    """Return the members of a process group, of which None is this process alone."""
+    return 1 if group is None else int(group.size())
+
+
+def join_node(engine: int, engines: int) -> None:
+    """Let torch and vLLM know this process as engine ``engine`` of the node. Waits for nobody."""
+    number_process(engine, engines)
+    with new_group_replaced(lambda *_, **__: torch.distributed.GroupMember.WORLD):
+        world = parallel_state.init_world_group(list(range(engines)), engine, "gloo")
+    parallel_state._WORLD, parallel_state._NODE_COUNT = world, 1

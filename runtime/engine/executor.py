@@ -1,9 +1,10 @@
 """vLLM's ``Executor`` for a unit whose runners are other processes, reached over queues."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import zmq
 from vllm.v1.executor.abstract import Executor
@@ -12,6 +13,9 @@ from policies.partition import Group
 from runtime.config import Addresses
 from runtime.engine import steps
 from runtime.engine.interface import RunnerDied
+from runtime.messages import Mode
+
+T = TypeVar("T")
 
 
 class UnitChannel:
@@ -56,25 +60,63 @@ class UnitChannel:
         values = [answer.value for answer in received]
         future.set_result(values[0] if answers == 1 else values)
 
+    def close(self) -> None:
+        """Close the queues; what is still in them is lost."""
+        for socket in self._sockets:
+            socket.close(linger=0)
+
+    def fail(self, error: Exception) -> None:
+        """Let every answer that is due be this error."""
+        for seq in list(self._due):
+            self._due.pop(seq)[0].set_exception(error)
+
+
+class Answers(Protocol):
+    """Where an executor waits for answers."""
+
+    def wait(self, future: "Future[Any]", timeout_seconds: float) -> Any:
+        """Return the result of ``future`` once it is there.
+
+        Raises:
+            RunnerDied: a runner that is to answer cannot go on.
+            TimeoutError: nothing came for ``timeout_seconds``.
+        """
+
+    def drain(self) -> None:
+        """Take in what has arrived."""
+
 
 class Inbox:
-    """The answers of every runner that works for one engine's cores."""
+    """The answers of every runner that works for one engine's cores.
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    Args:
+        context: of the process.
+        address: where runners send them.
+        engine: whose cores these are.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, engine: int) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
         self.socket.bind(address)
+        self._engine = engine
         self._channels: dict[Group, UnitChannel] = {}
 
     def add(self, channel: UnitChannel) -> None:
         """Deliver answers for this channel's group to it."""
         self._channels[channel.group] = channel
 
+    def drop(self, group: Group) -> None:
+        """Close the channel of a group, if there is one."""
+        channel = self._channels.pop(group, None)
+        if channel is not None:
+            channel.close()
+
     def drain(self) -> None:
         """Deliver everything that has arrived.
 
         Raises:
-            RunnerDied: a runner reported that it cannot go on.
+            RunnerDied: this engine's own runner reported that it cannot go on.
         """
         while self.socket.poll(0):
             self._deliver(steps.loads(self.socket.recv()))
@@ -93,9 +135,43 @@ class Inbox:
         return future.result()
 
     def _deliver(self, message: steps.Result | steps.Failure) -> None:
-        if isinstance(message, steps.Failure):
-            raise RunnerDied(f"runner of engine {message.engine}: {message.error}")
-        self._channels[message.group].resolve(message)
+        if isinstance(message, steps.Result):
+            # A group that is being formed anew has no channel.
+            if message.group in self._channels:
+                self._channels[message.group].resolve(message)
+            return
+        error = RunnerDied(f"runner of engine {message.engine}: {message.error}")
+        if message.engine == self._engine:
+            raise error
+        # Another one's is the end of what it was to answer: this engine may be at work alone.
+        for group, channel in self._channels.items():
+            if message.engine in group:
+                channel.fail(error)
+
+
+class Elsewhere:
+    """Lets a thread wait for answers that the thread of the ``Inbox`` delivers."""
+
+    def wait(self, future: "Future[Any]", timeout_seconds: float) -> Any:
+        """See ``Answers.wait``."""
+        return future.result(timeout_seconds)
+
+    def drain(self) -> None:
+        """See ``Answers.drain``: done by the other thread."""
+
+
+def in_thread(function: Callable[[], T]) -> "Future[T]":
+    """Call a function in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - it is the future's to tell
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 CALL_TIMEOUT_SECONDS = 1800.0
@@ -109,16 +185,16 @@ class UnitExecutor(Executor):  # type: ignore[misc]
     from a configuration alone.
     """
 
-    channels: ClassVar[deque[tuple[UnitChannel, Inbox]]] = deque()
+    channels: ClassVar[deque[tuple[UnitChannel, Answers]]] = deque()
     """What the next executors of this process connect to, in order."""
 
     @classmethod
-    def connect(cls, channel: UnitChannel, inbox: Inbox) -> None:
+    def connect(cls, channel: UnitChannel, answers: Answers) -> None:
         """Give the next executor its channel."""
-        cls.channels.append((channel, inbox))
+        cls.channels.append((channel, answers))
 
     def _init_executor(self) -> None:
-        self.channel, self._inbox = self.channels.popleft()
+        self.channel, self._answers = self.channels.popleft()
 
     def collective_rpc(  # type: ignore[no-untyped-def]
         self,
@@ -138,15 +214,15 @@ class UnitExecutor(Executor):  # type: ignore[misc]
         members = len(self.channel.group)
         seq, future = self.channel.expect(answers=members)
         self.channel.send(steps.Call(seq, method, args, kwargs or {}))
-        values = self._inbox.wait(future, timeout or CALL_TIMEOUT_SECONDS)
+        values = self._answers.wait(future, timeout or CALL_TIMEOUT_SECONDS)
         return [values] if members == 1 else values
 
     def run_step(
-        self, scheduler_output: Any, grammar_output: Any, *, sample: bool
+        self, scheduler_output: Any, grammar_output: Any, *, sample: bool, mode: Mode
     ) -> "tuple[int, Future[Any]]":
         """Queue one step; the future yields vLLM's ``ModelRunnerOutput``."""
         seq, future = self.channel.expect(answers=1)
-        self.channel.send(steps.Step(seq, scheduler_output, grammar_output, sample))
+        self.channel.send(steps.Step(seq, scheduler_output, grammar_output, sample, mode))
         return seq, future
 
     def sample_step(self, seq: int, grammar_output: Any) -> None:
@@ -155,7 +231,7 @@ class UnitExecutor(Executor):  # type: ignore[misc]
 
     def check_health(self) -> None:
         """The inbox raises when a runner has failed."""
-        self._inbox.drain()
+        self._answers.drain()
 
     def shutdown(self) -> None:
         """Nothing to end here: the supervisor owns the runners."""
@@ -167,10 +243,10 @@ class UnitExecutor(Executor):  # type: ignore[misc]
 
 
 def channel_sockets(
-    context: zmq.Context[Any], addresses: Addresses, group: Group
+    context: zmq.Context[Any], addresses: Addresses, group: Group, generation: int = 0
 ) -> "list[zmq.Socket[bytes]]":
     """Return a PUSH per member of ``group`` to the queue its runner reads for that group."""
-    return [push_socket(context, addresses.queue(group, engine)) for engine in group]
+    return [push_socket(context, addresses.queue(group, engine, generation)) for engine in group]
 
 
 def push_socket(context: zmq.Context[Any], address: str) -> "zmq.Socket[bytes]":

@@ -5,7 +5,8 @@ simulated time. What it computes, and when, is in ``fake_core.py``.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,9 +17,13 @@ from runtime.config import Addresses, FakeSettings, NodeConfig
 from runtime.engine.agent import Agent
 from runtime.engine.fake_core import NO_FAULTS, BlockIds, FakeCore, Faults, OnStart, Seam
 from runtime.engine.interface import CoreOutputs, RunnerDied
+from runtime.engine.shift import sp_floor
 from runtime.engine.step_times import Devices, StepTimes, constant
+from runtime.engine.watchdog import StepWatch
 from runtime.messages import LayoutLimits
 from runtime.transport import ZmqAgentTransport
+
+T = TypeVar("T")
 
 
 class FakeBackend:
@@ -27,6 +32,7 @@ class FakeBackend:
     Args:
         config: the node; ``config.fake`` sets sizes and step time (its defaults when absent).
         engine: this engine's number.
+        incarnation: how often the engine was restarted; then its groups are not there at first.
         clock: seconds; steps take their time on it.
         faults: damage on purpose.
         step_times: how long steps take; None: as long as the settings say.
@@ -38,6 +44,7 @@ class FakeBackend:
         self,
         config: NodeConfig,
         engine: int,
+        incarnation: int = 0,
         *,
         clock: Clock = monotonic,
         faults: Faults = NO_FAULTS,
@@ -48,20 +55,25 @@ class FakeBackend:
         settings = config.fake or FakeSettings()
         self._step_times = step_times or constant(settings.step_seconds)
         self._devices = devices or Devices(config.interleave_ratio)
+        self._devices.forget(engine)
         self._on_start = on_start
         self.engine = engine
         self.num_blocks = settings.num_blocks
-        self.layouts: Sequence[LayoutLimits] = [_limits(settings, d) for d in config.degrees]
+        self.layouts: Sequence[LayoutLimits] = [
+            _limits(settings, degree, config.max_sp) for degree in config.degrees
+        ]
         self.ready_response = _ready_response(settings, engine)
         self.attached: Group | None = None
         """The group that this engine's runner was last sent to."""
+        self.formed: list[tuple[Group, int]] = []
+        """Groups that this engine was told to form anew, and how often they were made before."""
         self._settings = settings
         self._clock = clock
         self._faults = faults
         self._pool = BlockIds(range(1, settings.num_blocks + 1))
         self._lent: set[int] = set()
         self._cores: dict[Group, FakeCore] = {}
-        for limits in self.layouts:
+        for limits in self.layouts if incarnation == 0 else self.layouts[:1]:
             self._open_core(limits)
 
     def _open_core(self, limits: LayoutLimits) -> None:
@@ -124,6 +136,23 @@ class FakeBackend:
         """See ``EngineBackend.await_detach``."""
         self._devices.separate(self.engine, self._clock())
 
+    def form(self, group: Group, generation: int) -> "Future[str]":
+        """See ``EngineBackend.form``."""
+        self._cores.pop(group, None)
+        self.formed.append((group, generation))
+        return _done("failed to form a group on purpose" if self._faults.fail_form else "")
+
+    @property
+    def fails_to_form(self) -> bool:
+        """Whether it cannot make its part of a group."""
+        return self._faults.fail_form
+
+    def start(self, group: Group) -> "Future[Any]":
+        """See ``EngineBackend.start``."""
+        (limits,) = [limits for limits in self.layouts if limits.degree == len(group)]
+        self._open_core(limits)
+        return _done(None)
+
     def _strike(self, seam: Seam) -> None:
         if self._faults.die_at is seam:
             raise RunnerDied(f"died in {seam.value} on purpose")
@@ -170,6 +199,12 @@ class FakeBackend:
         """See ``EngineBackend.close``: nothing to free."""
 
 
+def _done(value: T) -> "Future[T]":
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 _UTILITY_RESULTS: dict[str, Any] = {
     "get_supported_tasks": ("generate",),
     "reset_prefix_cache": True,
@@ -181,13 +216,14 @@ _UTILITY_RESULTS: dict[str, Any] = {
 }
 
 
-def _limits(settings: FakeSettings, degree: int) -> LayoutLimits:
+def _limits(settings: FakeSettings, degree: int, max_sp: int) -> LayoutLimits:
     block_tokens = settings.block_tokens * min(degree, settings.kv_heads)
     return LayoutLimits(
         degree=degree,
         block_tokens=block_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(settings.max_model_len, settings.num_blocks * block_tokens),
+        sp_floor=sp_floor(degree, max_sp, settings.captured_tokens),
     )
 
 
@@ -206,8 +242,18 @@ def _ready_response(settings: FakeSettings, engine: int) -> bytes:
     )
 
 
-def run_fake_engine(config: NodeConfig, engine: int) -> None:
-    """Entry of a fake engine's process: serve until told to stop."""
-    backend = FakeBackend(config, engine)
-    transport = ZmqAgentTransport(engine, Addresses(config.runtime_dir), config.api_servers)
-    Agent(backend, transport, startup_seconds={"fake": 0.0}).run()
+def run_fake_engine(config: NodeConfig, engine: int, incarnation: int = 0) -> None:
+    """Entry of a fake engine's process: serve until told to stop.
+
+    Raises:
+        RunnerDied: on purpose (``FakeSettings.failing_starts``).
+    """
+    if config.fake is not None and 0 < incarnation <= config.fake.failing_starts:
+        raise RunnerDied("failed to start on purpose")
+    backend = FakeBackend(config, engine, incarnation)
+    transport = ZmqAgentTransport(
+        engine, Addresses(config.runtime_dir), config.api_servers, incarnation=incarnation
+    )
+    timeout = config.step_timeout_seconds
+    watch = None if timeout is None else StepWatch(timeout)
+    Agent(backend, transport, startup_seconds={"fake": 0.0}, watch=watch).run()

@@ -18,9 +18,10 @@ from policies.partition import Group
 from runtime import wire
 from runtime.clock import Clock
 from runtime.config import FakeSettings
-from runtime.engine.interface import CoreLoad, CoreOutputs, Lease, RunnerDied
+from runtime.engine.interface import CoreLoad, CoreOutputs, EndedSteps, Lease, RunnerDied
+from runtime.engine.shift import Shift
 from runtime.engine.step_times import Devices, DeviceStep, StepTimes
-from runtime.messages import LayoutLimits, Work
+from runtime.messages import LayoutLimits, Mode, Work
 
 _FIRST_TOKEN = 3
 _NUM_TOKENS = 253
@@ -69,6 +70,8 @@ class Faults(msgspec.Struct, frozen=True):
     """Lend blocks that are lent already."""
     drop_block: bool = False
     """Lose one of the blocks that are taken back."""
+    fail_form: bool = False
+    """Do not make this engine's part of a group that is formed anew."""
     repeat_token: bool = False
     """Emit the second token of every request twice."""
 
@@ -114,6 +117,7 @@ class _Request:
         self.blocks: list[int] = []
         self.computed = 0
         """Tokens whose KV is in the cache."""
+        self.headers = view.headers
         self.events: list[wire.Event] = []
         """Those that no output has told of."""
 
@@ -138,6 +142,7 @@ class _Step(DeviceStep, kw_only=True):
     """Requests, and how many of their tokens one step computes."""
     work: Work
     """Of the first one."""
+    mode: Mode
 
 
 class FakeCore:
@@ -172,6 +177,7 @@ class FakeCore:
         self._pool = pool
         self._budget = settings.max_num_batched_tokens
         self._longest_run = settings.steps_at_once
+        self._poison = settings.poison_token
         self._step_times = step_times
         self._devices = devices
         self._on_start = on_start
@@ -180,7 +186,8 @@ class FakeCore:
         self._running: list[_Request] = []
         self._waiting: deque[_Request] = deque()
         self._step: _Step | None = None
-        self._steps: list[Work] = []
+        self.shift = Shift(limits.sp_floor)
+        self._steps: list[EndedSteps] = []
         self._outputs: list[CoreOutputs] = []
         self._finished: list[str] = []
         self._table: dict[int, tuple[int, ...]] = {}
@@ -247,7 +254,9 @@ class FakeCore:
         if step is None or self._clock() < step.due:
             return False
         self._step = None
-        self._steps.append(_repeated(step.work, step.count))
+        self._steps.append(EndedSteps(step.mode, _repeated(step.work, step.count)))
+        if self._poison is not None and any(self._poison in r.prompt for r, _ in step.batch):
+            raise RunnerDied("died of a request on purpose")
         alive = {id(request) for request in self._running}
         by_client: dict[int, list[wire.Output]] = {}
         for request, computed in step.batch:
@@ -280,7 +289,12 @@ class FakeCore:
         stats = wire.PrefillStats(length, length) if first else None
         events, request.events = request.events, []
         return wire.Output(
-            request.id, tokens, finish_reason=reason, events=events or None, prefill_stats=stats
+            request.id,
+            tokens,
+            finish_reason=reason,
+            events=events or None,
+            trace_headers=request.headers,
+            prefill_stats=stats,
         )
 
     def _note(self, request: _Request, event: wire.EventType) -> None:
@@ -295,8 +309,9 @@ class FakeCore:
         alone = not crowded and not self._devices.is_shared(self.group)
         count = self._run_length(batch) if alone else 1
         work = _work(batch)
-        seconds = self._step_times(len(self.group), _repeated(work, count).mean)
-        self._step = _Step(batch=batch, work=work, seconds=seconds, count=count)
+        mode = self.shift.mode(sum(tokens for _, tokens in batch))
+        seconds = self._step_times(len(self.group), _repeated(work, count).mean, mode)
+        self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
         self._devices.queue(self.group, self._step, self._clock())
         return True
 
@@ -385,7 +400,7 @@ class FakeCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def take_steps(self) -> list[Work]:
+    def take_steps(self) -> list[EndedSteps]:
         """See ``Core.take_steps``."""
         steps, self._steps = self._steps, []
         return steps
@@ -404,6 +419,11 @@ class FakeCore:
     def due(self) -> float | None:
         """Clock time at which the step in flight is done; None while it waits for its turn."""
         return None if self._step is None or self._step.due == math.inf else self._step.due
+
+    @property
+    def oldest_step(self) -> Work | None:
+        """See ``Core.oldest_step``."""
+        return None if self._step is None else self._step.work
 
     @property
     def num_requests(self) -> int:

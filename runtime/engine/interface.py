@@ -6,12 +6,14 @@ the same tests.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
 
 from policies.partition import Group
-from runtime.messages import LayoutLimits, Work
+from runtime.engine.shift import Shift
+from runtime.messages import LayoutLimits, Mode, Work
 
 Lease = Mapping[int, Sequence[int]]
 """Member engine -> physical block ids, all of one length (see ``messages.Commit``)."""
@@ -38,6 +40,14 @@ class CoreLoad(msgspec.Struct, frozen=True):
     free_blocks: int
 
 
+class EndedSteps(msgspec.Struct, frozen=True):
+    """What a collected step computed, or several that followed each other."""
+
+    mode: Mode
+    work: Work
+    """``steps`` of one kind, with or without prompts; ``seconds`` is left to the caller."""
+
+
 class Core(Protocol):
     """One unit's scheduler and its way to the runners: what the design calls a unit.
 
@@ -45,6 +55,8 @@ class Core(Protocol):
     """
 
     group: Group
+    shift: Shift
+    """Chooses the mode of the next steps."""
 
     def add(self, request_id: str, frames: Sequence[Any]) -> None:
         """Queue a request from vLLM's raw ``ADD`` payload frames.
@@ -74,12 +86,8 @@ class Core(Protocol):
     def take_outputs(self) -> list[CoreOutputs]:
         """Return and clear what collected steps produced."""
 
-    def take_steps(self) -> list[Work]:
-        """Return and clear what the collected steps computed, oldest first.
-
-        Each stands for ``steps`` of one kind, with or without prompts; ``seconds`` is left to the
-        caller.
-        """
+    def take_steps(self) -> list[EndedSteps]:
+        """Return and clear what the collected steps computed, oldest first."""
 
     def take_finished(self) -> list[str]:
         """Return and clear the ids of requests that ended, for any reason but ``abort``."""
@@ -87,6 +95,10 @@ class Core(Protocol):
     @property
     def in_flight(self) -> int:
         """Steps dispatched and not collected."""
+
+    @property
+    def oldest_step(self) -> Work | None:
+        """What the oldest step in flight computes; None: none is, or it computes nothing."""
 
     @property
     def num_requests(self) -> int:
@@ -181,6 +193,23 @@ class EngineBackend(Protocol):
         """Tell this engine's runner to do what follows only after the group's last step.
 
         Only while it interleaves: otherwise it does so anyway.
+        """
+
+    def form(self, group: Group, generation: int) -> "Future[str]":
+        """Have this engine's runner make its part of a group anew; collective over its members.
+
+        A core of the group is gone from then on. Yields why it could not be made, or "": then the
+        engine goes on without the group.
+
+        Args:
+            group: one this engine belongs to, not bound and without a lease.
+            generation: how often it was made before; the same for all members.
+        """
+
+    def start(self, group: Group) -> "Future[Any]":
+        """Start the group's core, if this engine leads it; every member has formed the group.
+
+        Collective over the members. Done when this engine's runner does what it is told again.
         """
 
     def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:

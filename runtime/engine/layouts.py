@@ -4,11 +4,12 @@ The DP layout comes first: it owns the weights and allocates the KV buffer; ever
 both. A layout is known by its degree (the number of engines that form one instance in it).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -17,20 +18,25 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from policies.partition import Group
 from runtime.config import NodeConfig
-from runtime.engine.communicators import Communicators, world_minimum
+from runtime.engine.communicators import Communicators, SpGroups
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
+from runtime.engine.ulysses import HeadExchange, SequenceParallelModel, exchanged_layers
 from runtime.engine.weights import (
     VIEW_LOAD_FORMAT,
     WEIGHT_SCHEME,
     SharedWeights,
     group_gate_up,
 )
+from runtime.messages import Mode
 
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
 
 LAYOUT_RESERVE_BYTES = 1_400 << 20
 """GPU memory kept free of KV for each layout beyond DP: its NCCL buffers, graphs and workspaces."""
+
+NO_SHARE = 1e-9
+"""The least share of a device's memory that vLLM's configuration takes."""
 
 
 def dp_config(node: NodeConfig, executor_class: type) -> VllmConfig:
@@ -52,7 +58,10 @@ def group_config(node: NodeConfig, dp: VllmConfig, degree: int, executor_class: 
         degree, dp.cache_config.block_size, dp.model_config.get_total_num_kv_heads()
     )
     arguments = dict(node.vllm_args) | {"load_format": VIEW_LOAD_FORMAT}
-    return _engine_config(node, arguments, degree, tokens, executor_class)
+    config = _engine_config(node, arguments, degree, tokens, executor_class)
+    # A worker wants its share of the device's memory to be free; DP has taken that for all layouts.
+    config.cache_config.gpu_memory_utilization = NO_SHARE
+    return config
 
 
 def _engine_config(
@@ -86,8 +95,9 @@ class Layout:
         config: vLLM's configuration of the layout.
         communicators: the layout's groups.
         buffer: the engine's KV buffer.
-        engine: this runner's engine, its rank in the node's process group.
+        engine: this runner's engine, its rank among those of the node.
         extra_layouts: layouts beyond DP that the engine's memory must also hold.
+        agree: from the KV bytes that this engine can hold to those that every engine can.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class Layout:
         buffer: SharedKVBuffer,
         engine: int,
         extra_layouts: int,
+        agree: Callable[[int], int],
     ) -> None:
         self.config = config
         self.degree: int = config.parallel_config.tensor_parallel_size
@@ -105,7 +116,10 @@ class Layout:
         self._communicators = communicators
         self._buffer = buffer
         self._extra_layouts = extra_layouts
+        self._agree = agree
+        self._is_loaded = False
         self._worker = WorkerWrapperBase(rpc_rank=0, global_rank=communicators.group.index(engine))
+        self._by_sequence: SequenceParallelModel | None = None
 
     @property
     def group(self) -> Group:
@@ -134,9 +148,9 @@ class Layout:
         For every layout before any loads: vLLM's worker checks the device's free memory here.
 
         Args:
-            init_method: rendezvous of the node's process group, already joined.
+            init_method: a URL whose last part names what this node's workers share.
         """
-        with self.active():
+        with self._communicators.active(starts=True):
             self._worker.init_worker(
                 all_kwargs=[
                     {
@@ -158,8 +172,33 @@ class Layout:
         """
         with self.active():
             self._worker.load_model()
+        self._is_loaded = True
         if self.degree == 1:
             group_gate_up(self.model, groups)
+
+    def close(self) -> None:
+        """Let go of what torch would keep for ever: a compiled model, and its graphs with it."""
+        for module in self.model.modules() if self._is_loaded else ():
+            if isinstance(module, TorchCompileWithNoGuardsWrapper):
+                module.cleanup()
+
+    def enable_sp(self, base: "Layout", groups: SpGroups) -> None:
+        """Let steps of this layout run by sequence. Collective over its group.
+
+        Args:
+            base: the layout whose model runs then; both are loaded.
+            groups: in which this member exchanges.
+
+        Raises:
+            UnexchangeableAttention: the layers' heads do not fit the groups.
+        """
+        exchange = HeadExchange(groups)
+        layers = exchanged_layers(self.config, base.config, exchange)
+        # Connecting takes memory, which vLLM's profiling then finds in use.
+        exchange.connect(next(self.model.parameters()).device)
+        self._by_sequence = SequenceParallelModel(
+            self.model, base.model, base.active, exchange, layers
+        )
 
     def call(
         self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,12 +209,28 @@ class Layout:
         with self.active(), self._buffer.in_use():
             return run_method(self._worker, method, args, kwargs or {})
 
-    def execute(self, scheduler_output: Any) -> Any:
+    def execute(self, scheduler_output: Any, mode: Mode = Mode.TP) -> Any:
         """Run one model step; block ids are virtual in a group (``Worker.execute_model``)."""
         if self.block_map is not None:
             scheduler_output = self.block_map.apply(scheduler_output)
-        with self.active():
+        with self.active(), self._in_mode(mode):
             return self._worker.execute_model(scheduler_output)
+
+    @contextmanager
+    def _in_mode(self, mode: Mode) -> Iterator[None]:
+        """Let vLLM's model runner find the model that runs a step in ``mode``."""
+        if mode is Mode.TP:
+            yield
+            return
+        if self._by_sequence is None:
+            raise RuntimeError(f"TP-{self.degree} was not started to run steps by sequence")
+        runner = self.model_runner
+        own = runner.model
+        runner.model = self._by_sequence
+        try:
+            yield
+        finally:
+            runner.model = own
 
     def sample(self, grammar_output: Any) -> Any:
         """Sample the step that ``execute`` ran (``Worker.sample_tokens``)."""
@@ -193,4 +248,4 @@ class Layout:
             return self._buffer.num_bytes
         if current_platform.is_cuda() and not self.config.cache_config.kv_cache_memory_bytes:
             available -= self._extra_layouts * LAYOUT_RESERVE_BYTES
-        return world_minimum(available)
+        return self._agree(available)

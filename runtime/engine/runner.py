@@ -8,11 +8,9 @@ import os
 import queue
 import random
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -26,13 +24,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from policies.partition import Group, leader_of
 from runtime.config import Addresses, NodeConfig
 from runtime.engine import steps
-from runtime.engine.communicators import Communicators, join_world
-from runtime.engine.executor import UnitExecutor, push_socket
-from runtime.engine.kv_cache import BlockMap, SharedKVBuffer
-from runtime.engine.layouts import Layout, dp_config, group_config
+from runtime.engine.executor import push_socket
+from runtime.engine.kv_cache import BlockMap
+from runtime.engine.layouts import Layout
+from runtime.engine.loading import LayoutLoader
 from runtime.engine.seams import check_seams
 from runtime.engine.turns import OWN, StepQueues
-from runtime.engine.weights import register_view_loader
 
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
@@ -123,8 +120,7 @@ class Runner:
     Args:
         node: the node's configuration.
         engine: this runner's engine.
-        layouts: the loaded layouts by degree.
-        phases: seconds that each phase of loading took.
+        loader: has loaded the layouts.
         context: ZMQ context of the process.
     """
 
@@ -132,24 +128,29 @@ class Runner:
         self,
         node: NodeConfig,
         engine: int,
-        layouts: dict[int, Layout],
-        phases: dict[str, float],
+        loader: LayoutLoader,
         context: zmq.Context[Any],
     ) -> None:
-        self._layouts = layouts
-        self._phases = phases
+        self._loader = loader
         self._engine = engine
-        addresses = Addresses(node.runtime_dir)
-        self._responder = Responder(context, addresses, engine)
+        self._context = context
+        self._addresses = Addresses(node.runtime_dir)
+        self._responder = Responder(context, self._addresses, engine)
         self._random = RandomStates()
-        queues: dict[int, zmq.Socket[bytes]] = {}
-        for degree, layout in layouts.items():
-            queues[degree] = context.socket(zmq.PULL)
-            queues[degree].set_hwm(0)
-            queues[degree].bind(addresses.queue(layout.group, engine))
+        queues = {degree: self._queue(layout.group) for degree, layout in loader.layouts.items()}
         self._queues = StepQueues(queues, node.interleave_ratio)
         self._degree = OWN
         """Of the layout that the latest instruction was for."""
+
+    def _queue(self, group: Group, generation: int = 0) -> "zmq.Socket[bytes]":
+        queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        queue.set_hwm(0)
+        queue.bind(self._addresses.queue(group, self._engine, generation))
+        return queue
+
+    @property
+    def _layouts(self) -> dict[int, Layout]:
+        return self._loader.layouts
 
     def serve(self) -> None:
         """Start the cores, narrow layouts first, then do what the queues say, for ever."""
@@ -185,13 +186,13 @@ class Runner:
 
     def _on_call(self, call: steps.Call) -> None:
         if call.method == steps.STARTUP_PHASES:
-            value: Any = self._phases
+            value: Any = self._loader.phases
         else:
             value = self._layout.call(call.method, call.args, call.kwargs)
         self._responder.answer(self._layout.group, call.seq, value)
 
     def _on_step(self, step: steps.Step) -> None:
-        output = self._layout.execute(step.scheduler_output)
+        output = self._layout.execute(step.scheduler_output, step.mode)
         if output is None and step.sample:
             output = self._layout.sample(step.grammar_output)
         if output is not None:
@@ -217,6 +218,19 @@ class Runner:
         if block_map is None:
             raise RuntimeError("lease extended before the group was bound")
         block_map.extend(extend.virtual, extend.physical[self._engine])
+
+    def _on_form(self, form: steps.Form) -> None:
+        """Make a group's layout anew; without it the engine goes on as well as before."""
+        degree, error = len(form.group), ""
+        self._enter(degree)  # a worker that starts seeds the generators
+        try:
+            self._loader.remake(degree, form.generation)
+            self._queues.replace(degree, self._queue(form.group, form.generation))
+        except Exception as problem:  # noqa: BLE001 - told to the controller: the group is refused
+            error = one_line(problem)
+        self._enter(OWN)
+        self._random.forget(degree)
+        self._responder.answer(self._layout.group, form.seq, error)
 
     def _on_detach(self, detach: steps.Detach) -> None:
         degree = self._degree
@@ -246,56 +260,11 @@ def _failures_reported(node: NodeConfig, engine: int, context: zmq.Context[Any])
         raise
 
 
-def load_layouts(node: NodeConfig, engine: int) -> tuple[dict[int, Layout], dict[str, float]]:
-    """Join the node's process group and load every layout. Collective over the whole node.
-
-    Returns the layouts by degree, DP first, and the seconds each phase took.
-    """
-    phases: dict[str, float] = {}
-    runtime_dir = Path(node.runtime_dir)
-    # vLLM's CPU communicator goes through shared memory only where all ranks have one name for it.
-    # Shared memory spins while it waits, starves engines that share cores, hangs for ever when a
-    # member dies and leaks when one is killed: with a name for each rank, CPU engines use gloo.
-    os.environ["VLLM_DIST_IDENT"] = f"{runtime_dir.name}-{engine}"
-    init_method = f"file://{runtime_dir / runtime_dir.name}"
-    backend = current_platform.dist_backend
-    with _timed(phases, "communicators"):
-        if current_platform.is_cuda():
-            torch.cuda.set_device(engine)
-        join_world(engine, node.engines, init_method, backend)
-        dp = dp_config(node, UnitExecutor)
-        if current_platform.is_cpu() and dp.model_config.enforce_eager:
-            # vLLM compiles some small functions all the same, and a machine that serves eagerly on
-            # CPUs may have no C++ compiler.
-            torch.compiler.set_stance("force_eager")
-        configs = {1: dp} | {
-            degree: group_config(node, dp, degree, UnitExecutor) for degree in node.degrees[1:]
-        }
-        pool = {degree: Communicators(config, backend) for degree, config in configs.items()}
-    buffer = SharedKVBuffer()
-    layouts = {
-        degree: Layout(config, pool[degree], buffer, engine, len(configs) - 1)
-        for degree, config in configs.items()
-    }
-    register_view_loader(lambda: layouts[1].model)
-    with _timed(phases, "workers"):
-        for layout in layouts.values():
-            layout.create_worker(init_method)
-    for degree, layout in layouts.items():
-        with _timed(phases, "weights" if degree == 1 else f"tp{degree} views"):
-            layout.load(node.max_group)
-    return layouts, phases
-
-
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    phases[name] = time.monotonic() - start
-
-
-def run_runner(node: NodeConfig, engine: int) -> None:
+def run_runner(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     """Process entry: load everything and serve until the process is ended by a signal.
+
+    An engine that comes back (``incarnation``) loads its own layout alone: the others come with
+    ``Form``.
 
     There is nothing to clean up in order: the supervisor removes the node's sockets and shared
     memory, the driver frees the GPU.
@@ -308,5 +277,6 @@ def run_runner(node: NodeConfig, engine: int) -> None:
     context: zmq.Context[Any] = zmq.Context()
     context.linger = 0  # an answer to a scheduler that has ended must not hold this process
     with _failures_reported(node, engine, context):
-        layouts, phases = load_layouts(node, engine)
-        Runner(node, engine, layouts, phases, context).serve()
+        loader = LayoutLoader(node, engine)
+        loader.load(node.degrees if incarnation == 0 else (OWN,))
+        Runner(node, engine, loader, context).serve()

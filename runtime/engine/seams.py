@@ -20,6 +20,7 @@ class Seam:
 
 
 _LAYERS = "vllm.model_executor.layers"
+_ATTENTION = f"{_LAYERS}.attention.attention"
 _SCALED_MM = "vllm.model_executor.kernels.linear.scaled_mm"
 
 SEAMS = (
@@ -33,18 +34,29 @@ SEAMS = (
     Seam("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", "lease"),
     Seam("vllm.v1.core.block_pool", "BlockPool.free_blocks", "lease"),
     Seam("vllm.v1.core.block_pool", "BlockPool.evict_blocks", "vllm_core"),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager.grammar_init", "grammars"),
+    Seam("vllm.sampling_params", "SamplingParams._validate_structured_outputs", "grammars"),
     Seam("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "executor"),
     Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", "layouts"),
+    Seam("vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper.cleanup", "layouts"),
     Seam("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache", "kv_cache"),
     Seam("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache", "kv_cache"),
     Seam("vllm.v1.kv_cache_interface", "create_kv_cache_views", "kv_cache"),
     Seam("vllm.v1.worker.workspace", "_manager", "communicators"),
     Seam("vllm.distributed.parallel_state", "initialize_model_parallel", "communicators"),
+    Seam("vllm.distributed.parallel_state", "GroupCoordinator.destroy", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_group_name_counter", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_WORLD", "communicators"),
     Seam("vllm.distributed.parallel_state", "_TP", "communicators"),
+    Seam("torch.distributed.distributed_c10d", "_new_process_group_helper", "rendezvous"),
+    Seam("torch.distributed.distributed_c10d", "_set_pg_timeout", "rendezvous"),
     Seam("vllm.distributed.parallel_state", "_EPLB", "communicators"),
     Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", "weights"),
     Seam("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", "weights"),
     Seam("vllm.model_executor.model_loader", "register_model_loader", "weights"),
+    Seam("vllm.forward_context", "override_forward_context", "ulysses"),
+    Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
+    Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
     Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "weights"),
     Seam(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.apply", "fp8"),
     Seam(

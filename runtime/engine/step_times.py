@@ -2,21 +2,25 @@
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, Mode
 from policies.partition import Group
 from runtime.config import INTERLEAVE_RATIO
 from runtime.engine.turns import Turns
 
-StepTimes = Callable[[int, Batch], float]
-"""From a group's degree and the work of a step to its seconds."""
+
+class StepTimes(Protocol):
+    """From a group's degree, the work of a step and its mode to its seconds."""
+
+    def __call__(self, degree: int, batch: Batch, mode: Mode = Mode.TP, /) -> float: ...  # noqa: D102
 
 
 def constant(seconds: float) -> StepTimes:
     """Return step times that depend on nothing."""
-    return lambda _degree, _batch: seconds
+    return lambda _degree, _batch, _mode=Mode.TP: seconds
 
 
 class DeviceStep(msgspec.Struct, kw_only=True):
@@ -113,6 +117,13 @@ class Devices:
         if sharing is not None and sharing.waiting is not None:
             self._start((engine,), sharing.waiting, now)
             self._changed(engine)
+
+    def forget(self, engine: int) -> None:
+        """Forget what was queued for an engine that died."""
+        self._free_at.pop(engine, None)
+        self._sharing.pop(engine, None)
+        for group in [group for group in self._latest if engine in group]:
+            del self._latest[group]
 
     def is_shared(self, group: Group) -> bool:
         """Return whether other steps may want a turn between two of this core's."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policies.partition import Group
+from runtime.messages import Mode
 
 STARTUP_PHASES = "startup_phases"
 """``Call`` method that the runner answers itself: seconds that each phase of loading took."""
@@ -37,6 +38,8 @@ class Step:
     scheduler_output: Any
     grammar_output: Any
     sample: bool
+    mode: Mode = Mode.TP
+    """How every member of the group executes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,18 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """On a runner's own queue: make the group's layout anew; answered with the error, or "".
+
+    From then on the group's queue is that of this ``generation``, empty.
+    """
+
+    seq: int
+    group: Group
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rest:
     """On a group's queue: it has no step for now, so members that interleave wait for none."""
 
@@ -99,7 +114,7 @@ class Detach:
     epoch: int
 
 
-Instruction = Call | Step | Sample | Attach | AwaitDetach | Bind | Extend | Rest | Detach
+Instruction = Call | Step | Sample | Attach | AwaitDetach | Bind | Extend | Form | Rest | Detach
 """What a queue says to a runner."""
 OrderOfQueues = Attach | AwaitDetach | Rest
 """What is only about which queue is next."""

@@ -69,7 +69,7 @@ class StepQueues:
     """
 
     def __init__(self, queues: "Mapping[int, zmq.Socket[bytes]]", ratio: int) -> None:
-        self._queues = queues
+        self._queues = dict(queues)
         self._ratio = ratio
         self._bound = OWN
         self._turns: Turns | None = None
@@ -79,6 +79,13 @@ class StepQueues:
     def read(self, degree: int) -> None:
         """Read only the queue of this layout, until ``Detach``: for the start of its core."""
         self._bound = degree
+
+    def replace(self, degree: int, queue: "zmq.Socket[bytes]") -> None:
+        """Read this queue for a layout from now on; what its former one holds is dropped."""
+        former = self._queues.get(degree)
+        if former is not None:
+            former.close(linger=0)
+        self._queues[degree] = queue
 
     def receive(self) -> tuple[int, steps.Instruction]:
         """Wait for the next instruction; return the degree of the layout it is for, and itself."""

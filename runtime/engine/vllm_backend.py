@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,16 +16,26 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from policies.partition import Group
+from policies.partition import Group, leader_of
 from runtime.config import Addresses, NodeConfig
 from runtime.engine import steps
 from runtime.engine.agent import Agent
-from runtime.engine.executor import Inbox, UnitChannel, UnitExecutor, channel_sockets
+from runtime.engine.executor import (
+    Answers,
+    Elsewhere,
+    Inbox,
+    UnitChannel,
+    UnitExecutor,
+    channel_sockets,
+    in_thread,
+)
 from runtime.engine.interface import CoreOutputs
 from runtime.engine.layouts import dp_config, group_config
 from runtime.engine.runner import STARTUP_EPOCH
 from runtime.engine.seams import VLLM_VERSION, check_seams
+from runtime.engine.turns import OWN
 from runtime.engine.vllm_core import VllmCore
+from runtime.engine.watchdog import StepWatch
 from runtime.messages import LayoutLimits
 from runtime.transport import ZmqAgentTransport
 
@@ -35,56 +47,116 @@ GRAMMAR_POLL_SECONDS = 0.005
 
 
 class VllmBackend:
-    """Implements ``interface.EngineBackend`` with vLLM."""
+    """Implements ``interface.EngineBackend`` with vLLM.
 
-    def __init__(self, node: NodeConfig, engine: int) -> None:
+    Args:
+        node: the node.
+        engine: this engine's number.
+        incarnation: how often the engine was restarted; then its groups are not there at first.
+    """
+
+    def __init__(self, node: NodeConfig, engine: int, incarnation: int = 0) -> None:
         check_seams()
         self.engine = engine
+        self._node = node
         self.startup_seconds: dict[str, float] = {}
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.linger = 0  # a step for a runner that has ended must not hold this process
         self._addresses = Addresses(node.runtime_dir)
-        self._inbox = Inbox(self._context, self._addresses.responses(engine))
+        self._inbox = Inbox(self._context, self._addresses.responses(engine), engine)
         self._log_stats = not node.vllm_args.get("disable_log_stats", False)
         self._own_channel: UnitChannel
         self._lent: dict[int, Any] = {}
         self._decoder = MsgpackDecoder()
         self._encoder = MsgpackEncoder()
-        self._cores = self._start_cores(node)
+        self._dp = dp_config(node, UnitExecutor)
+        self._starting: dict[Group, tuple[Future[VllmCore], Future[None]]] = {}
+        self._generations: dict[Group, int] = {}
+        self._cores = self._start_cores(node.degrees if incarnation == 0 else (OWN,))
         self._single = self._cores[(engine,)]
         self.num_blocks = int(self._single.block_pool.num_gpu_blocks) - 1
         widest = max(self._cores, key=len)
         self.ready_response = _ready_response(self._cores[widest].engine_core.vllm_config)
 
-    def _start_cores(self, node: NodeConfig) -> dict[Group, VllmCore]:
+    def _start_cores(self, degrees: Sequence[int]) -> dict[Group, VllmCore]:
         """Start the core of every group this engine leads, narrow first, as the runners do."""
         cores: dict[Group, VllmCore] = {}
-        dp = dp_config(node, UnitExecutor)
-        for degree in node.degrees:
+        for degree in degrees:
             if self.engine % degree:
                 break
             start = time.monotonic()
-            config = dp if degree == 1 else group_config(node, dp, degree, UnitExecutor)
             group = tuple(range(self.engine, self.engine + degree))
-            cores[group] = self._start_core(group, config)
-            name = "dp core" if degree == 1 else f"tp{degree} core"
+            channel = self._open_channel(group)
+            if degree == OWN:
+                self._own_channel = channel
+                # The first answer comes when the runner has loaded its layouts.
+                self.startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
+            cores[group] = self._start_core(channel, self._inbox)
+            name = "dp core" if degree == OWN else f"tp{degree} core"
             self.startup_seconds[name] = time.monotonic() - start
         return cores
 
-    def _start_core(self, group: Group, config: VllmConfig) -> VllmCore:
-        channel = UnitChannel(group, channel_sockets(self._context, self._addresses, group))
+    def _open_channel(self, group: Group) -> UnitChannel:
+        generation = self._generations.get(group, 0)
+        sockets = channel_sockets(self._context, self._addresses, group, generation)
+        channel = UnitChannel(group, sockets)
         self._inbox.add(channel)
-        if len(group) == 1:
-            # The first answer comes when the runner has loaded every layout.
-            seq, future = channel.expect(answers=1)
-            channel.send(steps.Call(seq, steps.STARTUP_PHASES))
-            self.startup_seconds |= self._inbox.wait(future, LOAD_TIMEOUT_SECONDS)
-        UnitExecutor.connect(channel, self._inbox)
-        core = VllmCore(group, config, log_stats=self._log_stats)
-        channel.send(steps.Detach(STARTUP_EPOCH))
-        if len(group) == 1:
-            self._own_channel = channel
-        return core
+        return channel
+
+    def _ask_runner(self) -> "Future[Any]":
+        """Ask this engine's runner for a sign of life; it comes after all that it was told."""
+        seq, future = self._own_channel.expect(answers=1)
+        self._own_channel.send(steps.Call(seq, steps.STARTUP_PHASES))
+        return future
+
+    def _start_core(self, channel: UnitChannel, answers: Answers) -> VllmCore:
+        """Start a group's core while its members' runners read its queue; send them back."""
+        group, node = channel.group, self._node
+        dp = self._dp
+        config = dp if len(group) == 1 else group_config(node, dp, len(group), UnitExecutor)
+        UnitExecutor.connect(channel, answers)
+        try:
+            return VllmCore(group, config, log_stats=self._log_stats, max_sp=node.max_sp)
+        finally:
+            channel.send(steps.Detach(STARTUP_EPOCH))
+
+    # --- groups that are formed anew ---
+
+    def form(self, group: Group, generation: int) -> "Future[str]":
+        """See ``interface.EngineBackend.form``."""
+        former = self._cores.pop(group, None)
+        if former is not None:
+            former.close()
+        self._inbox.drop(group)
+        self._generations[group] = generation
+        seq, future = self._own_channel.expect(answers=1)
+        self._own_channel.send(steps.Form(seq, group, generation))
+        return future
+
+    def start(self, group: Group) -> "Future[Any]":
+        """See ``interface.EngineBackend.start``.
+
+        An ``EngineCore`` is seconds of waiting for runners: it starts in a thread of its own.
+        """
+        self.attach(group, STARTUP_EPOCH)
+        if leader_of(group) != self.engine:
+            return self._ask_runner()
+        started: Future[None] = Future()
+        core = in_thread(partial(self._start_core, self._open_channel(group), Elsewhere()))
+        self._starting[group] = (core, started)
+        return started
+
+    def _take_started(self) -> None:
+        for group, (core, started) in list(self._starting.items()):
+            if not core.done():
+                continue
+            del self._starting[group]
+            error = core.exception()
+            if error is None:
+                self._cores[group] = core.result()
+                started.set_result(None)
+            else:
+                started.set_exception(error)
 
     @property
     def layouts(self) -> Sequence[LayoutLimits]:
@@ -95,6 +167,7 @@ class VllmBackend:
                 block_tokens=core.engine_core.vllm_config.cache_config.block_size,
                 max_num_seqs=core.engine_core.vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=core.engine_core.vllm_config.model_config.max_model_len,
+                sp_floor=core.shift.floor,
             )
             for group, core in self._cores.items()
         ]
@@ -147,6 +220,7 @@ class VllmBackend:
     def on_readable(self) -> None:
         """See ``interface.EngineBackend.on_readable``."""
         self._inbox.drain()
+        self._take_started()
 
     def next_wakeup(self) -> float | None:
         """See ``interface.EngineBackend.next_wakeup``: all but grammars arrives as a message."""
@@ -232,10 +306,16 @@ def _ready_response(config: VllmConfig) -> bytes:
     return msgspec.msgpack.encode(response)
 
 
-def run_scheduler(node: NodeConfig, engine: int) -> None:
+def run_scheduler(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     """Process entry: start the cores with the runners, then serve the controller."""
-    backend = VllmBackend(node, engine)
+    backend = VllmBackend(node, engine, incarnation)
     transport = ZmqAgentTransport(
-        engine, Addresses(node.runtime_dir), node.api_servers, backend.pollables()
+        engine,
+        Addresses(node.runtime_dir),
+        node.api_servers,
+        backend.pollables(),
+        incarnation=incarnation,
     )
-    Agent(backend, transport, startup_seconds=backend.startup_seconds).run()
+    timeout = node.step_timeout_seconds
+    watch = None if timeout is None else StepWatch(timeout)
+    Agent(backend, transport, startup_seconds=backend.startup_seconds, watch=watch).run()

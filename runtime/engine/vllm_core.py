@@ -22,9 +22,10 @@ from policies.partition import Group
 from runtime import wire
 from runtime.engine import steps
 from runtime.engine.executor import UnitExecutor
-from runtime.engine.interface import CoreLoad, CoreOutputs, Lease, plain_lease
+from runtime.engine.interface import CoreLoad, CoreOutputs, EndedSteps, Lease, plain_lease
 from runtime.engine.lease import GroupLease
-from runtime.messages import Work
+from runtime.engine.shift import Shift, sp_floor
+from runtime.messages import Mode, Work
 
 LEASE_CHUNK = 16
 """Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
@@ -37,6 +38,7 @@ class InFlight:
     seq: int
     scheduled: SchedulerOutput
     future: "Future[Any]"
+    mode: Mode
 
 
 class VllmCore:
@@ -47,9 +49,12 @@ class VllmCore:
         config: the layout's vLLM configuration; the members' runners must be reading this unit's
             queue, because creating the ``EngineCore`` starts their workers.
         log_stats: whether vLLM's scheduler makes statistics.
+        max_sp: see ``NodeConfig.max_sp``.
     """
 
-    def __init__(self, group: Group, config: VllmConfig, *, log_stats: bool) -> None:
+    def __init__(
+        self, group: Group, config: VllmConfig, *, log_stats: bool, max_sp: int = 1
+    ) -> None:
         self.group = group
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
         self.supported_tasks = self.engine_core.get_supported_tasks()
@@ -58,7 +63,9 @@ class VllmCore:
         self._scheduler: Any = self.engine_core.scheduler
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
-        self._steps: list[Work] = []
+        captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
+        self.shift = Shift(sp_floor(len(group), max_sp, captured or 0))
+        self._steps: list[EndedSteps] = []
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
         self._deferred: InFlight | None = None
@@ -120,7 +127,7 @@ class VllmCore:
         outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
-            self._steps.append(work_of(step.scheduled))
+            self._steps.append(EndedSteps(step.mode, work_of(step.scheduled)))
         for client_index, client_outputs in outputs.items():
             client_outputs.engine_index = wire.unit_index(self.group)
             self._finished += [
@@ -148,8 +155,9 @@ class VllmCore:
                 return False
         sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
         grammar = self._grammar(scheduled) if sample else None
-        seq, future = self._executor.run_step(scheduled, grammar, sample=sample)
-        step = InFlight(seq, scheduled, future)
+        mode = self.shift.mode(scheduled.total_num_scheduled_tokens)
+        seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
+        step = InFlight(seq, scheduled, future, mode)
         self._in_flight.append(step)
         if not sample:
             self._deferred = step
@@ -188,7 +196,7 @@ class VllmCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def take_steps(self) -> list[Work]:
+    def take_steps(self) -> list[EndedSteps]:
         """See ``interface.Core.take_steps``."""
         steps, self._steps = self._steps, []
         return steps
@@ -202,6 +210,11 @@ class VllmCore:
     def in_flight(self) -> int:
         """See ``interface.Core.in_flight``."""
         return len(self._in_flight)
+
+    @property
+    def oldest_step(self) -> Work | None:
+        """See ``interface.Core.oldest_step``."""
+        return work_of(self._in_flight[0].scheduled) if self._in_flight else None
 
     @property
     def num_requests(self) -> int:
@@ -299,6 +312,14 @@ class VllmCore:
         Also while blocks are lent or held, when vLLM's ``BlockPool.reset_prefix_cache`` refuses.
         """
         self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
+
+    def close(self) -> None:
+        """Free what the core holds beyond memory. Nobody may use it any more.
+
+        ``EngineCore.shutdown`` but for what it does to the whole process.
+        """
+        self.engine_core.structured_output_manager.clear_backend()
+        self._scheduler.shutdown()
 
     def check_integrity(self) -> list[str]:
         """See ``interface.Core.check_integrity``."""

@@ -424,7 +424,9 @@ def _view_replicated(layer: nn.Module, full: nn.Module, name: str) -> None:
             layer._buffers[key] = other
 
 
-def view_weights(model: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
+def view_weights(
+    model: nn.Module, full: nn.Module, rank: int, degree: int, heads: int | None = None
+) -> None:
     """Turn the parameters of a TP-``degree`` model into views of the DP model's.
 
     Args:
@@ -432,22 +434,33 @@ def view_weights(model: nn.Module, full: nn.Module, rank: int, degree: int) -> N
         full: the DP model, loaded and grouped.
         rank: tensor parallel rank.
         degree: tensor parallel size.
+        heads: which shard of the attention heads it holds, unless the one of its rank
+            (``head_order.head_shard``).
 
     Raises:
         UnviewableWeights: a layer's split is not one of those the module names.
     """
     full_modules = dict(full.named_modules())
     layers = list(model.named_modules())
+    attention = {_parent(name) for name, layer in layers if isinstance(layer, QKVParallelLinear)}
     for name, layer in layers:
         other = full_modules.get(name)
         if other is None:
             raise UnviewableWeights(f"{name} exists in TP-{degree} only")
-        _view_layer(name, layer, other, rank, degree)
+        of_heads = _parent(name) in attention and isinstance(
+            layer, QKVParallelLinear | RowParallelLinear
+        )
+        shard = heads if of_heads and heads is not None else rank
+        _view_layer(name, layer, other, shard, degree)
     for name, layer in layers:
         activation = getattr(full_modules.get(name), "act_fn", None)
         if isinstance(activation, GroupedActivation):
             layer.act_fn = GroupedActivation(layer.act_fn, activation.groups // degree)
     _check_no_meta(model)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _view_layer(name: str, layer: nn.Module, full: nn.Module, rank: int, degree: int) -> None:
@@ -507,11 +520,14 @@ def compile_kernels(model: nn.Module) -> None:
                 row_ranges.warm_up(weights, biases)
 
 
-def register_view_loader(full_model: Callable[[], nn.Module]) -> None:
+def register_view_loader(
+    full_model: Callable[[], nn.Module], head_shard: Callable[[int, int], int]
+) -> None:
     """Register ``VIEW_LOAD_FORMAT`` with vLLM's model loaders.
 
     Args:
         full_model: returns this process's DP model.
+        head_shard: the shard of the attention heads that a rank of a degree holds.
     """
 
     class ViewLoader(BaseModelLoader):  # type: ignore[misc]
@@ -537,7 +553,8 @@ def register_view_loader(full_model: Callable[[], nn.Module]) -> None:
                 model = initialize_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix
                 )
-            view_weights(model, full_model(), group.rank_in_group, group.world_size)
+            rank, degree = group.rank_in_group, group.world_size
+            view_weights(model, full_model(), rank, degree, head_shard(rank, degree))
             compile_kernels(model)
             process_weights_after_loading(model, model_config, device)
             return model.eval()

@@ -3,9 +3,17 @@
 import msgspec
 
 from policies.partition import Group
-from runtime.messages.values import Message, Outcome, Treatment
+from policies.shift import ShiftThreshold
+from runtime.messages.values import DeathCause, Message, Outcome, Treatment
 from runtime.metrics import EngineGauges, Family
-from runtime.views import EngineView, SwitchTrace, SwitchView, UnitView
+from runtime.views import (
+    EngineView,
+    ShiftView,
+    SwitchTrace,
+    SwitchView,
+    UnavailableView,
+    UnitView,
+)
 
 # --- front end or supervisor -> controller ----------------------------------------------------
 
@@ -38,6 +46,13 @@ class SetPolicy(Message, frozen=True):
     policy: str
 
 
+class SetShiftThreshold(Message, frozen=True):
+    """Ask for another threshold of the shift; answered with a ``LayoutView`` or ``CallFailed``."""
+
+    call: int
+    threshold: ShiftThreshold
+
+
 class AuditNode(Message, frozen=True):
     """Ask every engine and the controller to check their books; answered with ``AuditDone``."""
 
@@ -45,14 +60,33 @@ class AuditNode(Message, frozen=True):
 
 
 class EngineDied(Message, frozen=True):
-    """From the supervisor: a process of this engine ended."""
+    """From the supervisor: a process of this engine ended, or will not go on."""
 
     engine: int
     reason: str
+    cause: DeathCause = DeathCause.ENDED
+    incarnation: int = 0
+    """How often it had been restarted."""
+    restarts: bool = False
+    """Whether it will be restarted again."""
+
+
+class EngineStarting(Message, frozen=True):
+    """From the supervisor: the processes of an engine that died were started again."""
+
+    engine: int
+    incarnation: int
+
+
+class EndNode(Message, frozen=True):
+    """From the supervisor: the node is to end; a later word that leaves less time counts, too."""
+
+    seconds: float
+    """How long requests may go on; what is not done by then is handed back to its caller."""
 
 
 class CountRefused(Message, frozen=True):
-    """From a front end: it refused a request by what ``PoolLimits`` said; to be counted."""
+    """From a front end: it refused a request that the pool would have refused; to be counted."""
 
     outcome: Outcome
 
@@ -63,8 +97,46 @@ class Stopped(Message, frozen=True):
     request_ids: list[str]
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """How far a request has come in front of its client."""
+
+    attempt: int
+    """What the front end takes outputs of from now on: those of earlier ones are dropped."""
+    tokens: list[int]
+    """Every output token that it has taken in."""
+
+
+class Received(Message, frozen=True):
+    """Answer to ``Interrupted``; also unasked, of requests whose next tokens will never come."""
+
+    client: int
+    """Number of the front end."""
+    progress: dict[str, Progress]
+    """By request; where it is no word of the controller's it asks to begin the request again."""
+    ended: list[str] = msgspec.field(default_factory=list)
+    """Those that are over: every token was there, or their client has gone."""
+
+
+class GoesOn(Message, frozen=True):
+    """From a front end: the first outputs of the latest attempts at these requests have come."""
+
+    request_ids: list[str]
+
+
 ToControllerControl = (
-    GetLayout | GetMetrics | SetLayout | SetPolicy | AuditNode | EngineDied | CountRefused | Stopped
+    GetLayout
+    | GetMetrics
+    | SetLayout
+    | SetPolicy
+    | SetShiftThreshold
+    | AuditNode
+    | EngineDied
+    | EngineStarting
+    | EndNode
+    | CountRefused
+    | Stopped
+    | Received
+    | GoesOn
 )
 
 
@@ -92,7 +164,10 @@ class LayoutView(Message, frozen=True):
     """Requests taken out of a unit and recomputed on another."""
     step_errors: dict[str, float] = msgspec.field(default_factory=dict)
     """Smoothed relative error of the predicted step times, by layout and kind of step, such as
-    ``dp decode`` and ``tp2 prefill``."""
+    ``dp decode``, ``tp2 prefill`` and, of steps in SP, ``tp2 sp prefill``."""
+    shift: ShiftView = ShiftView()
+    unavailable: list[UnavailableView] = msgspec.field(default_factory=list)
+    """Groups that cannot be formed now."""
 
 
 class NodeMetrics(Message, frozen=True):
@@ -151,6 +226,16 @@ class Ended(Message, frozen=True):
     """Seconds after which the caller may try again; None: that would not help."""
 
 
+class Interrupted(Message, frozen=True):
+    """The engines of these requests died: say how far they have come (``Received``).
+
+    Each has another note for it then, ``Placed`` or ``Ended``.
+    """
+
+    attempts: dict[str, int]
+    """By request, how often it will have been begun again."""
+
+
 class PoolLimits(Message, frozen=True):
     """What new requests are to be refused for, from now until the next such note."""
 
@@ -172,13 +257,14 @@ class Switching(Message, frozen=True, omit_defaults=True):
 
 
 class KillEngines(Message, frozen=True):
-    """To the supervisor: these engines are lost to a broken group; end their processes."""
+    """To the supervisor: these engines are lost; end their processes."""
 
-    engines: list[int]
+    engines: dict[int, int]
+    """And how often each was restarted, as far as the controller knows: later ones live."""
     reason: str
 
 
-Note = Placed | Ended | PoolLimits | Switching
+Note = Placed | Ended | Interrupted | PoolLimits | Switching
 """What the controller tells a front end unasked."""
 
 FromController = LayoutView | NodeMetrics | SwitchDone | AuditDone | CallFailed | Note | KillEngines

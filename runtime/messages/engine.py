@@ -10,7 +10,7 @@ ascending order; a receiver drops and counts a message of an older epoch than it
 import msgspec
 
 from policies.partition import Group
-from runtime.messages.values import Message, Treatment, Work
+from runtime.messages.values import NOTHING_DONE, DeathCause, Message, Mode, ModeWork, Treatment
 
 # --- controller -> engine ---------------------------------------------------------------------
 
@@ -125,6 +125,15 @@ class TakeBack(Message, frozen=True):
     blocks: list[int]
 
 
+class SetShift(Message, frozen=True):
+    """From the next step on, run steps in SP that batch more than so many tokens.
+
+    ``thresholds`` has them by the degree of a group; a degree that is not in it runs in TP only.
+    """
+
+    thresholds: dict[int, int]
+
+
 class Utility(Message, frozen=True):
     """Run a vLLM utility call (``EngineCoreRequestType.UTILITY``); raw frames follow.
 
@@ -138,6 +147,28 @@ class CheckIntegrity(Message, frozen=True):
     """Check the engine's books; answer ``Integrity``."""
 
     call: int
+
+
+class FormGroup(Message, frozen=True):
+    """Make your part of a group whose communicators are broken; answer ``Formed``.
+
+    To every member, while each is alone. ``generation`` says how often the group was made before.
+    """
+
+    epoch: int
+    group: Group
+    generation: int
+
+
+class StartGroup(Message, frozen=True):
+    """To the members, who have all made their parts: start the group's core; answer ``Formed``."""
+
+    epoch: int
+    group: Group
+
+
+class Ping(Message, frozen=True):
+    """Say that the engine's loop runs: answer ``Pong``."""
 
 
 class Stop(Message, frozen=True):
@@ -157,8 +188,12 @@ ToEngine = (
     | Lend
     | Grow
     | TakeBack
+    | SetShift
     | Utility
     | CheckIntegrity
+    | FormGroup
+    | StartGroup
+    | Ping
     | Stop
 )
 
@@ -174,10 +209,15 @@ class LayoutLimits(msgspec.Struct, frozen=True):
     """Tokens of one KV block under this layout."""
     max_num_seqs: int
     max_model_len: int
+    sp_floor: int | None = None
+    """A step in SP batches more tokens than this; None: this layout has no SP."""
 
 
 class EngineReady(Message, frozen=True):
-    """The engine can serve. ``ready_response`` is vLLM's encoded ``EngineCoreReadyResponse``."""
+    """The engine can serve. ``ready_response`` is vLLM's encoded ``EngineCoreReadyResponse``.
+
+    One that was restarted knows its own layout alone.
+    """
 
     engine: int
     num_blocks: int
@@ -265,12 +305,12 @@ class Load(Message, frozen=True):
     was sent to it later is not in the counts above."""
     finished: list[str]
     """Requests that ended since the last report, for any reason but ``AbortRequests``."""
-    decoding: Work = Work()
-    """Steps that computed no prompt token, since the unit started."""
-    prefilling: Work = Work()
-    """All other steps since then."""
-    total: Work = Work()
-    """Every step since then, those of unknown time in neither of the above included."""
+    work: dict[Mode, ModeWork] = msgspec.field(default_factory=dict)
+    """What the steps of each mode computed since the unit started; as far as there were any."""
+
+    def done(self, mode: Mode) -> ModeWork:
+        """Return what the steps of a mode computed."""
+        return self.work.get(mode, NOTHING_DONE)
 
 
 class Integrity(Message, frozen=True):
@@ -302,6 +342,21 @@ class EngineFailed(Message, frozen=True):
 
     engine: int
     error: str
+    cause: DeathCause = DeathCause.FAILED
+
+
+class Formed(Message, frozen=True):
+    """Answer to ``FormGroup`` and ``StartGroup``; ``error`` is one line, empty if it is done."""
+
+    epoch: int
+    engine: int
+    error: str
+
+
+class Pong(Message, frozen=True):
+    """Answer to ``Ping``."""
+
+    engine: int
 
 
 ToController = (
@@ -317,4 +372,6 @@ ToController = (
     | Integrity
     | Moved
     | EngineFailed
+    | Formed
+    | Pong
 )

@@ -4,7 +4,25 @@ import enum
 
 import msgspec
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, Mode
+
+__all__ = [
+    "NOTHING_DONE",
+    "RETRY_SECONDS",
+    "SHUTTING_DOWN",
+    "Message",
+    "Mode",
+    "ModeWork",
+    "Outcome",
+    "Treatment",
+    "Work",
+]
+
+
+SHUTTING_DOWN = "the server is shutting down"
+"""Why a node that is to end takes no requests, for the caller to read."""
+RETRY_SECONDS = 1
+"""When to try again what it hands back: elsewhere at once, or here when it is back."""
 
 
 class Treatment(enum.StrEnum):
@@ -33,13 +51,34 @@ class Outcome(enum.StrEnum):
     TOO_LONG = "too_long"
     """No group that this node can form holds it."""
     LOST = "lost"
-    """Its engine died."""
+    """Its engine died, and it could not go on elsewhere."""
+    POISONED = "poisoned"
+    """Engines died of it."""
     EXPIRED = "expired"
     """It still waited in the task pool at its deadline."""
     POOL_FULL = "pool_full"
     """As many requests, or prompt tokens, waited as may."""
     CALLER_FULL = "caller_full"
     """Its caller had as many requests waiting as it may."""
+    HANDED_BACK = "handed_back"
+    """The node was to end, and had no time left for it."""
+
+
+class DeathCause(enum.StrEnum):
+    """How it was found out that an engine is to be counted as dead."""
+
+    ENDED = "ended"
+    """A process of it ended: it crashed or was killed."""
+    FAILED = "failed"
+    """It reported an error that it cannot go on from."""
+    HUNG = "hung"
+    """A step of it took too long."""
+    STOPPED = "stopped"
+    """A process of it was stopped by a signal, and stayed so."""
+    SILENT = "silent"
+    """It did not answer, for too long."""
+    GROUP = "group"
+    """It was in a group that broke: a collective of which a member is gone cannot be left."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -79,3 +118,18 @@ class Work(msgspec.Struct, frozen=True):
     def _each(self, other: "Work", sign: int) -> "Work":
         ours, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return Work(*(a + sign * b for a, b in zip(ours, theirs, strict=True)))
+
+
+class ModeWork(msgspec.Struct, frozen=True):
+    """What the steps of one mode computed."""
+
+    decoding: Work = Work()
+    """Steps that computed no prompt token."""
+    prefilling: Work = Work()
+    """All others."""
+    total: Work = Work()
+    """Every step, those of unknown time, in neither of the above, included."""
+
+
+NOTHING_DONE = ModeWork()
+"""Before the first step."""

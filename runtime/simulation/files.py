@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from policies.cost_model import Batch, CostModel, Hardware, ModelShape
+from policies.cost_model import Batch, CostModel, Hardware, Mode, ModelShape
 from runtime.engine.step_times import StepTimes
 
 DTYPE_BYTES = {"fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
@@ -87,6 +87,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one more decoding request adds to a step: scheduling, sampling, output."""
     message_seconds: float
     """From one process to another. A bind and a release take four each."""
+    prefill_seconds: float = 0.0
+    """What computing prompts adds to a step: on GPUs such steps are launched piece by piece."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 
@@ -119,28 +121,35 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return blocks
 
 
-def cost_model(shape: ShapeFile, hardware: HardwareFile) -> CostModel:
+def cost_model(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> CostModel:
     """Return the roofline of a model on this hardware.
 
+    Args:
+        shape: the model.
+        hardware: the devices.
+        max_sp: see ``NodeConfig.max_sp``.
+
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
-    return CostModel(shape.model_shape(), hardware.for_dtype(shape.weight_dtype))
+    return CostModel(shape.model_shape(), hardware.for_dtype(shape.weight_dtype), max_sp=max_sp)
 
 
-def step_times(shape: ShapeFile, hardware: HardwareFile) -> StepTimes:
+def step_times(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> StepTimes:
     """Return how long simulated steps take: the roofline, and what each request adds to it.
 
-    The cost model of the policies does not know the latter: it has something to learn.
+    The cost model of the policies does not know the latter, nor what prompts add: it has something
+    to learn.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
-    model = cost_model(shape, hardware)
+    model = cost_model(shape, hardware, max_sp)
     each = hardware.request_seconds
 
-    def seconds(degree: int, batch: Batch) -> float:
-        return model.roofline_seconds(degree, batch) + each * batch.decodes
+    def seconds(degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
+        prefill = hardware.prefill_seconds if batch.prefill_tokens else 0.0
+        return model.roofline_seconds(degree, batch, mode) + prefill + each * batch.decodes
 
     return seconds
 

@@ -22,18 +22,18 @@ START = HardwareFile(
 )
 """Where the search begins: between a CPU and a GPU."""
 FLOPS = 1e12
-"""The same for arithmetic."""
+"""The same for arithmetic, where it begins with none."""
 PULL = 1e-4
-"""Weight of a figure's own distance from there: what the samples do not tell stays near it."""
-_FITTED = (
+"""Weight of a figure's own distance from the start: what the samples do not tell stays near it."""
+FITTED = (
     "memory_bytes_per_second",
-    "flops_per_second",
     "link_bytes_per_second",
     "allreduce_seconds",
     "step_seconds",
     "request_seconds",
     "message_seconds",
 )
+"""Figures that times of steps and first tokens tell, beside the rate of arithmetic."""
 _WIDEST, _FINEST = 4.0, 1.001
 """Factors by which a figure is changed, at first and at last."""
 _LEAST_GAIN = 1e-9
@@ -44,7 +44,8 @@ class Sample:
     """A measured time."""
 
     degree: int
-    batch: Batch
+    batches: tuple[Batch, ...]
+    """The work of each of its steps, one after the other."""
     seconds: float
     messages: int = 0
     """Messages from process to process that are part of it."""
@@ -52,11 +53,17 @@ class Sample:
 
 def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float:
     """Return what the simulator takes a sample's time for, seconds."""
-    step = step_times(shape, hardware)(sample.degree, sample.batch)
-    return step + sample.messages * hardware.message_seconds
+    step_seconds = step_times(shape, hardware)
+    steps = sum(step_seconds(sample.degree, batch) for batch in sample.batches)
+    return steps + sample.messages * hardware.message_seconds
 
 
-def fit(shape: ShapeFile, samples: Sequence[Sample], *, memory_bytes: float) -> HardwareFile:
+def fit(
+    shape: ShapeFile,
+    samples: Sequence[Sample],
+    start: HardwareFile = START,
+    fitted: Sequence[str] = FITTED,
+) -> HardwareFile:
     """Return the hardware file with the least mean squared logarithmic error over the samples.
 
     Changes one figure after the other by a factor, as long as that helps, by ever smaller factors.
@@ -64,16 +71,19 @@ def fit(shape: ShapeFile, samples: Sequence[Sample], *, memory_bytes: float) -> 
     Args:
         shape: the model that was measured.
         samples: at least one.
-        memory_bytes: of one device; not fitted.
+        start: where the search begins. What is not fitted, such as memory, stays as it is there;
+            so do the rates of arithmetic on other dtypes, in proportion.
+        fitted: names of the figures that are; none may be zero at the start.
     """
-    start = {name: getattr(START, name) for name in _FITTED} | {"flops_per_second": FLOPS}
-    rates: dict[str, float] = dict(start)
+    flops = start.flops_per_second.get(shape.weight_dtype, FLOPS)
+    begin = {name: getattr(start, name) for name in fitted} | {"flops_per_second": flops}
+    rates: dict[str, float] = dict(begin)
 
     def hardware() -> HardwareFile:
-        return _with_rates(shape, rates, memory_bytes)
+        return _with_rates(shape, rates, start)
 
     def error() -> float:
-        pull = sum(math.log(rates[name] / start[name]) ** 2 for name in _FITTED)
+        pull = sum(math.log(rates[name] / begin[name]) ** 2 for name in begin)
         return mean_error(shape, hardware(), samples) + PULL * pull
 
     factor = _WIDEST
@@ -104,9 +114,13 @@ def _improve(rates: dict[str, float], error: Callable[[], float], factor: float)
     return improved
 
 
-def _with_rates(shape: ShapeFile, rates: Mapping[str, float], memory_bytes: float) -> HardwareFile:
-    rates = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
-    flops = {shape.weight_dtype: rates["flops_per_second"]}
-    return msgspec.structs.replace(
-        START, **{**rates, "flops_per_second": flops, "memory_bytes": memory_bytes}
-    )
+def _with_rates(shape: ShapeFile, rates: Mapping[str, float], start: HardwareFile) -> HardwareFile:
+    rates = {name: _rounded(rate) for name, rate in rates.items()}
+    before = {shape.weight_dtype: FLOPS, **start.flops_per_second}
+    change = rates["flops_per_second"] / before[shape.weight_dtype]
+    flops = {dtype: _rounded(rate * change) for dtype, rate in before.items()}
+    return msgspec.structs.replace(start, **{**rates, "flops_per_second": flops})
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.4g}")

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from policies.partition import Group, Partition
+from policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from policies.snapshot import Target
 from runtime import messages as m
 from runtime import wire
@@ -27,6 +28,8 @@ from runtime.simulation.network import CONTROLLER, Events, SimulatedNetwork
 from runtime.transport import Frames, front_identity
 from runtime.views import SwitchView
 
+CAPTURED_TOKENS = 512
+"""Tokens of the largest CUDA graph that vLLM captures unless it is told otherwise."""
 STEPS_AT_ONCE = 64
 """Steps that decode the same requests are simulated as one, up to this many."""
 LEAD_SECONDS = 1.0
@@ -112,6 +115,9 @@ class Node:
         targets: what priority classes were promised.
         seed: of the node.
         queued_ahead: requests that a unit with a full batch is given beyond it.
+        max_sp: largest degree of SP.
+        shift_threshold: which steps are run in it.
+        captured_tokens: tokens of the largest CUDA graph: a step in SP batches more.
     """
 
     shape: ShapeFile
@@ -123,6 +129,9 @@ class Node:
     targets: tuple[Target, ...] = ()
     seed: int = 0
     queued_ahead: int = QUEUED_AHEAD
+    max_sp: int = 1
+    shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
+    captured_tokens: int = CAPTURED_TOKENS
 
     def config(self, policy: str) -> NodeConfig:
         """Return the configuration of its processes.
@@ -143,11 +152,14 @@ class Node:
                 max_model_len=self.shape.max_model_len,
                 kv_heads=self.shape.kv_heads,
                 max_num_batched_tokens=self.max_num_batched_tokens,
+                captured_tokens=self.captured_tokens,
                 steps_at_once=STEPS_AT_ONCE,
             ),
             seed=self.seed,
             queued_ahead=self.queued_ahead,
-            cost_model=cost_model(self.shape, self.hardware),
+            max_sp=self.max_sp,
+            shift_threshold=self.shift_threshold,
+            cost_model=cost_model(self.shape, self.hardware, self.max_sp),
             targets=self.targets,
         )
 
@@ -181,7 +193,7 @@ class _Simulation:
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
         devices = Devices(config.interleave_ratio, self._wake)
-        times = step_times(node.shape, node.hardware)
+        times = step_times(node.shape, node.hardware, node.max_sp)
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
             backend = FakeBackend(

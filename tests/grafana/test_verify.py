@@ -42,20 +42,20 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         assert node.url, "\n".join(node.lines)
         folder = tmp_path_factory.mktemp("prometheus")
         with scraper(folder, node.url.removeprefix("http://")) as url:
-            load(node.url)
+            load(node)
             with httpx.Client(base_url=url) as http:
                 yield Prometheus(http)
     finally:
         node.stop()
 
 
-def load(url: str) -> None:
+def load(node: ServedNode) -> None:
     """Replay load and switch meanwhile, with a request between two switches."""
-    command = [sys.executable, "-m", "server.cli", "replay", "--base-url", url, *LOAD]
+    command = [sys.executable, "-m", "server.cli", "replay", "--base-url", node.url, *LOAD]
     short = {"model": "shoal-demo", "prompt": "x", "max_tokens": 20, "ignore_eos": True}
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as replay,
-        httpx.Client(base_url=url, timeout=60) as http,
+        node.client() as http,
     ):
         for units, preempt in cycle(SWITCHES):
             switch = http.post("/admin/layout", json={"units": units, "preempt": preempt})

@@ -13,6 +13,7 @@ LAYOUTS = tuple(LayoutState(d, 4, 30, 4 * d, 120 * d) for d in (1, 2, 4, 8))
 MODEL = CostModel(
     ModelShape(80, 8192, 64, 8, 128, parameters=70e9, weight_bytes=1.0),
     Hardware(3e12, 1e15, 2e11, allreduce_seconds=1e-5, overhead_seconds=2e-3),
+    max_sp=8,
 )
 TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
 
@@ -115,4 +116,5 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         layouts=draw(st.sampled_from([(), LAYOUTS])),
         cost_model=MODEL if modelled else None,
         targets=TARGETS if modelled else (),
+        sp_above=draw(st.sampled_from([(), ((2, 300), (4, 400), (8, 500))])),
     )

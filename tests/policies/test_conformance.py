@@ -127,7 +127,9 @@ def test_names_are_keys(policy: Policy) -> None:
 
 
 def test_unknown_policy_lists_those_there_are() -> None:
-    with pytest.raises(UnknownPolicyError, match="choose one of flying, manual, slo, static-dp"):
+    with pytest.raises(
+        UnknownPolicyError, match="choose one of flying, manual, shift, slo, static-dp"
+    ):
         get_policy("static")
 
 

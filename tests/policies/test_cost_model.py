@@ -9,6 +9,7 @@ from policies.cost_model import (
     Batch,
     CostModel,
     Hardware,
+    Mode,
     ModelShape,
     StepKind,
 )
@@ -83,3 +84,66 @@ def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
     assert MODEL.observe(1, ONE, 1e6).correction(1, StepKind.DECODE).factor == MAX_CORRECTION
     with pytest.raises(ValueError, match="cannot be"):
         MODEL.observe(1, ONE, 0.0)
+
+
+# --- SP ---
+
+EVERY = Batch(decodes=3, context_tokens=900, prefill_tokens=4000, prefill_context=2000)
+
+
+def test_sp_of_degree_one_is_tp() -> None:
+    for degree in (1, 2, 4):
+        assert MODEL.step_seconds(degree, EVERY, Mode.SP) == MODEL.step_seconds(degree, EVERY)
+
+
+def test_a_small_batch_in_sp_reads_all_the_weights_at_every_member() -> None:
+    model = replace(MODEL, max_sp=8, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
+    assert model.step_seconds(4, ONE) == pytest.approx(2e6 / 1e9 / 4)
+    assert model.step_seconds(4, ONE, Mode.SP) == pytest.approx(2e6 / 1e9)
+    half = replace(model, max_sp=2)
+    assert half.step_seconds(4, ONE, Mode.SP) == pytest.approx(2e6 / 1e9 / 2), "with TP of 2"
+
+
+def test_a_long_prompt_in_sp_costs_each_member_its_part() -> None:
+    model = replace(MODEL, max_sp=8, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
+    for tokens in (40_000, 39_997):  # padded to the same
+        step = model.step_seconds(4, Batch(prefill_tokens=tokens), Mode.SP)
+        assert step == pytest.approx(2e6 * 1e4 / 1e12)
+    attention = replace(EVERY, prefill_context=10**6)
+    extra = [
+        model.step_seconds(4, attention, mode) - model.step_seconds(4, EVERY, mode) for mode in Mode
+    ]
+    assert extra[0] == pytest.approx(extra[1]), "the heads are shared out in the same way"
+
+
+def test_sp_exchanges_the_heads_of_a_member_s_tokens() -> None:
+    """Two all-to-alls a layer: of 8 query and 2 * 4 KV heads, and of 8 heads of output."""
+    slow = replace(HARDWARE, flops_per_second=1e30, memory_bytes_per_second=1e30)
+    model = CostModel(SHAPE, replace(slow, allreduce_seconds=1e-3), max_sp=4)
+    prompt = Batch(prefill_tokens=4000)
+    moved = 3 / 4 * 1000 * (2 * 8 + 2 * 4) * 16 * 2
+    assert model.step_seconds(4, prompt, Mode.SP) == pytest.approx(10 * (2e-3 + moved / 1e8))
+    # Eight members share four KV heads: each of them is sent twice.
+    wide = replace(model, max_sp=8)
+    moved = 7 / 8 * 500 * (2 * 8 + 2 * 8) * 16 * 2
+    assert wide.step_seconds(8, prompt, Mode.SP) == pytest.approx(10 * (2e-3 + moved / 1e8))
+
+
+def test_sp_and_tp_together_pay_for_both() -> None:
+    slow = replace(HARDWARE, flops_per_second=1e30, memory_bytes_per_second=1e30)
+    model = CostModel(SHAPE, slow, max_sp=2)
+    exchanged = 1 / 2 * 2000 * (2 * 8 + 2 * 4) / 2 * 16 * 2
+    reduced = 2 * (2 * 1 / 2 * 2000 * 100 * 2)
+    step = model.step_seconds(4, Batch(prefill_tokens=4000), Mode.SP)
+    assert step == pytest.approx(10 * (exchanged + reduced) / 1e8)
+
+
+def test_measurements_correct_their_mode_only() -> None:
+    model = replace(MODEL, max_sp=4)
+    measured = model.observe(4, EVERY, 3 * model.step_seconds(4, EVERY, Mode.SP), Mode.SP)
+    assert measured.step_seconds(4, EVERY) == model.step_seconds(4, EVERY)
+    in_sp = measured.step_seconds(4, EVERY, Mode.SP)
+    assert in_sp == pytest.approx(3 * model.step_seconds(4, EVERY, Mode.SP))
+    both = measured.observe(4, EVERY, 1.0).observe(4, EVERY, 1.0)
+    assert len(both.corrections) == 2
+    assert both.correction(4, StepKind.PREFILL, Mode.SP).samples == 1

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from policies.cost_model import Mode
 from policies.flying import FLYING, PROMPT, FlyingSettings
 from policies.partition import groups_of, singles
 from policies.snapshot import LayoutState, Snapshot, UnitState
@@ -159,3 +160,31 @@ def test_the_group_stays_while_its_long_request_runs() -> None:
 def test_no_group_has_a_dead_engine() -> None:
     seen = node(DP, BUSY, since_urgent=0.0, dead=frozenset({0}))
     assert target(seen) == ((0,), (1,), (2,), (3,), (4, 5, 6, 7))
+
+
+# --- SP ---
+
+PROMPTS = {"prompt_tokens": 8000.0, "output_tokens": 100.0}
+ANSWERS = {"prompt_tokens": 100.0, "output_tokens": 2000.0}
+LOADED = {"cost_model": MODEL, "sp_above": ((2, 512), (4, 512), (8, 512))}
+SEATS = tuple(LayoutState(d, 32, 500, 4 * d, 400) for d in (1, 2, 4, 8))
+
+
+def test_groups_that_compute_prompts_in_sp_are_kept_under_load() -> None:
+    assert target(node(TP, BUSY, **PROMPTS, **LOADED)) is None
+    in_tp = {**LOADED, "sp_above": ()}
+    assert target(node(TP, BUSY, **PROMPTS, **in_tp)) == DP
+    unknown = {**LOADED, "cost_model": None}
+    assert target(node(TP, BUSY, **PROMPTS, **unknown)) == DP
+
+
+def test_they_are_left_for_many_outputs_at_once() -> None:
+    assert target(node(TP, 8 * BUSY, layouts=SEATS, **ANSWERS, **LOADED)) == DP
+
+
+def test_the_way_back_is_open_while_prompts_keep_coming() -> None:
+    tokens_per_second = PROMPT.prefill_tokens / MODEL.step_seconds(8, PROMPT, Mode.SP)
+    busy = {"prompt_rate": 0.5 * tokens_per_second}
+    assert target(node(DP, QUIET, **busy, **PROMPTS, **LOADED)) == TP
+    in_tp = {**LOADED, "sp_above": ()}
+    assert target(node(DP, QUIET, **busy, **PROMPTS, **in_tp)) is None

@@ -82,3 +82,16 @@ def test_the_most_urgent_class_has_the_widest_units_to_itself() -> None:
     ]
     assert list(served(MIXED, [rest])) == [(MIXED, [rest])]
     assert list(served(singles(4), [first, rest])) == [(singles(4), [first, rest])]
+
+
+def test_prompts_that_run_in_sp_break_fewer_promises() -> None:
+    """SP counts above the threshold only: below it, a step of the forecast is one in TP."""
+    model = replace(MODEL, max_sp=8)
+    seen = replace(node(TP, {0: 4}, Target(0, 0.2, 0.02), rate=12.0), cost_model=model)
+
+    def breaks(above: int) -> float:
+        return Forecast(replace(seen, sp_above=((8, above),)), model).broken(TP)
+
+    in_tp = Forecast(seen, model).broken(TP)
+    assert breaks(512) < in_tp
+    assert breaks(10**6) == in_tp

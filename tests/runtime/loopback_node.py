@@ -23,8 +23,10 @@ from runtime.engine.interface import RunnerDied
 from runtime.engine.step_times import Devices
 from runtime.loopback import LoopbackNetwork
 from runtime.metrics import Sample
-from runtime.transport import SUPERVISOR
+from runtime.transport import SUPERVISOR, Frames, front_identity
 from runtime.views import SwitchView
+from server.interruptions import Interruptions
+from server.ordering import InOrder
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
 SMALL = FakeSettings(num_blocks=64, block_tokens=4, max_num_seqs=8, max_model_len=400)
@@ -38,11 +40,45 @@ def request_payload(
     client: int = 0,
     priority: int = 0,
     terms: wire.Terms | None = None,
+    **sampling: Any,
 ) -> list[bytes]:
     """Return an ``EngineCoreRequest`` as vLLM encodes it."""
     headers = None if terms is None else terms.added_to(None)
-    head = [request_id, list(prompt), None, {"max_tokens": max_tokens}, None, 0.0, None, None, None]
+    sampling = {"max_tokens": max_tokens, **sampling}
+    head = [request_id, list(prompt), None, sampling, None, 0.0, None, None, None]
     return [msgspec.msgpack.encode([*head, None, None, client, 0, priority, headers])]
+
+
+def index_of(frames: Frames) -> int:
+    """Return the engine index of a message of outputs."""
+    return _outputs.decode(frames[0]).engine_index
+
+
+class Front:
+    """What the outputs of one front end go through before vLLM's processor has them."""
+
+    def __init__(self, node: "LoopbackNode", client: int) -> None:
+        def standing(request_id: str) -> tuple[int, int] | None:
+            tokens, prompt = node.tokens_of(request_id), node.prompts.get(request_id)
+            return None if tokens is None or prompt is None else (len(prompt[0]), len(tokens))
+
+        self.order = InOrder(standing, node.clock)
+        self.late = 0
+        self.interruptions = Interruptions(
+            client,
+            self.order,
+            node.tokens_of,
+            send=lambda message: node.network.control_sends(front_identity(client), message),
+            expect=lambda _: None,
+            count_late=self._count_late,
+        )
+
+    def _count_late(self, outputs: int) -> None:
+        self.late += outputs
+
+    def take(self, message: wire.Outputs) -> list[wire.Output]:
+        unit = wire.unit_of(message.engine_index)
+        return self.order.take(unit, self.interruptions.admit(unit, message.outputs))
 
 
 class LoopbackNode:
@@ -82,29 +118,36 @@ class LoopbackNode:
         self.controller = Controller(
             self.config, self.network.controller, clock=self.clock, wall=self.clock
         )
-        devices = Devices(self.config.interleave_ratio)
-        self.backends = {
-            e: FakeBackend(
-                self.config,
-                e,
-                clock=self.clock,
-                faults=(faults or {}).get(e, NO_FAULTS),
-                devices=devices,
-            )
-            for e in range(engines)
-        }
-        self.agents = {
-            e: Agent(backend, self.network.agent(e), clock=self.clock)
-            for e, backend in self.backends.items()
-        }
+        self.incarnations = dict.fromkeys(range(engines), 0)
+        self.backends: dict[int, FakeBackend] = {}
+        self.agents: dict[int, Agent] = {}
+        self._devices = Devices(self.config.interleave_ratio)
+        for engine in range(engines):
+            self._start(engine, (faults or {}).get(engine, NO_FAULTS))
         self.hung: set[int] = set()
         self.deaths: dict[int, Exception] = {}
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, wire.FinishReason] = {}
+        self.last_attempts: dict[str, int] = {}
+        """Attempt of the last output of every request that has ended."""
         self.aborted: set[str] = set()
         self.utilities: list[wire.UtilityOutput] = []
+        self.fronts = {client: Front(self, client) for client in range(self.config.api_servers)}
         self._calls = 0
+
+    def _start(self, engine: int, faults: Faults) -> None:
+        incarnation = self.incarnations[engine]
+        self.backends[engine] = FakeBackend(
+            self.config,
+            engine,
+            incarnation,
+            clock=self.clock,
+            faults=faults,
+            devices=self._devices,
+        )
+        transport = self.network.agent(engine, incarnation)
+        self.agents[engine] = Agent(self.backends[engine], transport, clock=self.clock)
 
     # --- running ---
 
@@ -149,16 +192,55 @@ class LoopbackNode:
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.advance(tick)
+            for front in self.fronts.values():
+                front.interruptions.begin_overdue_again()
             self.settle()
 
     def describe(self) -> str:
         states = {e: agent.state.value for e, agent in self.agents.items()}
         return f"{states}, partition {self.controller.book.partition}, missing {self.missing}"
 
+    def hold_outputs(self, *unit: int, keep: int = 0) -> list[tuple[int, Frames]]:
+        """Take out what a unit has sent to front ends and they have not read, but for the first.
+
+        Args:
+            unit: that.
+            keep: messages that stay.
+
+        Returns:
+            Front ends and messages, for ``deliver``; those of a dead engine may be lost as well.
+        """
+        held: list[tuple[int, Frames]] = []
+        for client, frames_list in self.network.front_outputs.items():
+            sent = [f for f in frames_list if wire.unit_of(index_of(f)) == unit][keep:]
+            held += [(client, frames) for frames in sent]
+            frames_list[:] = [f for f in frames_list if not any(f is taken for taken in sent)]
+        return held
+
+    def deliver(self, held: list[tuple[int, Frames]]) -> None:
+        """Let messages arrive that were held."""
+        for client, frames in held:
+            self.network.post_to_front(client, frames)
+
     def kill(self, engine: int, reason: str = "killed") -> None:
         """End an engine as the operating system would; the supervisor tells."""
         self.agents.pop(engine, None)
-        self.network.control_sends(SUPERVISOR, m.EngineDied(engine, reason))
+        died = m.EngineDied(
+            engine,
+            reason,
+            incarnation=self.incarnations[engine],
+            restarts=self.config.restart_limit > 0,
+        )
+        self.network.control_sends(SUPERVISOR, died)
+
+    def restart(self, engine: int, *, faults: Faults = NO_FAULTS) -> None:
+        """Start a dead engine again as the supervisor would, which tells."""
+        self.agents.pop(engine, None)
+        self.hung.discard(engine)
+        self.incarnations[engine] += 1
+        starting = m.EngineStarting(engine, self.incarnations[engine])
+        self.network.control_sends(SUPERVISOR, starting)
+        self._start(engine, faults)
 
     # --- clients ---
 
@@ -171,13 +253,20 @@ class LoopbackNode:
         client: int = 0,
         priority: int = 0,
         terms: wire.Terms | None = None,
+        **sampling: Any,
     ) -> None:
         """Send a request whose prompt is drawn from its id."""
         rng = random.Random(request_id)
         prompt = [rng.randrange(5, 250) for _ in range(prompt_tokens)]
         self.prompts[request_id] = (prompt, max_tokens)
         payload = request_payload(
-            request_id, prompt, max_tokens, client=client, priority=priority, terms=terms
+            request_id,
+            prompt,
+            max_tokens,
+            client=client,
+            priority=priority,
+            terms=terms,
+            **sampling,
         )
         self.network.front_sends(client, wire.RequestType.ADD, payload)
 
@@ -194,23 +283,40 @@ class LoopbackNode:
 
     def collect(self) -> None:
         """Take what the front ends received; nothing may follow the end of a request."""
-        for frames_list in self.network.front_outputs.values():
+        for client, front in self.fronts.items():
+            self._collect_notes(client, front)
+            frames_list = self.network.front_outputs.get(client, [])
             for frames in frames_list:
                 message = _outputs.decode(frames[0])
                 if message.utility_output is not None:
                     self.utilities.append(message.utility_output)
-                for output in message.outputs:
+                for output in front.take(message):
                     ends = (self.finish.get(output.request_id), output.finish_reason)
+                    attempt = wire.attempt_of(output.trace_headers)
                     if ends[0] is not None:
-                        # The controller's word and an engine's may cross when engines are lost;
-                        # vLLM's front end drops what comes second.
-                        assert wire.FinishReason.ERROR in ends, "token after the end"
+                        # The controller's word and an engine's may cross when engines are lost, and
+                        # a dead engine's come late; vLLM's front end drops what comes second.
+                        late = attempt < self.last_attempts[output.request_id]
+                        assert late or wire.FinishReason.ERROR in ends, "token after the end"
                         continue
                     got = self.tokens.setdefault(output.request_id, [])
                     got += output.new_token_ids
                     if output.finish_reason is not None:
                         self.finish[output.request_id] = output.finish_reason
+                        self.last_attempts[output.request_id] = attempt
+                front.interruptions.settle()
             frames_list.clear()
+
+    def _collect_notes(self, client: int, front: "Front") -> None:
+        notes = self.network.control_replies.get(front_identity(client), [])
+        for note in [note for note in notes if isinstance(note, m.Interrupted)]:
+            notes.remove(note)
+            front.interruptions.take_note(note)
+
+    def tokens_of(self, request_id: str) -> list[int] | None:
+        """Return what a client has of a request; None if it has ended."""
+        over = request_id in self.finish or request_id in self.aborted
+        return None if over else self.tokens.get(request_id, [])
 
     @property
     def missing(self) -> list[str]:

@@ -1,7 +1,8 @@
 """Processes of a node played for the supervisor's tests: no vLLM, no engine, no HTTP.
 
 What each does follows from the ``NodeConfig.vllm_args`` of the test: ``fail`` names the part that
-fails, ``kill`` the engines that the controller wants ended at SIGUSR1, ``log`` its file.
+fails, ``failing_restarts`` says how often an engine's restart does, ``kill`` the engines that the
+controller wants ended at SIGUSR1, ``log`` its file.
 """
 
 import os
@@ -14,14 +15,16 @@ import zmq
 
 from runtime.config import Addresses, NodeConfig
 from runtime.messages import (
+    EndNode,
     EngineDied,
+    EngineStarting,
     GetLayout,
     KillEngines,
     LayoutView,
     decode_control,
     encode,
 )
-from runtime.transport import SUPERVISOR
+from runtime.transport import LONGEST_WAIT_SECONDS, SUPERVISOR
 from runtime.views import EngineView
 
 
@@ -33,20 +36,21 @@ def note_pid(config: NodeConfig, name: str) -> None:
     draft.rename(folder / name)
 
 
-def scheduler(config: NodeConfig, engine: int) -> None:
-    run_part(config, f"scheduler-{engine}")
+def scheduler(config: NodeConfig, engine: int, incarnation: int) -> None:
+    run_part(config, f"scheduler-{engine}", incarnation)
 
 
-def runner(config: NodeConfig, engine: int) -> None:
+def runner(config: NodeConfig, engine: int, incarnation: int) -> None:
     # A segment that only the supervisor can remove if this process is killed.
     Path(f"/dev/shm/test-{Path(config.runtime_dir).name}-{engine}").touch()
-    run_part(config, f"runner-{engine}")
+    run_part(config, f"runner-{engine}", incarnation)
 
 
-def run_part(config: NodeConfig, name: str) -> None:
+def run_part(config: NodeConfig, name: str, incarnation: int) -> None:
     """Say who and where this process is, then fail or wait for the end, as the test wants."""
-    note_pid(config, name)
-    if config.vllm_args.get("fail") == name:
+    note_pid(config, f"{name}.{incarnation}" if incarnation else name)
+    failing = 0 < incarnation <= config.vllm_args.get("failing_restarts", 0)
+    if config.vllm_args.get("fail") == name or failing:
         raise OSError("out of\nblocks")
     while True:
         signal.pause()
@@ -60,23 +64,38 @@ def controller(config: NodeConfig) -> None:
     wanted = config.vllm_args.get("kill", [])
 
     def kill(*_: object) -> None:
-        message = encode(KillEngines(wanted, "their group broke"))
+        message = encode(KillEngines(dict.fromkeys(wanted, 0), "their group broke"))
         socket.send_multipart([SUPERVISOR.encode(), message])
 
     signal.signal(signal.SIGUSR1, kill)
     questions = 0
     while True:
+        # In bounded waits: see LONGEST_WAIT_SECONDS.
+        while not socket.poll(int(LONGEST_WAIT_SECONDS * 1000)):
+            continue
         peer, payload = socket.recv_multipart()
         message = decode_control(payload)
         if isinstance(message, EngineDied):
             with Path(config.vllm_args["log"]).open("a") as log:
                 log.write(f"{message.engine}: {message.reason}\n")
             Path(config.vllm_args["pids"], f"died-{message.engine}").touch()
+        if isinstance(message, EngineStarting):
+            with Path(config.vllm_args["log"]).open("a") as log:
+                log.write(f"{message.engine}: restarted, {message.incarnation}\n")
+        if isinstance(message, EndNode):
+            with Path(config.vllm_args["log"]).with_name("ending").open("a") as log:
+                log.write(f"{message.seconds:g}\n")
         if isinstance(message, GetLayout):
             questions += 1
             # The supervisor has to ask again, and for ever where a part never comes up.
-            ready = questions > 1 and "fail" not in config.vllm_args
+            ready = questions > 1 and "fail" not in config.vllm_args and are_up(config)
             socket.send_multipart([peer, encode(layout(config, message.call, ready))])
+
+
+def are_up(config: NodeConfig) -> bool:
+    """Return whether every part of every engine has said where it is: tests kill them then."""
+    parts = [f"{role}-{e}" for role in ("scheduler", "runner") for e in range(config.engines)]
+    return all(Path(config.vllm_args["pids"], part).exists() for part in parts)
 
 
 def layout(config: NodeConfig, call: int, ready: bool) -> LayoutView:
@@ -95,5 +114,7 @@ class FrontEnd:
     def __call__(self, ready: Callable[[], None]) -> None:
         if self.stubborn:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note_pid(self.config, "front")
         ready()
-        run_part(self.config, "front")
+        while True:
+            signal.pause()

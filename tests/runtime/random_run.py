@@ -3,7 +3,15 @@
 import random
 
 from policies.partition import Group, Partition, groups_of
-from runtime.messages import AuditDone, AuditNode, CallFailed, SwitchDone, Treatment
+from policies.shift import ShiftRule
+from runtime.messages import (
+    AuditDone,
+    AuditNode,
+    CallFailed,
+    SetShiftThreshold,
+    SwitchDone,
+    Treatment,
+)
 from tests.runtime.loopback_node import LoopbackNode
 
 MOST_MISSING = 40
@@ -32,20 +40,27 @@ class RandomRun:
         self.node = node
         self.switches: list[SwitchDone | CallFailed] = []
         self.audits: list[AuditDone] = []
+        self.shifts = 0
+        """Changes of the threshold between TP and SP."""
         self._switch: int | None = None
         self._audit: int | None = None
         node.settle()
 
     @property
     def operations(self) -> int:
-        """Requests sent, and groups bound or released, so far."""
+        """Requests sent, and changes, so far."""
+        return len(self.node.prompts) + self.changes
+
+    @property
+    def changes(self) -> int:
+        """Groups bound or released, and thresholds changed, so far."""
         groups = (
             set(reply.switch.before) ^ set(reply.switch.after)
             for reply in self.switches
             if isinstance(reply, SwitchDone)
         )
         changed = sum(len(group) > 1 for change in groups for group in change)
-        return len(self.node.prompts) + changed
+        return changed + self.shifts
 
     def act(self) -> None:
         """Do one thing, and let some processes have some turns."""
@@ -59,6 +74,9 @@ class RandomRun:
             node.abort(rng.choice(node.missing))
         elif draw < 0.55 and self._audit is None:
             self._audit = node.call(AuditNode)
+        elif draw < 0.6 and node.config.max_sp > 1:
+            node.call(SetShiftThreshold, rng.choice([ShiftRule.OFF, 0, 10, 100]))
+            self.shifts += 1
         elif self._switch is None:
             units = random_partition(rng, node.config.engines, node.config.max_group)
             treatment = rng.choice(list(Treatment))

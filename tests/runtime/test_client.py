@@ -189,7 +189,7 @@ async def test_a_broken_link_fails_the_calls_in_progress_and_the_later_ones(ends
     controller, client, _ = ends
     call = asyncio.create_task(client.get_layout())
     await controller.receive()
-    await controller.send(KillEngines([0], "not for a front end"))
+    await controller.send(KillEngines({0: 0}, "not for a front end"))
     with pytest.raises(CallError, match="broken"):
         await call
     with pytest.raises(CallError, match="broken"):

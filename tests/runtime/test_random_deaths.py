@@ -4,6 +4,7 @@ import pytest
 
 from policies.partition import Partition, groups_of
 from runtime.controller.book import EngineState
+from runtime.transport import Frames
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun
@@ -15,20 +16,42 @@ LEAST_ALIVE = 4
 
 
 class DeadlyRun(RandomRun):
-    """Also hangs, wakes and kills engines."""
+    """Also hangs, wakes and kills engines; their last outputs arrive, come late, or are lost."""
+
+    def __init__(self, node: LoopbackNode) -> None:
+        super().__init__(node)
+        self._late: list[tuple[int, Frames]] = []
 
     def act(self) -> None:
         super().act()
         node, rng = self.node, self.node.rng
+        if self._late and rng.random() < 0.2:
+            node.deliver(self._late)
+            self._late = []
         if rng.random() < 0.03 and len(node.hung) < MOST_HUNG:
             node.hung.add(rng.randrange(ENGINES))
         if node.hung and rng.random() < 0.1:
             node.hung.pop()
-        if rng.random() < 0.004 and len(node.agents) > LEAST_ALIVE:
-            node.kill(rng.choice(sorted(node.agents)))
+        if rng.random() < 0.01 and len(node.agents) > LEAST_ALIVE:
+            self.kill(rng.choice(sorted(node.agents)))
         if rng.random() < 0.02:
             node.clock.advance(1.5)  # a few of these are a time-out
         self.bury()
+
+    def kill(self, engine: int) -> None:
+        """End an engine in the middle of what it does."""
+        node, rng = self.node, self.node.rng
+        for _ in range(ENGINES):
+            node.send(f"r{len(node.prompts)}", rng.randrange(1, 50), rng.randrange(10, 40))
+        for _ in range(rng.randrange(8 * ENGINES)):
+            node.step()
+        for _ in range(rng.randrange(4)):
+            if engine in node.agents:
+                node.turn_agent(engine)
+        for unit in node.backends[engine].cores:
+            held = node.hold_outputs(*unit, keep=rng.randrange(3))
+            self._late += held if rng.random() < 0.5 else []
+        node.kill(engine)
 
     def bury(self) -> frozenset[int]:
         """End what the controller has given up, as the supervisor would; return the dead."""
@@ -40,6 +63,7 @@ class DeadlyRun(RandomRun):
     def finish(self) -> None:
         """Wake everyone who lives, then give every unit its turn until every request has ended."""
         node = self.node
+        node.deliver(self._late)
         node.hung.clear()
         node.run_for(2 * node.config.prepare_timeout_seconds, tick=1.0)
         dead = self.bury()
@@ -69,6 +93,8 @@ def test_survivors_go_on(seed: int) -> None:
     node = run.node
 
     assert node.deaths == {}
+    assert sum(node.controller.book.outcomes.values()) == len(node.prompts)
+    assert node.controller.book.interrupted == {}
     assert node.missing == []
     node.assert_exact()
     assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}

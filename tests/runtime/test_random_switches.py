@@ -1,4 +1,4 @@
-"""2,000 random binds, releases and requests, in any order that processes could produce.
+"""2,000 random operations: binds, releases, shifts, requests, in any order of their processes.
 
 Nothing may hang, no token be lost, repeated or reordered, no block leak, and every audit on the way
 must be clean. The controls show that each of these would be noticed.
@@ -13,21 +13,25 @@ from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun
 
 OPERATIONS = 2000
+CHANGES = 1000
+"""Binds, releases and shifts among so many operations as that takes."""
 MOST_ACTIONS = 10_000
 
 
-def live(run: RandomRun, operations: int) -> None:
+def live(run: RandomRun, operations: int, changes: int = 0) -> None:
     for _ in range(MOST_ACTIONS):
-        if run.operations >= operations:
+        if run.operations >= operations and run.changes >= changes:
             return
         run.act()
     raise AssertionError(f"only {run.operations} operations in {MOST_ACTIONS} actions")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_life(seed: int) -> None:
-    run = RandomRun(LoopbackNode(4, seed=seed))
-    live(run, OPERATIONS)
+@pytest.mark.parametrize(
+    ("seed", "max_sp", "changes"), [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 2, 0), (4, 4, CHANGES)]
+)
+def test_random_life(seed: int, max_sp: int, changes: int) -> None:
+    run = RandomRun(LoopbackNode(4, seed=seed, max_sp=max_sp))
+    live(run, OPERATIONS, changes)
     run.finish()
     node = run.node
 
@@ -44,6 +48,10 @@ def test_random_life(seed: int) -> None:
     done = [reply.switch.treatment for reply in run.switches if isinstance(reply, SwitchDone)]
     assert len(done) > 100
     assert set(done) == set(Treatment)
+    if max_sp > 1:
+        assert run.shifts > 100
+        assert node.value("shoal_steps_total", mode="sp") > 100
+        assert node.value("shoal_steps_total", mode="tp") > 100
 
 
 def test_same_seed_same_life() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from runtime import supervisor
 from runtime.config import NodeConfig
-from runtime.process import choose_context
-from runtime.supervisor import Supervisor, make_runtime_dir
+from runtime.process import Child, choose_context
+from runtime.runtime_dir import make_runtime_dir
+from runtime.supervisor import Supervisor
 from tests.runtime.node_parts import FrontEnd
 
 PARTS = "tests.runtime.node_parts"
@@ -34,9 +35,15 @@ class Node:
             vllm_args={"pids": str(self.pids_dir), "log": str(self.log), **wanted},
         )
 
-    def run(self, on_ready: Callable[[], None], *, stubborn: bool = False) -> int:
+    def run(
+        self,
+        on_ready: Callable[[], None],
+        *,
+        stubborn: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> int:
         front = FrontEnd(self.config, stubborn)
-        return Supervisor(self.config, [front], self.said.append).run(on_ready)
+        return Supervisor(self.config, [front], say or self.said.append).run(on_ready)
 
     def pid(self, part: str) -> int:
         return int((self.pids_dir / part).read_text())
@@ -71,7 +78,8 @@ def played_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "_SCHEDULER", f"{PARTS}:scheduler")
     monkeypatch.setattr(supervisor, "_RUNNER", f"{PARTS}:runner")
     monkeypatch.setattr(supervisor, "_CONTROLLER", f"{PARTS}:controller")
-    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 2.0)
+    # Nothing takes that long, unless the machine is very busy.
+    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 30.0)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -137,6 +145,39 @@ def test_an_engine_dies_whole_and_the_node_goes_on(tmp_path: Path, part: str, tw
     assert node.leftovers() == []
 
 
+@pytest.mark.parametrize("part", ["scheduler", "runner"])
+def test_an_engine_with_a_stopped_process_is_given_up(tmp_path: Path, part: str) -> None:
+    node = Node(tmp_path)
+    watcher = when(node.pids_dir / "died-1", interrupt)
+    assert node.run(lambda: os.kill(node.pid(f"{part}-1"), signal.SIGSTOP)) == 0
+    watcher.join()
+    assert node.log.read_text() == f"1: engine 1 {part}: stopped by a signal\n"
+    assert node.leftovers() == []
+
+
+def test_an_engine_that_was_stopped_for_a_moment_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+    looks: list[set[Child]] = []
+    look = Supervisor._look_for_stopped
+
+    def look_and_go_on(self: Supervisor) -> None:
+        """Let the process go on after the first look that finds it stopped."""
+        look(self)
+        looks.append(self._stopped)
+        if self._stopped:
+            os.kill(node.pid("runner-1"), signal.SIGCONT)
+        if any(looks) and not self._stopped:
+            interrupt()
+
+    monkeypatch.setattr(Supervisor, "_look_for_stopped", look_and_go_on)
+    assert node.run(lambda: os.kill(node.pid("runner-1"), signal.SIGSTOP)) == 0
+    assert any(looks)
+    assert node.log.read_text() == ""
+    assert node.leftovers() == []
+
+
 def test_the_controller_can_have_an_engine_killed(tmp_path: Path) -> None:
     node = Node(tmp_path, kill=[1])
     watcher = when(node.pids_dir / "died-1", interrupt)
@@ -154,6 +195,7 @@ def test_the_last_engine_takes_the_node_with_it(tmp_path: Path) -> None:
 
 def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 3600.0)
+    monkeypatch.setattr(supervisor, "_HURRY_SECONDS", 0.0)
     node = Node(tmp_path)
     end = Supervisor._end_in_order
 
@@ -170,6 +212,52 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.Monke
     assert node.leftovers() == []
 
 
+def test_the_controller_is_told_how_long_requests_may_go_on(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    front = FrontEnd(node.config)
+    assert Supervisor(node.config, [front], node.said.append, 12.5).run(interrupt) == 0
+    assert (tmp_path / "ending").read_text() == "12.5\n"
+
+
+def test_an_engine_that_dies_while_requests_end_is_told(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    killed = when(tmp_path / "ending", lambda: node.kill("runner-1"))
+    released = when(node.pids_dir / "died-1", lambda: node.kill("front"))
+    assert node.run(interrupt, stubborn=True) == 0
+    killed.join()
+    released.join()
+    assert node.log.read_text() == "1: engine 1 runner: killed by SIGKILL\n"
+    assert "serving goes on" in node.said[-1]
+    assert node.leftovers() == []
+
+
+def test_a_controller_that_dies_while_requests_end_is_a_failure(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    killed = when(tmp_path / "ending", lambda: node.kill("controller"))
+    assert node.run(interrupt, stubborn=True) == 1
+    killed.join()
+    assert node.said[-1] == "shoal: controller: killed by SIGKILL"
+    assert node.leftovers() == []
+
+
+def test_a_second_signal_leaves_requests_no_time(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    ending = tmp_path / "ending"
+
+    def interrupt_again() -> None:
+        interrupt()
+        pass_time = threading.Event()
+        while ending.read_text() != "3600\n0\n":
+            pass_time.wait(0.01)
+        node.kill("front")
+
+    signalled = when(ending, interrupt_again)
+    front = FrontEnd(node.config, stubborn=True)
+    assert Supervisor(node.config, [front], node.said.append, 3600.0).run(interrupt) == 1
+    signalled.join()
+    assert node.leftovers() == []
+
+
 def test_a_process_that_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,15 +265,6 @@ def test_a_process_that_does_not_end_is_killed(
     node = Node(tmp_path)
     assert node.run(interrupt, stubborn=True) == 1
     assert node.leftovers() == []
-
-
-def test_the_runtime_dir_is_private_and_short() -> None:
-    path = make_runtime_dir()
-    try:
-        assert path.stat().st_mode & 0o777 == 0o700
-        assert len(str(path / "group-0-1-2-3-4-5-6-7-7")) < 107
-    finally:
-        path.rmdir()
 
 
 def test_a_parent_with_threads_does_not_fork() -> None:

@@ -15,7 +15,7 @@ from runtime.controller.process import Controller
 from runtime.engine.agent import Agent
 from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import expected_tokens
-from runtime.supervisor import make_runtime_dir
+from runtime.runtime_dir import make_runtime_dir
 from runtime.transport import ZmqAgentTransport, ZmqControllerTransport, drain, front_identity
 from tests.runtime.loopback_node import SMALL, request_payload
 

@@ -1,18 +1,31 @@
 """A ``shoal serve`` in a process of its own, as a user starts it."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 ADDRESS = re.compile(r"on (http://[^\s\"]+)")
+ADMIN_ADDRESS = re.compile(r"admin API on (http://[^\s\"]+)")
 
 
 def children_of(pid: int) -> list[int]:
     """Return the ids of a process's children, in the order of their starts."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def key_file(path: Path, *keys: str | dict[str, Any]) -> Path:
+    """Write a file of API keys, given by their text (which is their name, too) or whole."""
+    entries = [{"key": key, "name": key} if isinstance(key, str) else key for key in keys]
+    path.write_text(json.dumps(entries))
+    path.chmod(0o600)
+    return path
 
 
 class ServedNode:
@@ -49,9 +62,31 @@ class ServedNode:
                 break
         found = ADDRESS.search("\n".join(self.lines))
         self.url = found.group(1) if found else ""
+        found = ADMIN_ADDRESS.search("\n".join(self.lines))
+        self.admin_url = found.group(1) if found else ""
         # Its temporary files are in the cache directory, so this one is its own.
         self.runtime_dir = next(cache.glob("shoal-*"), Path("none"))
         self.children = children_of(self.process.pid) if self.url else []
+
+    def client(self, **options: Any) -> httpx.Client:
+        """Return a client of both APIs: paths under ``/admin`` go to the admin API's port."""
+        hooks = {"request": [self._redirect]}
+        return httpx.Client(base_url=self.url, event_hooks=hooks, **{"timeout": 120, **options})
+
+    def async_client(self, **options: Any) -> httpx.AsyncClient:
+        """Return the asynchronous kind of ``client``."""
+
+        async def redirect(request: httpx.Request) -> None:
+            self._redirect(request)
+
+        hooks = {"request": [redirect]}
+        return httpx.AsyncClient(
+            base_url=self.url, event_hooks=hooks, **{"timeout": 120, **options}
+        )
+
+    def _redirect(self, request: httpx.Request) -> None:
+        if request.url.path.startswith("/admin/"):
+            request.url = httpx.URL(self.admin_url).join(request.url.raw_path.decode())
 
     def kill(self, part: str) -> None:
         """Kill the child process that is this part of the node, known by the order of starts."""

@@ -192,10 +192,10 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return {"text": text, "reason": reason, **usage}
 
 
-async def load(url: str) -> list[dict[str, Any]]:
+async def load(node: ServedNode) -> list[dict[str, Any]]:
     """Have 40 requests of all classes answered while the layout changes six times."""
     limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    async with node.async_client(limits=limits) as http:
         whole = await complete(http, prompt="Stop", max_tokens=60)
         bodies: list[dict[str, Any]] = [
             {
@@ -228,7 +228,7 @@ async def settled(url: str, ended: float) -> dict[str, Metric]:
 
 async def test_totals_equal_what_clients_saw(node: ServedNode) -> None:
     before = scrape(node.url)
-    answers = await load(node.url)
+    answers = await load(node)
     assert [answer["reason"] for answer in answers].count("stop") == 5
     finished = total(before, "shoal_requests_total", outcome="finished") + len(answers)
     after = await settled(node.url, total(before, "shoal_requests_total") + len(answers))
@@ -262,7 +262,7 @@ async def test_totals_equal_what_clients_saw(node: ServedNode) -> None:
 
 
 async def test_every_front_end_shows_all(node: ServedNode) -> None:
-    async with httpx.AsyncClient(base_url=node.url, timeout=60) as http:
+    async with node.async_client() as http:
         await complete(http, prompt="x", max_tokens=3)
     await settled(node.url, 1)
     names = ("vllm:generation_tokens_total", "shoal_request_seconds_count", "shoal_requests_total")
@@ -278,7 +278,7 @@ async def test_what_clients_give_up_is_aborted_and_in_no_latency(node: ServedNod
     before = scrape(node.url)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 400, "stream": True}
     async with (
-        httpx.AsyncClient(base_url=node.url, timeout=60) as http,
+        node.async_client() as http,
         http.stream("POST", "/v1/completions", json=body) as response,
     ):
         await anext(response.aiter_lines())
@@ -294,7 +294,7 @@ async def test_what_clients_give_up_is_aborted_and_in_no_latency(node: ServedNod
 
 async def test_what_is_refused_is_counted_by_reason_and_measured_nowhere(node: ServedNode) -> None:
     before = scrape(node.url)
-    async with httpx.AsyncClient(base_url=node.url, timeout=60) as http:
+    async with node.async_client() as http:
         ask = {"model": MODEL, "prompt": "x", "max_tokens": 400, "ignore_eos": True}
         running = [asyncio.create_task(http.post("/v1/completions", json=ask)) for _ in range(40)]
         late = {"x-shoal-deadline-ms": "30"}
@@ -329,7 +329,7 @@ def test_outcomes_are_the_enum(node: ServedNode) -> None:
 
 
 def test_every_line_of_the_log_is_json_and_a_switch_is_one(node: ServedNode) -> None:
-    http = httpx.Client(base_url=node.url, timeout=60)
+    http = node.client()
     assert http.post("/admin/layout", json={"units": PAIR}).status_code == 200
     http.close()
     lines = [json.loads(line) for line in node.lines + node.stop()]

@@ -1,5 +1,8 @@
+import asyncio
+
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -8,10 +11,11 @@ from starlette.routing import Route
 from runtime.clock import ManualClock
 from runtime.messages import Outcome, PoolLimits
 from runtime.wire import Terms
-from server.keys import ApiKey
+from server.keys import ApiKey, KeyRing, digest_of, plain_key
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
 from server.placement import PlacementMiddleware, Placements, Rejection
 from server.pool_door import PoolDoor
+from server.quotas import Quotas
 
 
 async def ok(request: Request) -> PlainTextResponse:
@@ -23,7 +27,15 @@ APP = Starlette(
 )
 
 
-KEYS = [ApiKey("first"), ApiKey("second")]
+RING = KeyRing([plain_key("first"), plain_key("second")])
+
+
+def guarded(rejected: list[Rejection]) -> object:
+    return ApiKeyMiddleware(APP, RING, Quotas(), ["/health"], rejected.append)
+
+
+def key(text: str, name: str | None = None, **limits: int) -> ApiKey:
+    return ApiKey(digest_of(text), name, **limits)
 
 
 def client(app: object) -> httpx.AsyncClient:
@@ -35,7 +47,7 @@ def client(app: object) -> httpx.AsyncClient:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
     rejected: list[Rejection] = []
-    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"], rejected.append)) as http:
+    async with client(guarded(rejected)) as http:
         response = await http.get("/v1/x", headers={"Authorization": f"{scheme} {key}"})
     assert response.text == "ok"
     assert rejected == []
@@ -56,7 +68,7 @@ async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/x", "/metrics", "/admin/layout", "/not/there", "/healthy"])
 async def test_without_a_key_everything_is_shut(headers: dict[str, str], path: str) -> None:
     rejected: list[Rejection] = []
-    async with client(ApiKeyMiddleware(APP, KEYS, ["/health"], rejected.append)) as http:
+    async with client(guarded(rejected)) as http:
         response = await http.get(path, headers=headers)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == 401
@@ -65,9 +77,90 @@ async def test_without_a_key_everything_is_shut(headers: dict[str, str], path: s
 
 
 async def test_open_paths_and_preflights_need_no_key() -> None:
-    async with client(ApiKeyMiddleware(APP, KEYS[:1], ["/health"], [].append)) as http:
+    async with client(guarded([])) as http:
         assert (await http.get("/health")).text == "ok"
         assert (await http.options("/v1/x")).text == "ok"
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "max_concurrent"])
+async def test_a_key_over_its_limit_is_told_when_to_try_again(limit: str) -> None:
+    rejected: list[Rejection] = []
+    clock = ManualClock()
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Request) -> PlainTextResponse:
+        entered.set()
+        await leave.wait()
+        return PlainTextResponse("ok")
+
+    app = Starlette(routes=[Route("/v1/x", slow, methods=["POST", "GET"])])
+    ring = KeyRing([key("a", "greedy", **{limit: 1}), key("b", "modest")])
+    wrapped = ApiKeyMiddleware(app, ring, Quotas(clock=clock), [], rejected.append)
+    async with client(wrapped) as http:
+        greedy, modest = ({"Authorization": f"Bearer {text}"} for text in "ab")
+        first = asyncio.create_task(http.post("/v1/x", headers=greedy))
+        await entered.wait()
+        refused = await http.post("/v1/x", headers=greedy)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "TooManyRequestsError"
+        assert int(refused.headers["retry-after"]) == (60 if "minute" in limit else 1)
+        assert "greedy" in message_of(refused)
+        assert rejected == [Rejection.CALLER_LIMIT]
+        leave.set()
+        assert (await first).status_code == 200
+        assert (await http.post("/v1/x", headers=modest)).status_code == 200
+        clock.advance(60)
+        assert (await http.post("/v1/x", headers=greedy)).status_code == 200
+        # What only looks is never refused.
+        assert (await http.get("/v1/x", headers=greedy)).status_code == 200
+
+
+async def test_tokens_are_counted_for_the_key_that_spent_them() -> None:
+    echo = Echo(key("k", "batch", tokens_per_minute=100))
+    headers = {"Authorization": "Bearer k"}
+    echo.tokens = 250
+    assert (await echo.post(headers=headers)).status_code == 200
+    refused = await echo.post(headers=headers)
+    assert (refused.status_code, echo.reached) == (429, 1)
+    assert refused.headers["retry-after"] == "91"  # 1.5 minutes, and one token's time
+    echo.clock.advance(91)
+    assert (await echo.post(headers=headers)).status_code == 200
+
+
+async def test_a_prefix_of_the_root_path_leads_around_nothing() -> None:
+    rejected: list[Rejection] = []
+    app = FastAPI(root_path="/proxy")
+    app.add_api_route("/v1/x", ok, methods=["GET"])
+    app.add_api_route("/health", ok, methods=["GET"])
+    app.add_middleware(
+        ApiKeyMiddleware,
+        keys=RING,
+        quotas=Quotas(),
+        open_paths=["/health"],
+        rejected=rejected.append,
+    )
+    async with client(app) as http:
+        for prefix in ("", "/proxy"):
+            assert (await http.get(f"{prefix}/health")).status_code == 200
+            assert (await http.get(f"{prefix}/v1/x")).status_code == 401
+
+
+async def test_callers_find_only_their_own_prefixes_unless_they_share() -> None:
+    salts = []
+    for text in ("a", "b", "a"):
+        echo = Echo(key("a", "one"), key("b", "two"))
+        await echo.post(headers={"Authorization": f"Bearer {text}"})
+        salts.append((echo.salt, echo.own_salt))
+    (first, own), (second, _), again = salts
+    assert first is not None
+    assert again == (first, own)
+    assert len({first, own, second}) == 3
+    shared = Echo(key("a", "one"), share_prefix_cache=True)
+    await shared.post(headers={"Authorization": "Bearer a"})
+    assert (shared.salt, shared.own_salt) == (None, "mine")
+    keyless = Echo()
+    await keyless.post()
+    assert (keyless.salt, keyless.own_salt) == (None, "mine")
 
 
 # --- what is asked of the task pool ---
@@ -76,20 +169,24 @@ async def test_open_paths_and_preflights_need_no_key() -> None:
 class Echo:
     """An application behind the middleware of generating routes that answers what it was asked."""
 
-    def __init__(self, *keys: ApiKey) -> None:
+    def __init__(self, *keys: ApiKey, share_prefix_cache: bool = False) -> None:
         self.placements = Placements()
         self.refused: list[Outcome] = []
         self.door = PoolDoor(self.count)
         self.clock = ManualClock(50.0)
         self.terms = Terms()
         self.reached = 0
+        self.tokens = 0
         app = Starlette(routes=[Route("/v1/x", self.answer, methods=["GET", "POST"])])
-        inner = TermsMiddleware(app, self.placements, self.door, self.clock)
+        inner = TermsMiddleware(
+            app, self.placements, self.door, self.clock, share_prefix_cache=share_prefix_cache
+        )
         self.rejected: list[Rejection] = []
         count = self.rejected.append
         self.app: object = PlacementMiddleware(inner, self.placements, ["/v1/x"], count)
         if keys:
-            self.app = ApiKeyMiddleware(self.app, keys, [], count)  # type: ignore[arg-type]
+            ring, quotas = KeyRing(keys), Quotas(clock=self.clock)
+            self.app = ApiKeyMiddleware(self.app, ring, quotas, [], count)  # type: ignore[arg-type]
 
     async def count(self, outcome: Outcome) -> None:
         self.refused.append(outcome)
@@ -97,6 +194,8 @@ class Echo:
     async def answer(self, request: Request) -> PlainTextResponse:
         self.reached += 1
         self.terms = self.placements.expect("r1")
+        self.placements.spend_tokens("r1", self.tokens)
+        self.salt, self.own_salt = self.placements.salt(None), self.placements.salt("mine")
         self.placements.give_up("r1")
         body = (await request.body()).decode()
         return PlainTextResponse(f"{request.headers.getlist('x-vllm-priority')} {body}")
@@ -164,14 +263,14 @@ async def test_two_priorities_are_refused() -> None:
 @pytest.mark.parametrize(("asked", "effective"), [(None, 0), ("-50", 0), ("3", 3)])
 async def test_a_key_caps_how_urgent_its_requests_are(asked: str | None, effective: int) -> None:
     headers = {"Authorization": "Bearer k"} | ({"X-Vllm-Priority": asked} if asked else {})
-    capped = Echo(ApiKey("k", "batch", min_priority=0))
+    capped = Echo(key("k", "batch", min_priority=0))
     assert (await capped.post(headers=headers)).headers["x-shoal-priority"] == str(effective)
-    free = Echo(ApiKey("k"))
+    free = Echo(key("k"))
     assert (await free.post(headers=headers)).headers["x-shoal-priority"] == (asked or "0")
 
 
 async def test_deadline_and_key_go_with_the_request() -> None:
-    echo = Echo(ApiKey("k", "batch", max_waiting=3))
+    echo = Echo(key("k", "batch", max_waiting=3))
     headers = {"Authorization": "Bearer k", "x-shoal-deadline-ms": "1500"}
     assert (await echo.post(headers=headers)).status_code == 200
     assert echo.terms == Terms(deadline=51.5, caller="batch", max_waiting=3)
@@ -197,8 +296,19 @@ async def test_a_full_pool_is_closed_to_everyone() -> None:
     assert (await echo.post()).status_code == 200
 
 
+async def test_a_closed_door_stays_closed_whatever_the_pool_is_like() -> None:
+    echo = Echo()
+    echo.door.close()
+    echo.door.update(PoolLimits())
+    response = await echo.post()
+    assert (response.status_code, echo.reached) == (503, 0)
+    assert message_of(response) == "the server is shutting down"
+    assert response.headers["retry-after"] == "1"
+    assert echo.refused == [Outcome.HANDED_BACK]
+
+
 async def test_a_caller_at_its_limit_is_refused_and_the_others_are_not() -> None:
-    echo = Echo(ApiKey("a", "greedy", max_waiting=1), ApiKey("b", "modest", max_waiting=1))
+    echo = Echo(key("a", "greedy", max_waiting=1), key("b", "modest", max_waiting=1))
     echo.door.update(PoolLimits(callers={"greedy": "enough"}, retry_after=17))
     refused = await echo.post(headers={"Authorization": "Bearer a"})
     assert (refused.status_code, message_of(refused)) == (429, "enough")

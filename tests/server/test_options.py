@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -5,14 +8,12 @@ from typing import Any
 import pytest
 
 from server.errors import UserError, one_line
-from server.keys import ApiKey
 from server.options import (
     CPU_KV_BYTES,
     DEMO_NAME,
     FP8_QUANTIZATION,
     REFUSED,
     add_shoal_options,
-    api_keys,
     apply_defaults,
     check_model,
     check_options,
@@ -26,7 +27,6 @@ VLLM_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(REFUSED),
     "runner": "auto",
     "quantization": None,
-    "api_key": None,
     "ssl_keyfile": None,
     "ssl_certfile": None,
     "served_model_name": None,
@@ -88,6 +88,9 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str) -> None:
         (["--engines", "16"], "--engines 16"),
         (["--max-group", "3"], "--max-group 3"),
         (["--prepare-timeout", "0"], "--prepare-timeout"),
+        (["--max-retries", "-1"], "--max-retries"),
+        (["--engine-timeout", "0"], "--engine-timeout"),
+        (["--step-timeout", "inf"], "--step-timeout"),
         (["--fake-engine", "--fake-step-ms", "-1"], "--fake-step-ms"),
         (["--fake-step-ms", "1"], "--fake-engine"),
         (["--port", "65536"], "--port 65536"),
@@ -102,7 +105,6 @@ def test_a_value_out_of_range_is_named(argv: list[str], named: str) -> None:
     ("vllm", "named"),
     [
         ({"runner": "pooling"}, "--runner pooling"),
-        ({"api_key": ["one", ""]}, "--api-key"),
         ({"api_server_count": 0}, "--api-server-count 0"),
         ({"ssl_keyfile": "key"}, "--ssl-certfile"),
     ],
@@ -253,21 +255,6 @@ def test_the_service_is_called_shoal_unless_it_has_a_name() -> None:
         assert environ.get("OTEL_SERVICE_NAME") == name
 
 
-def test_keys_of_the_command_line_win_over_the_environment_s() -> None:
-    environ = {"VLLM_API_KEY": "env"}
-    assert api_keys(parsed(api_key=["a", "b"]), environ) == (ApiKey("a"), ApiKey("b"))
-    assert api_keys(parsed(), environ) == (ApiKey("env"),)
-    assert api_keys(parsed(), {}) == ()
-
-
-def test_keys_of_a_file_come_on_top(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    path.write_text('[{"key": "k", "name": "batch", "max_waiting": 2}]')
-    args = parsed("--api-key-file", str(path), api_key=["a"])
-    check(args)
-    assert api_keys(args, {}) == (ApiKey("a"), ApiKey("k", "batch", max_waiting=2))
-
-
 def test_limits_of_the_pool_are_off_unless_set() -> None:
     args = parsed("--max-waiting-requests", "1", "--max-waiting-tokens", "2")
     check(args)
@@ -306,3 +293,26 @@ def test_fake_settings_follow_the_options() -> None:
 def test_foreign_errors_become_one_line() -> None:
     assert one_line(ValueError("a\n  b")) == "a b"
     assert one_line(KeyError()) == "KeyError"
+
+
+def test_what_processes_tell_each_other_stays_on_this_machine_unless_it_is_set() -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
+    environ = {"NCCL_SOCKET_IFNAME": "ib0"}
+    prepare_environment(environ, [])
+    assert [environ[name] for name in names] == ["lo", "ib0", "127.0.0.1"]
+
+
+@pytest.mark.parametrize("option", ["--max-body-bytes", "--max-choices", "--max-grammar-seconds"])
+def test_a_bound_leaves_something(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option} 0"):
+        check(parsed(option, "0"))
+
+
+def test_options_start_no_thread() -> None:
+    """A process with threads cannot be forked, and one with numpy has those of its BLAS."""
+    code = "import os, sys, server.options; print(len(os.listdir('/proc/self/task')))"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1"

@@ -21,7 +21,7 @@ class Front:
     def receive(self, engine: int, *tokens: int, prompt: int | None = None) -> None:
         stats = None if prompt is None else SimpleNamespace(num_prompt_tokens=prompt)
         output = SimpleNamespace(request_id="r", new_token_ids=list(tokens), prefill_stats=stats)
-        for due in self.order.take(engine, [output]):
+        for due in self.order.take((engine,), [output]):
             self.tokens += due.new_token_ids
 
 

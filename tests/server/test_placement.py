@@ -83,6 +83,31 @@ async def test_output_waits_for_a_note_that_is_on_its_way() -> None:
     assert headers(await respond(app, placements))["x-shoal-unit"] == "3"
 
 
+@pytest.mark.parametrize("note_first", [True, False])
+async def test_a_request_that_is_handed_back_while_it_runs_waits_for_the_word_on_it(
+    note_first: bool,
+) -> None:
+    placements = Placements()
+    note = Ended("r1", Outcome.HANDED_BACK, 503, "the end", 1)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.expect("r1")
+        placements.take(Placed("r1", (0,), "dp"))
+        await send({**head(), "status": 500})
+        if note_first:
+            placements.take(note)
+        placements.expect_end("r1")
+        if not note_first:
+            asyncio.get_running_loop().call_soon(placements.take, note)
+        await send(body(b"what vLLM says", more=False))
+
+    rejected: list[Rejection] = []
+    sent = await respond(app, placements, rejected=rejected)
+    assert sent[0]["status"] == 503
+    assert headers(sent)["retry-after"] == "1"
+    assert rejected == []  # a unit had it
+
+
 @pytest.mark.parametrize("content_type", ["text/event-stream; charset=utf-8", "application/json"])
 async def test_a_request_that_the_controller_ended_gets_its_status(content_type: str) -> None:
     placements = Placements()
@@ -101,6 +126,61 @@ async def test_a_request_that_the_controller_ended_gets_its_status(content_type:
     assert headers(sent)["content-type"] == "application/json"
     assert "retry-after" not in headers(sent)
     assert json.loads(sent[1]["body"])["error"]["message"] == "too late"
+
+
+ERROR_EVENT = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+
+
+async def stream_that_fails(note: Ended | None, *, late: bool) -> list[bytes]:
+    """Return what a stream's client reads whose request is interrupted after its first chunk."""
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.expect("r1")
+        await send({**head(), "headers": [(b"content-type", b"text/event-stream")]})
+        placements.take(Placed("r1", (0,), "dp"))
+        await send(body(b"data: one\n\n"))
+        if note is not None:
+            placements.expect_again("r1")
+            asyncio.get_running_loop().call_later(0, placements.take, note)
+        if not late:
+            await asyncio.sleep(0)
+        await send(body(ERROR_EVENT + b"data: [DONE]\n\n"))
+        await send(body(b"", more=False))
+
+    return [message["body"] for message in (await respond(app, placements))[1:]]
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_an_error_in_a_stream_says_why(late: bool) -> None:
+    note = Ended("r1", Outcome.LOST, 500, "the engine died")
+    chunks = await stream_that_fails(note, late=late)
+    event, _, rest = chunks[1].partition(b"\n\n")
+    assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == "the engine died"
+    assert rest == b"data: [DONE]\n\n"
+    assert chunks[0] == b"data: one\n\n"
+
+
+async def test_an_error_that_the_controller_knows_nothing_of_stays_as_it_is() -> None:
+    chunks = await stream_that_fails(None, late=False)
+    assert chunks[1] == ERROR_EVENT + b"data: [DONE]\n\n"
+
+
+async def test_a_response_waits_for_the_next_note_of_an_interrupted_request() -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.expect("r1")
+        placements.take(Placed("r1", (0,), "dp"))
+        await send(head())
+        placements.expect_again("r1")
+        note = Ended("r1", Outcome.POISONED, 500, "it kills engines")
+        asyncio.get_running_loop().call_soon(placements.take, note)
+        await send(body(b"what vLLM says", more=False))
+
+    sent = await respond(app, placements)
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"]["message"] == "it kills engines"
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -1,6 +1,7 @@
 """The layout follows the load, through the public API, and no stream notices but in time."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -16,7 +17,7 @@ TOKENS = 120
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     cache = tmp_path_factory.mktemp("cache")
-    served = ServedNode(cache, "--fake-step-ms", "5", "--max-model-len", "256")
+    served = ServedNode(cache, "--fake-step-ms", "5", "--max-model-len", "256", "--max-sp", "2")
     assert served.url, "\n".join(served.lines)
     yield served
     served.stop()
@@ -24,7 +25,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
 
 @pytest.fixture
 def http(node: ServedNode) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=node.url, timeout=60) as client:
+    with node.client() as client:
         yield client
 
 
@@ -55,6 +56,27 @@ def test_a_stream_goes_on_while_its_request_moves(node: ServedNode, http: httpx.
     assert text == whole
     assert moved > 0
     assert http.post("/admin/audit").json()["clean"]
+
+
+def test_the_threshold_of_the_shift_changes_live(node: ServedNode, http: httpx.Client) -> None:
+    def seen() -> dict[str, object]:
+        return http.get("/admin/layout").json()["shift"]
+
+    assert seen() == {"threshold": 256, "max_sp": 2, "sp_above": {"tp2": 256}}
+    http.post("/admin/layout", json={"units": [[0, 1]]})
+    (in_tp,) = asyncio.run(streams(node.url, ["Shifts"]))
+    answer = http.post("/admin/shift", json={"threshold": 0})
+    assert answer.json() == {"threshold": 0, "max_sp": 2, "sp_above": {"tp2": 0}}
+    assert asyncio.run(streams(node.url, ["Shifts"])) == [in_tp]
+    assert http.post("/admin/audit").json()["clean"], "and every engine has reported its steps"
+    steps = re.findall(r'^shoal_steps_total{.*mode="sp"} (.*)$', http.get("/metrics").text, re.M)
+    assert sum(map(float, steps)) == TOKENS
+    assert http.post("/admin/shift", json={"threshold": "off"}).json()["sp_above"] == {}
+    assert seen()["threshold"] == "off"
+    refused = http.post("/admin/shift", json={"threshold": "never"})
+    assert refused.status_code == 400
+    assert "'never' is no threshold" in refused.json()["error"]["message"]
+    http.post("/admin/layout", json={"units": [[0], [1]]})
 
 
 def test_the_layout_follows_the_load(node: ServedNode, http: httpx.Client) -> None:

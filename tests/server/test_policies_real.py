@@ -140,7 +140,7 @@ class Client:
 @pytest.fixture
 async def client(node: ServedNode) -> AsyncIterator[Client]:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=node.url, timeout=SECONDS, limits=limits) as http:
+    async with node.async_client(timeout=SECONDS, limits=limits) as http:
         yield Client(http)
 
 

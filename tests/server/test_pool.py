@@ -1,7 +1,6 @@
 """The task pool over HTTP: one engine with one seat, and slow steps."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, key_file
 
 BUSY = 2
 """Requests that one seat runs or is given ahead: the next request waits in the pool."""
@@ -23,12 +22,12 @@ LIMIT = 3
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     directory = tmp_path_factory.mktemp("pool")
-    keys = directory / "keys.json"
-    keys.write_text(json.dumps(KEYS))
+    keys = key_file(directory / "keys.json", *KEYS)
     served = ServedNode(
         directory,
         *("--engines", "1", "--max-num-seqs", "1", "--fake-step-ms", "50"),
-        *("--api-key-file", str(keys), "--max-waiting-requests", str(LIMIT)),
+        *("--api-key-file", str(keys), "--admin-key-file", str(keys)),
+        *("--max-waiting-requests", str(LIMIT)),
         last_line="try it:",
     )
     assert served.url, "\n".join(served.lines)
@@ -40,7 +39,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
 @pytest.fixture
 async def http(node: ServedNode) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Authorization": "Bearer free"}
-    async with httpx.AsyncClient(base_url=node.url, headers=headers, timeout=60) as client:
+    async with node.async_client(headers=headers) as client:
         await pool_of(client, 0)
         yield client
 

@@ -12,6 +12,7 @@ from policies.snapshot import Target
 from runtime.simulation.files import cost_model, read_hardware, read_shape
 from server.errors import UserError
 from server.promises import add_promise_options, node_cost_model, promised, shape_of
+from server.shifting import add_shift_options
 
 LLAMA = read_shape("llama-3-8b-bf16")
 
@@ -43,6 +44,7 @@ class Model(SimpleNamespace):
 def parsed(*argv: str, policy: str = "slo") -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
     add_promise_options(parser.add_argument_group("Shoal"))
+    add_shift_options(parser)
     return parser.parse_args(argv, Namespace(policy=policy))
 
 
@@ -75,6 +77,11 @@ def test_gpus_are_taken_for_h200_unless_they_are_said_to_be_others(tmp_path: Pat
     assert named == cost_model(read_shape("llama-3-70b-fp8"), slower)
 
 
+def test_the_model_knows_how_far_sp_goes() -> None:
+    model = node_cost_model(parsed("--max-sp", "4"), Model(), "auto", gpus=8, say=print)
+    assert model == cost_model(LLAMA, read_hardware("h200"), 4)
+
+
 def test_a_node_that_needs_no_cost_model_starts_without_and_says_so() -> None:
     said: list[str] = []
     strange = Model(dtype="torch.float64")
@@ -85,8 +92,12 @@ def test_a_node_that_needs_no_cost_model_starts_without_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "policy"),
-    [((), "slo"), (("--cost-model-hardware", "h200"), "flying")],
-    ids=["needed", "asked-for"],
+    [
+        ((), "slo"),
+        (("--cost-model-hardware", "h200"), "flying"),
+        (("--max-sp", "2", "--shift-threshold", "auto"), "flying"),
+    ],
+    ids=["needed", "asked-for", "needed-for-the-shift"],
 )
 def test_a_cost_model_that_is_wanted_is_there_or_nothing_starts(
     argv: tuple[str, ...], policy: str

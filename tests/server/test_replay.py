@@ -193,7 +193,7 @@ def test_totals_are_exact_across_switches(
 
     def keep_switching() -> None:
         for units in itertools.cycle(([[0, 1]], [[0], [1]])):
-            httpx.post(f"{node.url}/admin/layout", json={"units": units, "preempt": preempt})
+            httpx.post(f"{node.admin_url}/admin/layout", json={"units": units, "preempt": preempt})
             if over.is_set() and len(units) == 2:
                 return
 
@@ -202,8 +202,9 @@ def test_totals_are_exact_across_switches(
     try:
         cli.main(
             [
-                *("replay", "--base-url", node.url, "--trace", "poisson", "--rate", "50"),
-                *("--requests", "40", "--prompt-tokens", "9:99", "--output-tokens", "9:60"),
+                *("replay", "--base-url", node.url, "--admin-url", node.admin_url),
+                *("--trace", "poisson", "--rate", "50", "--requests", "40"),
+                *("--prompt-tokens", "9:99", "--output-tokens", "9:60"),
                 *("--check-metrics", "--json", str(figures)),
             ]
         )
@@ -226,6 +227,7 @@ def test_two_runs_side_by_side(
             [
                 *("replay", "--base-url", node.url, *SHORT, *SMALL, "--name", path.stem),
                 *("--json", str(path), "--html", str(tmp_path / "own.html")),
+                *("--admin-url", node.admin_url),
             ]
         )
     capsys.readouterr()

@@ -13,29 +13,11 @@ import openai
 import pytest
 
 from runtime.messages import Outcome
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, key_file
 
 MODEL = "shoal-demo"
 KEY = "one"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-
-ROUTES = {
-    "/admin/audit",
-    "/admin/layout",
-    "/admin/policy",
-    "/detokenize",
-    "/health",
-    "/metrics",
-    "/ready",
-    "/tokenize",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/models",
-    "/v1/responses",
-    "/v1/responses/{response_id}",
-    "/v1/responses/{response_id}/cancel",
-    "/version",
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +27,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(cache: Path) -> Iterator[ServedNode]:
-    served = ServedNode(cache, "--api-key", KEY, "two", "--max-model-len", "256")
+    keys = key_file(cache / "admin.json", KEY)
+    served = ServedNode(
+        cache,
+        *("--api-key", KEY, "two", "--admin-key-file", str(keys), "--max-model-len", "256"),
+    )
     assert served.url, "\n".join(served.lines)
     yield served
     served.process.kill()
@@ -55,7 +41,7 @@ def node(cache: Path) -> Iterator[ServedNode]:
 @pytest.fixture
 def http(node: ServedNode) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=node.url, headers=headers, timeout=60) as client:
+    with node.client(headers=headers) as client:
         yield client
 
 
@@ -177,7 +163,7 @@ def test_the_priority_header(http: httpx.Client, priority: str, status: int) -> 
 async def test_a_client_that_leaves_frees_its_request(node: ServedNode) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"model": MODEL, "prompt": "x", "max_tokens": 250, "stream": True, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=node.url, headers=headers, timeout=60) as http:
+    async with node.async_client(headers=headers) as http:
         async with http.stream("POST", "/v1/completions", json=body) as response:
             await anext(response.aiter_lines())
         while any(u["running"] for u in (await http.get("/admin/layout")).json()["units"]):
@@ -297,7 +283,7 @@ def test_streams_go_on_over_many_switches(node: ServedNode, single: httpx.Client
 
     async def both() -> list[str]:
         headers = {"Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(base_url=node.url, headers=headers, timeout=60) as http:
+        async with node.async_client(headers=headers) as http:
             streams = asyncio.gather(*(stream(http) for _ in range(6)))
             assert await switch(http, streams) >= 50
             return await streams
@@ -308,29 +294,8 @@ def test_streams_go_on_over_many_switches(node: ServedNode, single: httpx.Client
 # --- the node ---
 
 
-def test_every_route_is_one_of_ours(http: httpx.Client) -> None:
-    from server.app import AppOptions, Backstage, build_app
-    from server.frontend import VLLM_ROUTERS
-    from server.placement import Placements
-    from server.pool_door import PoolDoor
-
-    backstage = Backstage(
-        control=None,  # type: ignore[arg-type]
-        placements=Placements(),
-        door=PoolDoor(count=None),  # type: ignore[arg-type]
-        is_alive=lambda: True,
-        registered=tuple,
-        rejected=print,
-        vllm_routers=VLLM_ROUTERS,
-    )
-    app = build_app(backstage, AppOptions())
-    assert {getattr(route, "path", None) for route in app.routes} == ROUTES
-    for path in ("/docs", "/openapi.json", "/load", "/ping", "/v1/chat/completions/batch"):
-        assert http.get(path).status_code == 404
-
-
 def test_alive_and_ready_need_no_key_and_all_else_does(node: ServedNode) -> None:
-    with httpx.Client(base_url=node.url) as http:
+    with node.client() as http:
         assert http.get("/health").status_code == 200
         assert http.get("/ready").json() == {"ready": True}
         for path in ("/metrics", "/admin/layout", "/v1/models", "/version", "/nothing"):
@@ -354,7 +319,7 @@ def test_the_start_is_printed_by_phase_and_nothing_else_is(node: ServedNode) -> 
     starts = [line.strip().split(" ")[0] for line in node.lines]
     assert starts[:3] == ["Starting", "imports", "configuration"]
     assert sorted(starts[3:7]) == ["controller", "engine", "engine", "front"]
-    assert starts[7:] == ["ready", "Shoal", "try", "switch:"]
+    assert starts[7:] == ["ready", "Shoal", "admin", "try", "switch:"]
 
 
 def test_an_interrupted_server_leaves_nothing_and_says_nothing(
@@ -375,8 +340,8 @@ def test_an_interrupted_server_leaves_nothing_and_says_nothing(
 
 
 def test_a_lost_engine_is_left_out_and_a_lost_controller_ends_the_server(cache: Path) -> None:
-    node = ServedNode(cache, "--api-server-count", "2")
-    with httpx.Client(base_url=node.url, timeout=60) as http:
+    node = ServedNode(cache, "--api-server-count", "2", "--restart-limit", "0")
+    with node.client() as http:
         body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
         assert http.post("/v1/completions", json=body).status_code == 200
         assert "vllm:generation_tokens_total" in http.get("/metrics").text

@@ -42,7 +42,7 @@ def node(cache: Path) -> Iterator[ServedNode]:
 
 @pytest.fixture
 def http(node: ServedNode) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=node.url, timeout=120) as client:
+    with node.client() as client:
         yield client
 
 
@@ -213,7 +213,7 @@ async def _streams_under_switches(node: ServedNode) -> int:
     """Stream four requests alone, then again under switches until done; return the switches."""
     async with (
         openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0) as client,
-        httpx.AsyncClient(base_url=node.url, timeout=120) as admin,
+        node.async_client() as admin,
     ):
 
         async def stream(number: int) -> list[str]:
@@ -264,7 +264,7 @@ def test_the_simulator_places_requests_where_the_server_does(
 async def _burst(node: ServedNode, count: int) -> list[httpx.Response]:
     """Send requests all at once; return the answers."""
     body = {"model": MODEL, "prompt": [5] * PROMPT, "max_tokens": OUTPUT, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=node.url, timeout=120) as client:
+    async with node.async_client() as client:
         return await asyncio.gather(
             *(client.post("/v1/completions", json=body) for _ in range(count))
         )

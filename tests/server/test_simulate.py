@@ -35,6 +35,29 @@ def test_policies_are_shown_side_by_side(
     assert picture.read_text().startswith("<svg")
 
 
+def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
+    """In prompts SP is faster than TP and DP, in outputs much slower where it runs alone."""
+    figures = tmp_path / "figures.json"
+    workload = ("--trace", "poisson", "--rate", "1", "--requests", "30", "--prompt-tokens", "4000")
+    common = (*workload, "--output-tokens", "50", "--max-sp", "8", "--json", str(figures))
+
+    def means(*arguments: str) -> dict[str, tuple[float, float]]:
+        assert run(*common, *arguments) == 0
+        return {
+            one["run"]: tuple(one["groups"]["all"][of]["mean"] for of in ("ttft", "tpot"))
+            for one in json.loads(figures.read_text())["reports"]
+        }
+
+    found = means("--policy", "static-dp,static-tp,shift")
+    only = means("--policy", "shift", "--shift-threshold", "0", "--captured-tokens", "0")
+    dp, tp, shift, sp = (*(found[n] for n in ("static-dp", "static-tp", "shift")), only["shift"])
+    assert shift[0] < tp[0] < dp[0]
+    assert sp[0] == pytest.approx(shift[0], rel=0.1)
+    assert shift[1] <= tp[1] < 0.5 * sp[1]
+    off = means("--policy", "static-tp,shift", "--shift-threshold", "off")
+    assert off["shift"] == off["static-tp"]
+
+
 def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text(
@@ -52,6 +75,12 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
         (("--trace", "bursty", "--policy", "static-dp", "--requests", "0"), "--requests 0"),
         (("--trace", "bursty", "--policy", "static-dp", "--model-shape", "x"), "cannot read x"),
         (("--trace", "bursty", "--policy", "static-dp", "--max-num-seqs", "0"), "--max-num-seqs"),
+        (("--trace", "bursty", "--policy", "shift"), "--policy shift needs --max-sp"),
+        (("--trace", "bursty", "--policy", "shift", "--max-sp", "5"), "--max-sp 5"),
+        (
+            ("--trace", "bursty", "--policy", "static-dp", "--captured-tokens", "-1"),
+            "--captured-tokens",
+        ),
         (
             ("--trace", "bursty", "--policy", "static-dp", "--engines", "2", "--max-group", "4"),
             "--max-group 4: there are only 2 engines",

@@ -77,9 +77,9 @@ async def start(url: str, trace: str, tokens: int) -> "asyncio.Task[None]":
     return task
 
 
-async def switch(url: str, units: list[list[int]], preempt: str) -> int:
+async def switch(node: ServedNode, units: list[list[int]], preempt: str) -> int:
     """Return the epoch of the switch."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with node.async_client() as http:
         answer = await http.post("/admin/layout", json={"units": units, "preempt": preempt})
     assert answer.status_code == 200, answer.text
     return int(answer.json()["epoch"])
@@ -155,7 +155,7 @@ async def test_a_stop_string_finishes_a_request(node: ServedNode, collector: Col
 async def test_a_hard_switch_pauses_and_is_linked(node: ServedNode, collector: Collector) -> None:
     trace = new_trace()
     stream = await start(node.url, trace, 60)
-    epochs = [await switch(node.url, units, "hard") for units in (PAIR, ALONE)]
+    epochs = [await switch(node, units, "hard") for units in (PAIR, ALONE)]
     await stream
     spans = collector.of_trace(trace)
     assert_tree(spans)
@@ -187,9 +187,9 @@ async def test_a_moved_request_has_spans_of_both_units(
 ) -> None:
     trace = new_trace()
     stream = await start(node.url, trace, 60)
-    epoch = await switch(node.url, PAIR, "soft")
+    epoch = await switch(node, PAIR, "soft")
     await stream
-    await switch(node.url, ALONE, "soft")
+    await switch(node, ALONE, "soft")
     spans = collector.of_trace(trace)
     root = assert_tree(spans)
     assert root.attributes["shoal.layout"] == "dp tp2"
@@ -209,7 +209,7 @@ async def test_a_moved_request_has_spans_of_both_units(
 async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> None:
     invalid, unknown, expired, full = (new_trace() for _ in range(4))
     assert (await ask(node.url, unknown, model="nobody")).status_code == 404
-    async with httpx.AsyncClient(base_url=node.url, timeout=60) as http:
+    async with node.async_client() as http:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
         bad = {"x-vllm-priority": "much", **headers(invalid)}
         assert (await http.post("/v1/completions", json=body, headers=bad)).status_code == 400
@@ -259,7 +259,7 @@ async def test_the_last_spans_are_sent_and_nothing_that_is_not_sampled(tmp_path:
             OTEL_BSP_MAX_EXPORT_BATCH_SIZE="2048",
         )
         assert served.url, served.lines
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        async with served.async_client() as http:
             body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
             for trace in (dropped, kept):
                 head = headers(trace, sampled=trace == kept)
@@ -285,7 +285,7 @@ async def test_without_an_endpoint_nothing_is_traced(tmp_path: Path) -> None:
         )
         assert served.url, served.lines
         assert (await ask(served.url, new_trace())).status_code == 200
-        await switch(served.url, PAIR, "hard")
+        await switch(served, PAIR, "hard")
         output = served.stop()
     assert collector.spans == []
     assert [json.loads(line) for line in output]

@@ -82,7 +82,7 @@ def test_the_controller_wakes_for_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
     node.send("hasty", terms=wire.Terms(deadline=node.clock.now + 1.5))
     turns(node)
     waits: list[float | None] = []
-    monkeypatch.setattr(node.network.controller, "wait", waits.append)
+    monkeypatch.setattr(node.network.controller, "wait", lambda t, **_: waits.append(t))
     node.controller.turn()
     assert waits == [1.5]
 
@@ -243,7 +243,7 @@ def test_a_lost_request_says_so() -> None:
     node = busy_node()
     node.send("a")
     node.kill(0)
-    turns(node)
+    node.settle()
     assert ended(node)["a"] == (Outcome.LOST, 500)
     assert ended(node)["busy0"] == (Outcome.LOST, 500)
 

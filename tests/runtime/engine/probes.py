@@ -19,9 +19,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from policies.partition import Group
 from runtime.config import Addresses, NodeConfig
 from runtime.engine import runner as runner_module
-from runtime.engine import steps
+from runtime.engine import steps, weights
+from runtime.engine.head_order import head_shard
 from runtime.engine.runner import Runner, run_runner
 from runtime.engine.weights import owned_bytes as bytes_owned
+from runtime.messages import Mode
 
 
 def address(config: NodeConfig) -> str:
@@ -64,8 +66,11 @@ class ProbedRunner(Runner):
 
     def __init__(self, node: NodeConfig, *args: Any) -> None:
         super().__init__(node, *args)
+        self.max_sp = node.max_sp
         self.largest_step = 0
         """Most tokens of one step."""
+        self.modes: Counter[Mode] = Counter()
+        """Steps that computed something, by how they ran."""
         self.scheduled: Counter[str] = Counter()
         """Tokens computed, by request."""
         self.blocks: dict[str, list[int]] = {}
@@ -93,6 +98,7 @@ class ProbedRunner(Runner):
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
         self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
+        self.modes[step.mode] += output.total_num_scheduled_tokens > 0
         for request in output.scheduled_new_reqs:
             self.blocks[request.req_id] = list(request.block_ids[0])
         cached = output.scheduled_cached_reqs
@@ -130,10 +136,10 @@ def _without_reseed() -> Iterator[None]:
         runner_module.set_random_seed = reseed
 
 
-def run_probed_runner(node: NodeConfig, engine: int) -> None:
+def run_probed_runner(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     """Process entry: ``run_runner`` with a ``ProbedRunner``."""
     runner_module.Runner = ProbedRunner
-    run_runner(node, engine)
+    run_runner(node, engine, incarnation)
 
 
 # --- what to ask ----------------------------------------------------------------------------------
@@ -145,6 +151,12 @@ def scheduled(runner: ProbedRunner) -> dict[str, int]:
 
 def largest_step(runner: ProbedRunner) -> int:
     return runner.largest_step
+
+
+def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
+    """Return the steps by mode since this was last asked."""
+    modes, runner.modes = dict(runner.modes), Counter()
+    return modes
 
 
 def sampled(runner: ProbedRunner) -> dict[str, list[int]]:
@@ -172,6 +184,31 @@ def owned_bytes(runner: ProbedRunner) -> dict[int, int]:
     """Return the parameter bytes that each layout does not share with the DP model."""
     dp = runner._layouts[1].model
     return {degree: bytes_owned(layout.model, dp) for degree, layout in runner._layouts.items()}
+
+
+def order_heads_by_rank(runner: ProbedRunner, degree: int) -> None:
+    """Let a TP layout compute the heads of its rank, whatever the KV cache holds."""
+    _view_heads(runner, degree, runner._layouts[degree].group.index(runner._engine))
+
+
+def order_heads_by_base(runner: ProbedRunner, degree: int) -> None:
+    """Let a TP layout compute the heads that steps by sequence write to its KV cache."""
+    rank = runner._layouts[degree].group.index(runner._engine)
+    _view_heads(runner, degree, head_shard(rank, degree, runner.max_sp))
+
+
+def _view_heads(runner: ProbedRunner, degree: int, shard: int) -> None:
+    full = dict(runner._layouts[1].model.named_modules())
+    for name, layer in runner._layouts[degree].model.named_modules():
+        if name.endswith((".qkv_proj", ".o_proj")):
+            weights._view_shard(layer, full[name], shard, degree)
+
+
+def swap_kv_heads(runner: ProbedRunner, degree: int) -> None:
+    """Let a member of steps by sequence send every GQA group another's head; twice: its own."""
+    exchange = runner._layouts[degree]._by_sequence._exchange
+    replicate = exchange._replicate
+    exchange._replicate = lambda tensors: replicate([tensor.flip(1) for tensor in tensors])
 
 
 def parameters(runner: ProbedRunner) -> dict[int, tuple[int, set[str], set[int]]]:

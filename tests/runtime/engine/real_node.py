@@ -28,13 +28,16 @@ from policies.registry import POLICIES
 from policies.snapshot import Snapshot
 from runtime import messages as m
 from runtime import wire
-from runtime.config import Addresses, NodeConfig
+from runtime.config import MAX_RETRIES, Addresses, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine import vllm_backend
 from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
 from runtime.views import SwitchView
+from server.interruptions import Interruptions
+from server.ordering import InOrder
 from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes
+from tests.runtime.engine.scripted_shift import Script, run_scripted_scheduler, set_script
 
 PATIENCE_SECONDS = 60.0
 """How long a test waits for anything before it fails: so long that it says nothing of speed."""
@@ -214,6 +217,9 @@ class RealNode:
         model: checkpoint directory.
         engines: number of engines, which is also the largest group.
         patience: seconds that the controller gives an engine to answer.
+        max_retries: see ``NodeConfig.max_retries``.
+        restart_limit: see ``NodeConfig.restart_limit``; the test restarts engines.
+        max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
         environment: variables of the engines' processes.
         vllm_args: further engine arguments, over ``MODEL_ARGS`` and ``NODE_ARGS``.
     """
@@ -224,6 +230,9 @@ class RealNode:
         engines: int,
         *,
         patience: float = 60.0,
+        max_retries: int = MAX_RETRIES,
+        restart_limit: int = 0,
+        max_sp: int = 1,
         environment: dict[str, str] | None = None,
         **vllm_args: Any,
     ) -> None:
@@ -235,7 +244,11 @@ class RealNode:
             runtime_dir=str(self._directory),
             vllm_args={"model": str(model), **MODEL_ARGS, **NODE_ARGS, **vllm_args},
             prepare_timeout_seconds=patience,
+            max_retries=max_retries,
+            restart_limit=restart_limit,
+            max_sp=max_sp,
         )
+        self.script(Script.TP)
         self.tokens: dict[str, list[int]] = {}
         """Tokens received, by request."""
         self.finished: dict[str, Any] = {}
@@ -245,8 +258,19 @@ class RealNode:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._replies: dict[int, m.FromController] = {}
+        self._prompts: dict[str, int] = {}
+        self._order = InOrder(self._standing)
+        self._interruptions = Interruptions(
+            0,
+            self._order,
+            self._tokens_of,
+            send=lambda message: self._control.send(m.encode(message)),
+            expect=lambda _: None,
+            count_late=lambda _: None,
+        )
         self.processes: dict[str, Process] = {}
         self.dead: set[int] = set()
+        self._incarnations = dict.fromkeys(range(engines), 0)
 
     # --- life ---
 
@@ -266,8 +290,7 @@ class RealNode:
             peer.connect(addresses.control)
         try:
             for engine in range(self.config.engines):
-                self._start(f"scheduler-{engine}", vllm_backend.run_scheduler, engine)
-                self._start(f"runner-{engine}", probes.run_probed_runner, engine)
+                self._start(engine)
             self.until(lambda: self.controller.book.started and self._input.poll(0), "start")
             self._engine_identity, _ = self._input.recv_multipart()
         except BaseException:
@@ -285,10 +308,20 @@ class RealNode:
         socket.setsockopt(zmq.IDENTITY, identity.encode())
         return socket
 
-    def _start(self, name: str, target: Callable[..., Any], engine: int) -> None:
-        self.processes[name] = Process(
-            name, self._directory, target, self.config, engine, environment=self._environment
-        )
+    def _start(self, engine: int) -> None:
+        scripted = self.config.max_sp > 1
+        scheduler = run_scripted_scheduler if scripted else vllm_backend.run_scheduler
+        targets = {"scheduler": scheduler, "runner": probes.run_probed_runner}
+        for role, target in targets.items():
+            self.processes[f"{role}-{engine}"] = Process(
+                f"{role}-{engine}",
+                self._directory,
+                target,
+                self.config,
+                engine,
+                self._incarnations[engine],
+                environment=self._environment,
+            )
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
@@ -310,7 +343,18 @@ class RealNode:
         self.dead.add(engine)
         for role in ("scheduler", "runner"):
             self.processes[f"{role}-{engine}"].kill()
-        self._supervisor.send(m.encode(m.EngineDied(engine, reason)))
+        incarnation, restarts = self._incarnations[engine], self.config.restart_limit > 0
+        died = m.EngineDied(engine, reason, incarnation=incarnation, restarts=restarts)
+        self._supervisor.send(m.encode(died))
+
+    def restart(self, *engines: int) -> None:
+        """Start dead engines again, as the supervisor does."""
+        for engine in engines:
+            self.dead.remove(engine)
+            self._incarnations[engine] += 1
+            starting = m.EngineStarting(engine, self._incarnations[engine])
+            self._supervisor.send(m.encode(starting))
+            self._start(engine)
 
     # --- turns ---
 
@@ -318,26 +362,40 @@ class RealNode:
         """Let the controller work, and receive what came to the front end."""
         self.controller.turn(timeout)
         while self._output.poll(0):
-            for output in self._decoder.decode(self._output.recv_multipart()).outputs:
+            message = self._decoder.decode(self._output.recv_multipart())
+            unit = wire.unit_of(message.engine_index)
+            admitted = self._interruptions.admit(unit, message.outputs)
+            for output in self._order.take(unit, admitted):
                 assert output.request_id not in self.finished, "a token after the end"
                 self.tokens[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     self.finished[output.request_id] = output.finish_reason
+            self._interruptions.settle()
         while self._control.poll(0):
             reply = m.decode_from_controller(self._control.recv())
+            if isinstance(reply, m.Interrupted):
+                self._interruptions.take_note(reply)
             if not isinstance(reply, m.Note | m.KillEngines):
                 self._replies[reply.call] = reply
         while self._supervisor.poll(0):
-            message = m.decode_from_controller(self._supervisor.recv())
-            assert isinstance(message, m.KillEngines)
-            for engine in message.engines:
-                self._lose(engine, message.reason)
+            order = m.decode_from_controller(self._supervisor.recv())
+            assert isinstance(order, m.KillEngines)
+            for engine, incarnation in order.engines.items():
+                if incarnation == self._incarnations[engine]:
+                    self._lose(engine, order.reason)
         self._check_alive()
 
     def _check_alive(self) -> None:
         for name, process in self.processes.items():
             if not process.is_alive and int(name.split("-")[1]) not in self.dead:
                 raise AssertionError(f"{name} ended:\n{process.output[-4000:]}")
+
+    def _tokens_of(self, request_id: str) -> list[int] | None:
+        return None if request_id in self.finished else self.tokens.get(request_id)
+
+    def _standing(self, request_id: str) -> tuple[int, int] | None:
+        tokens = self._tokens_of(request_id)
+        return None if tokens is None else (self._prompts[request_id], len(tokens))
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
         """Take turns until ``holds``; fail if that takes for ever."""
@@ -379,6 +437,7 @@ class RealNode:
                 data_parallel_rank=None,
             )
             self.tokens[request_id] = []
+            self._prompts[request_id] = len(prompt)
             self._to_controller(wire.RequestType.ADD, self._encoder.encode(request))
             ids.append(request_id)
         return ids
@@ -416,6 +475,10 @@ class RealNode:
             for index, prompt in enumerate(prompts)
         ]
         return self.wait(ids)
+
+    def script(self, script: Script) -> None:
+        """Say how the leaders choose the mode of the steps that follow."""
+        set_script(self.config, script)
 
     # --- switches ---
 

@@ -10,7 +10,7 @@ from runtime.config import FakeSettings, NodeConfig
 from runtime.engine.agent import IDLE_SECONDS, LEASE_FLOOR, Agent, State, Stepping
 from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import NO_FAULTS, Faults, Seam
-from runtime.engine.interface import RunnerDied
+from runtime.engine.interface import EndedSteps, RunnerDied
 from runtime.loopback import LoopbackNetwork
 from runtime.transport import Channel
 from tests.runtime.loopback_node import request_payload
@@ -52,7 +52,7 @@ class Bench:
         return [message for message in self.heard() if not isinstance(message, m.Load)]
 
     def heard(self) -> list[m.Message]:
-        queue = self.network.to_controller.get((Channel.ENGINE, f"engine-{self.engine}"))
+        queue = self.network.to_controller.get((Channel.ENGINE, f"engine-{self.engine}.0"))
         messages = [m.decode_to_controller(frames[0]) for frames in queue or ()]
         if queue:
             queue.clear()
@@ -372,25 +372,55 @@ DECODE = m.Work(steps=1, decodes=2, context_tokens=30)
 PREFILL = m.Work(steps=1, prefill_tokens=9, prefill_pairs=45)
 
 
+def in_tp(*works: m.Work) -> list[EndedSteps]:
+    return [EndedSteps(m.Mode.TP, work) for work in works]
+
+
 def test_a_step_lasts_from_the_end_of_the_one_before_it() -> None:
     stepping = Stepping()
     stepping.see(10.0, [], in_flight=True)
     stepping.see(10.5, [], in_flight=True)
-    stepping.see(12.0, [PREFILL], in_flight=True)
-    stepping.see(12.5, [DECODE], in_flight=False)
+    stepping.see(12.0, in_tp(PREFILL), in_flight=True)
+    stepping.see(12.5, in_tp(DECODE), in_flight=False)
     stepping.see(20.0, [], in_flight=True)
-    stepping.see(21.0, [DECODE], in_flight=False)
-    assert stepping.prefilling == PREFILL + m.Work(seconds=2.0)
-    assert stepping.decoding == DECODE + DECODE + m.Work(seconds=1.5)
+    stepping.see(21.0, in_tp(DECODE), in_flight=False)
+    assert stepping.work[m.Mode.TP].prefilling == PREFILL + m.Work(seconds=2.0)
+    assert stepping.work[m.Mode.TP].decoding == DECODE + DECODE + m.Work(seconds=1.5)
 
 
 def test_steps_of_both_kinds_that_end_together_are_left_out() -> None:
     stepping = Stepping()
     stepping.see(0.0, [], in_flight=True)
-    stepping.see(5.0, [PREFILL, DECODE], in_flight=True)
-    stepping.see(6.0, [DECODE, DECODE], in_flight=False)
-    assert stepping.prefilling == m.Work()
-    assert stepping.decoding == DECODE + DECODE + m.Work(seconds=1.0)
+    stepping.see(5.0, in_tp(PREFILL, DECODE), in_flight=True)
+    stepping.see(6.0, in_tp(DECODE, DECODE), in_flight=False)
+    done = stepping.work[m.Mode.TP]
+    assert done.prefilling == m.Work()
+    assert done.decoding == DECODE + DECODE + m.Work(seconds=1.0)
+    assert (done.total.steps, done.total.seconds) == (4, 6.0)
+
+
+def test_steps_of_each_mode_count_apart() -> None:
+    stepping = Stepping()
+    stepping.see(0.0, [], in_flight=True)
+    stepping.see(2.0, [EndedSteps(m.Mode.SP, PREFILL)], in_flight=True)
+    stepping.see(3.0, in_tp(DECODE), in_flight=True)
+    assert stepping.work[m.Mode.SP].prefilling == PREFILL + m.Work(seconds=2.0)
+    assert stepping.work[m.Mode.TP].decoding == DECODE + m.Work(seconds=1.0)
+    # What two modes took together is in the totals, half of it in each.
+    stepping.see(7.0, [EndedSteps(m.Mode.SP, PREFILL), *in_tp(PREFILL)], in_flight=False)
+    assert stepping.work[m.Mode.SP].prefilling == PREFILL + m.Work(seconds=2.0)
+    assert stepping.work[m.Mode.SP].total == PREFILL + PREFILL + m.Work(seconds=4.0)
+    assert stepping.work[m.Mode.TP].total == DECODE + PREFILL + m.Work(seconds=3.0)
+
+
+def test_a_threshold_is_for_the_groups_of_its_degree(bench: Bench) -> None:
+    for thresholds in ({1: 7, 2: 100}, {2: 300}, {}):
+        bench.tell(m.SetShift(thresholds))
+        bench.agent.turn()
+        shifts = {len(core.group): core.shift for core in bench.backend.cores.values()}
+        assert {d: shift.threshold for d, shift in shifts.items()} == {
+            degree: thresholds.get(degree) for degree in shifts
+        }
 
 
 def test_a_load_report_says_what_steps_computed(bench: Bench) -> None:
@@ -399,8 +429,10 @@ def test_a_load_report_says_what_steps_computed(bench: Bench) -> None:
     for _ in range(6):
         bench.agent.turn()
     last = [x for x in bench.heard() if isinstance(x, m.Load)][-1]
-    assert (last.prefilling.steps, last.prefilling.prefill_tokens) == (1, 8)
-    assert (last.decoding.steps, last.decoding.decodes) == (2, 2)
+    done = last.done(m.Mode.TP)
+    assert (done.prefilling.steps, done.prefilling.prefill_tokens) == (1, 8)
+    assert (done.decoding.steps, done.decoding.decodes) == (2, 2)
+    assert last.done(m.Mode.SP) == m.ModeWork()
 
 
 def test_dead_runner_is_reported_and_ends_the_loop() -> None:

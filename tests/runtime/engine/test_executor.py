@@ -9,8 +9,16 @@ import zmq
 
 from runtime.config import Addresses
 from runtime.engine import steps
-from runtime.engine.executor import Inbox, UnitChannel, UnitExecutor, channel_sockets
+from runtime.engine.executor import (
+    Elsewhere,
+    Inbox,
+    UnitChannel,
+    UnitExecutor,
+    channel_sockets,
+    in_thread,
+)
 from runtime.engine.interface import RunnerDied
+from runtime.messages import Mode
 
 GROUP = (0, 1)
 
@@ -24,7 +32,7 @@ class Members:
             queue: zmq.Socket[bytes] = context.socket(zmq.PULL)
             queue.bind(addresses.group_runner(GROUP, engine))
             self.queues.append(queue)
-        self.inbox = Inbox(context, addresses.responses(0))
+        self.inbox = Inbox(context, addresses.responses(0), engine=0)
         self.channel = UnitChannel(GROUP, channel_sockets(context, addresses, GROUP))
         self.inbox.add(self.channel)
         self._answers: zmq.Socket[bytes] = context.socket(zmq.PUSH)
@@ -110,17 +118,64 @@ def test_draining_an_empty_inbox_returns_at_once(members: Members) -> None:
     members.inbox.drain()
 
 
-def test_a_failure_names_the_engine_and_the_cause(members: Members, executor: UnitExecutor) -> None:
+def test_the_failure_of_the_own_runner_is_the_end(members: Members, executor: UnitExecutor) -> None:
     _, future = members.channel.expect(answers=1)
     for notice in (
         lambda: members.inbox.wait(future, 10),
         members.inbox.drain,
         executor.check_health,
     ):
-        members.fail(1, "ValueError: no")
+        members.fail(0, "ValueError: no")
         assert members.inbox.socket.poll(10_000)
-        with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
+        with pytest.raises(RunnerDied, match=r"^runner of engine 0: ValueError: no$"):
             notice()
+
+
+def test_the_failure_of_another_runner_ends_what_it_was_to_answer(members: Members) -> None:
+    single = UnitChannel((0,), [])
+    members.inbox.add(single)
+    seq, own = single.expect(answers=1)
+    _, groups = members.channel.expect(answers=2)
+    members.fail(1, "ValueError: no")
+    with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
+        members.inbox.wait(groups, 10)
+    members.answer(seq, 0, "own", group=(0,))
+    assert members.inbox.wait(own, 10) == "own"
+
+
+def test_the_failure_of_another_runner_is_nothing_to_who_waits_for_none(members: Members) -> None:
+    members.fail(1, "ValueError: no")
+    assert members.inbox.socket.poll(10_000)
+    members.inbox.drain()
+
+
+def test_answers_for_a_group_without_a_channel_are_dropped(members: Members) -> None:
+    seq, _ = members.channel.expect(answers=1)
+    members.inbox.drop(GROUP)
+    members.answer(seq, 0, "late")
+    assert members.inbox.socket.poll(10_000)
+    members.inbox.drain()
+
+
+def test_a_thread_gets_the_answers_that_another_one_delivers(members: Members) -> None:
+    UnitExecutor.connect(members.channel, Elsewhere())
+    executor = UnitExecutor.__new__(UnitExecutor)
+    executor._init_executor()
+    answers = in_thread(lambda: executor.collective_rpc("method", timeout=10))
+    for engine in GROUP:
+        assert members.received(engine) == steps.Call(0, "method")
+        members.answer(0, engine, engine)
+    while not answers.done():
+        members.inbox.drain()
+    assert answers.result() == [0, 1]
+
+
+def test_what_a_thread_raises_is_in_its_future() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        in_thread(fail).result(10)
 
 
 def test_silence_is_a_time_out(members: Members) -> None:
@@ -166,8 +221,8 @@ def test_calls_of_functions_or_without_waiting_are_refused(executor: UnitExecuto
 def test_a_step_goes_to_every_member_and_one_answers(
     members: Members, executor: UnitExecutor
 ) -> None:
-    seq, future = executor.run_step("scheduled", None, sample=True)
-    step = steps.Step(seq, "scheduled", None, sample=True)
+    seq, future = executor.run_step("scheduled", None, sample=True, mode=Mode.TP)
+    step = steps.Step(seq, "scheduled", None, sample=True, mode=Mode.TP)
     assert [members.received(engine) for engine in GROUP] == [step, step]
     members.answer(seq, 0, "output")
     assert members.inbox.wait(future, 10) == "output"
@@ -176,16 +231,16 @@ def test_a_step_goes_to_every_member_and_one_answers(
 def test_a_deferred_step_is_answered_after_its_sampling(
     members: Members, executor: UnitExecutor
 ) -> None:
-    seq, future = executor.run_step("scheduled", None, sample=False)
+    seq, future = executor.run_step("scheduled", None, sample=False, mode=Mode.SP)
     executor.sample_step(seq, "grammar")
-    assert members.received(1) == steps.Step(seq, "scheduled", None, sample=False)
+    assert members.received(1) == steps.Step(seq, "scheduled", None, sample=False, mode=Mode.SP)
     assert members.received(1) == steps.Sample(seq, "grammar")
     members.answer(seq, 0, "output")
     assert members.inbox.wait(future, 10) == "output"
 
 
 def test_steps_are_numbered_one_after_the_other(executor: UnitExecutor) -> None:
-    numbers = [executor.run_step("scheduled", None, sample=True)[0] for _ in range(3)]
+    numbers = [executor.run_step("scheduled", None, sample=True, mode=Mode.TP)[0] for _ in range(3)]
     assert numbers == [0, 1, 2]
 
 

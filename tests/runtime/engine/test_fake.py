@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, Mode
 from runtime import wire
 from runtime.clock import ManualClock
 from runtime.config import FakeSettings, NodeConfig
 from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import NO_FAULTS, FakeCore, Faults, Seam, expected_tokens
-from runtime.engine.interface import CoreLoad, RunnerDied
+from runtime.engine.interface import CoreLoad, EndedSteps, RunnerDied
 from runtime.engine.step_times import Devices
 from runtime.messages import Work
 from tests.runtime.loopback_node import request_payload
@@ -67,9 +67,9 @@ def test_steps_say_what_they_computed(clock: ManualClock) -> None:
     run(core, clock)
     # Four prompt tokens attend to 1, 2, 3 and 4; the two decodes read 5 and 6.
     assert core.take_steps() == [
-        Work(steps=1, prefill_tokens=4, prefill_pairs=10),
-        Work(steps=1, decodes=1, context_tokens=5),
-        Work(steps=1, decodes=1, context_tokens=6),
+        EndedSteps(Mode.TP, Work(steps=1, prefill_tokens=4, prefill_pairs=10)),
+        EndedSteps(Mode.TP, Work(steps=1, decodes=1, context_tokens=5)),
+        EndedSteps(Mode.TP, Work(steps=1, decodes=1, context_tokens=6)),
     ]
     assert core.take_steps() == []
 
@@ -85,7 +85,8 @@ def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
     core.advance()
     clock.advance(8 * SETTINGS.step_seconds)
     core.advance()
-    assert core.take_steps()[1:] == [Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))]
+    (ended,) = core.take_steps()[1:]
+    assert ended.work == Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))
 
 
 def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
@@ -245,7 +246,7 @@ def timed(clock: ManualClock, **settings: int) -> FakeCore:
     fake = msgspec.structs.replace(SETTINGS, **settings)
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=fake)
 
-    def times(degree: int, batch: Batch) -> float:
+    def times(degree: int, batch: Batch, mode: Mode = Mode.TP, /) -> float:
         return 1.0 + batch.prefill_tokens / 10
 
     return FakeBackend(config, 0, clock=clock, step_times=times).core((0,))

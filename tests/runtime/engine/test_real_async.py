@@ -11,9 +11,11 @@ from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 from runtime import messages as m
+from runtime.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
 
 GROUP = (0, 1)
 UNITS = [(0,), (1,)]
@@ -34,7 +36,8 @@ SCHEMA = {
 def node(llama: Path) -> Iterator[RealNode]:
     # Blanks between the tokens of JSON would be the model's choice: it need not end.
     config = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
-    with RealNode(llama, 2, async_scheduling=True, structured_outputs_config=config) as node:
+    options = {"async_scheduling": True, "structured_outputs_config": config}
+    with RealNode(llama, 2, max_sp=2, **options) as node:
         yield node
 
 
@@ -46,6 +49,16 @@ def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, llama: Pa
         with node.bound(GROUP):
             assert node.generate(GROUP, prompts) == expected
     assert node.audit() == []
+
+
+def test_tokens_are_stocks_however_steps_run(node: RealNode, llama: Path) -> None:
+    expected = stock_tokens(llama, PROMPTS)
+    node.probe_all(probes.take_modes)
+    node.script(Script.RANDOM)
+    with node.bound(GROUP):
+        assert node.generate(GROUP, PROMPTS) == expected
+    node.script(Script.TP)
+    assert all(set(node.probe(engine, probes.take_modes)) == set(Mode) for engine in GROUP)
 
 
 def test_paused_requests_go_on_exactly(node: RealNode, llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random binds, releases and requests on four real engines; every token is checked.
+"""Random binds, releases, shifts and requests on four real engines; every token is checked.
 
 The fake engine goes through far more of them in ``tests/runtime/controller``; this shows that what
 holds there holds with real block pools, runners and collectives.
@@ -14,6 +14,7 @@ from policies.partition import Group, Partition, groups_of, singles
 from runtime import messages as m
 from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens, unit_of
+from tests.runtime.engine.scripted_shift import Script
 
 ENGINES = 4
 OPERATIONS = 2000
@@ -32,7 +33,8 @@ PARTITIONS: tuple[Partition, ...] = (
 @pytest.fixture(scope="module")
 def node(llama: Path) -> Iterator[RealNode]:
     # 128 blocks an engine: leases, paused requests and prefix caches compete for them.
-    with RealNode(llama, ENGINES, kv_cache_memory_bytes=8 << 20) as node:
+    with RealNode(llama, ENGINES, max_sp=2, kv_cache_memory_bytes=8 << 20) as node:
+        node.script(Script.RANDOM)
         yield node
 
 

@@ -1,4 +1,4 @@
-"""Every layout generates exactly stock vLLM's tokens: fp32, greedy, models whose output varies.
+"""Every layout and mode generates exactly stock vLLM's tokens: fp32, greedy, varied output.
 
 Prompts go through chunked prefill (the nodes' step budget is 64 tokens) and, the second time and
 where they share a beginning, through the prefix cache; before and after switches.
@@ -9,14 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from policies.partition import Partition, groups_of, singles
+from policies.partition import Group, Partition, groups_of, singles
+from runtime.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, make_model
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
 from tests.variety import is_varied
 
 ALL = PROMPTS + SHARED
 ENGINES = 4
+MAX_SP = {
+    "llama": 2,
+    "llama-1-kv-head": 4,
+    "llama-2-kv-heads": 4,
+    "qwen2": 2,
+    "qwen3-tied": 4,
+}
+"""Largest SP degree of a model's node: of four engines it is (SP 4) or (SP 2, TP 2)."""
 Expected = list[list[int]]
 
 
@@ -32,7 +42,7 @@ def expected(model: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    with RealNode(model, ENGINES) as node:
+    with RealNode(model, ENGINES, max_sp=MAX_SP[model.name]) as node:
         yield node
 
 
@@ -58,6 +68,84 @@ def test_tokens_are_stocks(node: RealNode, expected: Expected, layout: str) -> N
     assert node.generate_spread(node.partition, ALL) == expected
     assert node.generate_spread(node.partition, ALL) == expected, "from the prefix cache"
     assert node.audit() == []
+
+
+# --- modes ---
+
+PAIR, QUARTET = (0, 1), (0, 1, 2, 3)
+MIXED = [*PROMPTS[::2], PROMPTS[-1], SHARED[0]]
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def expected_of_mixed(expected: Expected) -> Expected:
+    """Of all of them together, then of the longest alone."""
+    known = dict(zip(map(tuple, ALL), expected, strict=True))
+    return [known[tuple(prompt)][:TOKENS] for prompt in (*MIXED, PROMPTS[-1])]
+
+
+def generate_in(node: RealNode, group: Group, script: Script) -> Expected:
+    """Return what a group generates that was just bound; the longest prompt comes a second time.
+
+    So batches have any size up to that of a step, one among them, and begin in the prefix cache.
+    """
+    node.switch()
+    node.script(script)
+    with node.bound(group):
+        outputs = node.generate(group, MIXED, TOKENS) + node.generate(group, PROMPTS[-1:], TOKENS)
+    node.script(Script.TP)
+    return outputs
+
+
+@pytest.mark.parametrize("group", [PAIR, QUARTET], ids=["pair", "quartet"])
+@pytest.mark.parametrize("script", [script for script in Script if script is not Script.TP])
+def test_tokens_are_stocks_however_steps_run(
+    node: RealNode, expected_of_mixed: Expected, group: Group, script: Script
+) -> None:
+    node.probe_all(probes.take_modes)
+    assert generate_in(node, group, script) == expected_of_mixed
+    ran = [node.probe(engine, probes.take_modes) for engine in group]
+    assert all(modes == ran[0] for modes in ran), "one of the members ran another mode"
+    assert ran[0][Mode.SP] > 0
+    assert (ran[0][Mode.TP] > 0) == (script is not Script.SP)
+    assert node.audit() == []
+
+
+def test_members_sample_the_same_however_steps_run(node: RealNode) -> None:
+    node.script(Script.RANDOM)
+    with node.bound(QUARTET):
+        requests = node.submit(QUARTET, PROMPTS, temperature=1.0)
+        tokens = node.wait(requests)
+        members = [node.probe(engine, probes.sampled) for engine in QUARTET]
+    node.script(Script.TP)
+    assert all([sampled[request] for request in requests] == tokens for sampled in members)
+    assert len({tuple(output) for output in tokens}) == len(tokens)
+
+
+def test_heads_in_another_order_than_the_bases_change_the_tokens(
+    node: RealNode, model: Path, expected_of_mixed: Expected
+) -> None:
+    """What a step by sequence wrote to the KV cache is then another head's."""
+    if MAX_SP[model.name] == ENGINES:
+        pytest.skip("the heads of (SP 4) are in the order of the members")
+    node.probe_all(probes.order_heads_by_rank, ENGINES)
+    assert generate_in(node, QUARTET, Script.PREFILL) != expected_of_mixed
+    node.probe_all(probes.order_heads_by_base, ENGINES)
+    assert generate_in(node, QUARTET, Script.PREFILL) == expected_of_mixed
+
+
+def test_the_wrong_replica_of_a_kv_head_changes_the_tokens(
+    node: RealNode, model: Path, expected_of_mixed: Expected
+) -> None:
+    if model.name != "llama-2-kv-heads":
+        pytest.skip("needs several KV heads that are each held several times")
+    node.probe_all(probes.swap_kv_heads, ENGINES)
+    assert generate_in(node, QUARTET, Script.PREFILL) != expected_of_mixed
+    node.probe_all(probes.swap_kv_heads, ENGINES)
+    assert generate_in(node, QUARTET, Script.PREFILL) == expected_of_mixed
+
+
+# --- what the above covers ---
 
 
 def test_prompts_came_in_chunks_and_from_the_prefix_cache(

@@ -1,4 +1,4 @@
-"""The V2 model runner, vLLM's default on GPUs: stock, DP and TP2 generate the same tokens."""
+"""The V2 model runner, vLLM's default on GPUs: stock, DP, TP2 and SP2 generate the same tokens."""
 
 import json
 import subprocess
@@ -22,5 +22,6 @@ def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
     assert min(len(set(output)) for output in tokens["stock"]) >= 10
     for layout, outputs in tokens.items():
         assert outputs == tokens["stock"], layout
+    assert result["modes"] == ["sp", "tp"]
     assert result["owned"] == [{"1": 0, "2": 0}] * 2
     assert result["problems"] == []

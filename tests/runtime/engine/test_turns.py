@@ -20,18 +20,19 @@ class Queues:
     """A runner's queues, both ends."""
 
     def __init__(self, context: zmq.Context) -> None:
-        self._senders: dict[int, zmq.Socket] = {}
+        self.context = context
+        self.senders: dict[int, zmq.Socket] = {}
         receivers: dict[int, zmq.Socket] = {}
         for degree in (OWN, GROUP):
             receivers[degree] = context.socket(zmq.PULL)
             receivers[degree].bind(f"inproc://{degree}")
-            self._senders[degree] = context.socket(zmq.PUSH)
-            self._senders[degree].connect(f"inproc://{degree}")
+            self.senders[degree] = context.socket(zmq.PUSH)
+            self.senders[degree].connect(f"inproc://{degree}")
         self.received = StepQueues(receivers, RATIO)
 
     def send(self, degree: int, *instructions: steps.Instruction) -> None:
         for instruction in instructions:
-            self._senders[degree].send(steps.dumps(instruction))
+            self.senders[degree].send(steps.dumps(instruction))
 
     def attach(self, *, interleaves: bool = True) -> None:
         self.send(OWN, steps.Attach((0, 1), 5, interleaves))
@@ -145,3 +146,19 @@ def test_members_take_their_own_turns_side_by_side() -> None:
         due.append([turns.own_due for turns in members])
         members[0].own_step()
     assert due == [[False, False], [False, False], [True, True]] * 2
+
+
+def test_a_replaced_queue_is_read_and_what_the_former_one_held_is_dropped(
+    queues: Queues,
+) -> None:
+    queues.send(GROUP, step(0))
+    context = queues.context
+    queue: zmq.Socket = context.socket(zmq.PULL)
+    queue.bind("inproc://next generation")
+    queues.received.replace(GROUP, queue)
+    queues.senders[GROUP].close(linger=0)
+    queues.senders[GROUP] = context.socket(zmq.PUSH)
+    queues.senders[GROUP].connect("inproc://next generation")
+    queues.send(OWN, steps.Attach((0, 1), 5))
+    queues.send(GROUP, step(1))
+    assert queues.take() == (GROUP, step(1))

@@ -212,6 +212,37 @@ def test_views_own_no_byte_and_lie_in_the_dp_layers_storages(rank: int, degree: 
     assert parameters > sum(p.numel() for p in dp.parameters()) // degree // 2
 
 
+class Block(nn.Module):
+    """A decoder layer whose attention and MLP are modules of their own."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.qkv_proj, self.self_attn.o_proj = layer.qkv_proj, layer.o_proj
+        self.mlp.gate_up_proj, self.mlp.act_fn = layer.gate_up_proj, layer.act_fn
+        self.mlp.down_proj, self.mlp.column = layer.down_proj, layer.column
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize(("rank", "heads"), [(1, 2), (2, 1), (3, 0)])
+def test_attention_may_take_another_shard_than_its_rank(
+    rank: int, heads: int, kv_heads: int
+) -> None:
+    """Its heads are those of that shard, in qkv_proj and o_proj; all else is the rank's."""
+    dp = Block(full(kv_heads))
+    with tensor_parallel(rank, 4):
+        viewed = Block(Layer(SharedWeights(views=True), kv_heads, bias=True))
+        view_weights(viewed, dp, rank, 4, heads)
+    attention, mlp = stock(kv_heads, heads, 4), stock(kv_heads, rank, 4)
+    parts = viewed.self_attn.qkv_proj.parts
+    assert torch.equal(torch.cat([part.weight for part in parts]), attention.qkv_proj.weight)
+    assert torch.equal(torch.cat([part.bias for part in parts]), attention.qkv_proj.bias)
+    assert torch.equal(viewed.self_attn.o_proj.weight, attention.o_proj.weight)
+    for name in ("down_proj", "column"):
+        assert torch.equal(getattr(viewed.mlp, name).weight, getattr(mlp, name).weight)
+    assert owned_bytes(viewed, dp) == 0
+
+
 def test_owned_bytes_counts_what_is_not_shared() -> None:
     dp = full(2)
     viewed = view(dp, 2, 0, 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.runtime.engine import triton_interpreter  # isort: skip - before vLLM
 from tests.runtime.engine import probes, real_node
 from tests.runtime.engine.prompts import SHARED, make_model, random_prompts
+from tests.runtime.engine.scripted_shift import Script
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 16
@@ -24,7 +25,7 @@ def main(directory: Path) -> None:
     model = make_model("llama", directory)
     tokens = {"stock": real_node.stock_tokens(model, PROMPTS, TOKENS, VLLM_USE_V2_MODEL_RUNNER="1")}
     with real_node.RealNode(
-        model, 2, patience=250.0, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}
+        model, 2, patience=250.0, max_sp=2, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}
     ) as node:
         runners = sorted(set(node.probe_all(probes.model_runner_module)))
         tokens["dp"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
@@ -34,10 +35,22 @@ def main(directory: Path) -> None:
             tokens["tp2"] = node.generate(GROUP, PROMPTS, TOKENS)
             tokens["tp2 from the prefix cache"] = node.generate(GROUP, PROMPTS, TOKENS)
             owned = node.probe_all(probes.owned_bytes)
+        node.probe_all(probes.take_modes)
+        node.script(Script.ALTERNATE)
+        with node.bound(GROUP):
+            tokens["in both modes"] = node.generate(GROUP, PROMPTS, TOKENS)
+        modes = node.probe(1, probes.take_modes)
         tokens["paused dp"] = node.wait(paused)
         problems = node.audit()
     json.dump(
-        {"tokens": tokens, "runners": runners, "owned": owned, "problems": problems}, sys.stdout
+        {
+            "tokens": tokens,
+            "runners": runners,
+            "owned": owned,
+            "modes": sorted(mode for mode, steps in modes.items() if steps),
+            "problems": problems,
+        },
+        sys.stdout,
     )
 
 

@@ -27,24 +27,6 @@ def test_parameters_are_those_of_the_model() -> None:
     assert large.weight_bytes == pytest.approx(large.parameters + 2 * large.hidden * large.vocab)
 
 
-@pytest.mark.parametrize(
-    ("degree", "batch", "measured"),
-    [
-        pytest.param(1, Batch(1, 300), 4.96e-3, id="dp-one-request"),
-        pytest.param(2, Batch(1, 300), 3.50e-3, id="tp2-one-request"),
-        pytest.param(1, Batch(256, 256 * 640), 14e-3, id="dp-256-requests"),
-        pytest.param(2, Batch(256, 256 * 640), 12e-3, id="tp2-256-requests"),
-        pytest.param(1, Batch(0, 0, 8192, 4096), 213e-3, id="dp-prefill-8k"),
-        pytest.param(1, Batch(0, 0, 16384, 8192), 485e-3, id="dp-prefill-16k"),
-        pytest.param(2, Batch(0, 0, 8192, 4096), 129e-3, id="tp2-prefill-8k"),
-        pytest.param(2, Batch(0, 0, 16384, 8192), 285e-3, id="tp2-prefill-16k"),
-    ],
-)
-def test_h200_steps_are_near_the_measured_ones(degree: int, batch: Batch, measured: float) -> None:
-    """Stock vLLM with this model on two H200s; the file was fitted to these eight."""
-    assert step_times(SHAPE, H200)(degree, batch) == pytest.approx(measured, rel=0.15)
-
-
 def test_the_cpu_file_keeps_the_order_of_what_was_measured() -> None:
     """On two shared cores, a group of two is the slower one for a single request."""
     seconds = step_times(read_shape("shoal-demo"), read_hardware("cpu-2core"))

@@ -1,14 +1,16 @@
 """A simulated node serves as the real one would, and tells the truth about it."""
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from loadgen.workload import Arrival
-from policies.cost_model import Batch, StepKind
+from policies.cost_model import Batch, Mode, StepKind
 from policies.plan import Plan, Policy
 from policies.registry import POLICIES
+from policies.shift import ShiftRule
 from policies.snapshot import Snapshot, Target
 from policies.static import dispatch_least_loaded
 from runtime.config import INTERLEAVE_RATIO
@@ -20,6 +22,7 @@ from runtime.simulation.node import Node, Run, SimulationError, simulate
 SHAPE = read_shape("llama-3-70b-fp8")
 H200 = read_hardware("h200")
 NODE = Node(SHAPE, H200)
+TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
 DECIDING = sorted(name for name, policy in POLICIES.items() if policy.decides_layout)
 
 
@@ -163,13 +166,47 @@ def test_interleaved_requests_share_devices_in_the_set_ratio(
         assert life.ended == pytest.approx(900 * own + 300 * group, rel=0.02)
 
 
+# --- SP ---
+
+SP = replace(NODE, max_sp=8, captured_tokens=100)
+
+
+def test_steps_in_sp_take_the_time_of_sp() -> None:
+    """Prompts above the threshold, and above the largest graph, and nothing else."""
+    seconds = step_times(SHAPE, H200, 8)
+    for tokens, mode in ((256, Mode.TP), (257, Mode.SP), (3000, Mode.SP)):
+        run = simulate(SP, "shift", [Arrival(0.0, tokens, 1, 0)])
+        (life,) = run.lives
+        step = seconds(8, Batch(prefill_tokens=tokens, prefill_context=(tokens + 1) // 2), mode)
+        messages = 3 * H200.message_seconds
+        assert life.first_token == pytest.approx(step + messages, rel=0.01), tokens
+
+
+def test_what_is_decoded_stays_in_tp() -> None:
+    load = [Arrival(0.0, 3000, 200, 0)]
+    (shift,), (tp,) = (simulate(SP, policy, load).lives for policy in ("shift", "static-tp"))
+    assert shift.first_token < tp.first_token
+    assert shift.ended - shift.first_token == pytest.approx(tp.ended - tp.first_token)
+
+
+@pytest.mark.parametrize("policy", ["shift", "flying", "slo"])
+def test_no_policy_loses_a_token_in_sp(policy: str) -> None:
+    load = arrivals(150, 40.0, urgent=0.2)
+    run = simulate(replace(SP, targets=TARGETS, shift_threshold=ShiftRule.AUTO), policy, load)
+    assert [life.tokens for life in run.lives] == [arrival.output_tokens for arrival in load]
+    assert run.policy_errors == 0
+    assert any(" sp " in steps for steps in run.step_errors)
+
+
 # --- what policies learn of the steps ---
 
 
-def uneven(shape, hardware):
+def uneven(shape, hardware, max_sp):
     """Steps with prompts three times as slow as the roofline says, all others twice as fast."""
-    roofline = step_times(shape, hardware)
-    return lambda degree, batch: roofline(degree, batch) * (3.0 if batch.prefill_tokens else 0.5)
+    roofline = step_times(shape, hardware, max_sp)
+    return lambda degree, batch, mode: (
+        roofline(degree, batch, mode) * (3.0 if batch.prefill_tokens else 0.5)
+    )
 
 
 @pytest.mark.parametrize("policy", ["static-dp", "static-tp"])

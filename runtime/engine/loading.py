@@ -1,0 +1,160 @@
+"""Makes an engine's layouts: every one at its start, and one again when its group lost a member."""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from policies.partition import Group
+from runtime.config import NodeConfig
+from runtime.engine.communicators import Communicators, join_node, sp_groups
+from runtime.engine.executor import UnitExecutor
+from runtime.engine.head_order import base_of, head_shard
+from runtime.engine.kv_cache import SharedKVBuffer
+from runtime.engine.layouts import Layout, dp_config, group_config
+from runtime.engine.rendezvous import (
+    LOAD_SECONDS,
+    REJOIN_SECONDS,
+    Rendezvous,
+    agreed_minimum,
+)
+from runtime.engine.turns import OWN
+from runtime.engine.ulysses import check_exchangeable
+from runtime.engine.weights import register_view_loader
+
+
+class LayoutLoader:
+    """The layouts of one engine, as far as they are made.
+
+    Args:
+        node: the node's configuration.
+        engine: this engine.
+    """
+
+    def __init__(self, node: NodeConfig, engine: int) -> None:
+        self.layouts: dict[int, Layout] = {}
+        """By degree, narrow first."""
+        self.phases: dict[str, float] = {}
+        """Seconds that each phase of the start took."""
+        self._node = node
+        self._engine = engine
+        self._directory = Path(node.runtime_dir)
+        self._buffer = SharedKVBuffer()
+        self._communicators: dict[int, Communicators] = {}
+        self._dp: VllmConfig
+        register_view_loader(
+            lambda: self.layouts[OWN].model,
+            lambda rank, degree: head_shard(rank, degree, node.max_sp),
+        )
+
+    def load(self, degrees: Sequence[int]) -> None:
+        """Make the layouts of these degrees, DP first. Collective over the group of each."""
+        with self._timed("communicators"):
+            if current_platform.is_cuda():
+                torch.cuda.set_device(self._engine)
+            join_node(self._engine, self._node.engines)
+            self._dp = dp_config(self._node, UnitExecutor)
+            if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
+                # vLLM compiles some small functions all the same, and a machine that serves eagerly
+                # on CPUs may have no C++ compiler.
+                torch.compiler.set_stance("force_eager")
+            for degree in degrees:
+                self._meet(degree, 0, LOAD_SECONDS)
+        with self._timed("workers"):
+            for layout in self.layouts.values():
+                layout.create_worker(self._init_method)
+        for degree in degrees:
+            with self._timed("weights" if degree == OWN else f"tp{degree} views"):
+                self._load_weights(degree)
+
+    def remake(self, degree: int, generation: int) -> Layout:
+        """Make a layout anew, whatever is left of its former self. Collective over its group.
+
+        Its communicators, its worker and what vLLM compiled and captured around both begin again,
+        as they began at the start; the weights and the KV cache, which are DP's, stay.
+
+        Args:
+            degree: of the layout.
+            generation: how often its group was made before.
+
+        Raises:
+            Exception: whatever kept it from being made; the layout is gone then.
+        """
+        self._drop(degree)
+        try:
+            self._meet(degree, generation, REJOIN_SECONDS)
+            self.layouts[degree].create_worker(self._init_method)
+            self._load_weights(degree)
+        except Exception:
+            self._drop(degree)
+            raise
+        return self.layouts[degree]
+
+    def _drop(self, degree: int) -> None:
+        """Free what a layout has to itself. Its peers may be dead: none of them is waited for."""
+        layout = self.layouts.pop(degree, None)
+        if layout is not None:
+            layout.close()
+        del layout
+        communicators = self._communicators.pop(degree, None)
+        # Models and their runners refer to each other; graphs hold GPU memory until they go.
+        gc.collect()
+        if communicators is not None:
+            communicators.destroy()
+        if current_platform.is_cuda():
+            torch.cuda.empty_cache()
+
+    def _group(self, degree: int) -> Group:
+        first = self._engine - self._engine % degree
+        return tuple(range(first, first + degree))
+
+    def _meet(self, degree: int, generation: int, seconds: float) -> None:
+        """Find the other members, and make the layout but for its worker and its weights."""
+        dp = self._dp
+        config = dp if degree == OWN else group_config(self._node, dp, degree, UnitExecutor)
+        rendezvous = Rendezvous(
+            self._directory, self._group(degree), self._engine, generation, seconds
+        )
+        communicators = Communicators(config, current_platform.dist_backend, rendezvous)
+        self._communicators[degree] = communicators
+        agree = partial(
+            agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
+        )
+        extra = len(self._node.degrees) - 1
+        layout = Layout(config, communicators, self._buffer, self._engine, extra, agree)
+        self.layouts = dict(sorted({**self.layouts, degree: layout}.items()))
+
+    def _load_weights(self, degree: int) -> None:
+        self.layouts[degree].load(self._node.max_group)
+        if self._node.max_sp > 1 and degree == OWN:
+            self._check_exchangeable()
+        elif self._node.max_sp > 1:
+            self._enable_sp(degree)
+
+    def _check_exchangeable(self) -> None:
+        own, max_sp = self.layouts[OWN], self._node.max_sp
+        reorders = any(base_of(degree, max_sp).tp > 1 for degree in self._node.degrees[1:])
+        check_exchangeable(own.config, own.model, reorders=reorders)
+
+    def _enable_sp(self, degree: int) -> None:
+        max_sp = self._node.max_sp
+        narrow = [self._communicators[d] for d in sorted(self._communicators) if d <= degree]
+        kv_heads = self._dp.model_config.get_total_num_kv_heads()
+        base = self.layouts[base_of(degree, max_sp).tp]
+        self.layouts[degree].enable_sp(base, sp_groups(narrow, max_sp, kv_heads))
+
+    @property
+    def _init_method(self) -> str:
+        return f"file://{self._directory / self._directory.name}"
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.phases[name] = time.monotonic() - start

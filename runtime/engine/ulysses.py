@@ -1,0 +1,394 @@
+"""Steps of a group by sequence: Arctic Ulysses on the TP layout's KV cache, without its model.
+
+Shift Parallelism, 3.2 (Algorithms 1 and 2). The narrower base layout's own model, compiled as it
+is, runs on this member's share of the step's tokens. Only its attention is another: where vLLM's
+opaque attention operators look a layer up in the forward context, they find one that exchanges
+tokens for heads, runs the TP layout's attention on the TP layout's KV cache and metadata, and
+exchanges back. So a step may run either way, and no weight, cache or graph is added.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor, get_forward_context, override_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.v1.attention.backend import AttentionType
+
+from runtime.engine.communicators import SpGroups, size_of
+
+WORD = torch.int64
+"""What is exchanged: eight bytes at a time, whatever the types of queries, keys and values are."""
+
+
+# --- what can be exchanged ------------------------------------------------------------------------
+
+
+class UnexchangeableAttention(ValueError):
+    """A model that cannot run by sequence; the message names it and the reason."""
+
+
+def check_exchangeable(config: VllmConfig, model: nn.Module, *, reorders: bool) -> None:
+    """Check that every attention layer can be computed for some heads and all tokens.
+
+    Args:
+        config: of the DP layout, whose model is loaded.
+        model: the DP model.
+        reorders: whether a layout's heads are not in the order of its members (``head_order``).
+
+    Raises:
+        UnexchangeableAttention: one cannot.
+    """
+    problems = _model_problems(config)
+    parents = _parents(model) if reorders else {}
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, AttentionLayerBase):
+            problems += [f"{name} {problem}" for problem in _layer_problems(layer)]
+            if reorders and not problems:
+                problems += [f"{name} {problem}" for problem in _order_problems(parents, layer)]
+    if problems:
+        raise _refusal(config, problems[0])
+
+
+def _refusal(config: VllmConfig, problem: str) -> UnexchangeableAttention:
+    return UnexchangeableAttention(
+        f"{config.model_config.model} cannot run by sequence: {problem}; use --max-sp 1"
+    )
+
+
+def _model_problems(config: VllmConfig) -> list[str]:
+    model = config.model_config
+    problems = {
+        "its inputs are not tokens alone": model.is_multimodal_model
+        or model.is_encoder_decoder
+        or model.enable_prompt_embeds,
+        "its positions have several dimensions": model.uses_mrope,
+    }
+    return [problem for problem, holds in problems.items() if holds]
+
+
+def _layer_problems(layer: Any) -> Iterator[str]:
+    if type(layer) is not Attention:
+        yield f"({type(layer).__name__}) is no plain attention over heads"
+        return
+    problems = {
+        f"is {AttentionType(layer.attn_type).value} attention": layer.attn_type
+        != AttentionType.DECODER,
+        "shares another layer's KV": layer.kv_sharing_target_layer_name is not None,
+        "has sinks for each head": layer.has_sink,
+        "has ALiBi slopes for each head": getattr(layer.impl, "alibi_slopes", None) is not None,
+        "has heads of a size that is not a multiple of 8": bool(
+            layer.head_size % 8 or layer.head_size_v % 8
+        ),
+    }
+    yield from (problem for problem, holds in problems.items() if holds)
+
+
+def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    return {child: module for module in model.modules() for child in module.children()}
+
+
+def _order_problems(parents: Mapping[nn.Module, nn.Module], layer: Attention) -> Iterator[str]:
+    """Yield why the heads around an attention layer cannot change their order.
+
+    The layout views two projections in that order; nothing else there may know heads apart.
+    """
+    others = [child for child in parents[layer].children() if child is not layer]
+    projections = (QKVParallelLinear, RowParallelLinear)
+    for kind in projections:
+        if sum(isinstance(child, kind) for child in others) != 1:
+            yield f"is not between one {projections[0].__name__} and one {projections[1].__name__}"
+            return
+    for child in others:
+        sizes = {parameter.numel() for parameter in child.parameters()}
+        if not isinstance(child, projections) and not sizes <= {layer.head_size}:
+            yield f"is beside {type(child).__name__}, which has weights of its own for each head"
+
+
+# --- the exchange ---------------------------------------------------------------------------------
+
+
+class HeadExchange:
+    """Exchanges this member's tokens with all heads for all tokens with this member's heads.
+
+    Args:
+        groups: this member's process groups.
+    """
+
+    def __init__(self, groups: SpGroups) -> None:
+        self._groups = groups
+        self.sp: int = groups.sp.size()
+        self.kv_parts: int = self.sp if groups.within is None else size_of(groups.across)
+        """Members that the base's KV heads are divided among."""
+        self._place: int = groups.sp.rank()
+        self.num_tokens = 0
+        self.share = 0
+        """Tokens of each member in this step, padding included."""
+
+    def connect(self, device: torch.device) -> None:
+        """Let every group do its first exchange, which connects its members. Collective."""
+        for group in self._groups:
+            if group is not None:
+                sent = torch.zeros(group.size(), dtype=WORD, device=device)
+                dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+                gathered = sent.new_empty(group.size() * sent.numel())
+                dist.all_gather_into_tensor(gathered, sent, group=group)
+
+    def begin(self, num_tokens: int) -> None:
+        """Begin a step of ``num_tokens`` tokens."""
+        self.num_tokens = num_tokens
+        self.share = -(-num_tokens // self.sp)
+
+    def own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this member's share of ``[tokens]``, padded with zeros."""
+        part = tokens[self._place * self.share : (self._place + 1) * self.share]
+        return nn.functional.pad(part, (0, self.share - part.shape[0]))
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[tokens, width]`` of all members' ``[share, width]``.
+
+        All of them: besides those that are sampled, prompt log-probabilities may want any.
+        """
+        gathered = hidden.new_empty((self.sp * self.share, *hidden.shape[1:]))
+        dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=self._groups.sp)
+        return gathered[: self.num_tokens]
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Exchange ``[share, heads, size]`` each for ``[tokens, this member's heads, size]``."""
+        keys_and_values = (key, value)
+        if self._groups.within is None:
+            return self._all_to_all((query, *keys_and_values))
+        return [*self._all_to_all((query,)), *self._replicate(keys_and_values)]
+
+    def _all_to_all(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Exchange tensors whose heads are split evenly, as one message to each member."""
+        received = _exchanged(_side_by_side(tensors, self.sp), self._groups.sp)
+        return self._as_heads(received, tensors, self.sp)
+
+    def _replicate(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Exchange KV heads that are fewer than members (Shift Parallelism, Algorithm 1).
+
+        All-to-all across the GQA groups, after which each member has its head for the tokens of
+        one member of each; all-gather within, for the tokens of all; then these in their order.
+        """
+        across, within, heads = self._groups.across, self._groups.within, self.kv_parts
+        mine = _side_by_side(tensors, heads)
+        if across is not None:
+            mine = _exchanged(mine, across)
+        gathered = mine.new_empty((self.sp // heads, heads, self.share, mine.shape[1]))
+        dist.all_gather_into_tensor(gathered.view(-1, mine.shape[1]), mine, group=within)
+        in_order = gathered.transpose(0, 1).reshape(-1, mine.shape[1])
+        return self._as_heads(in_order, tensors, heads)
+
+    def _as_heads(
+        self, words: torch.Tensor, sent: Sequence[torch.Tensor], parts: int
+    ) -> list[torch.Tensor]:
+        widths = [_words_of(tensor) // parts for tensor in sent]
+        columns = words[: self.num_tokens].split(widths, dim=1)
+        return [
+            column.view(tensor.dtype).unflatten(1, (-1, tensor.shape[2]))
+            for column, tensor in zip(columns, sent, strict=True)
+        ]
+
+    def to_tokens(self, heads: torch.Tensor, output: torch.Tensor) -> None:
+        """Exchange this member's heads for all heads of its tokens: the way back.
+
+        Args:
+            heads: ``[sp * share, this member's heads, size]``, contiguous.
+            output: ``[share, heads, size]``, contiguous; written to.
+        """
+        received = _exchanged(heads.view(heads.shape[0], -1).view(WORD), self._groups.sp)
+        rows = output.view(self.share, -1).view(WORD).unflatten(1, (self.sp, -1))
+        rows.copy_(received.unflatten(0, (self.sp, self.share)).transpose(0, 1))
+
+
+def _words_of(tensor: torch.Tensor) -> int:
+    """Return the words of one token in ``[tokens, heads, size]``."""
+    values = tensor.shape[1] * tensor.shape[2]
+    words: int = values * tensor.element_size() // WORD.itemsize
+    return words
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
+    """Return ``[parts * share, words]``: each part's heads of every ``[share, heads, size]``."""
+    views = [t.view(t.shape[0], parts, -1).view(WORD).transpose(0, 1) for t in tensors]
+    return torch.cat(views, dim=2).flatten(0, 1)
+
+
+def _exchanged(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class ExchangedAttention:
+    """What vLLM's attention operators find as a layer, and as its impl, in a step by sequence.
+
+    Keys and values come in a call of their own before the queries. They wait for these, so that
+    one exchange takes all three.
+
+    Args:
+        layer: the TP layout's attention layer.
+        exchange: the group's exchange.
+    """
+
+    def __init__(self, layer: Attention, exchange: HeadExchange) -> None:
+        self.impl = self
+        self._layer = layer
+        self._exchange = exchange
+        self._slots: torch.Tensor | None = None
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """The TP layout's KV cache of this layer."""
+        cache: torch.Tensor = self._layer.kv_cache
+        return cache
+
+    def do_kv_cache_update(
+        self,
+        _layer: object,
+        _key: torch.Tensor,
+        _value: torch.Tensor,
+        _kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Take note of where this step's keys and values go (``unified_kv_cache_update``)."""
+        self._slots = slot_mapping
+
+    def forward(
+        self,
+        _layer: object,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        *,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write to ``output`` what the layer computes of ``[share, heads, size]`` each.
+
+        Raises:
+            NotImplementedError: the output is to be quantised in blocks.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError("outputs quantised in blocks are not exchanged")
+        exchange, layer = self._exchange, self._layer
+        query, key, value = exchange.to_heads(query, key, value)
+        if self._slots is not None:
+            layer.impl.do_kv_cache_update(layer, key, value, kv_cache, self._slots)
+            self._slots = None
+        rows = exchange.sp * exchange.share
+        heads = output.new_empty((rows, query.shape[1], output.shape[2]))
+        if rows > exchange.num_tokens:
+            # What lies there may not be a number, and a scale may be taken over all rows.
+            heads[exchange.num_tokens :].zero_()
+        layer.impl.forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output=heads[: exchange.num_tokens],
+            output_scale=output_scale,
+        )
+        exchange.to_tokens(heads, output)
+        return output
+
+
+def exchanged_layers(
+    config: VllmConfig, base: VllmConfig, exchange: HeadExchange
+) -> dict[str, Any]:
+    """Return what a step by sequence finds in its forward context: layers by name.
+
+    Args:
+        config: of the TP layout, whose attention layers are run.
+        base: of the layout whose model runs.
+        exchange: the group's exchange.
+
+    Raises:
+        UnexchangeableAttention: a layer has another number of KV heads than the model says.
+    """
+    layers = dict(base.compilation_config.static_forward_context)
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, Attention):
+            if layer.num_kv_heads * exchange.kv_parts != layers[name].num_kv_heads:
+                raise _refusal(config, f"{name} has a number of KV heads of its own")
+            layers[name] = ExchangedAttention(layer, exchange)
+    return layers
+
+
+class SequenceParallelModel:
+    """Stands in for a TP layout's model while a step runs by sequence.
+
+    Everything but the forward pass is the TP layout's, its vocabulary-parallel head among it.
+
+    Args:
+        model: the TP layout's model.
+        base: the model of the base layout.
+        in_base: makes the base layout's groups vLLM's current ones.
+        exchange: the group's exchange.
+        layers: see ``exchanged_layers``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: nn.Module,
+        in_base: Callable[[], AbstractContextManager[None]],
+        exchange: HeadExchange,
+        layers: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self._base = base
+        self._in_base = in_base
+        self._exchange = exchange
+        self._layers = layers
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer as the TP layout's model."""
+        return getattr(self._model, name)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: None = None,
+    ) -> torch.Tensor:
+        """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
+        exchange = self._exchange
+        exchange.begin(input_ids.shape[0])
+        context = get_forward_context()
+        padding = context.is_padding
+        # No graph: those of the base were captured for steps of its own, and with its attention.
+        context = replace(
+            context,
+            no_compile_layers=self._layers,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            batch_descriptor=BatchDescriptor(exchange.share),
+            is_padding=None if padding is None else exchange.own(padding),
+        )
+        with override_forward_context(context), self._in_base():
+            hidden = self._base(
+                input_ids=exchange.own(input_ids),
+                positions=exchange.own(positions),
+                intermediate_tensors=intermediate_tensors,
+                inputs_embeds=inputs_embeds,
+            )
+        return exchange.gather(hidden)

@@ -1,0 +1,99 @@
+"""From how many tokens on steps are run in SP, and the policy that lives by it."""
+
+from dataclasses import replace
+
+import pytest
+
+from policies.cost_model import Batch, Mode
+from policies.partition import groups_of, singles
+from policies.registry import get_policy
+from policies.shift import (
+    DEFAULT_THRESHOLD,
+    MOST_TOKENS,
+    SHIFT,
+    ShiftRule,
+    ShiftThresholdError,
+    parse_threshold,
+    tokens_for,
+)
+from tests.policies.snapshots import MODEL, snapshot, unit
+
+SP = replace(MODEL, max_sp=8)
+
+
+@pytest.mark.parametrize(
+    ("value", "threshold"),
+    [
+        (512, 512),
+        ("512", 512),
+        (0, 0),
+        (MOST_TOKENS, MOST_TOKENS),
+        ("auto", ShiftRule.AUTO),
+        ("off", ShiftRule.OFF),
+    ],
+)
+def test_thresholds(value: int | str, threshold: int | ShiftRule) -> None:
+    assert parse_threshold(value) == threshold
+
+
+@pytest.mark.parametrize("value", [-1, "-1", MOST_TOKENS + 1, "", "on", "1.5", True, "AUTO"])
+def test_what_is_no_threshold_is_named(value: int | str) -> None:
+    with pytest.raises(ShiftThresholdError, match=f"'{value}' is no threshold"):
+        parse_threshold(value)
+
+
+def test_a_number_counts_for_every_degree_and_off_for_none() -> None:
+    assert tokens_for(256, None, (2, 4)) == {2: 256, 4: 256}
+    assert tokens_for(ShiftRule.OFF, SP, (2, 4)) == {}
+
+
+def test_auto_is_the_first_step_that_sp_is_faster_for() -> None:
+    found = tokens_for(ShiftRule.AUTO, SP, (2, 4, 8))
+    assert set(found) == {2, 4, 8}
+    for degree, above in found.items():
+        for tokens, faster in ((above, False), (above + 1, True), (10 * above, True)):
+            step = Batch(prefill_tokens=tokens)
+            in_sp = SP.step_seconds(degree, step, Mode.SP)
+            assert (in_sp < SP.step_seconds(degree, step)) is faster
+    assert found[8] > found[2], "the more members, the more weights are read in vain"
+
+
+def test_auto_is_never_where_sp_is_never_faster() -> None:
+    free = replace(SP, hardware=replace(SP.hardware, link_bytes_per_second=1e30))
+    free = replace(free, hardware=replace(free.hardware, allreduce_seconds=0.0))
+    assert tokens_for(ShiftRule.AUTO, free, (2, 8)) == {}
+
+
+def test_measurements_do_not_move_it() -> None:
+    """They come from one side of the threshold only, and would confirm it."""
+    step = Batch(prefill_tokens=5000)
+    slow = SP.observe(8, step, 9 * SP.step_seconds(8, step, Mode.SP), Mode.SP)
+    assert tokens_for(ShiftRule.AUTO, slow, (8,)) == tokens_for(ShiftRule.AUTO, SP, (8,))
+
+
+def test_auto_needs_a_model() -> None:
+    with pytest.raises(ShiftThresholdError, match="cost model"):
+        tokens_for(ShiftRule.AUTO, None, (2,))
+
+
+@pytest.mark.parametrize(
+    ("degree", "tokens", "mode"),
+    [(4, 300, Mode.TP), (4, 301, Mode.SP), (2, 5000, Mode.TP), (1, 5000, Mode.TP)],
+)
+def test_a_snapshot_says_how_a_step_is_run(degree: int, tokens: int, mode: Mode) -> None:
+    seen = replace(snapshot(unit((0,))), sp_above=((4, 300),))
+    assert seen.mode(degree, Batch(prefill_tokens=tokens - 1, decodes=1)) is mode
+
+
+def test_the_policy_keeps_the_largest_groups_whatever_comes() -> None:
+    assert get_policy("shift") is SHIFT
+    assert (SHIFT.shifts, get_policy("static-tp").shifts) == (True, False)
+    alone = [unit(group, requests=100) for group in singles(8)]
+    assert SHIFT.plan(snapshot(*alone)).target == groups_of(8, 8)
+    bound = unit(groups_of(8, 8)[0], requests=500, slots=0)
+    busy = replace(snapshot(bound), waiting=1000, since_urgent=0.0, smoothed_requests=1e3)
+    assert SHIFT.plan(busy).target is None
+
+
+def test_the_default_is_the_paper_s() -> None:
+    assert DEFAULT_THRESHOLD == 256

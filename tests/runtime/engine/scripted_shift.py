@@ -1,0 +1,70 @@
+"""A scheduler process whose leader chooses the mode of each step as the test says, at any time."""
+
+import enum
+import itertools
+import random
+from pathlib import Path
+from typing import ClassVar
+
+from runtime.config import NodeConfig
+from runtime.engine import vllm_core
+from runtime.engine.shift import Shift
+from runtime.engine.vllm_backend import run_scheduler
+from runtime.messages import Mode
+
+
+class Script(enum.StrEnum):
+    """How the mode of the next steps is chosen."""
+
+    TP = "tp"
+    SP = "sp"
+    ALTERNATE = "alternate"
+    PREFILL = "prefill"
+    """SP for steps that can only be prompts."""
+    RANDOM = "random"
+
+
+LARGEST_DECODE = 16
+"""Tokens of a step that may be decodes alone: the nodes' ``max_num_seqs``."""
+
+
+def _file(config: NodeConfig) -> Path:
+    return Path(config.runtime_dir) / "script"
+
+
+def set_script(config: NodeConfig, script: Script) -> None:
+    """Let every leader of the node choose by ``script`` from its next step on."""
+    new = _file(config).with_suffix(".new")
+    new.write_text(script)
+    new.replace(_file(config))
+
+
+class ScriptedShift(Shift):
+    """Chooses as the node's script says, above the floor."""
+
+    file: ClassVar[Path]
+
+    def __init__(self, *args: int | None) -> None:
+        super().__init__(*args)
+        self._turns = itertools.cycle((Mode.SP, Mode.TP))
+        self._draw = random.Random(7)
+
+    def mode(self, num_tokens: int) -> Mode:
+        if self.floor is None or num_tokens <= self.floor:
+            return Mode.TP
+        match Script(self.file.read_text()):
+            case Script.ALTERNATE:
+                return next(self._turns)
+            case Script.RANDOM:
+                return self._draw.choice(list(Mode))
+            case Script.PREFILL:
+                return Mode.SP if num_tokens > LARGEST_DECODE else Mode.TP
+            case script:
+                return Mode(script)
+
+
+def run_scripted_scheduler(config: NodeConfig, engine: int, incarnation: int = 0) -> None:
+    """Process entry: ``run_scheduler`` with a ``ScriptedShift``."""
+    ScriptedShift.file = _file(config)
+    vllm_core.Shift = ScriptedShift
+    run_scheduler(config, engine, incarnation)

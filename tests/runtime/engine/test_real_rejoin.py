@@ -1,0 +1,89 @@
+"""Engines that are killed come back, alone and then in their group, and give the same tokens.
+
+The tests use one node up, so they run in the order they are written.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.controller.book import EngineState
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS
+from tests.runtime.engine.real_node import RealNode, SwitchFailed, stock_tokens
+
+PAIR = (0, 1)
+SHORT = PROMPTS[:4]
+
+
+@pytest.fixture(scope="module")
+def node(llama: Path) -> Iterator[RealNode]:
+    with RealNode(llama, 2, restart_limit=9) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[list[int]]:
+    return stock_tokens(llama, SHORT)
+
+
+def bring_back(node: RealNode, *engines: int) -> None:
+    """Restart engines, and wait until their group is formed again."""
+    node.restart(*engines)
+    book = node.controller.book
+    node.until(lambda: book.serves(PAIR) and book.is_formed(PAIR), "the group to be formed again")
+
+
+def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
+    """Let both engines serve alone, then together, then alone again."""
+    for engine in PAIR:
+        assert node.generate((engine,), SHORT) == expected
+    with node.bound(PAIR):
+        assert node.generate(PAIR, SHORT) == expected
+    for engine in PAIR:
+        assert node.generate((engine,), SHORT) == expected
+    assert node.audit() == []
+
+
+@pytest.mark.parametrize(
+    ("part", "survivor"), [("runner-1", 0), ("scheduler-0", 1)], ids=["follower", "leader"]
+)
+def test_an_engine_comes_back_while_the_other_serves(
+    node: RealNode, expected: list[list[int]], part: str, survivor: int
+) -> None:
+    with node.bound(PAIR):  # the group's layout was at work before
+        assert node.generate(PAIR, SHORT) == expected
+    serving = node.submit((survivor,), SHORT, max_tokens=400)
+    node.wait_for_tokens(serving, 1)
+    node.kill(part)
+    node.until(lambda: node.controller.book.gone, "the death to be known")
+    with pytest.raises(SwitchFailed, match=rf"engines \[{1 - survivor}\] are restarting"):
+        node.switch(PAIR)
+
+    bring_back(node, 1 - survivor)
+    assert [tokens[:32] for tokens in node.wait(serving)] == expected
+    assert_serve(node, expected)
+
+
+def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list[int]]) -> None:
+    node.switch(PAIR)
+    doomed = node.submit(PAIR, SHORT, max_tokens=800)
+    node.wait_for_tokens(doomed, 1)
+    node.kill("runner-1")
+    dead = node.controller.book.in_state
+    node.until(lambda: dead(EngineState.DEAD) == set(PAIR), "both to be given up")
+    bring_back(node, *PAIR)
+    assert_serve(node, expected)
+
+
+def test_members_sample_alike_after_that(node: RealNode) -> None:
+    with node.bound(PAIR):
+        requests = node.submit(PAIR, SHORT, temperature=1.0)
+        node.wait(requests)
+    first, second = (node.probe(engine, probes.sampled) for engine in PAIR)
+    assert all(first[request] == second[request] for request in requests)
+
+
+def test_what_no_longer_serves_leaves_no_shared_memory(node: RealNode) -> None:
+    assert list(Path("/dev/shm").glob(f"*{Path(node.config.runtime_dir).name}*")) == []

@@ -1,0 +1,77 @@
+"""A random life in which engines hang, die and come back: in the end nothing is missing."""
+
+import pytest
+
+from policies.partition import groups_of, singles
+from runtime.controller.book import Engine, EngineState
+from runtime.controller.rejoin import FORM_SECONDS, RETRY_SECONDS
+from runtime.engine.fake_core import NO_FAULTS, Faults
+from runtime.wire import FinishReason
+from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.test_random_deaths import ENGINES, DeadlyRun
+
+ACTIONS = 600
+
+
+class RestartingRun(DeadlyRun):
+    """Starts dead engines again, at any time, some of which cannot make their part of a group."""
+
+    def act(self) -> None:
+        super().act()
+        rng = self.node.rng
+        for engine in sorted(self.bury()):
+            if rng.random() < 0.03:
+                faults = Faults(fail_form=True) if rng.random() < 0.2 else NO_FAULTS
+                self.node.restart(engine, faults=faults)
+        if rng.random() < 0.005:
+            self.node.clock.advance(RETRY_SECONDS)
+
+    def bury(self) -> frozenset[int]:
+        """End what the controller has given up; return the dead, but for those restarted since."""
+        node = self.node
+        known = {e.number for e in node.controller.book.engines if not self._is_news(e)}
+        dead = node.controller.book.in_state(EngineState.DEAD) & known
+        for engine in dead:
+            node.agents.pop(engine, None)
+        return dead
+
+    def _is_news(self, engine: Engine) -> bool:
+        return engine.incarnation < self.node.incarnations[engine.number]
+
+    def finish(self) -> None:
+        """Bring everybody back, and end those who cannot make their part of a group."""
+        node = self.node
+        node.deliver(self._late)
+        self._late = []
+        node.hung.clear()
+        for _ in range(5):
+            node.run_for(FORM_SECONDS, tick=RETRY_SECONDS)
+            for engine in sorted(self.bury()):
+                node.restart(engine)
+            for engine in [e for e, backend in node.backends.items() if backend.fails_to_form]:
+                node.kill(engine)
+        node.switch(*singles(ENGINES))  # wide groups are formed again when narrow ones are released
+        super().finish()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_everybody_comes_back(seed: int) -> None:
+    node = LoopbackNode(ENGINES, max_group=4, seed=seed, restart_limit=1)
+    run = RestartingRun(node)
+    for _ in range(ACTIONS):
+        run.act()
+    run.finish()
+
+    assert node.deaths == {}
+    assert node.value("shoal_engine_restarts_total") > 0
+    assert sum(node.controller.book.outcomes.values()) == len(node.prompts)
+    assert node.missing == []
+    node.assert_exact()
+    assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
+    problems = [problem for audit in run.audits for problem in audit.problems]
+    assert [problem for problem in problems if "did not answer" not in problem] == []
+    assert node.view().unavailable == []
+    assert node.controller.book.in_state(EngineState.SERVING) == set(range(ENGINES))
+    for degree in node.config.degrees:
+        node.switch(*groups_of(ENGINES, degree))
+    assert node.audit() == []

@@ -1,0 +1,125 @@
+"""What uvicorn reads of a request, over a connection of its own."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from server.admin_server import serving
+from server.http_protocol import BoundedHttpProtocol
+
+LIMIT = 4096
+
+
+async def size(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    app = Starlette(routes=[Route("/x", size, methods=["GET", "POST"])])
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws="none",
+        log_config=None,
+        h11_max_incomplete_event_size=LIMIT,
+        timeout_graceful_shutdown=1,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with serving(config, listener):
+            yield listener.getsockname()[1]
+
+
+async def answer(port: int, *pieces: bytes, until_closed: bool = True) -> bytes:
+    """Send pieces one by one, as far as they are taken, and return all that is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await reader.read() if until_closed else await reader.readuntil(b"\r\n\r\n")
+    except ConnectionError:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_requests_within_the_limit_are_served(port: int) -> None:
+    head = b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    body = b"x" * 50_000
+    whole = await answer(port, head + b"Content-Length: 50000\r\n\r\n", body[:7], body[7:])
+    assert whole.startswith(b"HTTP/1.1 200")
+    assert whole.endswith(b"50000")
+    chunks = b"".join(b"1\r\nx\r\n" for _ in range(5000))
+    whole = await answer(port, head + b"Transfer-Encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n")
+    assert whole.endswith(b"5000")
+
+
+def cut(endless: bytes) -> list[bytes]:
+    """Return what of it goes beyond the limit by one byte, in pieces.
+
+    A byte more could meet a closed connection, whose reset would take the answer with it.
+    """
+    return [endless[at : min(at + 512, LIMIT + 1)] for at in range(0, LIMIT + 1, 512)]
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"GET /" + b"x" * 2 * LIMIT,
+        b"GET /x HTTP/1.1\r\nA: " + b"x" * 2 * LIMIT,
+        b"GET /x HTTP/1.1\r\n" + b"A: x\r\n" * LIMIT,
+    ],
+    ids=["url", "one header", "many headers"],
+)
+async def test_a_head_without_end_is_cut_off(port: int, endless: bytes) -> None:
+    assert_too_large(await answer(port, *cut(endless)))
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"0\r\n" + b"A: x\r\n" * LIMIT, b"1;" + b"x" * 4 * LIMIT],
+    ids=["trailers", "chunk extension"],
+)
+async def test_what_surrounds_a_body_is_bounded_too(port: int, endless: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+    writer.write(head + b"Expect: 100-continue\r\n\r\n")
+    await reader.readuntil(b"100 Continue\r\n\r\n")
+    for piece in cut(endless):
+        writer.write(piece)
+    # It ends, if only by a reset, which may overtake the answer.
+    with suppress(ConnectionError):
+        assert b" 200 " not in await reader.read()
+    writer.close()
+
+
+def assert_too_large(response: bytes) -> None:
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431")
+    assert json.loads(body)["error"]["code"] == 431
+
+
+async def test_what_is_not_http_is_refused_in_the_shape_of_other_errors(port: int) -> None:
+    response = await answer(port, b"\x16\x03\x01 this is TLS\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["type"] == "BadRequestError"
+
+
+async def test_a_web_socket_is_no_way_in(port: int) -> None:
+    upgrade = (
+        b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    head = await answer(port, upgrade, until_closed=False)
+    assert not head.startswith(b"HTTP/1.1 101")

@@ -1,0 +1,82 @@
+"""What options and callers say of the shift between TP and SP becomes what the node does."""
+
+from argparse import ArgumentError, ArgumentParser, Namespace
+
+import pytest
+
+from policies.shift import DEFAULT_THRESHOLD, ShiftRule
+from server.admin import BadRequestError, parse_shift_request
+from server.errors import UserError
+from server.shifting import add_shift_options, check_shift
+
+
+def parsed(*argv: str) -> Namespace:
+    parser = ArgumentParser(exit_on_error=False)
+    add_shift_options(parser.add_argument_group("Shoal"))
+    return parser.parse_args(argv)
+
+
+def test_sp_is_off_unless_asked_for() -> None:
+    args = parsed()
+    assert (args.max_sp, args.shift_threshold) == (1, DEFAULT_THRESHOLD)
+    check_shift(args, ["flying"], 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "threshold"), [("512", 512), ("auto", ShiftRule.AUTO), ("off", ShiftRule.OFF)]
+)
+def test_thresholds(text: str, threshold: int | ShiftRule) -> None:
+    args = parsed("--max-sp", "2", "--shift-threshold", text)
+    check_shift(args, ["shift"], 2)
+    assert args.shift_threshold == threshold
+
+
+def test_what_is_no_threshold_is_named() -> None:
+    with pytest.raises(ArgumentError, match="'some' is no threshold"):
+        parsed("--shift-threshold", "some")
+
+
+@pytest.mark.parametrize(
+    ("argv", "policy", "named"),
+    [
+        (["--max-sp", "3"], "flying", "--max-sp 3: with groups of up to 4 it is 1, 2, 4"),
+        (["--max-sp", "0"], "flying", "--max-sp 0"),
+        (["--max-sp", "8"], "flying", "--max-sp 8"),
+        (["--shift-threshold", "512"], "flying", "--shift-threshold needs --max-sp"),
+        ([], "shift", "--policy shift needs --max-sp"),
+    ],
+)
+def test_what_no_group_can_do_is_refused(argv: list[str], policy: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        check_shift(parsed(*argv), [policy], 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "threshold"),
+    [
+        (b'{"threshold": 512}', 512),
+        (b'{"threshold": "auto"}', ShiftRule.AUTO),
+        (b'{"threshold": "off"}', ShiftRule.OFF),
+    ],
+)
+def test_a_request_says_a_threshold(body: bytes, threshold: int | ShiftRule) -> None:
+    assert parse_shift_request(body) == threshold
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "not valid"),
+        (b"512", "object"),
+        (b"{}", "threshold"),
+        (b'{"threshold": null}', "threshold"),
+        (b'{"threshold": 1.5}', "threshold"),
+        (b'{"threshold": -1}', "'-1' is no threshold"),
+        (b'{"threshold": 99999999}', "'99999999' is no threshold"),
+        (b'{"threshold": "on"}', "'on' is no threshold"),
+        (b'{"threshold": 512, "degree": 2}', "unknown field degree"),
+    ],
+)
+def test_what_is_wrong_with_it_is_named(body: bytes, named: str) -> None:
+    with pytest.raises(BadRequestError, match=named):
+        parse_shift_request(body)
