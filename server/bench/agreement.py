@@ -30,11 +30,13 @@ def agreements(results: Results) -> Iterator[Agreement]:
 
     Stock TP is in none: it makes up each member's shard by itself, so its weights are others.
     """
-    tp = f"tp{results.settings.engines}"
+    tp, sp = (f"{mode}{results.settings.engines}" for mode in ("tp", "sp"))
     pairs = (
         ((SHOAL, "dp"), (SHOAL, tp)),
+        ((SHOAL, tp), (SHOAL, sp)),
         ((STOCK_DP, "dp"), (SHOAL, "dp")),
         ((CHECK, "dp"), (CHECK, tp)),
+        ((CHECK, tp), (CHECK, sp)),
     )
     for first, second in pairs:
         one, other = (_scores(results, *name) for name in (first, second))

@@ -13,7 +13,8 @@ from typing import Any
 from loadgen.workload import Workload
 from server.bench import facts
 from server.bench.client import Client
-from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench, switch
+from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench
+from server.bench.modes import MODES, OFF, enter, leave, modes, pure_ways
 from server.bench.process import ServerFailedError, ServerProcess, free_port
 from server.bench.results import Results, ResultsFile, SystemResults
 from server.bench.serving import serve_workload
@@ -90,6 +91,8 @@ class Campaign:
             return None
         if name in IN_LAYOUTS:
             return lambda client: self._in_layouts(client, system, name)
+        if name == MODES:
+            return lambda client: modes(client, system, self.results.sizes)
         if name in OF_SWITCHES:
             if not system.switches or len(system.layouts[0].units) == 1:
                 return None
@@ -97,30 +100,32 @@ class Campaign:
         return lambda client: serve_workload(client, system, self.workloads[name], self.policy)
 
     async def _in_layouts(self, client: Client, system: System, name: str) -> dict[str, Any]:
-        found = {}
-        for layout in system.layouts:
-            if system.switches:
-                await switch(client, layout, "sequential")
-            bench = Bench(client, system, layout, self.results.sizes, random.Random(layout.name))
-            found[layout.name] = await IN_LAYOUTS[name](bench)
-        if system.switches:
-            await switch(client, system.layouts[0], "sequential")
+        found, sizes = {}, self.results.sizes
+        for way in pure_ways(system):
+            # SP is measured beside TP by ``modes``, but it has to compute the same.
+            if way.threshold != OFF and name != "numerics":
+                continue
+            await enter(client, system, way)
+            bench = Bench(client, system, way.layout, sizes, random.Random(way.name))
+            found[way.name] = await IN_LAYOUTS[name](bench)
+        await leave(client, system, sizes)
         return found
 
     async def _measure(self, system: System, steps: Mapping[str, Step]) -> None:
         """Start the system, take the steps, end it. A step that fails is noted; others go on."""
         await _devices_idle()
-        port = free_port()
+        port, admin_port = free_port(), free_port()
         log = self.logs / f"{system.name}.log"
         kept = self.results.systems.setdefault(system.name, SystemResults([]))
-        kept.command, kept.failures = system.argv(port), {}
+        kept.command, kept.failures = system.argv(port, admin_port), {}
         kept.memory["before"] = facts.gpu_memory()
         say(f"{system.name}: starting, see {log}")
         # Shoal keeps vLLM's log to errors by default; the figures of the start are in it.
         environment = {"VLLM_LOGGING_LEVEL": "INFO", **os.environ}
         server = ServerProcess(kept.command, log, environment)
         try:
-            async with Client(f"http://127.0.0.1:{port}", SERVED_NAME) as client:
+            address, admin = (f"http://127.0.0.1:{number}" for number in (port, admin_port))
+            async with Client(address, SERVED_NAME, admin) as client:
                 seconds = await server.wait_until_ready(client, system.ready_path)
                 say(f"{system.name}: ready after {seconds:.1f} s")
                 kept.starts.append({"seconds": seconds, **facts.read_log(server.output)})

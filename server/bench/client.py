@@ -16,6 +16,8 @@ DP_RANK_HEADER = "X-data-parallel-rank"
 KEEP_ALIVE_SECONDS = 3.0
 """Less than the 5 s after which the servers close a connection that is not used."""
 
+ADMIN_PREFIX = "/admin/"
+
 Prompt = Sequence[int]
 """Token ids."""
 
@@ -71,11 +73,13 @@ class Client:
     Args:
         address: base URL.
         model: name to ask for.
+        admin: base URL of the admin API, whose paths begin with ``ADMIN_PREFIX``.
     """
 
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(self, address: str, model: str, admin: str | None = None) -> None:
         self._model = model
         self.address = address
+        self.admin = admin
 
     async def __aenter__(self) -> Self:
         # Any number at once, for as long as they take.
@@ -155,9 +159,20 @@ class Client:
         Raises:
             RequestFailedError: its status is not 200.
         """
-        async with self._http.request(method, path, json=body) as response:
+        base = self.admin if path.startswith(ADMIN_PREFIX) and self.admin else ""
+        async with self._http.request(method, base + path, json=body) as response:
             await _check(response)
             return await response.json()
+
+    async def text(self, path: str) -> str:
+        """Return what a route answers with.
+
+        Raises:
+            RequestFailedError: its status is not 200.
+        """
+        async with self._http.get(path) as response:
+            await _check(response)
+            return await response.text()
 
     async def is_up(self, path: str) -> bool:
         """Return whether a route answers with 200."""

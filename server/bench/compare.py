@@ -20,13 +20,14 @@ from server.bench import facts, tables
 from server.bench.campaign import Campaign, say
 from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
 from server.bench.model import built_in_shapes, read_shape, write_model
+from server.bench.modes import MODES
 from server.bench.results import Results, ResultsFile
 from server.bench.systems import CHECK, COMPARED, Settings, System, all_systems
 from server.bench.workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
 from server.errors import UserError
 
 ENGINE_COUNTS = (1, 2, 4, 8)
-MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, *WORKLOADS)
+MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
 """By the name of the benchmark; a trace is added where one is given."""
 DURATION_SECONDS = 60.0
@@ -191,6 +192,7 @@ def _settings(args: Namespace, options: Sequence[str]) -> Settings:
 def _sizes(args: Namespace) -> Sizes:
     if len(args.saturation) != 3:
         raise UserError("--saturation: it must be REQUESTS,PROMPT,OUTPUT")
+    sizes = Sizes()
     if args.switches < 1:
         raise UserError(f"--switches {args.switches}: it must be at least 1")
     return Sizes(
@@ -200,6 +202,7 @@ def _sizes(args: Namespace) -> Sizes:
         switches=args.switches,
         load=args.load,
         load_tokens=args.load_tokens,
+        long_prompts=tuple(n for n in sizes.long_prompts if n < args.max_model_len),
     )
 
 

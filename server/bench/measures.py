@@ -52,8 +52,19 @@ class Sizes(msgspec.Struct, frozen=True):
     """Output of each; another one follows it."""
     pause_seconds: float = 0.03
     """Between loaded switches, in which the engines go on decoding."""
-    scored: tuple[int, int, int] = (8, 96, 24)
-    """Prompts whose log probabilities are compared, their tokens, the tokens after them."""
+    long_prompts: tuple[int, ...] = (4096, 16384, 65536)
+    """Prompt tokens whose TTFT is measured in every way of working (``modes.py``)."""
+    long_repeats: int = 3
+    prompt_load: tuple[int, int, int] = (12, 8192, 1)
+    """Requests per engine, their prompt tokens, their output tokens: prompts above all."""
+    combined_load: tuple[int, int, int] = (32, 4096, 250)
+    """The same for both, as in Shift Parallelism's Figure 9."""
+    throughput_repeats: int = 2
+    shift_threshold: int = 256
+    """Of the way of working that changes its mode: the paper's."""
+    scored: tuple[int, int, int] = (2, 700, 24)
+    """Prompts whose log probabilities are compared, their tokens, the tokens after them: more than
+    the largest captured graph has, so that SP can compute them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ class ServerProcess:
             )
 
     @property
+    def pid(self) -> int:
+        """Process id of the server's main process."""
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         """What this process has printed so far."""
         with self.log.open("rb") as log:

@@ -33,7 +33,7 @@ async def serve_workload(
     await _warm_up(client)
     if system.switches:
         await client.call("POST", "/admin/policy", {"policy": policy})
-    settings = LoadSettings(client.address)
+    settings = LoadSettings(client.address, admin_url=client.admin)
     ids = range(FIRST_TOKEN_ID, SMALLEST_VOCABULARY)
     clock = EventLoopClock()
     async with LoadClient(settings, clock.now) as load_client:

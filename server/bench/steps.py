@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from policies.cost_model import Batch
 from policies.partition import degrees, groups_of, layout_name
 from runtime.simulation.files import FileError, HardwareFile, ShapeFile, read_shape
-from runtime.simulation.fit import Sample, fit, predicted
+from runtime.simulation.fit import START, Sample, fit, predicted
 from runtime.supervisor import StopRequestedError
 from server import serve
 from server.bench.client import Client
@@ -63,8 +64,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--model-shape: {error}") from error
 
     def on_ready(node: serve.ReadyNode) -> None:
+        serve.check_measurable(node)
         samples = asyncio.run(_samples(node, args))
-        hardware = fit(shape, samples, memory_bytes=_memory_bytes() / node.engines)
+        hardware = fit(shape, samples, replace(START, memory_bytes=_memory_bytes() / node.engines))
         write_file(args.output, msgspec.json.format(msgspec.json.encode(hardware)) + b"\n")
         print(table(shape, hardware, samples), flush=True)
         raise StopRequestedError
@@ -80,14 +82,19 @@ def table(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -
         f"{'layout':<8}{'decodes':>8}{'context':>9}{'prompt':>8}{'measured':>10}{'predicted':>11}"
     ]
     for sample in samples:
-        batch, layout = sample.batch, layout_name(tuple(range(sample.degree)))
+        layout = layout_name(tuple(range(sample.degree)))
         expected = predicted(shape, hardware, sample)
         lines.append(
-            f"{layout:<8}{batch.decodes:>8}{batch.context_tokens:>9}{batch.prefill_tokens:>8}"
+            f"{layout:<8}{_total(sample, 'decodes'):>8}{_total(sample, 'context_tokens'):>9}"
+            f"{_total(sample, 'prefill_tokens'):>8}"
             f"{1000 * sample.seconds:>10.2f}{1000 * expected:>11.2f}"
             f"{expected / sample.seconds - 1:>+8.1%}"
         )
     return "\n".join(lines)
+
+
+def _total(sample: Sample, work: str) -> int:
+    return sum(getattr(batch, work) for batch in sample.batches)
 
 
 def _memory_bytes() -> int:
@@ -99,7 +106,7 @@ async def _samples(node: serve.ReadyNode, args: Namespace) -> list[Sample]:
     layouts = [Layout(layout_name(partition[0]), partition) for partition in partitions]
     system = System(SHOAL, (), tuple(layouts), switches=True)
     samples: list[Sample] = []
-    async with Client(node.address, node.model) as client:
+    async with Client(node.address, node.model, node.admin) as client:
         for layout in layouts:
             await client.call("POST", "/admin/layout", {"units": layout.partition})
             sizes = Sizes(decode_tokens=args.tokens)
@@ -121,7 +128,7 @@ async def _decodes(bench: Bench, batches: Sequence[int]) -> AsyncIterator[Sample
         ]
         times = [decode_seconds(answer, tokens) for run in runs for answer in run]
         batch = Batch(count, count * context)
-        yield Sample(_degree(bench.layout), batch, statistics.median(times))
+        yield Sample(_degree(bench.layout), (batch,), statistics.median(times))
 
 
 async def _prompts(bench: Bench, prompts: Sequence[int]) -> AsyncIterator[Sample]:
@@ -132,7 +139,7 @@ async def _prompts(bench: Bench, prompts: Sequence[int]) -> AsyncIterator[Sample
         ][1:]
         times = [answer.first - answer.sent for answer in answers]
         batch = Batch(prefill_tokens=tokens, prefill_context=tokens // 2)
-        yield Sample(_degree(bench.layout), batch, statistics.median(times), MESSAGES)
+        yield Sample(_degree(bench.layout), (batch,), statistics.median(times), MESSAGES)
 
 
 def _degree(layout: Layout) -> int:

@@ -21,6 +21,7 @@ import msgspec
 
 from runtime.supervisor import StopRequestedError
 from server import serve
+from server.bench.client import ADMIN_PREFIX
 from server.errors import UserError
 
 DECODE_TOKENS = 64
@@ -113,6 +114,7 @@ def _measure(args: Namespace, serve_argv: Sequence[str]) -> int:
     def on_ready(node: serve.ReadyNode) -> None:
         if node.max_group == 1:
             raise UserError("--max-group 1: there is nothing to switch")
+        serve.check_measurable(node)
         figures = _measure_node(node, args.system, args.switches)
         print(msgspec.json.encode(figures).decode(), flush=True)
         raise StopRequestedError
@@ -159,7 +161,6 @@ def _decode_step(node: serve.ReadyNode) -> float:
 
 def _post(node: serve.ReadyNode, path: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json"}
-    if node.api_key is not None:
-        headers["Authorization"] = f"Bearer {node.api_key}"
-    request = urllib.request.Request(node.address + path, json.dumps(body).encode(), headers)
+    base = node.admin if path.startswith(ADMIN_PREFIX) else node.address
+    request = urllib.request.Request(f"{base}{path}", json.dumps(body).encode(), headers)
     return urllib.request.urlopen(request)

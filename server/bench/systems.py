@@ -9,6 +9,8 @@ import msgspec
 SERVED_NAME = "bench"
 PORT = "{port}"
 """Stands for the server's port in a command."""
+ADMIN_PORT = "{admin_port}"
+"""The same for Shoal's admin API."""
 
 STOCK_DP, STOCK_TP, SHOAL, CHECK = "stock-dp", "stock-tp", "shoal", "shoal-check"
 """Names of the systems; the last serves another, real checkpoint, for numerics alone."""
@@ -68,13 +70,19 @@ class System:
     """Whether it changes its layout: it is Shoal."""
 
     @property
+    def shifts(self) -> bool:
+        """Whether its groups may take steps as SP."""
+        return any(word.startswith("--max-sp") for word in self.command)
+
+    @property
     def ready_path(self) -> str:
         """Route that answers 200 once the server takes requests."""
         return "/ready" if self.switches else "/health"
 
-    def argv(self, port: int) -> list[str]:
-        """Return the command that serves on ``port``."""
-        return [word.replace(PORT, str(port)) for word in self.command]
+    def argv(self, port: int, admin_port: int) -> list[str]:
+        """Return the command that serves on ``port``, and the admin API on the other."""
+        ports = {PORT: str(port), ADMIN_PORT: str(admin_port)}
+        return [ports.get(word, word) for word in self.command]
 
 
 def dp_layout(engines: int, *, pinned: bool) -> Layout:
@@ -128,7 +136,7 @@ def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...
 
 def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
     run = [sys.executable, "-m", "server.cli", "serve", model, "--policy", "manual"]
-    engines = ["--engines", str(settings.engines)]
+    engines = ["--engines", str(settings.engines), "--admin-port", ADMIN_PORT]
     return (
         *(*run, *_common(settings), *own, *engines),
         *(*settings.options, *settings.shoal_options),

@@ -6,9 +6,10 @@ from typing import Any
 
 from server.bench.agreement import agreements
 from server.bench.memory import GpuMemory, gpu_memory, kv_tokens
+from server.bench.modes import MODES
 from server.bench.results import Results, SystemResults
 from server.bench.serving_tables import serving_sections
-from server.bench.systems import SHOAL, STOCK_DP, STOCK_TP
+from server.bench.systems import COMPARED, SHOAL, STOCK_DP, STOCK_TP
 from server.bench.text import MISSING, ms, number, ratio, rows
 
 Figure = float | None
@@ -42,6 +43,7 @@ def markdown(results: Results) -> str:
         _section("Start-up", _startup_table(results)),
         _section("Switches", _switch_table(results)),
         _section("Numerics", _numerics_table(results)),
+        _section("Ways of working", _modes_table(results)),
         *serving_sections(results),
         _section("Failures", _failures(results)),
     ]
@@ -221,6 +223,25 @@ def _switch_table(results: Results) -> list[str]:
 def _in_flight(results: Results) -> Figure:
     found = _measure(results, SHOAL, "decode").get("dp", {}).get(str(results.sizes.load))
     return None if found is None else float(found["tpot"])
+
+
+def _modes_table(results: Results) -> list[str]:
+    found = {
+        f"{system} {way}": figures
+        for system in COMPARED
+        for way, figures in _measure(results, system, MODES).items()
+    }
+    if not found:
+        return []
+    prompts = next(iter(found.values()))["ttft"]
+    body = [
+        [f"TTFT, {tokens} tokens, ms", *(ms(f["ttft"].get(tokens)) for f in found.values())]
+        for tokens in prompts
+    ]
+    body.append(["TPOT, 1 request, ms", *(ms(f["tpot"]) for f in found.values())])
+    for name, key in (("prompt tokens/s", "prompt"), ("prompt and output tokens/s", "combined")):
+        body.append([name, *(number(f[f"{key}_tokens_per_second"]) for f in found.values())])
+    return rows(["", *found], body)
 
 
 def _numerics_table(results: Results) -> list[str]:

@@ -37,6 +37,10 @@ SIZES = Sizes(
     load=2,
     load_tokens=500,
     pause_seconds=0.0,
+    long_prompts=(32,),
+    long_repeats=1,
+    prompt_load=(2, 64, 1),
+    combined_load=(2, 32, 4),
 )
 SETTINGS = Settings(
     shape="tiny",
@@ -52,8 +56,19 @@ SETTINGS = Settings(
     options=(),
 )
 FAKE = (sys.executable, "-m", "server.cli", "serve", "--fake-engine", "--fake-step-ms", "1")
-COMMAND = (*FAKE, "--port", "{port}", "--served-model-name", SERVED_NAME)
-APPLYING = ("decode", "prefill", "saturation", "switch-idle", "switch-loaded", "bursty", "priority")
+COMMAND = (
+    *FAKE,
+    "--port",
+    "{port}",
+    "--admin-port",
+    "{admin_port}",
+    "--served-model-name",
+    SERVED_NAME,
+)
+APPLYING = (
+    *("decode", "prefill", "saturation", "switch-idle", "switch-loaded", "modes"),
+    *("bursty", "priority"),
+)
 
 
 @pytest.fixture(autouse=True)

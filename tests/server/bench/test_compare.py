@@ -42,7 +42,7 @@ def test_all_systems_get_the_same_settings() -> None:
     assert "--max-group" not in tp.command
     assert "/c" in check.command
     assert "dummy" not in check.command
-    assert dp.argv(81)[dp.command.index(PORT)] == "81"
+    assert dp.argv(81, 82)[dp.command.index(PORT)] == "81"
 
 
 def test_a_run_without_time_starts_nothing_and_reports(

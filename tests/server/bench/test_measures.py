@@ -3,7 +3,9 @@
 import pytest
 
 from server.bench.client import Answer
-from server.bench.measures import decode_seconds, placed, spread
+from server.bench.measures import Sizes, decode_seconds, placed, spread
+from server.bench.modes import ways
+from server.bench.systems import SHOAL, System, dp_layout, tp_layout
 
 
 def answer(progress: list[tuple[float, int]], unit: str | None = None) -> Answer:
@@ -35,3 +37,13 @@ def test_a_spread_is_median_99th_percentile_and_largest() -> None:
     found = spread([float(n) for n in range(101)])
     assert found == {"p50": 50.0, "p99": 99.0, "max": 100.0}
     assert spread([]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), ["dp", "tp4"]), (("--max-sp", "4"), ["dp", "tp4", "sp4", "shift"])],
+)
+def test_a_group_works_as_sp_where_it_may(options: tuple[str, ...], expected: list[str]) -> None:
+    layouts = (dp_layout(4, pinned=False), tp_layout(4))
+    system = System(SHOAL, ("serve", *options), layouts, switches=True)
+    assert [way.name for way in ways(system, Sizes())] == expected

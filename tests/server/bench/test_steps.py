@@ -24,8 +24,8 @@ def test_measured_and_predicted_times_stand_side_by_side() -> None:
         request_seconds=0.001,
         message_seconds=0.002,
     )
-    decode = Sample(1, Batch(3, 30), 0.005)
-    prompt = Sample(2, Batch(prefill_tokens=64, prefill_context=32), 0.010, 3)
+    decode = Sample(1, (Batch(3, 30),), 0.005)
+    prompt = Sample(2, (Batch(prefill_tokens=64, prefill_context=32),), 0.010, 3)
     rows = steps.table(read_shape("shoal-demo"), hardware, [decode, prompt]).splitlines()[1:]
     assert [" ".join(row.split()) for row in rows] == [
         "dp 3 30 0 5.00 7.00 +40.0%",

@@ -1,0 +1,96 @@
+"""``shoal bench fit``: the hardware file that fits the results of ``shoal bench gpu``.
+
+Takes the times of single units that these hold, stock vLLM's and Shoal's: TPOT by batch, and TTFT
+by prompt. The simulator and the policies then predict such nodes from the file.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from policies.cost_model import Batch
+from runtime.simulation import fit
+from runtime.simulation.files import FileError, ShapeFile, read_hardware, read_shape
+from runtime.simulation.fit import Sample, predicted
+from server.bench.results import Results
+from server.bench.steps import MESSAGES, table
+from server.bench.systems import COMPARED
+from server.errors import UserError
+from server.files import write_file
+
+FITTED = (*(name for name in fit.FITTED if name != "message_seconds"), "prefill_seconds")
+"""A switch tells what messages take. What else there is to a first token is its step's."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal bench fit`` and return the exit code.
+
+    Raises:
+        UserError: the arguments, or a file that they name, are not valid.
+    """
+    parser = argparse.ArgumentParser(
+        prog="shoal bench fit", description="Fit a hardware file to results of 'shoal bench gpu'."
+    )
+    add = parser.add_argument
+    add("results", type=Path, nargs="+", metavar="RESULTS", help="results.json of such a run")
+    add("--output", type=Path, required=True, metavar="FILE", help="the hardware file to write")
+    add("--model-shape", required=True, metavar="FILE|NAME", help="shape of the measured model")
+    add("--start", default="h200", metavar="FILE|NAME", help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        shape, start = read_shape(args.model_shape), read_hardware(args.start)
+    except FileError as error:
+        raise UserError(str(error)) from error
+    samples = [sample for path in args.results for sample in samples_of(_read(path, shape))]
+    if not samples:
+        raise UserError("the results hold no time of a step: measure decode or prefill")
+    hardware = fit.fit(shape, samples, start, FITTED)
+    write_file(args.output, msgspec.json.format(msgspec.json.encode(hardware)) + b"\n")
+    print(table(shape, hardware, samples))
+    errors = [abs(predicted(shape, hardware, s) / s.seconds - 1) for s in samples]
+    print(f"error: mean {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")
+    return 0
+
+
+def samples_of(results: Results) -> Iterator[Sample]:
+    """Yield the times of single units, of every system and layout."""
+    tokens = results.sizes.decode_tokens
+    # Between the half and seven eighths of the output (``decode_seconds``), a request has so many.
+    context = tokens + tokens * 11 // 16
+    for name in COMPARED:
+        measures = results.systems[name].measures if name in results.systems else {}
+        for layout, found in measures.get("decode", {}).items():
+            for count, figures in found.items():
+                batch = Batch(int(count), int(count) * context)
+                yield Sample(_degree(layout), (batch,), figures["tpot"])
+        for layout, found in measures.get("prefill", {}).items():
+            for prompt, figures in found.items():
+                steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
+                yield Sample(_degree(layout), steps, figures["ttft"], MESSAGES)
+
+
+def _steps(prompt: int, most: int) -> Iterator[Batch]:
+    """Yield the steps of a prompt that is computed in chunks of at most ``most`` tokens."""
+    for begin in range(0, prompt, most):
+        tokens = min(most, prompt - begin)
+        yield Batch(prefill_tokens=tokens, prefill_context=begin + math.ceil(tokens / 2))
+
+
+def _degree(layout: str) -> int:
+    return 1 if layout == "dp" else int(layout.removeprefix("tp"))
+
+
+def _read(path: Path, shape: ShapeFile) -> Results:
+    try:
+        results = msgspec.json.decode(path.read_bytes(), type=Results)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: {error}") from error
+    measured = (results.config.get("num_hidden_layers"), results.config.get("hidden_size"))
+    if measured != (shape.layers, shape.hidden):
+        raise UserError(f"{path} is of another model than the shape")
+    return results

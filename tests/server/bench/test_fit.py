@@ -1,0 +1,94 @@
+"""``shoal bench fit``: what it takes from results, and that the file predicts them."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policies.cost_model import Batch
+from runtime.simulation.files import read_hardware, read_shape
+from runtime.simulation.fit import Sample, predicted
+from server.bench import fit
+from server.bench.measures import Sizes
+from server.bench.model import read_shape as read_config
+from server.bench.results import Results, SystemResults
+from server.bench.systems import SHOAL, Settings
+from server.errors import UserError
+
+SHAPE, TRUTH = read_shape("llama-3-8b-bf16"), read_hardware("h200")
+SETTINGS = Settings("llama-3-8b", 2, "bfloat16", None, 32768, 256, 8192, 0.9, False, 1, ())
+
+
+def results(measures: dict[str, Any], config: str = "llama-3-8b") -> Results:
+    systems = {SHOAL: SystemResults([], measures=measures)}
+    return Results(SETTINGS, Sizes(), read_config(config), {}, systems=systems)
+
+
+def published(name: str) -> Results:
+    path = Path(__file__).parents[3] / "docs" / "benchmarks" / f"{name}.json"
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def measured() -> Results:
+    """Return the results of a node that is exactly as the hardware file says."""
+    decode = {layout: {n: {"tpot": 1.0} for n in ("1", "8", "64")} for layout in ("dp", "tp2")}
+    prefill = {layout: {n: {"ttft": 1.0} for n in ("512", "16384")} for layout in ("dp", "tp2")}
+    made = results({"decode": decode, "prefill": prefill})
+    samples = fit.samples_of(made)
+    for figures, key in ((decode, "tpot"), (prefill, "ttft")):
+        for found in figures.values():
+            for figure in found.values():
+                figure[key] = predicted(SHAPE, TRUTH, next(samples))
+    return made
+
+
+def test_a_prompt_is_computed_in_chunks() -> None:
+    made = results({"prefill": {"tp2": {"10000": {"ttft": 0.25}}}})
+    steps = (
+        Batch(prefill_tokens=8192, prefill_context=4096),
+        Batch(prefill_tokens=1808, prefill_context=8192 + 904),
+    )
+    assert list(fit.samples_of(made)) == [Sample(2, steps, 0.25, 3)]
+
+
+def test_the_fitted_file_predicts_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "results.json", tmp_path / "fitted.json"
+    source.write_bytes(msgspec.json.encode(measured()))
+    argv = [str(source), "--output", str(output), "--model-shape", "llama-3-8b-bf16"]
+    assert fit.main(argv) == 0
+    fitted = read_hardware(str(output))
+    for sample in fit.samples_of(measured()):
+        assert predicted(SHAPE, fitted, sample) == pytest.approx(sample.seconds, rel=0.02)
+    assert fitted.message_seconds == TRUTH.message_seconds
+    assert "error: mean 0." in capsys.readouterr().out
+
+
+def test_h200_is_as_near_to_the_published_results_as_the_docs_say() -> None:
+    samples = [
+        sample
+        for name in ("2xh200", "2xh200-b", "4xh200")
+        for sample in fit.samples_of(published(f"llama-3-8b-{name}"))
+    ]
+    errors = [abs(predicted(SHAPE, TRUTH, s) / s.seconds - 1) for s in samples]
+    assert len(errors) == 66
+    assert sum(errors) / len(errors) < 0.036
+    assert max(errors) < 0.22
+
+
+def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "results.json"
+    source.write_bytes(msgspec.json.encode(results({}, "qwen-2.5-32b")))
+    argv = [str(source), "--output", "unused", "--model-shape", "llama-3-8b-bf16"]
+    with pytest.raises(UserError, match="another model than the shape"):
+        fit.main(argv)
+
+
+def test_results_without_times_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "results.json"
+    source.write_bytes(msgspec.json.encode(results({})))
+    argv = [str(source), "--output", "unused", "--model-shape", "llama-3-8b-bf16"]
+    with pytest.raises(UserError, match="no time of a step"):
+        fit.main(argv)
