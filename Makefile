@@ -7,6 +7,9 @@
 #   PORT         port of `make serve`
 #   ARGS         more arguments for `shoal serve`
 #   PYTEST_ARGS  more arguments for pytest
+#
+# `make chaos` torments a node of fake engines and then one of real ones, for CHAOS_SECONDS (900) each, with
+# events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 TORCH_INDEX ?=
@@ -19,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test lint format lock clean setup
+.PHONY: serve test chaos lint format lock clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -27,6 +30,9 @@ serve: setup
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+chaos: setup
+	$(BIN)/python -m tests.chaos
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from policies.cost_model import CostModel, Hardware, ModelShape
-from policies.partition import Group, Partition, singles
+from policies.partition import Group, Partition, degrees, groups_of, singles
 from policies.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
 
 LAYOUTS = tuple(LayoutState(d, 4, 30, 4 * d, 120 * d) for d in (1, 2, 4, 8))
@@ -105,8 +105,10 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         *units, pool=pool, dead=dead, switching=draw(st.booleans()), now=draw(st.floats(0, 1e6))
     )
     modelled = draw(st.booleans())
+    groups = [g for d in degrees(seen.max_group)[1:] for g in groups_of(engines, d)]
     return replace(
         seen,
+        broken=frozenset(g for g in groups if g not in partition and draw(st.booleans())),
         waiting=len(pool) + draw(st.sampled_from([0, 500])),
         waiting_tokens=draw(st.integers(0, 10_000)),
         arrival_rate=draw(st.floats(0, 50)),

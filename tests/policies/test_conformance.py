@@ -25,7 +25,10 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 @every_policy
 @given(seen=snapshots())
 def test_plans_can_be_done(policy: Policy, seen: Snapshot) -> None:
-    """Dispatches start now and fit; targets are aligned, cover all engines, spare the dead."""
+    """Dispatches start now and fit; targets are aligned, cover all engines, spare the dead.
+
+    Groups that an engine's restart has broken are not named.
+    """
     check_plan(policy.plan(seen), seen)
 
 
@@ -162,3 +165,10 @@ def test_plans_that_cannot_be_done_are_refused(plan: Plan, says: str) -> None:
     )
     with pytest.raises(PlanError, match=says):
         check_plan(plan, seen)
+
+
+def test_a_target_names_no_group_that_a_restart_has_broken() -> None:
+    seen = replace(snapshot(*map(unit, [(0,), (1,), (2,), (3,)])), broken=frozenset({(0, 1)}))
+    check_plan(Plan(target=((0,), (1,), (2, 3))), seen)
+    with pytest.raises(PlanError, match="an engine of it was restarted"):
+        check_plan(Plan(target=((0, 1), (2, 3))), seen)

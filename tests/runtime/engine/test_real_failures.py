@@ -105,5 +105,5 @@ def test_a_runner_that_dies_between_prepared_and_commit_takes_only_its_group_dow
 
 
 def test_what_no_engine_can_run_is_refused(node: RealNode) -> None:
-    with pytest.raises(SwitchFailed, match=r"unit \[0, 1\] needs engines \[1\]"):
+    with pytest.raises(SwitchFailed, match=r"unit \[0, 1\] is not available: engines \[1\]"):
         node.switch((0, 1))
