@@ -8,7 +8,7 @@ takes no more engines than it must, whose requests pause (hard preempt); the res
 Load is seen early or it costs much: every request that is there when the layout changes is computed
 again. So what counts is that requests *grow*, long before they are many. And as the same load means
 more requests under DP, where each takes longer, the way back has the higher threshold. Where the
-node knows its hardware, the prompts that arrive count as well: many long ones with short answers
+node knows its hardware, the prompts that arrive count as well: many long ones with short
 answers are a load that the number of requests does not show.
 
 Groups that run long steps in SP can do nearly what DP can where prompts are most of the work. Then

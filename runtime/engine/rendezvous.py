@@ -38,7 +38,9 @@ class _Numbering(dist.ProcessGroup):  # type: ignore[misc]
 def number_process(engine: int, engines: int) -> None:
     """Make ``engine`` this process's rank among ``engines``, for torch. Waits for nobody."""
     dist.Backend.register_backend(
-        _NUMBERING, lambda _store, rank, size, _timeout: _Numbering(rank, size)
+        _NUMBERING,
+        lambda _store, rank, size, _timeout: _Numbering(rank, size),
+        devices=["cpu", "cuda"],
     )
     dist.init_process_group(_NUMBERING, store=dist.HashStore(), rank=engine, world_size=engines)
 

@@ -162,7 +162,9 @@ async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) 
     assert client.wrong == []
     rise, *between, fall = (await client.get("/admin/layout"))["switches"][switches:]
     assert {switch["outcome"] for switch in (rise, *between, fall)} == {"done"}
-    assert partitions(rise) == (TP, DP)
+    # An urgent request that was learnt from just before may still hold a group for a moment.
+    assert partitions(rise)[0] == TP
+    assert DP in [partitions(switch)[1] for switch in (rise, *between)]
     assert rise["requests"]["moved"] > 0
     urgent = next(switch for switch in between if switch["preempt"] == "hard")
     assert sorted(map(len, partitions(urgent)[1])) == [1, 1, 2]
