@@ -52,7 +52,7 @@ def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
     only = means("--policy", "shift", "--shift-threshold", "0", "--captured-tokens", "0")
     dp, tp, shift, sp = (*(found[n] for n in ("static-dp", "static-tp", "shift")), only["shift"])
     assert shift[0] < tp[0] < dp[0]
-    assert sp[0] == pytest.approx(shift[0], rel=0.1)
+    assert shift[0] < sp[0] < dp[0]  # a prompt waits for the slower outputs of those before it
     assert shift[1] <= tp[1] < 0.5 * sp[1]
     off = means("--policy", "static-tp,shift", "--shift-threshold", "off")
     assert off["shift"] == off["static-tp"]
