@@ -17,6 +17,8 @@ DEFAULT_THRESHOLD = 256
 """The paper's."""
 MOST_TOKENS = 1 << 20
 """No step batches more, so no threshold is higher."""
+_SHOWN = 40
+"""Characters of a wrong value that its error message repeats."""
 
 
 class ShiftRule(enum.StrEnum):
@@ -45,9 +47,10 @@ def parse_threshold(value: int | str) -> ShiftThreshold:
     if value in tuple(ShiftRule):
         return ShiftRule(value)
     text = str(value)
-    if not text.isdecimal() or int(text) > MOST_TOKENS:
+    # Python raises for thousands of digits, before there is a number to compare.
+    if not text.isdecimal() or len(text) > _SHOWN or int(text) > MOST_TOKENS:
         raise ShiftThresholdError(
-            f"{text!r} is no threshold: give 0 to {MOST_TOKENS} tokens, auto or off"
+            f"{text[:_SHOWN]!r} is no threshold: give 0 to {MOST_TOKENS} tokens, auto or off"
         )
     return int(text)
 

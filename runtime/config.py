@@ -18,6 +18,13 @@ INTERLEAVE_RATIO = 4
 the urgent ones among them, are in the group."""
 MAX_RETRIES = 2
 """Engine deaths that a request survives, unless it is set."""
+MAX_WAITING_REQUESTS = 4096
+"""Requests that may wait in a served node's task pool, unless it is set: with the next, what bounds
+the memory of a node that is asked for too much."""
+MAX_WAITING_TOKENS = 16_000_000
+"""Prompt tokens that may, unless it is set: some 50 bytes each, most of them in the front end."""
+PAUSE_LIMIT_SECONDS = 600.0
+"""How long a paused request that cannot be moved waits for its unit, unless it is set."""
 RESTART_LIMIT = 5
 """Restarts of one engine within ``restarts.WINDOW_SECONDS`` on a served node, unless it is set."""
 RESTART_BACKOFF_SECONDS = 1.0
@@ -85,6 +92,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     """Which steps are."""
     queued_ahead: int = QUEUED_AHEAD
+    pause_limit_seconds: float = PAUSE_LIMIT_SECONDS
+    """See ``controller.pauses.Pauses``."""
     max_retries: int = MAX_RETRIES
     """How often a request is begun again because an engine died that had it in its batch."""
     engine_timeout_seconds: float | None = None
@@ -95,6 +104,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """How often an engine that dies is restarted within ``restarts.WINDOW_SECONDS``; 0: never."""
     restart_backoff_seconds: float = RESTART_BACKOFF_SECONDS
     """Pause before the first restart; each further one is twice as long."""
+    recording_dir: str | None = None
+    """Where runners record what their devices do while a benchmark asks for it (``recording.py``).
+    A runner that writes a recording takes no step, so none counts as hung. None: nothing is."""
     log_format: LogFormat = LogFormat.TEXT
     tracing: bool = False
     """Whether front ends trace requests and switches, and so are to be told their times."""

@@ -2,6 +2,8 @@
 
 Children ignore SIGINT (a terminal sends it to all of them; the supervisor decides), end on SIGTERM
 by ``SystemExit`` so that their clean-up runs, and are killed by the kernel if the supervisor dies.
+Each leads a process group: what it has started itself, such as a compiler, is killed when it has
+ended, however it has.
 """
 
 import atexit
@@ -14,9 +16,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -108,7 +110,21 @@ class Child:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
+        self._end_group()
         return self._process.is_alive()
+
+    def _end_group(self) -> None:
+        """Kill what the process has left, if it has ended.
+
+        Before anybody asks for its exit code: from then on its id may be another's.
+        """
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def is_stopped(self) -> bool:
@@ -156,7 +172,10 @@ class Child:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the process to end, and return whether it has."""
-        self._process.join(timeout)
+        if wait([self.sentinel], timeout):
+            # It closes its end of the sentinel a moment before it has ended.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         return not self.is_alive
 
 
@@ -210,6 +229,7 @@ def _child_main(
     name: str, log_format: LogFormat, target: Target, reports: Connection, parent: int
 ) -> None:
     _die_with(parent)
+    os.setpgid(0, 0)
     Path("/proc/self/comm").write_text(name)  # for `ps` and `top`; the kernel keeps 15 characters
     configure_logging(name, log_format)
     signal.set_wakeup_fd(-1)

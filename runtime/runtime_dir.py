@@ -51,6 +51,16 @@ def remove_runtime_dir(path: Path) -> None:
         lock.close()
 
 
+def remove_former(path: Path) -> None:
+    """Remove what earlier generations of a group have left: processes that died did not.
+
+    Args:
+        path: of the generation that is there now, which its name ends with after a dot.
+    """
+    for generation in range(int(path.suffix[1:])):
+        path.with_suffix(f".{generation}").unlink(missing_ok=True)
+
+
 def _is_stale(lock: Path) -> bool:
     """Return whether a lock is this user's and nobody holds it."""
     try:

@@ -57,6 +57,7 @@ _HURRY_SECONDS = 3.0
 
 _SCHEDULER = "runtime.engine.vllm_backend:run_scheduler"
 _RUNNER = "runtime.engine.runner:run_runner"
+_RECORDING_RUNNER = "runtime.engine.recorder:run_recording_runner"
 _FAKE = "runtime.engine.fake:run_fake_engine"
 _CONTROLLER = "runtime.controller.process:run_controller"
 
@@ -415,4 +416,5 @@ def _engine_roles(config: NodeConfig) -> Mapping[str, str]:
     """Return the processes of one engine: their role for the user, and what they run."""
     if config.fake is not None:
         return {"": _FAKE}
-    return {"scheduler": _SCHEDULER, "runner": _RUNNER}
+    runner = _RUNNER if config.recording_dir is None else _RECORDING_RUNNER
+    return {"scheduler": _SCHEDULER, "runner": runner}

@@ -43,6 +43,8 @@ class Sampling(msgspec.Struct, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     prompt_logprobs: int | None = None
+    logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     structured_outputs: msgspec.Raw = msgspec.Raw()
     bad_words: msgspec.Raw = msgspec.Raw()
     extra_args: msgspec.Raw = msgspec.Raw()
@@ -179,13 +181,27 @@ class PrefillStats(msgspec.Struct, frozen=True):
     num_computed_tokens: int = 0
 
 
+PackedArray = tuple[str, tuple[int, ...], msgspec.msgpack.Ext]
+"""An array of numpy or torch as vLLM's ``MsgpackEncoder`` packs it: type, shape, content."""
+Logprobs = tuple[PackedArray, PackedArray, PackedArray, None]
+"""vLLM's ``LogprobsLists`` or ``LogprobsTensors``, a row per token: ids, logprobs, rank of the
+first."""
+_RAW_VIEW = 3
+"""vLLM's ``CUSTOM_TYPE_RAW_VIEW``."""
+
+
+def packed(dtype: str, shape: tuple[int, ...], content: bytes) -> PackedArray:
+    """Return an array in vLLM's format; ``content`` is row by row."""
+    return dtype, shape, msgspec.msgpack.Ext(_RAW_VIEW, content)
+
+
 class Output(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """vLLM's ``EngineCoreOutput``: new tokens of one request."""
 
     request_id: str
     new_token_ids: list[int]
-    new_logprobs: None = None
-    new_prompt_logprobs_tensors: None = None
+    new_logprobs: Logprobs | None = None
+    new_prompt_logprobs_tensors: Logprobs | None = None
     pooling_output: None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -1,6 +1,7 @@
 """Settings of every test: no network, one thread per model, no clock, the same draws each time."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,25 @@ os.environ.update(
 
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None)
 settings.load_profile("shoal")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep a module in one process, and in one of them all with real engines: they fill a machine.
+
+    This is for pytest-xdist's ``--dist loadgroup``.
+    """
+    module, name = item.path.stem, item.name.partition("[")[0]
+    real = "real" in module.split("_") + name.split("_")
+    item.add_marker(pytest.mark.xdist_group("real" if real else module))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have vLLM and PyTorch keep for the next test what they learn and compile in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
 
 
 @pytest.fixture(autouse=True)

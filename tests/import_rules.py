@@ -31,6 +31,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "runtime.engine.kv_cache",
         "runtime.engine.layouts",
         "runtime.engine.loading",
+        "runtime.engine.recorder",
         "runtime.engine.rendezvous",
         "runtime.engine.row_ranges",
         "runtime.engine.row_ranges_bench",

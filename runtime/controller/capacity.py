@@ -55,7 +55,7 @@ class Capacity:
             engines=self._config.engines,
             max_group=self._config.max_group,
             dead=book.gone | book.in_state(EngineState.SILENT),
-            broken=frozenset(g for g in self._possible_groups() if not book.is_formed(g)),
+            broken=frozenset(g for g in self._possible_groups if not book.is_formed(g)),
             partition=book.partition,
             switching=switching,
             units=tuple(
@@ -119,10 +119,10 @@ class Capacity:
             total_blocks=min(self._book.num_blocks(engine) for engine in group),
             block_tokens=limits.block_tokens,
             max_model_len=limits.max_model_len,
-            running=len(core.requests) - len(uncounted),
-            waiting=len(uncounted),
+            running=len(core.requests) - len(uncounted.requests),
+            waiting=len(uncounted.requests),
             context_tokens=figures.prompt_tokens,
-            prefill_tokens=sum(request.seen.prompt_tokens for request in uncounted),
+            prefill_tokens=uncounted.prompt_tokens,
             by_priority=figures.by_priority,
             longest_tokens=figures.longest_tokens,
             paused=self._book.paused_in(group),
@@ -145,8 +145,7 @@ class Capacity:
         if core.load is None:
             return 0
         tokens = self._book.limits(core.group).block_tokens
-        taken = sum(-(-(r.seen.prompt_tokens + 1) // tokens) for r in core.uncounted)
-        return core.load.free_blocks - taken
+        return core.load.free_blocks - core.uncounted.blocks(tokens)
 
     def _unleased(self, engine: int, group: Group) -> int:
         lent = self._leases.lent_by(engine)
@@ -163,7 +162,7 @@ class Capacity:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that some group of this node holds."""
-        return max(self._book.limits(group).max_model_len for group in self._possible_groups())
+        return max(self._book.limits(group).max_model_len for group in self._possible_groups)
 
     @property
     def longest_now(self) -> int:
@@ -181,10 +180,11 @@ class Capacity:
     def _lasting_groups(self) -> Iterator[Group]:
         """Yield the groups that can be formed, or will be when engines are back."""
         lost, refused = self._book.lost, self._book.refused
-        for group in self._possible_groups():
+        for group in self._possible_groups:
             if not lost.intersection(group) and group not in refused:
                 yield group
 
+    @cached_property
     def _possible_groups(self) -> list[Group]:
         config = self._config
         return [g for degree in config.degrees for g in groups_of(config.engines, degree)]

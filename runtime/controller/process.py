@@ -38,6 +38,7 @@ from runtime.controller.dispatcher import Dispatcher
 from runtime.controller.gauges import Gauges
 from runtime.controller.leases import Leases
 from runtime.controller.losses import Losses
+from runtime.controller.pauses import Pauses
 from runtime.controller.pool import TaskPool
 from runtime.controller.pulse import Pulse
 from runtime.controller.rejoin import Rejoin
@@ -129,14 +130,9 @@ class Controller:
             clock,
         )
         self._dispatcher = Dispatcher(
-            self.book,
-            self.pool,
-            self._losses,
-            self._statistics,
-            transport,
-            clock,
-            tracing=config.tracing,
+            config, self.book, self.pool, self._losses, self._statistics, transport, clock
         )
+        self._pauses = Pauses(config, self.book, self._admission, transport, clock)
         self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
         self._adviser = Adviser(config.policy, self._statistics, clock)
         self._shifting = Shifting(config, self.book, transport, self._adviser.policy)
@@ -169,8 +165,8 @@ class Controller:
         self._statistics.turns.observe(self._clock() - began)
 
     def _do_what_is_due(self) -> None:
-        for arrival in self._transport.receive():
-            self._take(arrival)
+        if self._take_arrivals():
+            return
         for engine, reason in self._pulse.check():
             self._lose([engine], reason, m.DeathCause.SILENT)
         if self._switch is not None:
@@ -184,6 +180,19 @@ class Controller:
         started = self._decide() if self.book.started else 0
         self._admission.hold_limits(started)
 
+    def _take_arrivals(self) -> bool:
+        """Take in what has come; return whether it is answers alone, and a switch awaits more.
+
+        Nothing else comes due of them, and the next of them would wait for what is done besides.
+        """
+        arrivals, switch = self._transport.receive(), self._switch
+        answers = 0 if switch is None else switch.answers
+        for arrival in arrivals:
+            self._take(arrival)
+        if switch is None or switch.done or not arrivals:
+            return False
+        return switch.answers - answers == len(arrivals)
+
     def next_wakeup(self) -> float | None:
         """Return seconds until the next turn is due if no message comes; None: there is none."""
         return self._patience(None)
@@ -194,6 +203,7 @@ class Controller:
             self._audit.deadline if self._audit is not None else None,
             self._admission.deadline,
             self._closing.deadline,
+            self._pauses.deadline,
             self._pulse.deadline,
             self._rejoin.deadline,
         ]
@@ -543,10 +553,9 @@ class Controller:
             The number of requests that have left the pool for a unit.
         """
         self._decided_at = self._clock()
-        self._dispatcher.fetch_paused(
-            all_units=self._adviser.policy.decides_layout, switching=self._switch is not None
-        )
-        if self._switch is not None and not len(self.pool):
+        switching, manual = self._switch is not None, not self._adviser.policy.decides_layout
+        self._pauses.end_long_ones(manual=manual, switching=switching)
+        if switching and not len(self.pool):
             return 0  # there is nothing to decide, and its members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)

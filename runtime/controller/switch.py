@@ -125,6 +125,8 @@ class Switch:
         self.drained = 0
         self.moved = 0
         self.phases: list[Phase] = []
+        self.answers = 0
+        """That engines have given to it."""
         self._book = book
         self._leases = leases
         self._transport = transport
@@ -282,6 +284,7 @@ class Switch:
                 self._resumed(move, message)
             case _:
                 return False
+        self.answers += 1
         self._settle()
         return True
 

@@ -525,10 +525,10 @@ class Agent:
         for group, core in self._backend.cores.items():
             stepping, steps = self._stepping[group], core.take_steps()
             if self._watch is not None and not self._forming.busy:
-                self._watch_steps(self._watch, core, [step.work for step in steps], now)
+                self._judge(self._watch, core, steps, now)
             stepping.see(now, steps, bool(core.in_flight))
 
-    def _watch_steps(self, watch: StepWatch, core: Core, ended: list[m.Work], now: float) -> None:
+    def _judge(self, watch: StepWatch, core: Core, ended: list[EndedSteps], now: float) -> None:
         since = self._stepping[core.group].since
         if since is None:
             return
@@ -538,7 +538,7 @@ class Agent:
         # What has ended since was the oldest.
         took = 0.0 if ended else now - max(since, watch.awake_since)
         if took > SHORTEST_SECONDS and (oldest := core.oldest_step) is not None:
-            watch.check(core.group, oldest, took)
+            watch.check(core.group, *oldest, took)
 
     def _publish(self) -> None:
         for group, core in self._backend.cores.items():

@@ -8,6 +8,7 @@ in a layout means having its groups in those globals.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +58,7 @@ class Communicators:
         finally:
             for name, group in saved.items():
                 setattr(parallel_state, name, group)
-        # Steps reach the members over the engine's own queues; vLLM's shared-memory broadcaster
-        # would only be a segment to leak.
-        self.tensor_parallel.mq_broadcaster = None
+        _drop_broadcaster(self.tensor_parallel)
         # Stock vLLM's world is one instance's: what its members agree on they need no one else for.
         self._groups["_WORLD"] = self.tensor_parallel
         self.process_groups: dict[Group, Any] = {self.group: self.tensor_parallel.device_group}
@@ -119,6 +118,21 @@ class Communicators:
             self._workspace = workspace._manager
             workspace._manager = saved_workspace
             state.update(saved)
+
+
+def _drop_broadcaster(group: Any) -> None:
+    """Have a ``GroupCoordinator`` go without vLLM's shared-memory broadcaster.
+
+    Steps reach the members over the engine's own queues, and it would only be a segment to leak.
+    Its members have met when it is there, so that the names of its sockets can go: nobody else
+    removes those, and every time that a group is formed anew there are two more.
+    """
+    broadcaster, group.mq_broadcaster = group.mq_broadcaster, None
+    if broadcaster is None or group.rank_in_group > 0:
+        return
+    handle = broadcaster.handle
+    for address in filter(None, (handle.local_subscribe_addr, handle.local_notify_addr)):
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class SpGroups(NamedTuple):

@@ -18,6 +18,7 @@ from policies.partition import Group
 from runtime import wire
 from runtime.clock import Clock
 from runtime.config import FakeSettings
+from runtime.engine import fake_logprobs
 from runtime.engine.interface import CoreLoad, CoreOutputs, EndedSteps, Lease, RunnerDied
 from runtime.engine.shift import Shift
 from runtime.engine.step_times import Devices, DeviceStep, StepTimes
@@ -107,6 +108,7 @@ class _Request:
 
     def __init__(self, view: wire.RequestView, prompt: list[int], max_tokens: int) -> None:
         self.id = view.request_id
+        self.sampling = view.sampling_params or wire.Sampling()
         self.client = view.client_index
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -291,6 +293,8 @@ class FakeCore:
         return wire.Output(
             request.id,
             tokens,
+            fake_logprobs.of_outputs(tokens, request.sampling),
+            fake_logprobs.of_prompt(request.prompt, request.sampling) if first else None,
             finish_reason=reason,
             events=events or None,
             trace_headers=request.headers,
@@ -421,9 +425,9 @@ class FakeCore:
         return None if self._step is None or self._step.due == math.inf else self._step.due
 
     @property
-    def oldest_step(self) -> Work | None:
+    def oldest_step(self) -> tuple[Mode, Work] | None:
         """See ``Core.oldest_step``."""
-        return None if self._step is None else self._step.work
+        return None if self._step is None else (self._step.mode, self._step.work)
 
     @property
     def num_requests(self) -> int:

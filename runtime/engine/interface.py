@@ -97,8 +97,8 @@ class Core(Protocol):
         """Steps dispatched and not collected."""
 
     @property
-    def oldest_step(self) -> Work | None:
-        """What the oldest step in flight computes; None: none is, or it computes nothing."""
+    def oldest_step(self) -> tuple[Mode, Work] | None:
+        """How the oldest step in flight runs, and what it computes; None: none is in flight."""
 
     @property
     def num_requests(self) -> int:

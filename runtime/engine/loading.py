@@ -17,7 +17,13 @@ from runtime.engine.communicators import Communicators, join_node, sp_groups
 from runtime.engine.executor import UnitExecutor
 from runtime.engine.head_order import base_of, head_shard
 from runtime.engine.kv_cache import SharedKVBuffer
-from runtime.engine.layouts import Layout, dp_config, group_config
+from runtime.engine.layouts import (
+    CONNECTED_LAYOUT_BYTES,
+    LAYOUT_BYTES,
+    Layout,
+    dp_config,
+    group_config,
+)
 from runtime.engine.rendezvous import (
     LOAD_SECONDS,
     REJOIN_SECONDS,
@@ -126,8 +132,10 @@ class LayoutLoader:
         agree = partial(
             agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
         )
-        extra = len(self._node.degrees) - 1
-        layout = Layout(config, communicators, self._buffer, self._engine, extra, agree)
+        # Exchanges by sequence connect the members as the weights are loaded.
+        each = CONNECTED_LAYOUT_BYTES if self._node.max_sp > 1 else LAYOUT_BYTES
+        reserved = each * (len(self._node.degrees) - 1)
+        layout = Layout(config, communicators, self._buffer, self._engine, reserved, agree)
         self.layouts = dict(sorted({**self.layouts, degree: layout}.items()))
 
     def _load_weights(self, degree: int) -> None:

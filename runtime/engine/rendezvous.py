@@ -7,6 +7,7 @@ default group only numbers the engines: it connects nobody, and a collective on 
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from policies.partition import Group
+from runtime.runtime_dir import remove_former
 
 LOAD_SECONDS = 1800.0
 """How long engines that start together wait for each other: for the slowest one's compilation."""
@@ -45,6 +47,63 @@ def number_process(engine: int, engines: int) -> None:
     dist.init_process_group(_NUMBERING, store=dist.HashStore(), rank=engine, world_size=engines)
 
 
+class SymmetricMemoryStore(dist.Store):  # type: ignore[misc]
+    """A group's store, in which the exchanges of symmetric memory count from the group's first.
+
+    vLLM's all-reduce over symmetric memory has torch exchange addresses through the store of a gloo
+    group. torch numbers that by a counter of the process (``StoreExchange``), which only stays the
+    same in processes that made every group together: one that comes back would wait for keys that
+    its peers write under other numbers, and they for its.
+
+    Args:
+        store: of the group.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _own(self, key: str) -> str:
+        """Return a key, with its number counted from the first one if it has such a number."""
+        match = _EXCHANGE.fullmatch(key)
+        if match is None:
+            return key
+        number = int(match["number"])
+        self._first = number if self._first is None else self._first
+        return f"{match['before']}{number - self._first}{match['after']}"
+
+    def set(self, key: str, value: Any) -> None:
+        """See ``torch.distributed.Store``."""
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        """See ``torch.distributed.Store``."""
+        value: bytes = self._store.get(self._own(key))
+        return value
+
+    def add(self, key: str, value: int) -> int:
+        """See ``torch.distributed.Store``."""
+        return int(self._store.add(self._own(key), value))
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._store.check([self._own(key) for key in keys]))
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        """See ``torch.distributed.Store``."""
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._store.delete_key(self._own(key)))
+
+
+_stores: list[dist.Store] = []
+"""Torch keeps of them what they are in C++; what they are in Python must live as long: for ever."""
+_EXCHANGE = re.compile(r"(?P<before>.*SymmetricMemory\w*/)(?P<number>\d+)(?P<after>.*)")
+
+
 class Rendezvous:
     """Where the members of one group make the process groups of their layout.
 
@@ -66,7 +125,14 @@ class Rendezvous:
         self._numbers = itertools.count()
         # A file that is never used twice: one that a dying process wrote to may be damaged.
         path = directory / f"members-{self._name}"
-        self._store = dist.FileStore(str(path)) if len(group) > 1 else dist.HashStore()
+        remove_former(path)
+        store = dist.FileStore(str(path)) if len(group) > 1 else dist.HashStore()
+        store.set_timeout(self._patience)
+        self._stores = {"nccl": store, "gloo": store}
+        if generation > 0:
+            # NCCL, which exchanges no such addresses, looks into it from threads of its own.
+            self._stores["gloo"] = SymmetricMemoryStore(store)
+            _stores.append(self._stores["gloo"])
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, backend: Any = None, **_: Any
@@ -86,14 +152,13 @@ class Rendezvous:
         """
         if self._engine not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        alone = len(ranks) == 1
         members = "-".join(map(str, ranks))
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(self._engine),
             list(ranks),
             dist.Backend(backend),
-            dist.HashStore() if alone else self._store,
+            dist.HashStore() if len(ranks) == 1 else self._stores[dist.Backend(backend)],
             c10d.GroupName(f"{self._name}/{members}/{next(self._numbers)}"),
             timeout=self._patience,
         )

@@ -11,12 +11,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import zmq
 from numpy.random import mtrand
+from vllm.envs import enable_envs_cache
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -30,6 +32,7 @@ from runtime.engine.layouts import Layout
 from runtime.engine.loading import LayoutLoader
 from runtime.engine.seams import check_seams
 from runtime.engine.turns import OWN, StepQueues
+from runtime.runtime_dir import remove_former
 
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
@@ -145,7 +148,10 @@ class Runner:
     def _queue(self, group: Group, generation: int = 0) -> "zmq.Socket[bytes]":
         queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         queue.set_hwm(0)
-        queue.bind(self._addresses.queue(group, self._engine, generation))
+        address = self._addresses.queue(group, self._engine, generation)
+        queue.bind(address)
+        if generation:
+            remove_former(Path(address.removeprefix("ipc://")))
         return queue
 
     @property
@@ -161,6 +167,8 @@ class Runner:
         # Every worker's start seeds alike; engines alone should not sample alike.
         seed = self._layouts[OWN].config.model_config.seed
         set_random_seed(seed + self._engine)
+        # As vLLM's own processes do: before, it looks up each setting at each use, in every step.
+        enable_envs_cache()
         while True:
             self._turn()
 
@@ -260,11 +268,13 @@ def _failures_reported(node: NodeConfig, engine: int, context: zmq.Context[Any])
         raise
 
 
-def run_runner(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
+def run_runner(
+    node: NodeConfig, engine: int, incarnation: int = 0, kind: type[Runner] | None = None
+) -> None:
     """Process entry: load everything and serve until the process is ended by a signal.
 
     An engine that comes back (``incarnation``) loads its own layout alone: the others come with
-    ``Form``.
+    ``Form``. It is of another ``kind`` than ``Runner`` if that is given.
 
     There is nothing to clean up in order: the supervisor removes the node's sockets and shared
     memory, the driver frees the GPU.
@@ -279,4 +289,4 @@ def run_runner(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     with _failures_reported(node, engine, context):
         loader = LayoutLoader(node, engine)
         loader.load(node.degrees if incarnation == 0 else (OWN,))
-        Runner(node, engine, loader, context).serve()
+        (kind or Runner)(node, engine, loader, context).serve()

@@ -20,6 +20,7 @@ class Seam:
 
 
 _LAYERS = "vllm.model_executor.layers"
+_BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 _ATTENTION = f"{_LAYERS}.attention.attention"
 _SCALED_MM = "vllm.model_executor.kernels.linear.scaled_mm"
 
@@ -46,6 +47,8 @@ SEAMS = (
     Seam("vllm.distributed.parallel_state", "initialize_model_parallel", "communicators"),
     Seam("vllm.distributed.parallel_state", "GroupCoordinator.destroy", "communicators"),
     Seam("vllm.distributed.parallel_state", "_group_name_counter", "communicators"),
+    Seam(_BROADCAST, "Handle.local_subscribe_addr", "communicators"),
+    Seam(_BROADCAST, "Handle.local_notify_addr", "communicators"),
     Seam("vllm.distributed.parallel_state", "_WORLD", "communicators"),
     Seam("vllm.distributed.parallel_state", "_TP", "communicators"),
     Seam("torch.distributed.distributed_c10d", "_new_process_group_helper", "rendezvous"),
@@ -76,6 +79,7 @@ SEAMS = (
         "vllm_core",
     ),
     Seam("vllm.v1.metrics.loggers", "StatLoggerManager.record", "server.frontend"),
+    Seam("vllm.envs", "enable_envs_cache", "server.frontend"),
     Seam("vllm.entrypoints.launchers.api_server.app_state", "init_app_state", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async", "server.frontend"),

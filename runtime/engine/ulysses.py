@@ -8,7 +8,7 @@ exchanges back. So a step may run either way, and no weight, cache or graph is a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -333,6 +333,15 @@ def exchanged_layers(
     return layers
 
 
+Entering = Callable[..., AbstractContextManager[None]]
+"""Gives the context manager that a function makes of arguments, which come after it."""
+
+
+def entering(manager: Entering, *args: Any) -> AbstractContextManager[None]:
+    """Return ``manager(*args)``: what stands for it where somebody wants to know of it."""
+    return manager(*args)
+
+
 class SequenceParallelModel:
     """Stands in for a TP layout's model while a step runs by sequence.
 
@@ -359,6 +368,8 @@ class SequenceParallelModel:
         self._in_base = in_base
         self._exchange = exchange
         self._layers = layers
+        self.entering: Entering = entering
+        """How a step's ``entered`` is come by."""
 
     def __getattr__(self, name: str) -> Any:
         """Answer as the TP layout's model."""
@@ -373,18 +384,7 @@ class SequenceParallelModel:
     ) -> torch.Tensor:
         """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
         exchange = self._exchange
-        exchange.begin(input_ids.shape[0])
-        context = get_forward_context()
-        padding = context.is_padding
-        # No graph: those of the base were captured for steps of its own, and with its attention.
-        context = replace(
-            context,
-            no_compile_layers=self._layers,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=BatchDescriptor(exchange.share),
-            is_padding=None if padding is None else exchange.own(padding),
-        )
-        with override_forward_context(context), self._in_base():
+        with self.entering(self._entered, input_ids.shape[0]):
             hidden = self._base(
                 input_ids=exchange.own(input_ids),
                 positions=exchange.own(positions),
@@ -392,3 +392,21 @@ class SequenceParallelModel:
                 inputs_embeds=inputs_embeds,
             )
         return exchange.gather(hidden)
+
+    @contextmanager
+    def _entered(self, num_tokens: int) -> Iterator[None]:
+        """Be in a step by sequence of so many tokens: the base's groups, exchanged attention."""
+        exchange = self._exchange
+        exchange.begin(num_tokens)
+        context = get_forward_context()
+        # No graph: those of the base were captured for steps of its own, and with its attention.
+        context = replace(
+            context,
+            no_compile_layers=self._layers,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            batch_descriptor=BatchDescriptor(exchange.share),
+            # That of all tokens does not fit, and routers of experts alone would read one.
+            is_padding=None,
+        )
+        with override_forward_context(context), self._in_base():
+            yield

@@ -316,6 +316,6 @@ def run_scheduler(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
         backend.pollables(),
         incarnation=incarnation,
     )
-    timeout = node.step_timeout_seconds
+    timeout = node.step_timeout_seconds if node.recording_dir is None else None
     watch = None if timeout is None else StepWatch(timeout)
     Agent(backend, transport, startup_seconds=backend.startup_seconds, watch=watch).run()

@@ -212,9 +212,12 @@ class VllmCore:
         return len(self._in_flight)
 
     @property
-    def oldest_step(self) -> Work | None:
+    def oldest_step(self) -> tuple[Mode, Work] | None:
         """See ``interface.Core.oldest_step``."""
-        return work_of(self._in_flight[0].scheduled) if self._in_flight else None
+        if not self._in_flight:
+            return None
+        oldest = self._in_flight[0]
+        return oldest.mode, work_of(oldest.scheduled)
 
     @property
     def num_requests(self) -> int:

@@ -5,10 +5,13 @@ may take: a long prompt takes seconds, and the first step of a new shape may com
 But steps like it that went before do tell, and most are like many before.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from policies.partition import Group
-from runtime.messages import Work
+from runtime.engine.interface import EndedSteps
+from runtime.messages import Mode, Work
 
 SHORTEST_SECONDS = 1.5
 """No step counts as hung before that: a busy machine delays any process for a while."""
@@ -18,6 +21,11 @@ STEPS = 8
 """Steps of a kind that tell how long one takes."""
 LIKENESS = 2.0
 """A step is like those before if it is at most so many times as large as the largest of them."""
+
+
+Kind = tuple[Group, Mode, bool]
+"""The unit, the mode, and whether prompts are computed. A step by sequence and one in TP take
+different kernels and collectives: what one of them takes says nothing of the other."""
 
 
 class HungStepError(RuntimeError):
@@ -58,7 +66,7 @@ class StepWatch:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._seen: dict[tuple[Group, bool], _Seen] = {}
+        self._seen: dict[Kind, _Seen] = {}
         self._delayed: set[Group] = set()
         self._turned_at: float | None = None
         self.awake_since = 0.0
@@ -71,47 +79,52 @@ class StepWatch:
             self.awake_since = now
         self._turned_at = now
 
-    def see(self, group: Group, steps: list[Work], seconds: float) -> None:
+    def see(self, group: Group, steps: Sequence[EndedSteps], seconds: float) -> None:
         """Learn from steps of a core that have ended together.
 
         Args:
             group: the core's.
-            steps: what they computed.
+            steps: what they computed, and in which mode.
             seconds: what each of them took, on average.
         """
         if not steps:
             return
         delayed = group in self._delayed
         self._delayed.discard(group)
-        for work in steps if not delayed else ():
-            kind = (group, work.prefill_tokens > 0)
-            self._seen.setdefault(kind, _Seen()).add(work, seconds / work.steps)
+        for step in steps if not delayed else ():
+            seen = self._seen.setdefault(_kind(group, step.mode, step.work), _Seen())
+            seen.add(step.work, seconds / step.work.steps)
 
     def expect_delay(self, group: Group) -> None:
         """Note that the runners may do other things before the core's next step."""
         self._delayed.add(group)
 
-    def limit(self, group: Group, work: Work) -> float:
+    def limit(self, group: Group, mode: Mode, work: Work) -> float:
         """Return how many seconds a step of a core may take."""
-        seen = self._seen.get((group, work.prefill_tokens > 0), _Seen())
+        seen = self._seen.get(_kind(group, mode, work), _Seen())
         if group in self._delayed or not seen.tells(work):
             return self._timeout
         return min(self._timeout, max(SHORTEST_SECONDS, FACTOR * seen.seconds))
 
-    def check(self, group: Group, work: Work, seconds: float) -> None:
+    def check(self, group: Group, mode: Mode, work: Work, seconds: float) -> None:
         """Judge the oldest step in flight of a core.
 
         Args:
             group: the core's.
-            work: what the step computes.
+            mode: how the step runs.
+            work: what it computes.
             seconds: since it could begin.
 
         Raises:
             HungStepError: it hangs.
         """
-        limit = self.limit(group, work)
+        limit = self.limit(group, mode, work)
         if seconds > limit:
             raise HungStepError(f"a step of unit {list(group)} hangs: {limit:.1f} s and no result")
+
+
+def _kind(group: Group, mode: Mode, work: Work) -> Kind:
+    return group, mode, work.prefill_tokens > 0
 
 
 def _tokens(work: Work) -> int:

@@ -42,6 +42,12 @@ def test_what_is_no_threshold_is_named(value: int | str) -> None:
         parse_threshold(value)
 
 
+def test_a_number_of_thousands_of_digits_is_no_threshold() -> None:
+    """Python itself refuses to read one, with an error of another kind."""
+    with pytest.raises(ShiftThresholdError, match=f"'{'9' * 40}' is no threshold"):
+        parse_threshold("9" * 5000)
+
+
 def test_a_number_counts_for_every_degree_and_off_for_none() -> None:
     assert tokens_for(256, None, (2, 4)) == {2: 256, 4: 256}
     assert tokens_for(ShiftRule.OFF, SP, (2, 4)) == {}

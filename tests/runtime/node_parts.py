@@ -7,6 +7,7 @@ controller wants ended at SIGUSR1, ``log`` its file.
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,10 @@ def runner(config: NodeConfig, engine: int, incarnation: int) -> None:
 
 def run_part(config: NodeConfig, name: str, incarnation: int) -> None:
     """Say who and where this process is, then fail or wait for the end, as the test wants."""
+    if name in config.vllm_args.get("helped", []):
+        # Like a compiler that an engine runs as it starts; it outlives whoever waits for it.
+        helper = subprocess.Popen(["sleep", "600"])
+        Path(config.vllm_args["pids"], f"helper-of-{name}").write_text(str(helper.pid))
     note_pid(config, f"{name}.{incarnation}" if incarnation else name)
     failing = 0 < incarnation <= config.vllm_args.get("failing_restarts", 0)
     if config.vllm_args.get("fail") == name or failing:

@@ -42,6 +42,8 @@ class RandomRun:
         self.audits: list[AuditDone] = []
         self.shifts = 0
         """Changes of the threshold between TP and SP."""
+        self.changes = 0
+        """Groups bound or released, and thresholds changed, so far."""
         self._switch: int | None = None
         self._audit: int | None = None
         node.settle()
@@ -50,17 +52,6 @@ class RandomRun:
     def operations(self) -> int:
         """Requests sent, and changes, so far."""
         return len(self.node.prompts) + self.changes
-
-    @property
-    def changes(self) -> int:
-        """Groups bound or released, and thresholds changed, so far."""
-        groups = (
-            set(reply.switch.before) ^ set(reply.switch.after)
-            for reply in self.switches
-            if isinstance(reply, SwitchDone)
-        )
-        changed = sum(len(group) > 1 for change in groups for group in change)
-        return changed + self.shifts
 
     def act(self) -> None:
         """Do one thing, and let some processes have some turns."""
@@ -77,6 +68,7 @@ class RandomRun:
         elif draw < 0.6 and node.config.max_sp > 1:
             node.call(SetShiftThreshold, rng.choice([ShiftRule.OFF, 0, 10, 100]))
             self.shifts += 1
+            self.changes += 1
         elif self._switch is None:
             units = random_partition(rng, node.config.engines, node.config.max_group)
             treatment = rng.choice(list(Treatment))
@@ -104,6 +96,9 @@ class RandomRun:
         if self._switch is not None and (reply := self.node.reply(self._switch)) is not None:
             assert isinstance(reply, SwitchDone | CallFailed)
             self.switches.append(reply)
+            if isinstance(reply, SwitchDone):
+                changed = set(reply.switch.before) ^ set(reply.switch.after)
+                self.changes += sum(len(group) > 1 for group in changed)
             self._switch = None
         if self._audit is not None and (reply := self.node.reply(self._audit)) is not None:
             assert isinstance(reply, AuditDone)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.runtime_dir import make_runtime_dir, remove_runtime_dir
+from runtime.runtime_dir import make_runtime_dir, remove_former, remove_runtime_dir
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +96,11 @@ def test_other_directories_of_such_names_stay(temporary: Path) -> None:
     (temporary / "shoal-link").symlink_to(temporary / "nowhere")
     sweep()
     assert len(list(temporary.iterdir())) == 3
+
+
+def test_only_earlier_generations_are_removed(temporary: Path) -> None:
+    names = ["members-0-1.0", "members-0-1.1", "members-0-1.2", "members-0-1.3", "members-2-3.0"]
+    for name in names:
+        (temporary / name).touch()
+    remove_former(temporary / "members-0-1.2")
+    assert sorted(path.name for path in temporary.iterdir()) == names[2:]

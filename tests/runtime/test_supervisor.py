@@ -1,10 +1,12 @@
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from runtime import supervisor
@@ -125,6 +127,19 @@ def test_an_engine_that_fails_to_start_ends_the_start_with_its_cause(tmp_path: P
     assert node.leftovers() == []
 
 
+def test_runners_record_only_in_a_node_with_a_directory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_RECORDING_RUNNER", supervisor._RUNNER)
+    monkeypatch.setattr(supervisor, "_RUNNER", f"{PARTS}:nowhere")
+    node = Node(tmp_path)
+    assert node.run(lambda: pytest.fail("there is no such runner")) == 1
+    (tmp_path / "again").mkdir()
+    node = Node(tmp_path / "again")
+    node.config = msgspec.structs.replace(node.config, recording_dir=str(tmp_path))
+    assert node.run(interrupt) == 0
+
+
 @pytest.mark.parametrize("part", ["controller", "front"])
 def test_the_node_ends_with_its_controller_or_a_front_end(tmp_path: Path, part: str) -> None:
     node = Node(tmp_path)
@@ -143,6 +158,27 @@ def test_an_engine_dies_whole_and_the_node_goes_on(tmp_path: Path, part: str, tw
     assert node.log.read_text() == f"0: engine 0 {part}: killed by SIGKILL\n"
     assert "engine 0 is lost" in node.said[-1]
     assert node.leftovers() == []
+
+
+@pytest.mark.parametrize("killed", ["runner-0", "scheduler-0", None])
+def test_what_a_process_has_started_ends_with_it(tmp_path: Path, killed: str | None) -> None:
+    node = Node(tmp_path, helped=["runner-0"])
+    helpers = []
+
+    def act() -> None:
+        helpers.append(os.pidfd_open(node.pid("helper-of-runner-0")))
+        if killed is None:
+            interrupt()
+        else:
+            node.kill(killed)
+
+    watcher = when(node.pids_dir / "died-0", interrupt) if killed else None
+    assert node.run(act) == 0
+    if watcher is not None:
+        watcher.join()
+    (helper,) = helpers
+    assert select.select([helper], [], [], 30.0)[0] == [helper], "it has ended"
+    os.close(helper)
 
 
 @pytest.mark.parametrize("part", ["scheduler", "runner"])

@@ -6,7 +6,7 @@ import pytest
 from runtime import messages as m
 from runtime import wire
 from runtime.config import FakeSettings
-from runtime.controller.dispatcher import PAUSE_SECONDS
+from runtime.controller.pauses import PAUSE_SECONDS
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import SMALL, LoopbackNode, request_payload
 

@@ -109,20 +109,6 @@ def test_a_moved_request_can_be_withdrawn() -> None:
     assert len(node.controller.pool) == 0
 
 
-def test_long_pauses_end_when_a_policy_decides() -> None:
-    """A policy need not remember whom it paused; an operator's pause lasts."""
-    node = started()
-    for k in range(4):
-        node.send(f"r{k}", 10, 40)
-    turns(node, 6)
-    node.switch((0, 1, 2, 3), treatment=HARD)
-    node.run_for(20.0, tick=1.0)
-    assert len(node.missing) == 4
-    assert isinstance(node.reply(node.call(m.SetPolicy, "static-tp")), m.LayoutView | None)
-    node.run_for(20.0, tick=1.0)
-    assert_sound(node)
-
-
 # --- what a moved request becomes ---
 
 

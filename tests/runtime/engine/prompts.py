@@ -1,6 +1,7 @@
 """Prompts for token comparisons, and the model variants they run on."""
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
@@ -16,6 +17,9 @@ MODELS = {
     "qwen2": CheckpointSpec(Architecture.QWEN2, layers=2),
     "qwen3-tied": CheckpointSpec(Architecture.QWEN3, layers=2, tied_embeddings=True),
 }
+
+Stock = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+"""Given prompts and a number of tokens, what stock vLLM generates greedily (see ``conftest``)."""
 
 
 def make_model(name: str, directory: Path) -> Path:

@@ -1,12 +1,11 @@
 """A node of real engines on CPUs for tests: small models, the real controller, one front end.
 
-The engines' schedulers and runners are processes, forked from a server that has imported vLLM once.
+The engines' schedulers and runners are processes that begin with vLLM imported.
 The controller runs in the test's own thread, inside ``RealNode.turn``; the test is the front end.
 Requests say in their ids on which unit they want to run (see ``ADDRESSED``).
 """
 
 import itertools
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -35,6 +34,7 @@ from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
 from runtime.views import SwitchView
 from server.interruptions import Interruptions
 from server.ordering import InOrder
+from tests import preloaded
 from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes
 from tests.runtime.engine.scripted_shift import Script, run_scripted_scheduler, set_script
@@ -86,25 +86,13 @@ ADDRESSED = Policy("addressed", _addressed, decides_layout=False)
 # --- processes ------------------------------------------------------------------------------------
 
 
-PRELOAD = [__name__]
-"""What the fork server imports: everything an engine needs."""
-
-
-def _context() -> Any:
-    """Return the context of all processes: a fork server, which holds vLLM and not the test."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
-
-
-def _child(log: str, environment: dict[str, str], target: Callable[..., Any], args: Any) -> None:
-    os.environ.update(environment)
-    # Locks made here then leave no named semaphore behind when the process is killed.
-    multiprocessing.set_start_method("fork", force=True)
+def run_logged(log: str, target: Callable[..., Any], args: Sequence[Any]) -> int:
+    """Run a target in a process of its own, with its output in a file."""
     stream = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     target(*args)
+    return 0
 
 
 class Process:
@@ -120,14 +108,16 @@ class Process:
     ) -> None:
         self.name = name
         self._log = directory / f"{name}.log"
-        self._process = _context().Process(
-            target=_child, args=(str(self._log), environment or {}, target, args), daemon=True
+        self._process = preloaded.Process(
+            f"{__name__}:{run_logged.__name__}",
+            (str(self._log), target, args),
+            {**os.environ, **(environment or {})},
         )
-        self._process.start()
+        self._process.stdout.close()
 
     @property
     def is_alive(self) -> bool:
-        return bool(self._process.is_alive())
+        return self._process.poll() is None
 
     @property
     def output(self) -> str:
@@ -136,15 +126,15 @@ class Process:
     def kill(self) -> None:
         """End the process as SIGKILL does, and wait for it."""
         self._process.kill()
-        self._process.join()
+        self._process.wait()
 
     def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        self._process.send_signal(number)
 
     def join(self) -> None:
         """Wait for an orderly end."""
-        self._process.join(PATIENCE_SECONDS)
-        assert self._process.exitcode == 0, f"{self.name} failed:\n{self.output[-4000:]}"
+        code = self._process.wait(PATIENCE_SECONDS)
+        assert code == 0, f"{self.name} failed:\n{self.output[-4000:]}"
 
 
 # --- stock vLLM -----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from runtime import messages as m
 from runtime.messages import Mode
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import PROMPTS, SHARED
-from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
+from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script
 
 GROUP = (0, 1)
@@ -41,9 +41,9 @@ def node(llama: Path) -> Iterator[RealNode]:
         yield node
 
 
-def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, llama: Path) -> None:
+def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, stock: Stock) -> None:
     prompts = PROMPTS + SHARED
-    expected = stock_tokens(llama, prompts)
+    expected = stock(prompts, 32)
     for _ in range(2):
         assert node.generate_spread(UNITS, prompts) == expected
         with node.bound(GROUP):
@@ -51,8 +51,8 @@ def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, llama: Pa
     assert node.audit() == []
 
 
-def test_tokens_are_stocks_however_steps_run(node: RealNode, llama: Path) -> None:
-    expected = stock_tokens(llama, PROMPTS)
+def test_tokens_are_stocks_however_steps_run(node: RealNode, stock: Stock) -> None:
+    expected = stock(PROMPTS, 32)
     node.probe_all(probes.take_modes)
     node.script(Script.RANDOM)
     with node.bound(GROUP):
@@ -61,8 +61,8 @@ def test_tokens_are_stocks_however_steps_run(node: RealNode, llama: Path) -> Non
     assert all(set(node.probe(engine, probes.take_modes)) == set(Mode) for engine in GROUP)
 
 
-def test_paused_requests_go_on_exactly(node: RealNode, llama: Path) -> None:
-    expected = stock_tokens(llama, PROMPTS, max_tokens=100)
+def test_paused_requests_go_on_exactly(node: RealNode, stock: Stock) -> None:
+    expected = stock(PROMPTS, 100)
     paused = node.submit((1,), PROMPTS, max_tokens=100)
     node.wait_for_tokens(paused, 5)
     with node.bound(GROUP):
@@ -71,8 +71,8 @@ def test_paused_requests_go_on_exactly(node: RealNode, llama: Path) -> None:
     assert node.wait(paused) == expected
 
 
-def test_interleaved_requests_go_on_exactly(node: RealNode, llama: Path) -> None:
-    expected = stock_tokens(llama, PROMPTS, max_tokens=150)
+def test_interleaved_requests_go_on_exactly(node: RealNode, llama: Path, stock: Stock) -> None:
+    expected = stock(PROMPTS, 150)
     own = [node.submit(unit, PROMPTS, max_tokens=150) for unit in UNITS]
     for requests in own:
         node.wait_for_tokens(requests, 5)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from runtime import messages as m
-from tests.runtime.engine.prompts import PROMPTS
-from tests.runtime.engine.real_node import RealNode, SwitchFailed, stock_tokens
+from tests.runtime.engine.prompts import PROMPTS, Stock
+from tests.runtime.engine.real_node import RealNode, SwitchFailed
 
 ENGINES = 4
 SHORT = PROMPTS[:4]
@@ -25,8 +25,8 @@ def node(llama: Path) -> Iterator[RealNode]:
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[list[int]]:
-    return stock_tokens(llama, SHORT)
+def expected(stock: Stock) -> list[list[int]]:
+    return stock(SHORT, 32)
 
 
 @pytest.fixture

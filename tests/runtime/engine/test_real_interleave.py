@@ -10,8 +10,8 @@ from policies.partition import Group, groups_of
 from runtime import messages as m
 from runtime.controller import capacity
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import PROMPTS, random_prompts
-from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.prompts import PROMPTS, Stock, random_prompts
+from tests.runtime.engine.real_node import RealNode
 
 ENGINES = 4
 PAIRS = groups_of(ENGINES, 2)
@@ -28,8 +28,8 @@ def node(llama: Path) -> Iterator[RealNode]:
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[list[int]]:
-    return stock_tokens(llama, PROMPTS, max_tokens=LONG)
+def expected(stock: Stock) -> list[list[int]]:
+    return stock(PROMPTS, LONG)
 
 
 def cut(tokens: list[list[int]], length: int) -> list[list[int]]:

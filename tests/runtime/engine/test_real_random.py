@@ -1,9 +1,11 @@
 """Random binds, releases, shifts and requests on four real engines; every token is checked.
 
 The fake engine goes through far more of them in ``tests/runtime/controller``; this shows that what
-holds there holds with real block pools, runners and collectives.
+holds there holds with real block pools, runners and collectives. ``SHOAL_RANDOM_OPERATIONS`` in the
+environment says how many there are.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,12 @@ import pytest
 
 from policies.partition import Group, Partition, groups_of, singles
 from runtime import messages as m
-from tests.runtime.engine.prompts import PROMPTS, SHARED
-from tests.runtime.engine.real_node import RealNode, stock_tokens, unit_of
+from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
+from tests.runtime.engine.real_node import RealNode, unit_of
 from tests.runtime.engine.scripted_shift import Script
 
 ENGINES = 4
-OPERATIONS = 2000
+OPERATIONS = int(os.environ.get("SHOAL_RANDOM_OPERATIONS", "500"))
 TOKENS = 12
 ALL = PROMPTS + SHARED
 
@@ -46,8 +48,8 @@ def switch_to(
     assert node.partition == partition
 
 
-def test_no_request_loses_or_repeats_a_token(node: RealNode, llama: Path) -> None:
-    expected = stock_tokens(llama, ALL, max_tokens=TOKENS)
+def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> None:
+    expected = stock(ALL, TOKENS)
     draw = random.Random(20)
     asked: dict[str, int] = {}
     switches = 0

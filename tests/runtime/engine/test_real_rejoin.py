@@ -3,18 +3,21 @@
 The tests use one node up, so they run in the order they are written.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from runtime import messages as m
 from runtime.controller.book import EngineState
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import PROMPTS
-from tests.runtime.engine.real_node import RealNode, SwitchFailed, stock_tokens
+from tests.runtime.engine.prompts import PROMPTS, Stock
+from tests.runtime.engine.real_node import RealNode, SwitchFailed
 
 PAIR = (0, 1)
 SHORT = PROMPTS[:4]
+VLLM_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +27,8 @@ def node(llama: Path) -> Iterator[RealNode]:
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[list[int]]:
-    return stock_tokens(llama, SHORT)
+def expected(stock: Stock) -> list[list[int]]:
+    return stock(SHORT, 32)
 
 
 def bring_back(node: RealNode, *engines: int) -> None:
@@ -72,8 +75,32 @@ def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list
     node.wait_for_tokens(doomed, 1)
     node.kill("runner-1")
     dead = node.controller.book.in_state
-    node.until(lambda: dead(EngineState.DEAD) == set(PAIR), "both to be given up")
+    both = set(PAIR)
+    node.until(lambda: dead(EngineState.DEAD) == node.dead == both, "both to be given up")
     bring_back(node, *PAIR)
+    assert_serve(node, expected)
+
+
+def test_a_request_that_kills_its_engine_again_is_given_up(
+    node: RealNode, expected: list[list[int]]
+) -> None:
+    poison = node.submit((1,), SHORT[:1], max_tokens=800)
+    serving = node.submit((0,), SHORT, max_tokens=400)
+    node.wait_for_tokens(poison + serving, 1)
+    node.kill("runner-1")
+
+    def kill_again(engine: int, message: m.Message) -> None:
+        if engine == 1 and isinstance(message, m.AddRequest):
+            node.transport.before_send = nothing
+            node.kill("runner-1")
+
+    nothing, node.transport.before_send = node.transport.before_send, kill_again
+    node.restart(1)
+    node.until(lambda: node.finished.keys() >= set(poison), "the end of the request")
+    assert str(node.finished[poison[0]]) == "error"
+    assert node.controller.book.outcomes[m.Outcome.POISONED] == 1
+    bring_back(node, 1)
+    assert [tokens[:32] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)
 
 
@@ -85,5 +112,9 @@ def test_members_sample_alike_after_that(node: RealNode) -> None:
     assert all(first[request] == second[request] for request in requests)
 
 
-def test_what_no_longer_serves_leaves_no_shared_memory(node: RealNode) -> None:
+def test_what_no_longer_serves_leaves_nothing(node: RealNode) -> None:
+    names = sorted(path.name for path in Path(node.config.runtime_dir).iterdir())
+    made = [name.partition(".")[0] for name in names if name.startswith(("group-", "members-"))]
+    assert made == ["group-0-1-0", "group-0-1-1", "members-0-1"], names
+    assert [name for name in names if VLLM_SOCKET.fullmatch(name)] == []
     assert list(Path("/dev/shm").glob(f"*{Path(node.config.runtime_dir).name}*")) == []

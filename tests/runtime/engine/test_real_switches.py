@@ -230,13 +230,13 @@ def damaged_run(node: RealNode, damage: Callable[..., None], *arguments: object)
     """Damage a running group's follower; return whether the tokens show it."""
     (prompt,) = fresh(300)
     # Engine 0's: the damage may reach what engine 1 has cached.
-    expected = node.generate((0,), [prompt], max_tokens=300)
+    expected = node.generate((0,), [prompt], max_tokens=150)
     with node.bound(GROUP):
-        (request,) = node.submit(GROUP, [prompt], max_tokens=300)
+        (request,) = node.submit(GROUP, [prompt], max_tokens=150)
         node.wait_for_tokens([request], 5)
         node.probe(1, damage, *(request if argument is ... else argument for argument in arguments))
         before = len(node.tokens[request])
-        assert before < 300, "it came too late"
+        assert before < 150, "it came too late"
         got = node.wait([request])
     return got != expected
 

@@ -79,6 +79,26 @@ def total(directory: Path, engine: int, groups: dict[Group, Any], group: Group |
     return int(number)
 
 
+def exchange(
+    directory: Path, engine: int, groups: dict[Group, Any], group: Group, number: int, found: str
+) -> list[int]:
+    """Return the members' numbers, told as torch's symmetric memory tells: its ``number``-th time.
+
+    Args:
+        found: whose keys: those of ``symmetric memory``, or ``bare`` ones.
+    """
+    from datetime import timedelta
+
+    from torch.distributed import distributed_c10d as c10d
+
+    store = c10d._get_process_group_store(groups[group])
+    part = "Others" if found == "bare" else "CUDASymmetricMemory"
+    keys = [f"{part}/{number}/{place}" for place in range(len(group))]
+    store.set(keys[group.index(engine)], str(engine))
+    store.wait(keys, timedelta(seconds=0.3 if found == "bare" else PATIENCE_SECONDS))
+    return [int(store.get(key)) for key in keys]
+
+
 def ask(engines: Sequence[Engine], function: Callable[..., Any], *args: Any) -> list[Any]:
     """Let engines do something together."""
     for engine in engines:
@@ -100,6 +120,18 @@ def test_a_group_is_made_by_its_members_and_again_when_one_was_replaced(tmp_path
         victim = Engine(tmp_path, 3)
         assert ask([survivor, victim], make, PAIR, 2) == [2, 2]
         assert ask([survivor, victim], total, PAIR) == [5, 5]
+        assert [path.name for path in tmp_path.glob("members-*")] == ["members-2-3.2"]
+
+        # torch counts what a process did, and the one that came back did less.
+        for number in (0, 1):
+            survivor.tell(exchange, PAIR, 7 + number, "symmetric memory")
+            victim.tell(exchange, PAIR, number, "symmetric memory")
+            assert [survivor.answer, victim.answer] == [[2, 3], [2, 3]]
+        survivor.tell(exchange, PAIR, 9, "bare")
+        victim.tell(exchange, PAIR, 2, "bare")
+        assert all(
+            answer.startswith("RuntimeError: ") for answer in (survivor.answer, victim.answer)
+        )
     finally:
         survivor.kill()
         victim.kill()

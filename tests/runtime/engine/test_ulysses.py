@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,7 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+)
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -23,7 +30,13 @@ from vllm.v1.attention.backend import AttentionType
 
 from runtime.engine.communicators import SpGroups
 from runtime.engine.head_order import base_of, head_shard, peers_of
-from runtime.engine.ulysses import HeadExchange, UnexchangeableAttention, check_exchangeable
+from runtime.engine.ulysses import (
+    Entering,
+    HeadExchange,
+    SequenceParallelModel,
+    UnexchangeableAttention,
+    check_exchangeable,
+)
 from tests.runtime.engine.one_rank import tensor_parallel
 
 HEADS, SIZE = 8, 8
@@ -89,9 +102,9 @@ class Step:
         return list(rows.unflatten(1, (-1, SIZE)).split(sizes, 1))
 
 
-def random_step(tokens: int, kv_heads: int, dtype: torch.dtype) -> Step:
+def random_step(tokens: int, kv_heads: int, dtype: torch.dtype, query_heads: int = HEADS) -> Step:
     draw = torch.Generator().manual_seed(tokens)
-    shapes = ((tokens, heads, SIZE) for heads in (HEADS, kv_heads, kv_heads))
+    shapes = ((tokens, heads, SIZE) for heads in (query_heads, kv_heads, kv_heads))
     return Step(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
 
 
@@ -132,6 +145,68 @@ def test_every_member_gets_the_heads_that_its_tp_layout_keeps(
             assert torch.equal(gathered, kept(step.query, place, base.tp).flatten(1))
 
 
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return causal grouped-query attention of ``[tokens, heads, size]`` each."""
+    by_head = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    attended = nn.functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)
+    return attended.transpose(0, 1)
+
+
+def attended_by_sequence(members: Members, step: Step) -> list[torch.Tensor]:
+    """Return what every member has of attention that all compute, each for its heads."""
+
+    def attended(member: int) -> torch.Tensor:
+        exchange: HeadExchange = members.exchanges[member]
+        exchange.begin(step.query.shape[0])
+        inputs = step.of_base(members, member)
+        mine = attention(*exchange.to_heads(*inputs))
+        heads = mine.new_zeros(exchange.sp * exchange.share, *mine.shape[1:])
+        heads[: exchange.num_tokens] = mine
+        output = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        exchange.to_tokens(heads, output)
+        return output
+
+    return members.each(attended)
+
+
+def matching(members: Members, outputs: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """Return whether every member has its tokens and heads of ``whole``, padding left aside."""
+    found = []
+    for member, output in enumerate(outputs):
+        expected = Step(whole, whole[:, :1], whole[:, :1]).of_base(members, member)[0]
+        real = expected.flatten(1).any(1)
+        found.append(torch.allclose(output[real], expected[real]))
+    return all(found)
+
+
+WIDE_SHAPES = [
+    (degree, max_sp, kv_heads)
+    for degree, max_sp, kv_heads in itertools.product((4, 8), (2, 4, 8), (1, 2, 4))
+    if max_sp <= degree
+]
+
+
+@pytest.mark.parametrize(("degree", "max_sp", "kv_heads"), WIDE_SHAPES)
+def test_attention_by_sequence_is_that_of_the_whole_model(
+    degree: int, max_sp: int, kv_heads: int
+) -> None:
+    """Three heads or six for each member, of fewer KV heads; 21 tokens leave padding."""
+    members = Members(degree, max_sp, kv_heads)
+    step = random_step(21, kv_heads, torch.float64, query_heads=24)
+    outputs = attended_by_sequence(members, step)
+    assert matching(members, outputs, attention(step.query, step.key, step.value))
+
+
+def test_attention_to_other_kv_heads_is_another() -> None:
+    """What the comparison above would say of KV heads that went to the wrong members."""
+    members = Members(8, 8, 2)
+    step = random_step(21, 2, torch.float64, query_heads=24)
+    outputs = attended_by_sequence(members, step)
+    assert matching(members, outputs, attention(step.query, step.key, step.value))
+    swapped = attention(step.query, step.key.flip(1), step.value.flip(1))
+    assert not matching(members, outputs, swapped)
+
+
 def test_types_may_differ() -> None:
     """A backend may want queries as FP8 beside keys and values that are not."""
     members = Members(4, 4, 2)
@@ -158,6 +233,56 @@ def test_types_may_differ() -> None:
 def test_groups_connect_before_the_first_step() -> None:
     members = Members(8, 8, 4)
     members.each(lambda member: members.exchanges[member].connect(torch.device("cpu")))
+
+
+# --- the model that stands in ---
+
+
+class Halves:
+    """An exchange of two members that is no exchange: this member has the first half."""
+
+    share = 0
+
+    def begin(self, num_tokens: int) -> None:
+        self.share = num_tokens // 2
+
+    def own(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[: self.share]
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([hidden, hidden])
+
+
+def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
+    layers, seen = {"layers.0.attn": object()}, list[str]()
+
+    def base(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        context = get_forward_context()
+        assert context.no_compile_layers is layers
+        assert context.batch_descriptor == BatchDescriptor(3)
+        assert context.cudagraph_runtime_mode is CUDAGraphMode.NONE
+        # The mask that was there is of all tokens.
+        assert context.is_padding is None
+        seen.append("base")
+        return input_ids.float()
+
+    @contextmanager
+    def measured(manager: Entering, *args: Any) -> Iterator[None]:
+        seen.append("in")
+        with manager(*args):
+            yield
+        seen.append("out")
+
+    exchange: Any = Halves()
+    model: Any = SequenceParallelModel(nn.Module(), base, nullcontext, exchange, layers)
+    model.entering = measured
+    outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    outside.is_padding = torch.zeros(6, dtype=torch.bool)
+    with override_forward_context(outside):
+        hidden = model(torch.arange(6), torch.arange(6))
+        assert get_forward_context() is outside
+    assert hidden.tolist() == [0, 1, 2, 0, 1, 2]
+    assert seen == ["in", "base", "out"]
 
 
 # --- refusals ---

@@ -7,6 +7,7 @@ import pytest
 from runtime import messages as m
 from runtime.config import FakeSettings
 from runtime.engine.agent import Agent
+from runtime.engine.interface import EndedSteps
 from runtime.engine.watchdog import (
     FACTOR,
     LIKENESS,
@@ -15,10 +16,11 @@ from runtime.engine.watchdog import (
     HungStepError,
     StepWatch,
 )
-from runtime.messages import Work
+from runtime.messages import Mode, Work
 from tests.runtime.loopback_node import LoopbackNode
 
 ALONE = (0,)
+GROUP = (0, 1)
 LONGEST = 60.0
 DECODE = Work(1, 0.0, 4, 400)
 PREFILL = Work(1, 0.0, 0, 0, 1000, 500_000)
@@ -27,8 +29,12 @@ PREFILL = Work(1, 0.0, 0, 0, 1000, 500_000)
 def seen(work: Work, seconds: float, steps: int = STEPS) -> StepWatch:
     watch = StepWatch(LONGEST)
     for _ in range(steps):
-        watch.see(ALONE, [work], seconds)
+        watch.see(ALONE, [EndedSteps(Mode.TP, work)], seconds)
     return watch
+
+
+def limit(watch: StepWatch, work: Work) -> float:
+    return watch.limit(ALONE, Mode.TP, work)
 
 
 def times(work: Work, factor: float) -> Work:
@@ -47,43 +53,62 @@ def times(work: Work, factor: float) -> Work:
 
 @pytest.mark.parametrize("work", [DECODE, PREFILL])
 def test_a_step_like_many_before_may_take_a_few_times_as_long(work: Work) -> None:
-    assert seen(work, 1.0).limit(ALONE, work) == FACTOR * 1.0
-    assert seen(work, 1.0).limit(ALONE, times(work, LIKENESS)) == FACTOR * 1.0
+    assert limit(seen(work, 1.0), work) == FACTOR * 1.0
+    assert limit(seen(work, 1.0), times(work, LIKENESS)) == FACTOR * 1.0
 
 
 @pytest.mark.parametrize("work", [DECODE, PREFILL])
 def test_others_may_take_all_the_time_there_is(work: Work) -> None:
-    assert seen(work, 1.0, STEPS - 1).limit(ALONE, work) == LONGEST
-    assert seen(work, 1.0).limit(ALONE, times(work, 2 * LIKENESS)) == LONGEST
-    assert seen(work, 1.0).limit((0, 1), work) == LONGEST
+    assert limit(seen(work, 1.0, STEPS - 1), work) == LONGEST
+    assert limit(seen(work, 1.0), times(work, 2 * LIKENESS)) == LONGEST
+    assert seen(work, 1.0).limit(GROUP, Mode.TP, work) == LONGEST
     other = PREFILL if work is DECODE else DECODE
-    assert seen(work, 1.0).limit(ALONE, other) == LONGEST
+    assert limit(seen(work, 1.0), other) == LONGEST
 
 
 def test_the_limit_has_limits() -> None:
-    assert seen(DECODE, 0.001).limit(ALONE, DECODE) == SHORTEST_SECONDS
-    assert seen(DECODE, 50.0).limit(ALONE, DECODE) == LONGEST
+    assert limit(seen(DECODE, 0.001), DECODE) == SHORTEST_SECONDS
+    assert limit(seen(DECODE, 50.0), DECODE) == LONGEST
 
 
 def test_one_delayed_step_may_take_all_the_time_and_teaches_nothing() -> None:
     watch = seen(DECODE, 0.01)
     watch.expect_delay(ALONE)
-    assert watch.limit(ALONE, DECODE) == LONGEST
-    watch.see(ALONE, [DECODE], 40.0)
-    assert watch.limit(ALONE, DECODE) == SHORTEST_SECONDS
+    assert limit(watch, DECODE) == LONGEST
+    watch.see(ALONE, [EndedSteps(Mode.TP, DECODE)], 40.0)
+    assert limit(watch, DECODE) == SHORTEST_SECONDS
+
+
+def test_what_one_mode_takes_says_nothing_of_the_other() -> None:
+    watch = StepWatch(LONGEST)
+    for _ in range(STEPS):
+        watch.see(GROUP, [EndedSteps(Mode.SP, PREFILL)], 0.2)
+    assert watch.limit(GROUP, Mode.SP, PREFILL) == FACTOR * 0.2
+    assert watch.limit(GROUP, Mode.TP, PREFILL) == LONGEST
+    watch.see(GROUP, [EndedSteps(Mode.TP, PREFILL)] * STEPS, 1.0)
+    assert watch.limit(GROUP, Mode.TP, PREFILL) == FACTOR * 1.0
+    assert watch.limit(GROUP, Mode.SP, PREFILL) == FACTOR * 0.2
+
+
+def test_steps_of_both_modes_that_end_together_teach_each_its_own() -> None:
+    watch = StepWatch(LONGEST)
+    ended = [EndedSteps(Mode.SP, PREFILL)] * STEPS + [EndedSteps(Mode.TP, PREFILL)] * (STEPS - 1)
+    watch.see(GROUP, ended, 0.2)
+    assert watch.limit(GROUP, Mode.SP, PREFILL) == FACTOR * 0.2
+    assert watch.limit(GROUP, Mode.TP, PREFILL) == LONGEST
 
 
 def test_several_steps_at_once_count_as_their_mean() -> None:
     watch = StepWatch(LONGEST)
-    watch.see(ALONE, [times(DECODE, 1.0)] * STEPS, 0.5)
-    assert watch.limit(ALONE, DECODE) == FACTOR * 0.5
+    watch.see(ALONE, [EndedSteps(Mode.TP, DECODE)] * STEPS, 0.5)
+    assert limit(watch, DECODE) == FACTOR * 0.5
 
 
 def test_a_step_that_hangs_is_named() -> None:
     watch = seen(DECODE, 0.01)
-    watch.check(ALONE, DECODE, SHORTEST_SECONDS)
+    watch.check(ALONE, Mode.TP, DECODE, SHORTEST_SECONDS)
     with pytest.raises(HungStepError, match=r"a step of unit \[0\] hangs: 1.5 s and no result"):
-        watch.check(ALONE, DECODE, SHORTEST_SECONDS + 0.1)
+        watch.check(ALONE, Mode.TP, DECODE, SHORTEST_SECONDS + 0.1)
 
 
 # --- in an engine's loop ---

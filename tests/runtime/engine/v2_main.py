@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.runtime.engine import triton_interpreter  # isort: skip - before vLLM
+from tests import preloaded
 from tests.runtime.engine import probes, real_node
 from tests.runtime.engine.prompts import SHARED, make_model, random_prompts
 from tests.runtime.engine.scripted_shift import Script
@@ -20,7 +21,7 @@ GROUP = (0, 1)
 
 
 def main(directory: Path) -> None:
-    real_node.PRELOAD.insert(0, triton_interpreter.__name__)
+    preloaded.FIRST.append(triton_interpreter.__name__)
     real_node.PATIENCE_SECONDS = 250.0
     model = make_model("llama", directory)
     tokens = {"stock": real_node.stock_tokens(model, PROMPTS, TOKENS, VLLM_USE_V2_MODEL_RUNNER="1")}

@@ -235,15 +235,15 @@ PROMISED = (Target(0, 1.0, 0.03),)
 @pytest.mark.parametrize("period", [1.0, 3.0, 7.0])
 def test_a_square_wave_does_not_make_slo_flap(period: float) -> None:
     """Load that rises and falls as fast as it is measured: the policy does not follow it."""
-    load = [a for a in arrivals(800, 20.0) if int(a.at / period) % 2 == 0]
+    load = [a for a in arrivals(400, 20.0) if int(a.at / period) % 2 == 0]
     run = simulate(Node(SHAPE, H200, targets=PROMISED), "slo", load)
     assert all(life.finished for life in run.lives)
     assert 1 <= len(run.switches) <= 4
 
 
 def test_slo_keeps_more_promises_than_either_layout_alone() -> None:
-    load = arrivals(300, 3.0) + [
-        Arrival(100.0 + a.at, a.prompt_tokens, a.output_tokens) for a in arrivals(900, 24.0)
+    load = arrivals(150, 3.0) + [
+        Arrival(50.0 + a.at, a.prompt_tokens, a.output_tokens) for a in arrivals(450, 24.0)
     ]
     node = Node(SHAPE, H200, targets=PROMISED)
     kept = {name: promises_kept(simulate(node, name, load)) for name in DECIDING}

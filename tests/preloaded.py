@@ -1,0 +1,293 @@
+"""Processes that begin with vLLM imported: forked from one process that has imported it.
+
+To import vLLM and to make a first configuration takes a core some 15 s, which every server that a
+test starts would spend anew. What these processes have in memory, then, is what they would have
+imported; all the rest (environment, directory, standard streams, signals, temporary files) is as
+if the interpreter had just started.
+
+Run as ``python -m tests.preloaded SOCKET MODULE...``, with the descriptor of a Unix socket and
+``FIRST``, this is the process that forks. It dies with its client, and kills what still runs.
+"""
+
+import atexit
+import functools
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+from server.options import (
+    DEMO_CHECKPOINT,
+    add_shoal_options,
+    apply_defaults,
+    prepare_environment,
+)
+
+_ROOT = Path(__file__).parents[1]
+_MESSAGE_BYTES = 1 << 20
+_NUMBER_BYTES = 8
+
+FIRST: list[str] = []
+"""Modules that are imported before all others; to be changed before the first process starts."""
+
+_PRELOADED = (
+    *("server.frontend", "server.serve", "tests.server.node", "tests.runtime.engine.real_node"),
+    *("runtime.controller.process", "runtime.engine.fake"),
+    *("runtime.engine.vllm_backend", "runtime.engine.runner", "vllm.entrypoints.llm"),
+)
+"""Every module that a process of a node begins with."""
+
+
+class Job(NamedTuple):
+    """What a process is to run."""
+
+    function: str
+    """As ``module:name``."""
+    arguments: Sequence[Any]
+    environment: Mapping[str, str]
+    directory: str
+
+
+# --- the client's side ----------------------------------------------------------------------------
+
+
+class Process:
+    """A process that calls a function, and ends with what that says as an exit code.
+
+    It has the part of ``subprocess.Popen``'s interface that tests of servers use.
+
+    Args:
+        function: what it calls, as ``module:name``; importable and picklable, as its arguments are.
+        arguments: with what.
+        environment: its environment variables: all of them.
+
+    Attributes:
+        stdout: a pipe that it writes its standard output and errors to.
+    """
+
+    def __init__(
+        self, function: str, arguments: Sequence[Any], environment: Mapping[str, str]
+    ) -> None:
+        job = Job(function, arguments, dict(environment), str(Path.cwd()))
+        output, output_end = os.pipe()
+        status, status_end = os.pipe()
+        try:
+            descriptors = [output_end, status_end]
+            socket.send_fds(_client().socket, [pickle.dumps(tuple(job))], descriptors)
+        finally:
+            os.close(output_end)
+            os.close(status_end)
+        self.args = [function, *arguments]
+        self.stdout: IO[str] = os.fdopen(output, encoding="utf-8", errors="replace")
+        self._status = os.fdopen(status, "rb", buffering=0)
+        self.pid = int.from_bytes(self._status.read(_NUMBER_BYTES), "little")
+        assert self.pid, "the process that forks has ended"
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal that has ended the process; None if it runs."""
+        return self._reap(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return what ``poll`` returns then.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after so many seconds.
+        """
+        code = self._reap(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def _reap(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._status, selectors.EVENT_READ)
+                if selector.select(timeout):
+                    said = self._status.read(_NUMBER_BYTES)
+                    assert said, "the process that forks has ended"
+                    self._status.close()
+                    self.returncode = int.from_bytes(said, "little", signed=True)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Wait for the end, and return what was written until then.
+
+        Raises:
+            subprocess.TimeoutExpired: that takes more than so many seconds.
+        """
+        text: list[str] = []
+        reading = threading.Thread(target=lambda: text.append(self.stdout.read()), daemon=True)
+        reading.start()
+        reading.join(timeout)
+        if reading.is_alive():
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        self.stdout.close()
+        self.wait(timeout)
+        return text[0], None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.wait()
+
+
+class _Client(NamedTuple):
+    """The other side of the process that forks, and that process."""
+
+    socket: socket.socket
+    process: subprocess.Popen[bytes]
+
+
+@functools.cache
+def _client() -> _Client:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *FIRST]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT)
+    atexit.register(_end, ours, process)
+    return _Client(ours, process)
+
+
+def _end(client: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    client.close()
+    process.wait()
+
+
+# --- the process that forks -----------------------------------------------------------------------
+
+
+class _Server:
+    """Forks a process for each job, and tells its client of the ends."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._client = client
+        self._running: dict[int, int] = {}
+        """By process id: where its exit code goes."""
+
+    def run(self) -> Callable[[], int] | None:
+        """Fork until the client is gone; returns in each forked process what that is to run."""
+        ended, ended_end = socket.socketpair()
+        for end in (ended, ended_end):
+            end.setblocking(False)
+        signal.set_wakeup_fd(ended_end.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of a test run
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._client, selectors.EVENT_READ)
+            selector.register(ended, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if ended in ready:
+                    ended.recv(1 << 10)
+                    self._reap()
+                if self._client in ready:
+                    data, descriptors, *_ = socket.recv_fds(self._client, _MESSAGE_BYTES, 2)
+                    if not data:
+                        break
+                    output, status = descriptors
+                    if not (pid := os.fork()):
+                        for end in (self._client, ended, ended_end):
+                            end.close()
+                        return functools.partial(self._begin, data, output, status)
+                    os.close(output)
+                    self._running[pid] = status
+                    os.write(status, pid.to_bytes(_NUMBER_BYTES, "little"))
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
+        return None
+
+    def _reap(self) -> None:
+        while self._running:
+            pid, how = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            status = self._running.pop(pid)
+            code = os.waitstatus_to_exitcode(how)
+            with suppress(BrokenPipeError):  # nobody wants to know
+                os.write(status, code.to_bytes(_NUMBER_BYTES, "little", signed=True))
+            os.close(status)
+
+    def _begin(self, data: bytes, output: int, status: int) -> int:
+        """Make a forked process what it would be if it had just started, and run its job."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for other in (status, *self._running.values()):
+            os.close(other)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.close(output)
+        job = Job(*pickle.loads(data))
+        os.environ.clear()
+        os.environ.update(job.environment)
+        os.chdir(job.directory)
+        tempfile.tempdir = None
+        module, _, name = job.function.partition(":")
+        return int(getattr(importlib.import_module(module), name)(*job.arguments))
+
+
+def _preload() -> None:
+    """Import what nodes are made of, and make a first configuration, as ``shoal serve`` does."""
+    before = dict(os.environ)
+    prepare_environment(os.environ, ["--fake-engine"])
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    from server import frontend
+
+    parser = frontend.make_parser()
+    add_shoal_options(parser, os.environ)
+    args = frontend.parse(parser, ["--fake-engine"])
+    args.model = DEMO_CHECKPOINT
+    apply_defaults(args, parser.get_default, on_cpu=True, demo=DEMO_CHECKPOINT)
+    know_models()
+    frontend.make_vllm_config(frontend.engine_args(args, parser.get_default))
+    os.environ.clear()
+    os.environ.update(before)
+    gc.collect()
+    gc.freeze()  # or every process would copy what its collector looks at
+
+
+def know_models() -> None:
+    """Have vLLM know what the tests' models are, which it would ask a new process about each."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import llama, qwen2, qwen3
+
+    for model in (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
+
+
+def main(descriptor: int, *first: str) -> int:
+    """Fork for the client at the other end of a socket, with these modules imported first."""
+    client = socket.socket(fileno=descriptor)
+    for module in first:
+        importlib.import_module(module)
+    _preload()
+    job = _Server(client).run()
+    return 0 if job is None else job()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,77 @@
+"""What units are said to be able to take, and what it costs to say so."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from policies.snapshot import PoolRequest
+from runtime import messages as m
+from runtime.config import FakeSettings
+from runtime.controller.book import CoreBook, Request
+from tests.runtime.loopback_node import LoopbackNode
+from tests.work_counts import bytecodes
+
+LARGE = FakeSettings(step_seconds=1.0, num_blocks=4096, max_num_seqs=256, max_model_len=512)
+BLOCK_TOKENS = 4
+
+
+def request(number: int, rng: random.Random) -> Request:
+    prompt = rng.randint(1, 40)
+    total, priority = prompt + rng.randint(1, 9), rng.choice((-1, 0, 0, 2))
+    seen = PoolRequest(f"r{number}", prompt, total, priority, arrival=0.0)
+    return Request(seen.request_id, 0, [], seen)
+
+
+def load(core: CoreBook, waiting: int) -> m.Load:
+    return m.Load(0, core.group, 0, waiting, 100, core.sent, [], {})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> None:
+    rng, core = random.Random(seed), CoreBook((0,))
+    for number in range(300):
+        match rng.randrange(3):
+            case 0 if core.requests:
+                core.pop(rng.choice(list(core.requests)))
+            case 1 if core.requests:
+                core.load = load(core, rng.randint(0, min(3, len(core.requests))))
+            case _:
+                core.put(request(number, rng))
+
+        seen = [r.seen for r in core.requests.values()]
+        assert core.figures.prompt_tokens == sum(r.prompt_tokens for r in seen)
+        assert core.figures.longest_tokens == max((r.total_tokens for r in seen), default=0)
+        priorities = Counter(r.priority for r in seen)
+        assert core.figures.by_priority == tuple(sorted(priorities.items()))
+        latest = seen
+        if core.load is not None:
+            count = core.sent - core.load.added + core.load.waiting
+            latest = seen[max(0, len(seen) - count) :]
+        uncounted = core.uncounted
+        assert [r.seen for r in uncounted.requests] == latest
+        assert uncounted.prompt_tokens == sum(r.prompt_tokens for r in latest)
+        blocks = sum(-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in latest)
+        assert uncounted.blocks(BLOCK_TOKENS) == blocks
+
+
+def test_a_turn_costs_the_same_however_many_requests_run() -> None:
+    def turn(requests: int, *, reports: bool) -> int:
+        node = LoopbackNode(2, settings=LARGE)
+        node.settle()
+        for number in range(2 * requests):
+            node.send(f"{number:03}", 8, 100)
+        for _ in range(4):
+            node.controller.turn()
+            for engine in (0, 1):
+                node.turn_agent(engine)
+        node.clock.advance(1.0)
+        for engine in (0, 1) if reports else (0,):
+            node.turn_agent(engine)
+        node.controller.turn()  # what comes next is a turn like any other
+        node.send("last", 8, 100)
+        return bytecodes(node.controller.turn)
+
+    assert turn(200, reports=True) == turn(4, reports=True)
+    # Nor how many have been sent to an engine whose step takes so long that it has not said so.
+    assert turn(200, reports=False) == turn(4, reports=False)
