@@ -16,6 +16,8 @@ NO_PORT = "off"
 API_KEY = "VLLM_API_KEY"
 INSECURE_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
+"""Algorithms of vLLM's prefix cache for which nobody finds two prompts of one hash."""
 
 
 class MetricsAccess(enum.StrEnum):
@@ -54,7 +56,8 @@ def take_access(args: Namespace, environ: MutableMapping[str, str]) -> Access:
         environ: the environment, changed in place.
 
     Raises:
-        UserError: a key is empty, or a file of keys is not valid.
+        UserError: a key is empty, a file of keys is not valid, or vLLM is told to do what is only
+            for one holder of a key.
     """
     texts = args.api_key or [environ.get(API_KEY, "")]
     if args.api_key and not all(texts):
@@ -74,6 +77,11 @@ def take_access(args: Namespace, environ: MutableMapping[str, str]) -> Access:
     several = len(access.keys) > 1 or access.key_file is not None
     if several and environ.get(RESPONSES_STORE, "0") != "0":
         raise UserError(f"{RESPONSES_STORE}: any API key could read the stored responses of others")
+    if several and args.prefix_caching_hash_algo not in CRYPTOGRAPHIC_HASHES:
+        raise UserError(
+            f"--prefix-caching-hash-algo {args.prefix_caching_hash_algo}: with several API keys it "
+            f"must be {' or '.join(CRYPTOGRAPHIC_HASHES)}, or one could forge the prefix of another"
+        )
     return access
 
 

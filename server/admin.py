@@ -1,41 +1,62 @@
 """The admin API: see and change the layout, and check the node's books."""
 
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from policies.partition import layout_name
 from policies.registry import POLICIES
-from policies.shift import ShiftThreshold, ShiftThresholdError, parse_threshold
+from policies.shift import (
+    MOST_TOKENS,
+    ShiftRule,
+    ShiftThreshold,
+    ShiftThresholdError,
+    parse_threshold,
+)
 from runtime.client import CallError, ControlClient
-from runtime.messages import LayoutView, Treatment
-from runtime.views import EngineView, ShiftView, SwitchView, UnitView
+from runtime.messages import Treatment
+from server.admin_answers import audit_json, layout_json, policy_json, shift_json, switch_json
 from server.errors import error_response
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_TIMEOUT_SECONDS = 3600.0
 
+EngineNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""Larger ones fit into no message to the controller, which knows which engines there are."""
 
-class LayoutRequest(msgspec.Struct, frozen=True):
-    """Body of ``POST /admin/layout``."""
 
-    units: list[list[int]]
+class LayoutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /admin/layout``: the engines of every unit, and how to get there."""
+
+    units: list[list[EngineNumber]]
     preempt: Treatment = Treatment.SEQUENTIAL
-    timeout: float = DEFAULT_TIMEOUT_SECONDS
+    timeout: Annotated[
+        float,
+        msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS}),
+    ] = DEFAULT_TIMEOUT_SECONDS
 
 
-class PolicyRequest(msgspec.Struct, frozen=True):
+class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of ``POST /admin/policy``."""
 
-    policy: str
+    policy: Annotated[str, msgspec.Meta(extra_json_schema={"enum": sorted(POLICIES)})]
 
 
-class ShiftRequest(msgspec.Struct, frozen=True):
-    """Body of ``POST /admin/shift``."""
+class ShiftRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /admin/shift``: tokens, ``auto`` or ``off``."""
 
-    threshold: int | str
+    threshold: Annotated[
+        int | str,
+        msgspec.Meta(
+            extra_json_schema={
+                "anyOf": [
+                    {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS},
+                    {"type": "string", "enum": list(ShiftRule)},
+                ]
+            }
+        ),
+    ]
 
 
 class BadRequestError(ValueError):
@@ -77,8 +98,11 @@ def parse_shift_request(body: bytes) -> ShiftThreshold:
         BadRequestError: it is not JSON, lacks ``threshold``, has another field, or none of its
             values.
     """
+    threshold = _parse(body, ShiftRequest).threshold
+    if isinstance(threshold, str) and threshold.isdecimal():  # right on a command line
+        raise BadRequestError("threshold is a string: a number of tokens stands without quotes")
     try:
-        return parse_threshold(_parse(body, ShiftRequest).threshold)
+        return parse_threshold(threshold)
     except ShiftThresholdError as error:
         raise BadRequestError(str(error)) from None
 
@@ -117,7 +141,7 @@ def admin_router(control: ControlClient) -> APIRouter:
             return error_response(400, str(error))
         except CallError as error:
             return error_response(error.status, str(error))
-        return JSONResponse(_switch_json(switch))
+        return JSONResponse(switch_json(switch))
 
     @router.get("/policy")
     async def get_policy() -> JSONResponse:
@@ -145,7 +169,7 @@ def admin_router(control: ControlClient) -> APIRouter:
             return error_response(400, str(error))
         except CallError as error:
             return error_response(error.status, str(error))
-        return JSONResponse(_shift_json(view.shift))
+        return JSONResponse(shift_json(view.shift))
 
     @router.post("/audit")
     async def audit() -> JSONResponse:
@@ -153,102 +177,6 @@ def admin_router(control: ControlClient) -> APIRouter:
             problems = await control.audit()
         except CallError as error:
             return error_response(error.status, str(error))
-        return JSONResponse({"clean": not problems, "problems": problems})
+        return JSONResponse(audit_json(problems))
 
     return router
-
-
-def policy_json(view: LayoutView) -> dict[str, Any]:
-    """Return the body of ``GET /admin/policy``."""
-    return {
-        "policy": view.policy,
-        "policies": sorted(POLICIES),
-        "errors": view.policy_errors,
-        "switches": view.switches_total,
-        "moved": view.moves_total,
-        "step_errors": view.step_errors,
-    }
-
-
-def layout_json(view: LayoutView) -> dict[str, Any]:
-    """Return the body of ``GET /admin/layout``."""
-    return {
-        "ready": view.ready,
-        "reason": view.reason,
-        "policy": view.policy,
-        "waiting": view.waiting,
-        "units": [_unit_json(unit) for unit in view.units],
-        "engines": [_engine_json(engine) for engine in view.engines],
-        "unavailable": _unavailable_json(view),
-        "shift": _shift_json(view.shift),
-        "switches": [_switch_json(switch) for switch in view.switches],
-    }
-
-
-def readiness_json(view: LayoutView) -> dict[str, Any]:
-    """Return the body of ``GET /ready`` of a node that takes requests, and what it lacks."""
-    missing = {str(e.engine): e.state for e in view.engines if e.state != "serving"}
-    body: dict[str, Any] = {"ready": True}
-    if missing:
-        body["engines"] = missing
-    if view.unavailable:
-        body["unavailable"] = _unavailable_json(view)
-    return body
-
-
-def _unavailable_json(view: LayoutView) -> list[dict[str, Any]]:
-    return [{"engines": list(g.engines), "reason": g.reason} for g in view.unavailable]
-
-
-def _shift_json(shift: ShiftView) -> dict[str, Any]:
-    return {
-        "threshold": shift.threshold,
-        "max_sp": shift.max_sp,
-        "sp_above": {
-            layout_name(tuple(range(degree))): tokens for degree, tokens in shift.sp_above.items()
-        },
-    }
-
-
-def _unit_json(unit: UnitView) -> dict[str, Any]:
-    return {
-        "engines": list(unit.engines),
-        "layout": unit.layout,
-        "state": unit.state,
-        "running": unit.running,
-        "waiting": unit.waiting,
-        "paused": unit.paused_requests,
-        "interleaved": unit.interleaved_requests,
-        "lease_blocks": unit.lease_blocks,
-    }
-
-
-def _engine_json(engine: EngineView) -> dict[str, Any]:
-    return {
-        "engine": engine.engine,
-        "state": engine.state,
-        "reason": engine.reason,
-        "restarts": engine.restarts,
-        "num_blocks": engine.num_blocks,
-        "lent_blocks": engine.lent_blocks,
-    }
-
-
-def _switch_json(switch: SwitchView) -> dict[str, Any]:
-    return {
-        "epoch": switch.epoch,
-        "at": switch.at,
-        "before": [list(unit) for unit in switch.before],
-        "after": [list(unit) for unit in switch.after],
-        "preempt": switch.treatment,
-        "reason": switch.reason,
-        "outcome": switch.outcome,
-        "error": switch.error,
-        "duration_seconds": switch.duration_seconds,
-        "requests": {
-            "paused": switch.paused,
-            "resumed": switch.resumed,
-            "drained": switch.drained,
-            "moved": switch.moved,
-        },
-    }

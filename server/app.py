@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, Response
 from runtime.client import CallError, ControlClient
 from runtime.messages import SHUTTING_DOWN
 from server.access import Access, MetricsAccess
-from server.admin import admin_router, readiness_json
+from server.admin import admin_router
+from server.admin_answers import readiness_json
 from server.bounds import DEFAULTS as BOUNDS
 from server.bounds import Bounds, check_body
 from server.errors import error_response
@@ -134,6 +135,7 @@ def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
         )
     app.add_middleware(NoBrowserMiddleware)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failure)
     return app
 
 
@@ -146,6 +148,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, HTTPException)
     return error_response(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    """Answer for an error of the server's own, which is logged, in the shape of the others."""
+    del request
+    return error_response(500, f"the server failed at this request: {type(error).__name__}")
 
 
 def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> None:

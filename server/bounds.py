@@ -8,6 +8,7 @@ import argparse
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -35,6 +36,8 @@ class Bounds:
     choices: int = 128
     """Answers of one request: ``n`` times the number of prompts."""
     logprobs: int = 20
+    length_penalty: float = 10.0
+    """Of beam search, whatever its sign."""
     stops: int = 16
     stop_chars: int = 1024
     words: int = 128
@@ -127,7 +130,7 @@ def _unlimited(count: int) -> int:
 
 Check = Callable[[str, Any, Bounds], None]
 
-_REFUSED: Mapping[str, str] = {
+REFUSED_FIELDS: Mapping[str, str] = {
     "chat_template": "a template of the client's own is not taken",
     "prompt_embeds": "prompt embeddings are not supported",
     "mm_processor_kwargs": "multimodal input is not supported",
@@ -147,7 +150,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
 )
 """What Transformers' ``apply_chat_template`` takes beside variables: no business of a client's."""
 
-_TEXT_PARTS = frozenset(
+TEXT_PARTS = frozenset(
     {
         *("text", "input_text", "output_text", "reasoning_text", "summary_text"),
         *("refusal", "thinking", "tool_reference"),
@@ -161,7 +164,7 @@ _MEDIA = (
     *("file", "input_file", "file_url", "file_data", "file_id"),
 )
 """Keys of a part that stand for media whatever its type: vLLM looks for some of them."""
-_LOCAL_TOOLS = frozenset({"function", "custom", "namespace"})
+LOCAL_TOOLS = frozenset({"function", "custom", "namespace"})
 """Types of tools that the client runs itself; the others would have the server call out."""
 
 
@@ -176,13 +179,15 @@ def check_body(body: bytes, bounds: Bounds) -> None:
         BoundsError: it is not a JSON object, beyond a bound, or has what is not served.
     """
     fields = decode_object(body, bounds.nesting)
-    for name, reason in _REFUSED.items():
+    for name, reason in REFUSED_FIELDS.items():
         if fields.get(name) is not None:
             raise BoundsError(name, reason)
     for name, check in _CHECKS.items():
         value = fields.get(name)
         if value is not None:
             check(name, value, bounds)
+    _check_integers(fields)
+    _check_named_tool(fields)
     _check_choices(fields, bounds)
     _check_text(fields, bounds)
 
@@ -210,15 +215,20 @@ def _is_deeper(value: Any, levels: int) -> bool:
     """Return whether lists and objects nest more than ``levels`` deep, without recursion."""
     layer = [value]
     for _ in range(levels):
-        layer = [
-            child
-            for node in layer
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, dict | list)
-        ]
+        layer = [child for node in layer for child in _children(node, dict, list)]
         if not layer:
             return False
     return True
+
+
+def _children(node: dict[str, Any] | list[Any], *kinds: type) -> Iterator[Any]:
+    """Yield the entries of a JSON list, or the values of an object, that are of these types.
+
+    A prompt of token ids has as many entries as tokens: those that are of none of the types are
+    passed over without a step of Python for each.
+    """
+    values = node.values() if isinstance(node, dict) else node
+    return compress(values, map(frozenset(kinds).__contains__, map(type, values)))
 
 
 def _at_most(param: str, count: int, limit: int, what: str) -> None:
@@ -234,10 +244,9 @@ def _strings(value: Any) -> Iterator[str]:
         if isinstance(node, str):
             yield node
         elif isinstance(node, dict):
-            pending += node
-            pending += node.values()
-        elif isinstance(node, list):
-            pending += node
+            yield from node
+        if isinstance(node, dict | list):
+            pending += _children(node, str, dict, list)
 
 
 # --- one check per field ---
@@ -282,6 +291,13 @@ def _texts(limit: str, what: str) -> Check:
     return check
 
 
+def _exponent(param: str, value: Any, bounds: Bounds) -> None:
+    """Bound a power of the number of tokens: vLLM divides by it."""
+    if isinstance(value, int | float) and abs(value) > bounds.length_penalty:
+        most = f"from {-bounds.length_penalty:g} to {bounds.length_penalty:g}"
+        raise BoundsError(param, f"it must be {most}")
+
+
 def _identifier(param: str, value: Any, bounds: Bounds) -> None:
     if isinstance(value, str):
         _at_most(param, len(value), bounds.identifier_chars, "characters")
@@ -313,13 +329,30 @@ def _messages(param: str, value: Any, bounds: Bounds) -> None:
                     _check_parts(param, parts if isinstance(parts, list) else [parts], typed=True)
 
 
+def _input(param: str, value: Any, bounds: Bounds) -> None:
+    """Check the input of a response, for items too that vLLM takes and then fails at."""
+    _messages(param, value, bounds)
+    for item in value if isinstance(value, list) else ():
+        if not isinstance(item, dict):
+            continue
+        answer = item.get("content") if item.get("role") == "assistant" else None
+        if isinstance(answer, list) and not (answer and _is_text(answer[0])):
+            raise BoundsError(param, "the content of an earlier answer must begin with text")
+        if "created_by" in item and isinstance(item.get("output"), list):
+            raise BoundsError(param, "an output in parts cannot have created_by")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
 def _check_parts(param: str, parts: Sequence[Any], *, typed: bool = False) -> None:
     for part in parts:
         if not isinstance(part, dict):
             continue
         kinds = [key for key in _MEDIA if part.get(key) is not None]
         kind = part.get("type", "text")
-        if typed and not (isinstance(kind, str) and kind in _TEXT_PARTS):
+        if typed and not (isinstance(kind, str) and kind in TEXT_PARTS):
             kinds.insert(0, str(kind))
         if kinds:
             raise BoundsError(param, f"{kinds[0][:40]} is not supported: the model takes text")
@@ -331,7 +364,7 @@ def _tools(param: str, value: Any, bounds: Bounds) -> None:
     _at_most(param, len(value), bounds.tools, "tools")
     for tool in value:
         kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-        if not (isinstance(kind, str) and kind in _LOCAL_TOOLS):
+        if not (isinstance(kind, str) and kind in LOCAL_TOOLS):
             raise BoundsError(param, f"tools of type {str(kind)[:40]} are not supported")
     _grammar(param, value, bounds)
 
@@ -354,9 +387,9 @@ def _grammar(param: str, value: Any, bounds: Bounds) -> None:
 
 
 def _structured_outputs(param: str, value: Any, bounds: Bounds) -> None:
+    if not isinstance(value, dict):  # vLLM fails at others
+        raise BoundsError(param, "it must be an object")
     _grammar(param, value, bounds)
-    if not isinstance(value, dict):
-        return
     regex = value.get("regex")
     if isinstance(regex, str):
         _at_most(f"{param}.regex", len(regex), bounds.regex_chars, "characters")
@@ -375,7 +408,7 @@ def _decoded(param: str, text: str, bounds: Bounds) -> dict[str, Any]:
 
 _CHECKS: Mapping[str, Check] = {
     "messages": _messages,
-    "input": _messages,
+    "input": _input,
     "previous_input_messages": _messages,
     "tools": _tools,
     "response_format": _grammar,
@@ -385,6 +418,7 @@ _CHECKS: Mapping[str, Check] = {
     "n": _integer("choices"),
     "best_of": _integer("choices"),
     "logprobs": _logprobs,
+    "length_penalty": _exponent,
     "top_logprobs": _logprobs,
     "prompt_logprobs": _logprobs,
     "stop": _texts("stops", "stop strings"),
@@ -405,6 +439,25 @@ _CHECKS: Mapping[str, Check] = {
 
 
 # --- what several fields make together ---
+
+
+def _check_integers(fields: Mapping[str, Any]) -> None:
+    """Refuse integers that no message holds; lists of tokens are compared to the vocabulary."""
+    for name, value in fields.items():
+        for number in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
+                raise BoundsError(name, "an integer has more than 64 bits")
+
+
+def _check_named_tool(fields: Mapping[str, Any]) -> None:
+    """Refuse tools of a chat in which vLLM would look for the chosen one, and fail."""
+    if not isinstance(fields.get("tool_choice"), dict) or "messages" not in fields:
+        return
+    tools = fields.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            raise BoundsError("tools", "every tool needs a function with a name")
 
 
 def _check_choices(fields: Mapping[str, Any], bounds: Bounds) -> None:

@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": ("server.bench.cli", "measure a node: shoal bench switch|steps|gpu|serve-compare"),
     "replay": ("server.replay", "send a workload to a server and say how it was served"),
     "report": ("server.report", "show replays side by side"),
+    "openapi": ("server.openapi", "print the OpenAPI document: shoal openapi public|admin"),
     "simulate": ("server.simulate", "try policies on a workload, in virtual time"),
 }
 """Subcommands: the module whose ``main(argv) -> int`` runs each, imported when it is called."""

@@ -104,6 +104,10 @@ def prepare_listener(listener: socket.socket, client_seconds: float) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def do_nothing() -> None:
+    """Do nothing."""
+
+
 class Connections:
     """The open connections of one front end.
 
@@ -123,6 +127,8 @@ class Connections:
         self.count = count
         self.clock = clock
         self.is_draining = False
+        self.changed: Callable[[], None] = do_nothing
+        """Called when a connection has come or gone."""
         self._open: set[ClientProtocol] = set()
 
     def __len__(self) -> int:
@@ -135,10 +141,12 @@ class Connections:
     def add(self, connection: "ClientProtocol") -> None:
         """Take a new connection."""
         self._open.add(connection)
+        self.changed()
 
     def remove(self, connection: "ClientProtocol") -> None:
         """Forget a connection that has ended."""
         self._open.discard(connection)
+        self.changed()
 
     @property
     def are_too_many(self) -> bool:

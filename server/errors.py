@@ -32,7 +32,7 @@ def one_line(error: BaseException) -> str:
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return the JSON of an error as OpenAI's API and vLLM shape it; ``param`` names a field."""
-    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
+    kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 

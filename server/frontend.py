@@ -12,6 +12,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from socket import socket
 from typing import Any, NoReturn
 
@@ -25,7 +26,6 @@ import vllm.envs as vllm_envs
 from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_tracer_provider
-from prometheus_client import values as prometheus_values
 from prometheus_client.core import Metric
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -58,6 +58,7 @@ from runtime.config import Addresses, NodeConfig
 from runtime.logs import LogFormat
 from runtime.messages import Interrupted, Note, Outcome, PoolLimits, Switching
 from runtime.wire import Terms, unit_of
+from server.accepting import Tally
 from server.access import Access
 from server.admin_server import serving
 from server.app import AppOptions, Backstage, build_admin_app, build_app
@@ -75,6 +76,7 @@ from server.grammars import GrammarCheck, GrammarCompiler
 from server.http_protocol import BoundedHttpProtocol
 from server.http_server import DrainingServer
 from server.interruptions import Interruptions
+from server.multiprocess_metrics import share_metrics
 from server.options import FP8_QUANTIZATION
 from server.ordering import InOrder
 from server.placement import Placements, Rejection
@@ -300,9 +302,9 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         states, rest = self.output_processor.request_states, []
         traced, self.output_processor.tracing_enabled = self.output_processor.tracing_enabled, False
         for output in outputs:
-            state = states.get(output.request_id)
-            ends = output.finished and not output.new_token_ids
-            if ends and state is not None and state.is_prefilling:
+            ends = not output.new_token_ids and output.finished
+            state = states.get(output.request_id) if ends else None
+            if state is not None and state.is_prefilling:
                 uncounted = IterationStats() if self.log_stats else None
                 self.output_processor.process_outputs([output], timestamp, uncounted)
             else:
@@ -366,6 +368,7 @@ class Frontend:
         args: the parsed arguments of ``shoal serve``.
         access: who may call.
         listener: the bound socket that all front ends share.
+        tally: the connections that each of them has accepted from it.
         admin: that of the admin API, which the first of them serves.
     """
 
@@ -375,12 +378,13 @@ class Frontend:
     args: Namespace
     access: Access
     listener: socket
+    tally: Tally
     admin: socket | None = None
 
     def __call__(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM. Calls ``ready`` when connections are accepted."""
         if self.config.api_servers > 1:
-            _share_metrics(self.config)
+            share_metrics(Path(self.config.runtime_dir, "prometheus"))
         set_ulimit()
         compiler = GrammarCompiler(self.vllm_config)
         with Sandbox(
@@ -494,6 +498,8 @@ class Frontend:
         app = build_app(backstage, self._app_options(), lifespan)
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
+        # Before, each is looked up in the environment at each use: with every output token.
+        vllm_envs.enable_envs_cache()
         limits = ConnectionLimits(self.args.max_connections, self.args.client_timeout)
         connections = Connections(limits, cut_off)
         prepare_listener(self.listener, limits.client_seconds)
@@ -508,6 +514,7 @@ class Frontend:
             ready,
             begin_to_drain,
             self.args.shutdown_timeout,
+            share=(self.tally, self.index) if self.config.api_servers > 1 else None,
         )
         app.state.server = server  # vLLM's handlers stop it when the link to the engines breaks
         admin_app = build_admin_app(backstage, self.access)
@@ -555,17 +562,6 @@ def _uvicorn_config(app: FastAPI, args: Namespace, protocol: Any) -> uvicorn.Con
         ssl_ciphers=args.ssl_ciphers or "TLSv1",
         h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
     )
-
-
-def _share_metrics(config: NodeConfig) -> None:
-    """Keep Prometheus' values in files that all front ends share (its multi-process mode).
-
-    prometheus_client chooses at import, which a forked process has behind it; no metric exists yet.
-    """
-    directory = os.path.join(config.runtime_dir, "prometheus")  # noqa: PTH118 - a string is wanted
-    os.makedirs(directory, exist_ok=True)  # noqa: PTH103
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
-    prometheus_values.ValueClass = prometheus_values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def _registered() -> Iterable[Metric]:

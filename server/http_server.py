@@ -11,19 +11,24 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from runtime.clock import Clock, monotonic
-from server.connections import Connections
+from server.accepting import Acceptor, Tally
+from server.connections import Connections, do_nothing
 
 LINGER_SECONDS = 1.0
 """How long idle connections stay open once nothing runs: longer than a request takes to arrive."""
 LAST_SECONDS = 2.0
 """What responses may take to end once the controller has handed their requests back."""
 _POLL_SECONDS = 0.05
+
+Share = tuple[Tally, int]
+"""The connections of all front ends, and which of these a server is."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -37,6 +42,7 @@ class DrainingServer(uvicorn.Server):
         request_seconds: how long requests may go on. The controller sees to it; what is not over a
             little later is cut off.
         clock: monotonic seconds.
+        share: of which connections it is to accept its part; None: all that it can.
     """
 
     def __init__(
@@ -47,8 +53,13 @@ class DrainingServer(uvicorn.Server):
         on_drain: Callable[[], None],
         request_seconds: float,
         clock: Clock = monotonic,
+        *,
+        share: Share | None = None,
     ) -> None:
         super().__init__(config)
+        self._share = share
+        self._acceptor: Acceptor | None = None
+        self._accepting: set[asyncio.Task[object]] = set()
         self._connections = connections
         self._on_started = on_started
         self._on_drain = on_drain
@@ -75,9 +86,40 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
-        await super().startup(sockets)
+        shared = self._share is not None and sockets is not None
+        await super().startup([] if shared else sockets)
+        if self.started and self._share is not None and sockets is not None:
+            (listener,) = sockets
+            tally, front_end = self._share
+            self._acceptor = Acceptor(
+                listener, tally, front_end, self._connections.__len__, self._serve_accepted
+            )
+            self._connections.changed = self._acceptor.note
+            self._acceptor.start(self.config.backlog)
         if self.started:
             self._on_started()
+
+    def _serve_accepted(self, accepted: socket.socket) -> None:
+        """Serve a connection as ``uvicorn.Server.startup`` has its loop serve those it accepts."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            make: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = make(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                _loop=loop,
+            )
+            return made
+
+        async def connect() -> None:
+            with suppress(OSError):  # its client has gone, or speaks no TLS
+                await loop.connect_accepted_socket(protocol, accepted, ssl=self.config.ssl)
+
+        task: asyncio.Task[object] = loop.create_task(connect())
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then end as uvicorn does."""
@@ -85,6 +127,9 @@ class DrainingServer(uvicorn.Server):
         await self._drain()
         # A client that does not read its response is cut off by uvicorn: nothing to report.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        if self._acceptor is not None:
+            self._connections.changed = do_nothing
+            self._acceptor.stop()
         await super().shutdown(sockets)
 
     def _begin_to_drain(self) -> None:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from policies.registry import POLICIES, UnknownPolicyError, get_policy
-from runtime.config import AGING_SECONDS, INTERLEAVE_RATIO, FakeSettings
+from runtime.config import (
+    AGING_SECONDS,
+    INTERLEAVE_RATIO,
+    MAX_WAITING_REQUESTS,
+    MAX_WAITING_TOKENS,
+    PAUSE_LIMIT_SECONDS,
+    FakeSettings,
+)
 from runtime.logs import LogFormat
 from server.access import add_access_options
 from server.bounds import DEFAULTS as DEFAULT_BOUNDS
@@ -165,18 +172,28 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         metavar="SECONDS",
         help="how long an engine may take to reach a safe point (default: %(default)s)",
     )
+    group.add_argument(
+        "--pause-limit",
+        type=float,
+        default=PAUSE_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="how long a request that a hard switch has paused, and that cannot be moved, waits "
+        "for its unit before it ends (default: %(default)s)",
+    )
     add_failure_options(group)
     group.add_argument(
         "--max-waiting-requests",
         type=int,
+        default=MAX_WAITING_REQUESTS,
         metavar="N",
-        help="requests that may wait in the task pool (default: no limit)",
+        help="requests that may wait in the task pool (default: %(default)s)",
     )
     group.add_argument(
         "--max-waiting-tokens",
         type=int,
+        default=MAX_WAITING_TOKENS,
         metavar="N",
-        help="prompt tokens that may wait in the task pool (default: no limit)",
+        help="prompt tokens that may wait in the task pool (default: %(default)s)",
     )
     group.add_argument(
         "--priority-aging",
@@ -204,6 +221,11 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     add_shift_options(group)
     add_bounds_options(group)
     add_connection_options(group)
+    group.add_argument(
+        "--recording-dir",
+        metavar="DIR",
+        help="for benchmarks: runners record there what their devices do, when DIR/record says so",
+    )
     group.add_argument(
         "--fake-engine",
         action="store_true",
@@ -313,9 +335,11 @@ def _check_shoal_options(args: Namespace) -> None:
             raise UserError(f"{_flag(name)} {value}: it must be one of 1, 2, 4, 8")
     if args.prepare_timeout <= 0:
         raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
+    if not 0 < args.pause_limit < math.inf:
+        raise UserError(f"--pause-limit {args.pause_limit:g}: it must be more than 0")
     for name in ("max_waiting_requests", "max_waiting_tokens"):
         value = getattr(args, name)
-        if value is not None and value < 1:
+        if value < 1:
             raise UserError(f"{_flag(name)} {value}: it must be at least 1")
     if not 0 < args.priority_aging < math.inf:
         raise UserError(f"--priority-aging {args.priority_aging:g}: it must be more than 0")
@@ -323,6 +347,11 @@ def _check_shoal_options(args: Namespace) -> None:
         raise UserError(f"--interleave-ratio {args.interleave_ratio}: it must be at least 1")
     check_bounds_options(args)
     check_connection_options(args)
+    if args.recording_dir is not None:
+        if args.fake_engine:
+            raise UserError("--recording-dir: fake engines have nothing to record")
+        if not Path(args.recording_dir).is_dir():
+            raise UserError(f"--recording-dir {args.recording_dir}: no such directory")
     if args.fake_step_ms < 0:
         raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
     if args.fake_step_ms and not args.fake_engine:

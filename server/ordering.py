@@ -59,6 +59,8 @@ class InOrder:
             unit: who made them; empty: the controller.
             outputs: ``EngineCoreOutput`` of the message, at most one per request.
         """
+        if not self._held and all(output.prefill_stats is None for output in outputs):
+            return list(outputs)  # nothing has moved: nearly every message of a busy node
         due: list[Any] = []
         for output in outputs:
             due += self._take(unit, output)

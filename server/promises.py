@@ -91,6 +91,10 @@ def node_cost_model(
         return None
 
 
+_SIZES = ("num_attention_heads", "intermediate_size")
+"""What the shape takes from the model's own configuration, which need not have it (BLOOM, MPT)."""
+
+
 def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
     """Return the shape of a model that vLLM has read.
 
@@ -99,12 +103,16 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
         cache_dtype: vLLM's name of the KV cache's dtype.
 
     Raises:
-        FileError: its dtype is none that shape files know.
+        FileError: its dtype is none that shape files know, or its configuration names no size of
+            its MLPs, as those of gated ones do.
     """
     text = model.hf_text_config
     own = str(model.dtype).removeprefix("torch.")
     if own not in DTYPES:
         raise FileError(f"nothing is known of dtype {own}")
+    missing = [name for name in _SIZES if not hasattr(text, name)]
+    if missing:
+        raise FileError(f"the model's configuration has no {missing[0]}")
     dtype = DTYPES[own]
     return ShapeFile(
         layers=model.get_total_num_hidden_layers(),

@@ -107,12 +107,17 @@ class RequestMetrics:
             ("reason",),
             registry=registry,
         )
+        self.gaps = {
+            (priority, layout): self.inter_token.labels(priority, layout)
+            for priority in PRIORITY_CLASSES
+            for layout in layouts
+        }
+        """The series of ``inter_token``: every output token goes to one, so none is looked up."""
         for cutoff in Cutoff:
             self.cutoffs.labels(cutoff)
         for priority in PRIORITY_CLASSES:
             for layout in layouts:
                 self.first_token.labels(priority, layout)
-                self.inter_token.labels(priority, layout)
             for layout in (*layouts, MIXED):
                 self.per_token.labels(priority, layout)
                 self.request.labels(priority, layout)
@@ -205,27 +210,28 @@ class RequestTimes:
             unit: who made them; empty: the controller, which only ends requests.
             outputs: vLLM's ``EngineCoreOutput``.
         """
-        now = self._clock()
+        now, layout = self._clock(), layout_name(unit) if unit else ""
         for output in outputs:
             life = self._lives.get(output.request_id)
             if life is None:
                 continue
             if output.new_token_ids:
-                self._take_tokens(life, unit, len(output.new_token_ids), now)
+                self._take_tokens(life, unit, layout, len(output.new_token_ids), now)
+            if output.finish_reason is None:
+                continue
             if output.finish_reason in _UNANSWERED:
                 self.forget([output.request_id])
-            elif output.finish_reason is not None:
+            else:
                 self.finish([output.request_id])
 
-    def _take_tokens(self, life: _Life, unit: Group, tokens: int, now: float) -> None:
-        layout = layout_name(unit)
+    def _take_tokens(self, life: _Life, unit: Group, layout: str, tokens: int, now: float) -> None:
         if not life.tokens:
             life.first = now
             labels = life.priority, layout
             self._metrics.first_token.labels(*labels).observe(now - life.arrival)
         else:
             gap = now - life.last
-            self._metrics.inter_token.labels(life.priority, layout).observe(gap)
+            self._metrics.gaps[life.priority, layout].observe(gap)
             if gap >= STALL_SECONDS:
                 self._metrics.stalls.labels(self._cause(life, unit)).observe(gap)
         life.unit, life.last = unit, now

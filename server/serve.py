@@ -19,6 +19,7 @@ from runtime.logs import LogFormat, configure_logging
 from runtime.process import exit_without_teardown
 from runtime.runtime_dir import make_runtime_dir
 from runtime.supervisor import Say, Supervisor
+from server.accepting import Tally
 from server.access import Access, admin_address, check_environment, take_access
 from server.errors import UserError
 from server.options import (
@@ -115,9 +116,11 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
             say(f"  ready after {time.monotonic() - started:.1f} s")
             on_ready(_describe(args, config, access, listener, admin))
 
+        tally = Tally(config.api_servers)
         frontends = [
             frontend.Frontend(
-                config, index, vllm_config, args, access, listener, admin if index == 0 else None
+                *(config, index, vllm_config, args, access, listener, tally),
+                admin=admin if index == 0 else None,
             )
             for index in range(config.api_servers)
         ]
@@ -153,6 +156,7 @@ def _configure(
             max_model_len=vllm_config.model_config.max_model_len,
         ),
         prepare_timeout_seconds=args.prepare_timeout,
+        pause_limit_seconds=args.pause_limit,
         max_retries=args.max_retries,
         engine_timeout_seconds=args.engine_timeout,
         step_timeout_seconds=args.step_timeout,
@@ -173,6 +177,7 @@ def _configure(
         interleave_ratio=args.interleave_ratio,
         max_sp=args.max_sp,
         shift_threshold=args.shift_threshold,
+        recording_dir=args.recording_dir,
         log_format=args.log_format,
         tracing=args.otlp_traces_endpoint is not None,
     )

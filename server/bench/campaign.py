@@ -12,6 +12,7 @@ from typing import Any
 
 from loadgen.workload import Workload
 from server.bench import facts
+from server.bench.breakdown import BREAKDOWN, breakdown
 from server.bench.client import Client
 from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench
 from server.bench.modes import MODES, OFF, enter, leave, modes, pure_ways
@@ -93,6 +94,10 @@ class Campaign:
             return lambda client: self._in_layouts(client, system, name)
         if name == MODES:
             return lambda client: modes(client, system, self.results.sizes)
+        if name == BREAKDOWN:
+            if system.recording_dir is None:
+                return None
+            return lambda client: breakdown(client, system, self.results.sizes)
         if name in OF_SWITCHES:
             if not system.switches or len(system.layouts[0].units) == 1:
                 return None

@@ -17,17 +17,26 @@ from loadgen.traces import TraceError
 from loadgen.workload import Workload
 from policies.registry import UnknownPolicyError, get_policy
 from server.bench import facts, tables
+from server.bench.breakdown import BREAKDOWN
 from server.bench.campaign import Campaign, say
 from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
 from server.bench.model import built_in_shapes, read_shape, write_model
 from server.bench.modes import MODES
 from server.bench.results import Results, ResultsFile
-from server.bench.systems import CHECK, COMPARED, Settings, System, all_systems
+from server.bench.systems import (
+    CHECK,
+    COMPARED,
+    SHOAL,
+    Settings,
+    System,
+    all_systems,
+    recording,
+)
 from server.bench.workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
 from server.errors import UserError
 
 ENGINE_COUNTS = (1, 2, 4, 8)
-MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, *WORKLOADS)
+MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, BREAKDOWN, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
 """By the name of the benchmark; a trace is added where one is given."""
 DURATION_SECONDS = 60.0
@@ -48,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
     measures = args.measures or (*DEFAULT_MEASURES[argv[0]], *([TRACE] if args.trace else []))
     if TRACE in measures and args.trace is None:
         raise UserError(f"--measures {TRACE} needs --trace")
+    if BREAKDOWN in measures and len(measures) > 1:
+        # Its server is started to record, which costs every step of it a little.
+        raise UserError(f"--measures {BREAKDOWN}: take it alone; the same --out takes it up")
     file = ResultsFile(args.out / "results.json")
     try:
         (args.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -58,9 +70,8 @@ def main(argv: Sequence[str]) -> int:
     for name in (name for name in WORKLOADS if name in measures):
         results.add_workload(name, _about(args, name, workloads[name]))
     file.write(results)
-    check_model = str(args.check_model) if args.check_model else None
     campaign = Campaign(
-        systems=_chosen(args, all_systems(settings, str(args.out / "model"), check_model)),
+        systems=_chosen(args, _systems(args, settings, measures)),
         measures=measures,
         workloads=workloads,
         policy=args.policy,
@@ -146,6 +157,7 @@ def _add_size_options(group: Any) -> None:
         default=sizes.saturation,
         help="requests per GPU, their prompt and output tokens",
     )
+    add("--long-prompts", type=_integers, help="prompt tokens of modes and breakdown")
     add("--switches", type=int, default=sizes.switches, help="binds, idle and loaded")
     add("--load", type=int, default=sizes.load, help="requests that every engine decodes")
     add("--load-tokens", type=int, default=sizes.load_tokens, help="output of each")
@@ -202,7 +214,8 @@ def _sizes(args: Namespace) -> Sizes:
         switches=args.switches,
         load=args.load,
         load_tokens=args.load_tokens,
-        long_prompts=tuple(n for n in sizes.long_prompts if n < args.max_model_len),
+        long_prompts=args.long_prompts
+        or tuple(n for n in sizes.long_prompts if n < args.max_model_len),
     )
 
 
@@ -238,6 +251,16 @@ def _about(args: Namespace, name: str, workload: Workload) -> dict[str, Any]:
 def _of_workload(given: Mapping[str, float], name: str, default: float) -> float:
     """Return a workload's own value, or that of all which have none."""
     return given.get(name, given.get("", default))
+
+
+def _systems(args: Namespace, settings: Settings, measures: Sequence[str]) -> list[System]:
+    check_model = str(args.check_model) if args.check_model else None
+    found = all_systems(settings, str(args.out / "model"), check_model)
+    if BREAKDOWN not in measures:
+        return found
+    directory = (args.out / "recordings").absolute()
+    directory.mkdir(exist_ok=True)
+    return [recording(system, directory) for system in found if system.name == SHOAL]
 
 
 def _chosen(args: Namespace, systems: Sequence[System]) -> list[System]:

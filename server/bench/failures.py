@@ -66,7 +66,9 @@ class Failure(msgspec.Struct, frozen=True):
     whole: float
     """Until every group can be formed again."""
     downtime: float
-    """The longest time in which no new request got its first token."""
+    """The longest time without a first token of a new request, until the engine serves again."""
+    forming: float
+    """The same from then on: as its groups are formed again, the steps of their members wait."""
 
 
 class Failures(msgspec.Struct, frozen=True):
@@ -200,7 +202,8 @@ class _Run:
             failed=failed,
             restart=restart,
             whole=whole,
-            downtime=longest_pause(probes.firsts, sent, end),
+            downtime=longest_pause(probes.firsts, sent, sent + restart),
+            forming=longest_pause(probes.firsts, sent + restart, end),
         )
 
     def _start_streams(self) -> list[asyncio.Task[Answer | None]]:
@@ -349,12 +352,14 @@ def report(result: Failures) -> str:
                 _two([each.restart for each in group]),
                 _two([each.whole for each in group]),
                 _two([each.downtime for each in group]),
+                _two([each.forming for each in group]),
             ]
         )
     head = [
         *("fault", "times", "detected after", "streams paused for"),
         *("streams interrupted", "requests migrated", "streams failed"),
-        *("engine serves again after", "groups whole after", "no request started for"),
+        *("engine serves again after", "groups whole after"),
+        *("no request started for", "the same from then on"),
     ]
     quiet = f"While nothing fails, no request starts for at most {ms(result.undisturbed)} ms."
     return "\n".join([title, "", *rows(head, body), "", quiet])

@@ -1,4 +1,4 @@
-"""Model directories without weights: a shape's ``config.json`` beside a tokenizer of bytes."""
+"""Model directories without weights: a shape's ``config.json`` beside a made-up tokenizer."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,8 @@ _SHAPES = Path(__file__).parent / "shapes"
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FP8_BYTES = 1
 _SPECIAL_TOKENS = ("<s>", "</s>")
+_SPACE = "\u0120"
+"""The space, as byte-level tokenizers write it."""
 
 
 def built_in_shapes() -> list[str]:
@@ -41,7 +43,11 @@ def read_shape(name: str) -> dict[str, Any]:
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """Write what a server with dummy weights needs. Ids beyond the bytes decode to no text.
+    """Write what a server with dummy weights needs; every id of its vocabulary decodes to text.
+
+    ``tokenizers.decoders.DecodeStream``, by which vLLM's front ends make text of tokens, decodes a
+    prompt and all tokens since again and again until there is new text. Of a model that generates
+    ids without any, each token would cost a front end as much as its whole context.
 
     Raises:
         OSError: the directory cannot be written.
@@ -49,7 +55,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     (directory / "config.json").write_text(json.dumps({**config, **ends}, indent=2) + "\n")
-    (directory / "tokenizer.json").write_text(_byte_tokenizer())
+    (directory / "tokenizer.json").write_text(_tokenizer(config["vocab_size"]))
     bos, eos = _SPECIAL_TOKENS
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     (directory / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
@@ -65,9 +71,11 @@ def kv_bytes_per_token(config: dict[str, Any], cache_dtype: str = "auto") -> int
     return int(2 * config["num_hidden_layers"] * kv_heads * head_dim * width)
 
 
-def _byte_tokenizer() -> str:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *alphabet))}
+def _tokenizer(vocab_size: int) -> str:
+    """Return a tokenizer whose text becomes bytes, and whose further ids are made-up words."""
+    tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += (f"{_SPACE}w{index:x}" for index in range(len(tokens), vocab_size))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -20,6 +20,7 @@ class Growth(msgspec.Struct, frozen=True):
     last_mib: float
     slope_mib_per_minute: float
     """Of the line through the samples of the second half, by least squares."""
+    pid: int
 
 
 class MemoryLog:
@@ -49,7 +50,8 @@ class MemoryLog:
         for pid, samples in self._samples.items():
             values = [mib for _, mib in samples]
             growth = 60 * slope(samples[len(samples) // 2 :])
-            found.append(Growth(self._names[pid], max(values), values[0], values[-1], growth))
+            name = self._names[pid]
+            found.append(Growth(name, max(values), values[0], values[-1], growth, pid))
         return found
 
 

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -68,6 +69,8 @@ class System:
     """The first is the one it starts in."""
     switches: bool = False
     """Whether it changes its layout: it is Shoal."""
+    recording_dir: Path | None = None
+    """Where its runners record what their devices do, if they can."""
 
     @property
     def shifts(self) -> bool:
@@ -93,6 +96,12 @@ def dp_layout(engines: int, *, pinned: bool) -> Layout:
 def tp_layout(engines: int) -> Layout:
     """Return the layout in which all engines are one unit."""
     return Layout(f"tp{engines}", (tuple(range(engines)),))
+
+
+def recording(system: System, directory: Path) -> System:
+    """Return Shoal started so that its runners can record, into a directory that exists."""
+    command = (*system.command, "--recording-dir", str(directory))
+    return replace(system, command=command, recording_dir=directory)
 
 
 def all_systems(settings: Settings, model: str, check_model: str | None = None) -> list[System]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.bench.agreement import agreements
+from server.bench.breakdown_tables import breakdown_table
 from server.bench.memory import GpuMemory, gpu_memory, kv_tokens
 from server.bench.modes import MODES
 from server.bench.results import Results, SystemResults
@@ -44,6 +45,7 @@ def markdown(results: Results) -> str:
         _section("Switches", _switch_table(results)),
         _section("Numerics", _numerics_table(results)),
         _section("Ways of working", _modes_table(results)),
+        _section("Where the time of a prefill goes", breakdown_table(results)),
         *serving_sections(results),
         _section("Failures", _failures(results)),
     ]

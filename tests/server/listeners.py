@@ -5,19 +5,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.server.node import children_of
+from server.bench.processes import tree
 
 _LISTENING = "0A"
 
 
-def tree_of(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
-    return [pid, *(child for own in children_of(pid) for child in tree_of(own))]
-
-
 def listeners(pid: int) -> dict[str, str]:
     """Return the TCP addresses that a process tree listens on, and the process of each."""
-    inodes = {inode: process for process in tree_of(pid) for inode in _sockets(process)}
+    inodes = {inode: process for process in tree(pid) for inode in _sockets(process)}
     return {
         f"{address}:{port}": Path(f"/proc/{inodes[inode]}/cmdline").read_text().split("\0")[0]
         for address, port, inode in _listening(pid)

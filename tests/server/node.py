@@ -1,15 +1,22 @@
 """A ``shoal serve`` in a process of its own, as a user starts it."""
 
+import asyncio
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from server import cli
+from tests import preloaded
 
 ADDRESS = re.compile(r"on (http://[^\s\"]+)")
 ADMIN_ADDRESS = re.compile(r"admin API on (http://[^\s\"]+)")
@@ -28,9 +35,54 @@ def key_file(path: Path, *keys: str | dict[str, Any]) -> Path:
     return path
 
 
+def shoal(arguments: list[str]) -> int:
+    """Be the ``shoal`` command in a process that has vLLM imported, and return its exit code."""
+    sys.argv = ["shoal", *arguments]
+    # vLLM sets its loggers up when it is imported.
+    loggers = logging.getLogger("vllm")
+    for filters in (loggers, *loggers.handlers):
+        filters.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    return cli.main(arguments)
+
+
+def run_shoal(arguments: list[str], variables: dict[str, str]) -> preloaded.Process:
+    """Start the ``shoal`` command with these environment variables, and with vLLM imported."""
+    return preloaded.Process(f"{__name__}:{shoal.__name__}", [arguments], variables)
+
+
+def _run_fresh(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "server.cli", *arguments],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+async def until(http: httpx.AsyncClient, happens: Callable[[Any], bool]) -> None:
+    """Poll the node's view, which the test's time limit bounds."""
+    while not happens((await http.get("/admin/layout")).json()):
+        await asyncio.sleep(0.01)
+
+
+@contextmanager
+def served_node(cache: Path, *arguments: str, **options: Any) -> Iterator["ServedNode"]:
+    """Run a server for as long as the block lasts, and kill it then if it has not ended."""
+    node = ServedNode(cache, *arguments, **options)
+    assert node.url, "\n".join(node.lines)
+    with node.process:
+        try:
+            yield node
+        finally:
+            node.process.kill()
+
+
 class ServedNode:
     """A running server, over fake engines unless told otherwise.
 
+    Unless it is ``fresh``, as a user's is, its process begins with vLLM imported: what vLLM reads
+    from the environment as it is imported is then what the tests have there.
     ``lines`` is what it has printed until it was ready: up to one with ``last_line``, which a node
     of one engine has to name, for it offers no switch.
     """
@@ -40,19 +92,13 @@ class ServedNode:
         cache: Path,
         *arguments: str,
         real: bool = False,
+        fresh: bool = False,
         last_line: str = "switch:",
         **environment: str,
     ) -> None:
-        command = [sys.executable, "-m", "server.cli", "serve", "--port", "0"]
-        if not real:
-            command.append("--fake-engine")
-        self.process = subprocess.Popen(
-            [*command, *arguments],
-            env={**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = ["serve", "--port", "0", *([] if real else ["--fake-engine"]), *arguments]
+        variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache)} | environment
+        self.process = (_run_fresh if fresh else run_shoal)(command, variables)
         self.temporary = cache
         self.lines: list[str] = []
         assert self.process.stdout is not None

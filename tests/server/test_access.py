@@ -21,7 +21,7 @@ def parsed(*argv: str, port: int = 8000, api_key: list[str] | None = None) -> Na
     parser = ArgumentParser()
     add_access_options(parser.add_argument_group())
     args = parser.parse_args(argv)
-    vars(args).update(port=port, api_key=api_key)
+    vars(args).update(port=port, api_key=api_key, prefix_caching_hash_algo="sha256")
     return args
 
 

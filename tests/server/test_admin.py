@@ -1,14 +1,18 @@
 import json
+from typing import Any
 
+import httpx
 import pytest
 
 from runtime.messages import Treatment
+from server.access import Access
 from server.admin import (
     DEFAULT_TIMEOUT_SECONDS,
     BadRequestError,
     parse_layout_request,
     parse_policy_request,
 )
+from server.app import Backstage, build_admin_app
 
 
 def test_units_alone_are_enough() -> None:
@@ -36,6 +40,10 @@ def test_every_field_is_taken() -> None:
         (b'{"units": [[0.5]]}', "units"),
         (b'{"units": [["0"]]}', "units"),
         (b'{"units": [[true]]}', "units"),
+        (b'{"units": [[-1]]}', "units"),
+        (b'{"units": [[2147483648]]}', "units"),
+        (b'{"units": [[18446744073709551616]]}', "units"),
+        (b'{"units": [[' + b"9" * 5000 + b"]]}", "not valid"),
         (b'{"units": [[0]], "preempt": "gently"}', "gently"),
         (b'{"units": [[0]], "preempt": 1}', "preempt"),
         (b'{"units": [[0]], "timeout": "1"}', "timeout"),
@@ -73,3 +81,22 @@ def test_what_is_wrong_with_a_policy_is_named(body: bytes, named: str) -> None:
 
 def test_a_policy_is_its_name() -> None:
     assert parse_policy_request(b'{"policy": "flying"}').policy == "flying"
+
+
+async def test_a_failure_of_the_server_has_the_shape_of_the_other_errors() -> None:
+    class Broken:
+        async def get_layout(self) -> None:
+            raise RuntimeError("at address 0x7f")
+
+    parts: dict[str, Any] = dict.fromkeys(("placements", "door", "is_alive", "registered"))
+    backstage = Backstage(control=Broken(), rejected=None, **parts)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(
+        build_admin_app(backstage, Access()), raise_app_exceptions=False
+    )
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+        response = await client.get("/admin/layout")
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("InternalServerError", 500)
+    assert "0x7f" not in error["message"]

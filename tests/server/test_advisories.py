@@ -7,22 +7,26 @@ grammars there is vLLM's own code. Tests of single parts stand beside them where
 import ast
 import json
 import socket
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import msgspec
 import pytest
+from vllm.config.cache import CacheConfig, PrefixCachingHashAlgo
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from runtime.config import Addresses, NodeConfig
+from server.access import add_access_options, take_access
+from server.errors import UserError
 from server.grammars import REMEMBERED, GrammarCheck
 from server.keys import KeyRing, plain_key
 from server.placement import Placement, Placements
 from tests.server.listeners import reachable
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, key_file, served_node
 
 ROOT = Path(__file__).parents[2]
 MODEL = "shoal-demo"
@@ -34,15 +38,12 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
-    served = ServedNode(
+    with served_node(
         tmp_path_factory.mktemp("node"),
         *("--api-key", KEY, "--max-model-len", "256", "--max-grammar-seconds", "1"),
         last_line="try it:",
-    )
-    assert served.url, "\n".join(served.lines)
-    with served.process:
+    ) as served:
         yield served
-        served.process.kill()
 
 
 @pytest.fixture
@@ -326,6 +327,24 @@ def test_cve_2025_46570_a_salt_of_the_server_s_keeps_tenants_prefixes_apart() ->
     assert len(set(salts)) == len(salts)
     assert salt("b", salt("a")) != salt("a")
     assert salt(None, "x") == "x"
+
+
+def test_cve_2025_25183_tenants_prefixes_are_told_apart_by_a_cryptographic_hash(
+    tmp_path: Path,
+) -> None:
+    parser = ArgumentParser()
+    add_access_options(parser.add_argument_group())
+    args = parser.parse_args(["--api-key-file", str(key_file(tmp_path / "keys.json", "a"))])
+    vars(args).update(api_key=None, prefix_caching_hash_algo=CacheConfig().prefix_caching_hash_algo)
+    assert take_access(args, {}).needs_key
+    weak = {name for name in get_args(PrefixCachingHashAlgo) if not name.startswith("sha256")}
+    assert weak
+    for name in weak:
+        args.prefix_caching_hash_algo = name
+        with pytest.raises(UserError, match=f"--prefix-caching-hash-algo {name}: "):
+            take_access(args, {})
+    args.api_key_file = None
+    take_access(args, {})  # without several keys there is nobody to keep apart
 
 
 # --- parsers ---

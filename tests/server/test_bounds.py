@@ -1,10 +1,12 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from server.bounds import DEFAULTS, BoundsError, check_body, decode_object
+from tests.work_counts import bytecodes
 
 SMALL = replace(
     DEFAULTS,
@@ -72,6 +74,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
         {"prompt": "x", "structured_outputs": {"json": '{"type": "object"}'}},
         {"prompt": "x", "structured_outputs": {"json": {"default": {"json": "no JSON"}}}},
         {"tokens": [1] * 8},
+        {"prompt": "x", "top_k": 2**63 - 1, "seed": -(2**63), "length_penalty": -1.5},
+        {"prompt": "x", "structured_outputs": {"json": {"maximum": 2**64 - 1}}},
+        {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}]},
+        {"input": [{"role": "assistant", "content": "x"}, {"role": "user", "content": []}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]}]},
+        {"messages": said("x"), "tools": [TOOL], "tool_choice": TOOL},
+        {"input": "x", "tools": [{"type": "function", "name": "f"}], "tool_choice": TOOL},
         {"prompt": 7, "n": "two", "stop": 3, "messages": "no list", "tools": {}, "logit_bias": []},
     ],
 )
@@ -131,6 +140,12 @@ def test_what_is_within_bounds_or_vllms_to_judge_passes(fields: dict[str, Any]) 
         ("chat_template_kwargs", {"chat_template_kwargs": {"a": [1]}}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"a": "x" * 7}}),
         ("chat_template_kwargs", {"chat_template_kwargs": ["a"]}),
+        ("length_penalty", {"length_penalty": -1e76}),
+        ("length_penalty", {"length_penalty": 11}),
+        ("length_penalty", {"length_penalty": 10**400}),
+        ("top_k", {"top_k": 2**63}),
+        ("seed", {"seed": -(2**63) - 1}),
+        ("repetition_detection", {"repetition_detection": {"min_count": 2**64}}),
     ],
 )
 def test_what_is_beyond_a_bound_is_refused_by_its_name(param: str, fields: dict[str, Any]) -> None:
@@ -186,6 +201,33 @@ def test_tools_that_the_server_would_have_to_call_are_refused(kind: Any) -> None
     assert refused(input="x", tools=tools).param == "tools"
 
 
+@pytest.mark.parametrize("value", [[], "text", True, 7])
+def test_a_constraint_is_an_object(value: Any) -> None:
+    """vLLM looks into it before it knows what it is."""
+    assert refused(prompt="x", structured_outputs=value).param == "structured_outputs"
+
+
+@pytest.mark.parametrize("parts", [[], ["x"], [{"type": "refusal", "refusal": "x"}], [None]])
+def test_an_earlier_answer_of_a_response_begins_with_text(parts: Any) -> None:
+    """vLLM takes the text of its first part, whatever that is."""
+    item = {"type": "message", "role": "assistant", "content": parts}
+    assert refused(input=[*said("x"), item]).param == "input"
+
+
+def test_an_output_in_parts_is_one_of_the_client_s() -> None:
+    """vLLM takes it for one of its own if it says who created it, and then knows no such parts."""
+    item: dict[str, Any] = {"type": "function_call_output", "call_id": "1", "created_by": None}
+    assert refused(input=[{**item, "output": [{"type": "input_text", "text": "x"}]}])
+    check(input=[{**item, "output": "x"}])
+
+
+@pytest.mark.parametrize("tool", [{"type": "function"}, {"function": {}}, {"function": 7}])
+def test_tools_of_which_one_is_chosen_have_names(tool: dict[str, Any]) -> None:
+    fields = {"messages": said("x"), "tools": [TOOL, tool]}
+    assert refused(**fields, tool_choice=TOOL).param == "tools"
+    check(**fields, tool_choice="auto")
+
+
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "return_tensors"])
 def test_arguments_of_the_template_engine_are_no_variables(name: str) -> None:
     assert name in str(refused(messages=said("x"), chat_template_kwargs={name: True}))
@@ -230,3 +272,20 @@ def test_of_a_field_that_is_given_twice_the_last_one_counts_as_it_does_for_vllm(
     assert json.loads(body) == decode_object(body, 4) == {"n": 99}
     with pytest.raises(BoundsError):
         check_body(body, SMALL)
+
+
+def test_a_long_prompt_of_token_ids_takes_no_step_of_python_for_each() -> None:
+    def steps(tokens: int) -> int:
+        body = json.dumps({"model": "m", "prompt": [7] * tokens}).encode()
+        return bytecodes(lambda: check_body(body, DEFAULTS))
+
+    assert steps(20_000) == steps(2)
+
+
+def test_work_is_counted_where_python_does_it() -> None:
+    def steps(size: int, each: Callable[[list[int]], object]) -> int:
+        entries = [7] * size
+        return bytecodes(lambda: each(entries))
+
+    assert steps(200, lambda entries: [n + 1 for n in entries]) > 200
+    assert steps(200, sorted) == steps(100, sorted)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node, until
 from tests.server.retrying_proxy import retrying_proxy
 
 MODEL = "shoal-demo"
@@ -37,12 +37,6 @@ def tokens_of(chunks: list[Any]) -> int:
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-async def until(http: httpx.AsyncClient, happens: Any) -> None:
-    """Poll the node's view, which the test's time limit bounds."""
-    while not happens((await http.get("/admin/layout")).json()):
-        await asyncio.sleep(0.01)
-
-
 def running(view: dict[str, Any]) -> int:
     return sum(unit["running"] + unit["waiting"] for unit in view["units"])
 
@@ -51,12 +45,8 @@ def running(view: dict[str, Any]) -> int:
 def served(directory: Path, *arguments: str, **more: Any) -> Iterator[ServedNode]:
     """Run a node, and kill it if the test has not ended it."""
     directory.mkdir(exist_ok=True)
-    node = ServedNode(directory, *arguments, **more)
-    with node.process:
-        try:
-            yield node
-        finally:
-            node.process.kill()
+    with served_node(directory, *arguments, **more) as node:
+        yield node
 
 
 async def test_a_client_that_reads_nothing_holds_no_blocks_and_a_drain_takes_nothing_new(

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.bench.failures import counter
 from tests.server.node import ServedNode
 
 STREAMS = 8
@@ -101,16 +102,11 @@ def check_streams(node: ServedNode, act: Any) -> None:
     assert 0 < len(reasons) < PINNED
     assert all("cannot go on elsewhere" in reason for reason in reasons)
     with node.client() as http:
-        assert counter(http, "shoal_requests_migrated_total") > 0
-        outcomes = 'shoal_requests_total{outcome="%s"}'
-        assert counter(http, outcomes % "lost") == len(reasons)
-        assert counter(http, outcomes % "poisoned") == 0
-
-
-def counter(http: httpx.Client, series: str) -> float:
-    lines = http.get("/metrics").text.splitlines()
-    (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{series} ")]
-    return float(value)
+        metrics = http.get("/metrics").text
+    assert counter(metrics, "shoal_requests_migrated_total") > 0
+    outcomes = 'shoal_requests_total{outcome="%s"}'
+    assert counter(metrics, outcomes % "lost") == len(reasons)
+    assert counter(metrics, outcomes % "poisoned") == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -119,7 +115,8 @@ def test_streams_go_on_when_an_engine_dies(cache: Path, number: signal.Signals) 
     check_streams(node, lambda: os.kill(node.children[0], number))
     cause = {signal.SIGKILL: "ended", signal.SIGSTOP: "stopped"}[number]
     with node.client() as http:
-        assert counter(http, f'shoal_engine_deaths_total{{cause="{cause}"}}') == 1
+        metrics = http.get("/metrics").text
+    assert counter(metrics, f'shoal_engine_deaths_total{{cause="{cause}"}}') == 1
     node.stop()
     assert node.leftovers() == []
 

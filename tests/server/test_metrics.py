@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runtime.messages import NodeMetrics, Outcome
 from runtime.metrics import EngineGauges
 from server.metrics import SCHEDULER_GAUGES, page
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node
 
 MODEL = "shoal-demo"
 ALONE, PAIR = [[0], [1]], [[0, 1]]
@@ -31,15 +31,12 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     """Two front ends, whose counts every page shows together; logs for machines."""
     cache = tmp_path_factory.mktemp("cache")
-    served = ServedNode(
+    with served_node(
         cache,
         *("--fake-step-ms", "5", "--max-model-len", "512", "--api-server-count", "2"),
         *("--log-format", "json", "--max-num-seqs", "8"),
-    )
-    assert served.url, "\n".join(served.lines)
-    yield served
-    served.process.kill()
-    served.process.wait()
+    ) as served:
+        yield served
 
 
 def scrape(url: str) -> dict[str, Metric]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runtime.config import MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS
 from server.errors import UserError, one_line
 from server.options import (
     CPU_KV_BYTES,
@@ -93,6 +94,8 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str) -> None:
         (["--step-timeout", "inf"], "--step-timeout"),
         (["--fake-engine", "--fake-step-ms", "-1"], "--fake-step-ms"),
         (["--fake-step-ms", "1"], "--fake-engine"),
+        (["--recording-dir", "/nowhere/at/all"], "--recording-dir /nowhere/at/all"),
+        (["--recording-dir", "/tmp", "--fake-engine"], "nothing to record"),
         (["--port", "65536"], "--port 65536"),
     ],
 )
@@ -255,11 +258,12 @@ def test_the_service_is_called_shoal_unless_it_has_a_name() -> None:
         assert environ.get("OTEL_SERVICE_NAME") == name
 
 
-def test_limits_of_the_pool_are_off_unless_set() -> None:
+def test_the_pool_is_bounded_out_of_the_box() -> None:
     args = parsed("--max-waiting-requests", "1", "--max-waiting-tokens", "2")
     check(args)
     assert (args.max_waiting_requests, args.max_waiting_tokens) == (1, 2)
-    assert (parsed().max_waiting_requests, parsed().max_waiting_tokens) == (None, None)
+    assert parsed().max_waiting_requests == MAX_WAITING_REQUESTS
+    assert parsed().max_waiting_tokens == MAX_WAITING_TOKENS
 
 
 @pytest.mark.parametrize("option", ["--max-waiting-requests", "--max-waiting-tokens"])
@@ -273,6 +277,12 @@ def test_a_limit_of_the_pool_is_at_least_one(option: str, value: str) -> None:
 def test_aging_takes_a_time(value: str) -> None:
     with pytest.raises(UserError, match="--priority-aging"):
         check(parsed("--priority-aging", value))
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "inf", "nan"])
+def test_the_limit_of_pauses_takes_a_time(value: str) -> None:
+    with pytest.raises(UserError, match=f"--pause-limit {value}"):
+        check(parsed("--pause-limit", value))
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])

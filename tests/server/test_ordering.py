@@ -62,3 +62,25 @@ def test_nothing_is_kept_for_requests_that_are_gone() -> None:
     front.gone = True
     front.receive(1, 5)
     assert len(front.order) == 0
+
+
+def test_of_outputs_that_go_on_nobody_asks_how_far_they_are() -> None:
+    asked: list[str] = []
+
+    def standing(request_id: str) -> tuple[int, int]:
+        asked.append(request_id)
+        return PROMPT, 1
+
+    def outputs(prefill: object = None) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(request_id=f"r{k}", new_token_ids=[7], prefill_stats=prefill)
+            for k in range(64)
+        ]
+
+    order = InOrder(standing)
+    going_on = outputs()
+    assert order.take((0,), going_on) == going_on
+    assert asked == []
+
+    order.take((0,), outputs(SimpleNamespace(num_prompt_tokens=PROMPT)))
+    assert len(asked) == 64

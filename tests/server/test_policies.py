@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node
 
 MODEL = "shoal-demo"
 TOKENS = 120
@@ -17,10 +17,9 @@ TOKENS = 120
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     cache = tmp_path_factory.mktemp("cache")
-    served = ServedNode(cache, "--fake-step-ms", "5", "--max-model-len", "256", "--max-sp", "2")
-    assert served.url, "\n".join(served.lines)
-    yield served
-    served.stop()
+    arguments = ("--fake-step-ms", "5", "--max-model-len", "256", "--max-sp", "2")
+    with served_node(cache, *arguments) as served:
+        yield served
 
 
 @pytest.fixture
@@ -92,16 +91,17 @@ def test_the_layout_follows_the_load(node: ServedNode, http: httpx.Client) -> No
         while await asyncio.to_thread(widest) != width:
             await asyncio.sleep(0.05)
 
-    async def rise_and_fall() -> list[str]:
+    async def rise_and_fall() -> list[list[str]]:
         await until(2)
-        burst = asyncio.create_task(streams(node.url, prompts))
-        await until(1)
-        texts = await burst
+        rise = asyncio.create_task(until(1))
+        bursts = []
+        while not rise.done():  # one burst after the other, for as long as that takes
+            bursts.append(await streams(node.url, prompts))
         await until(2)
-        return texts
+        return bursts
 
-    texts = asyncio.run(asyncio.wait_for(rise_and_fall(), 120))
-    assert texts[:6] == alone
+    bursts = asyncio.run(asyncio.wait_for(rise_and_fall(), 120))
+    assert all(texts[:6] == alone for texts in bursts)
     assert http.get("/admin/policy").json()["moved"] > 0
     assert http.post("/admin/audit").json()["clean"]
     assert http.post("/admin/policy", json={"policy": "manual"}).status_code == 200

@@ -17,7 +17,7 @@ import pytest
 
 from policies.flying import FlyingSettings
 from policies.partition import Partition, groups_of, singles
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node
 from tests.variety import is_varied
 
 ENGINES = 4
@@ -48,17 +48,14 @@ JOBS = [*STEADY_JOBS, *BURST_JOBS, URGENT_JOB]
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
-    served = ServedNode(
+    with served_node(
         tmp_path_factory.mktemp("cache"),
         *("--engines", str(ENGINES), "--policy", "flying"),
         *("--max-num-seqs", "16", "--max-model-len", "1024"),
         "--enforce-eager",
         real=True,
-    )
-    assert served.url, "\n".join(served.lines)
-    with served.process:
+    ) as served:
         yield served
-        served.process.kill()
 
 
 @dataclass

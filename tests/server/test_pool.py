@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.node import ServedNode, key_file
+from tests.server.node import ServedNode, key_file, served_node, until
 
 BUSY = 2
 """Requests that one seat runs or is given ahead: the next request waits in the pool."""
@@ -23,17 +23,14 @@ LIMIT = 3
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     directory = tmp_path_factory.mktemp("pool")
     keys = key_file(directory / "keys.json", *KEYS)
-    served = ServedNode(
+    with served_node(
         directory,
         *("--engines", "1", "--max-num-seqs", "1", "--fake-step-ms", "50"),
         *("--api-key-file", str(keys), "--admin-key-file", str(keys)),
         *("--max-waiting-requests", str(LIMIT)),
         last_line="try it:",
-    )
-    assert served.url, "\n".join(served.lines)
-    with served.process:
+    ) as served:
         yield served
-        served.process.kill()
 
 
 @pytest.fixture
@@ -69,12 +66,6 @@ def loads(view: dict[str, Any]) -> tuple[int, int]:
 
 def ask(max_tokens: int = 1) -> dict[str, Any]:
     return {"model": "shoal-demo", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
-
-
-async def until(http: httpx.AsyncClient, happens: Any) -> None:
-    """Poll the node's view, which the test's time limit bounds."""
-    while not happens((await http.get("/admin/layout")).json()):
-        await asyncio.sleep(0.01)
 
 
 async def pool_of(http: httpx.AsyncClient, size: int) -> None:

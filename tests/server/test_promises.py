@@ -90,6 +90,14 @@ def test_a_node_that_needs_no_cost_model_starts_without_and_says_so() -> None:
     assert said == ["  no cost model: nothing is known of dtype float64"]
 
 
+def test_a_model_whose_configuration_names_no_mlp_size_has_no_cost_model() -> None:
+    said: list[str] = []
+    bloom = Model(hf_text_config=SimpleNamespace(num_attention_heads=32))
+    args = parsed(policy="flying")
+    assert node_cost_model(args, bloom, "auto", gpus=8, say=said.append) is None
+    assert said == ["  no cost model: the model's configuration has no intermediate_size"]
+
+
 @pytest.mark.parametrize(
     ("argv", "policy"),
     [

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from server import cli
 from tests.loadgen.stand_in import StandIn, complete, events, stand_in, stream, token
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node
 
 SHORT = ("--trace", "poisson", "--rate", "50", "--requests", "8")
 SMALL = ("--prompt-tokens", "5:40", "--output-tokens", "2:9")
@@ -152,10 +152,8 @@ def test_a_report_of_no_replay_is_one_line(
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     cache = tmp_path_factory.mktemp("cache")
-    served = ServedNode(cache, "--engines", "2", "--fake-step-ms", "2")
-    assert served.url, served.lines
-    yield served
-    served.stop()
+    with served_node(cache, "--engines", "2", "--fake-step-ms", "2") as served:
+        yield served
 
 
 @pytest.mark.parametrize(

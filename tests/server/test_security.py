@@ -12,9 +12,10 @@ from fastapi.routing import APIRoute
 
 from server.access import Access, MetricsAccess
 from server.app import AppOptions, Backstage, build_admin_app, build_app
+from server.bench.processes import tree
 from server.frontend import VLLM_ROUTERS
-from tests.server.listeners import listeners, reachable, tree_of
-from tests.server.node import ServedNode, key_file
+from tests.server.listeners import listeners, reachable
+from tests.server.node import ServedNode, key_file, served_node
 
 MODEL = "shoal-demo"
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 1}
@@ -71,17 +72,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(folder: Path) -> Iterator[ServedNode]:
-    served = ServedNode(
+    with served_node(
         folder,
         *("--api-key-file", str(key_file(folder / "keys.json", *KEYS))),
         *("--admin-key-file", str(key_file(folder / "admin.json", "operator"))),
         *("--max-model-len", "256", "--metrics", "open", "--max-body-bytes", "20000"),
+        fresh=True,
         VLLM_SERVER_DEV_MODE="1",
-    )
-    assert served.url, "\n".join(served.lines)
-    with served.process:
+    ) as served:
         yield served
-        served.process.kill()
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -234,7 +233,7 @@ def test_a_refusal_of_vllm_s_is_told_before_a_stream_begins(http: httpx.Client) 
 
 
 def test_all_that_listens_is_on_this_machine(node: ServedNode) -> None:
-    assert len(tree_of(node.process.pid)) > 4
+    assert len(list(tree(node.process.pid))) > 4
     ports = {address.rpartition(":")[2] for address in listeners(node.process.pid)}
     assert ports == {url.rpartition(":")[2] for url in (node.url, node.admin_url)}
     assert reachable(node.process.pid) == {}

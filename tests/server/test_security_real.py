@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.server.listeners import listeners, reachable, tree_of
-from tests.server.node import ServedNode, key_file
+from server.bench.processes import tree
+from tests.server.listeners import listeners, reachable
+from tests.server.node import ServedNode, key_file, served_node
 
 PROMPT = "Once upon a time there was a boat that sailed to the island and back again. " * 8
 """Several blocks of the KV cache."""
@@ -15,17 +16,14 @@ PROMPT = "Once upon a time there was a boat that sailed to the island and back a
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     folder = tmp_path_factory.mktemp("node")
-    served = ServedNode(
+    with served_node(
         folder,
         *("--api-key-file", str(key_file(folder / "keys.json", "one", "two"))),
         *("--admin-key-file", str(key_file(folder / "admin.json", "operator"))),
         "--enable-prompt-tokens-details",
         real=True,
-    )
-    assert served.url, "\n".join(served.lines)
-    with served.process:
+    ) as served:
         yield served
-        served.process.kill()
 
 
 def cached(node: ServedNode, key: str, salt: str | None = None) -> int:
@@ -66,7 +64,7 @@ def test_cve_2025_46570_one_key_s_prefixes_are_not_found_by_another(node: Served
 def test_cve_2025_30202_2025_47277_torch_and_gloo_listen_on_this_machine_only(
     node: ServedNode,
 ) -> None:
-    assert len(tree_of(node.process.pid)) >= 7
+    assert len(list(tree(node.process.pid))) >= 7
     switch(node, [[0], [1]])
     switch(node, [[0, 1]])
     ports = {url.rpartition(":")[2] for url in (node.url, node.admin_url)}

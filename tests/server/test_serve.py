@@ -1,10 +1,9 @@
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import openai
 import pytest
 
 from runtime.messages import Outcome
-from tests.server.node import ServedNode, key_file
+from tests.server.node import ServedNode, key_file, run_shoal, served_node
 
 MODEL = "shoal-demo"
 KEY = "one"
@@ -28,14 +27,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def node(cache: Path) -> Iterator[ServedNode]:
     keys = key_file(cache / "admin.json", KEY)
-    served = ServedNode(
+    with served_node(
         cache,
         *("--api-key", KEY, "two", "--admin-key-file", str(keys), "--max-model-len", "256"),
-    )
-    assert served.url, "\n".join(served.lines)
-    yield served
-    served.process.kill()
-    served.process.wait()
+    ) as served:
+        yield served
 
 
 @pytest.fixture
@@ -364,7 +360,8 @@ def test_a_lost_engine_is_left_out_and_a_lost_controller_ends_the_server(cache: 
 def test_a_port_in_use_is_refused_with_one_line(cache: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stderr == f"shoal: cannot listen on 127.0.0.1:{port}: the port is in use\n"
+        process = run_shoal(["serve", "--port", str(port)], dict(os.environ))
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    _starting, _imports, error = said.splitlines()
+    assert error == f"shoal: cannot listen on 127.0.0.1:{port}: the port is in use"

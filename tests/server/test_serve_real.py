@@ -13,7 +13,7 @@ import pytest
 from loadgen.workload import Arrival
 from runtime.simulation.files import read_hardware, read_shape
 from runtime.simulation.node import Node, simulate
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node
 
 MODEL = "shoal-demo"
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
@@ -31,13 +31,14 @@ def node(cache: Path) -> Iterator[ServedNode]:
     # So small a model would fill a JSON text with white space.
     compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
     # vLLM's tool parser logs an error when a call is cut off.
-    served = ServedNode(
-        cache, "--structured-outputs-config", compact, real=True, VLLM_LOGGING_LEVEL="CRITICAL"
-    )
-    assert served.url, "\n".join(served.lines)
-    yield served
-    served.process.kill()
-    served.process.wait()
+    with served_node(
+        cache,
+        *("--structured-outputs-config", compact),
+        real=True,
+        fresh=True,
+        VLLM_LOGGING_LEVEL="CRITICAL",
+    ) as served:
+        yield served
 
 
 @pytest.fixture
@@ -142,13 +143,18 @@ def test_several_choices_differ(client: openai.OpenAI, layout: str) -> None:
     assert answer.usage.completion_tokens == 48
 
 
-def test_output_follows_a_json_schema(client: openai.OpenAI, layout: str) -> None:
-    schema = {
+def schema_of(name: str) -> dict[str, object]:
+    """Return the schema of an object with one number of up to two digits."""
+    return {
         "type": "object",
-        "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["size"],
+        "properties": {name: {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": [name],
         "additionalProperties": False,
     }
+
+
+def test_output_follows_a_json_schema(client: openai.OpenAI, layout: str) -> None:
+    schema = schema_of("size")
     answer = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -170,12 +176,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI, layout: str) -> None:
             "name": "depth",
             "description": "Depth of a sea",
             "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {"metres": {"type": "integer", "minimum": 0, "maximum": 99}},
-                "required": ["metres"],
-                "additionalProperties": False,
-            },
+            "parameters": schema_of("metres"),
         },
     }
     answer = client.chat.completions.create(

@@ -74,6 +74,8 @@ def test_a_request_says_a_threshold(body: bytes, threshold: int | ShiftRule) -> 
         (b'{"threshold": -1}', "'-1' is no threshold"),
         (b'{"threshold": 99999999}', "'99999999' is no threshold"),
         (b'{"threshold": "on"}', "'on' is no threshold"),
+        (b'{"threshold": "512"}', "without quotes"),
+        (b'{"threshold": "' + b"9" * 5000 + b'"}', "without quotes"),
         (b'{"threshold": 512, "degree": 2}', "unknown field degree"),
     ],
 )

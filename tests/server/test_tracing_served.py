@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.node import ServedNode
+from tests.server.node import ServedNode, served_node
 from tests.server.otlp import Collector, Span, grpc_collector, http_collector
 
 MODEL = "shoal-demo"
@@ -30,17 +30,15 @@ def collector() -> Iterator[Collector]:
 def node(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     """Two front ends: each exports the requests that it serves, one of them the switches."""
     cache = tmp_path_factory.mktemp("cache")
-    served = ServedNode(
+    with served_node(
         cache,
         *("--fake-step-ms", "10", "--api-server-count", "2", "--max-num-seqs", "2"),
         *("--max-waiting-requests", "1"),
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=collector.url,
         OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
         OTEL_BSP_SCHEDULE_DELAY="50",
-    )
-    assert served.url, "\n".join(served.lines)
-    yield served
-    served.stop()
+    ) as served:
+        yield served
 
 
 def new_trace() -> str:
@@ -214,8 +212,8 @@ async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> No
         bad = {"x-vllm-priority": "much", **headers(invalid)}
         assert (await http.post("/v1/completions", json=body, headers=bad)).status_code == 400
         # Two engines with two seats each, and one request ahead for each; one may wait.
-        busy = [await start(node.url, new_trace(), 100) for _ in range(4)]
-        ahead = [asyncio.create_task(ask(node.url, new_trace(), 100)) for _ in range(2)]
+        busy = [await start(node.url, new_trace(), 1000) for _ in range(4)]
+        ahead = [asyncio.create_task(ask(node.url, new_trace(), 1000)) for _ in range(2)]
         late = {"x-shoal-deadline-ms": "400", **headers(expired)}
         while True:
             view = (await http.get("/admin/layout")).json()
@@ -226,7 +224,9 @@ async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> No
             pass
         assert (await ask(node.url, full)).status_code == 503
         assert (await waiting).status_code == 504
-    await asyncio.gather(*busy, *ahead)
+    for task in (*busy, *ahead):
+        task.cancel()
+    await asyncio.gather(*busy, *ahead, return_exceptions=True)
     expected = (
         (invalid, 400, "invalid"),
         (unknown, 404, "invalid"),

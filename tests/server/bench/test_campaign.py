@@ -41,6 +41,7 @@ SIZES = Sizes(
     long_repeats=1,
     prompt_load=(2, 64, 1),
     combined_load=(2, 32, 4),
+    scored=(1, 1 << 20, 1),
 )
 SETTINGS = Settings(
     shape="tiny",
@@ -124,7 +125,7 @@ def test_systems_are_measured_one_after_the_other(tmp_path: Path) -> None:
     assert not run(one, 280.0)
     systems = msgspec.json.decode((tmp_path / "results.json").read_bytes())["systems"]
     assert list(systems) == [STOCK_DP, SHOAL]
-    # Fake engines tell no log probabilities: that keeps nothing else from being measured.
+    # Too long a prompt is refused: that keeps nothing else from being measured.
     assert all(set(systems[name]["failures"]) == {"numerics"} for name in systems)
     assert set(systems[SHOAL]["measures"]) == set(APPLYING)
     assert set(APPLYING) - set(systems[STOCK_DP]["measures"]) == {"switch-idle", "switch-loaded"}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from server.bench import cli, compare
-from server.bench.model import kv_bytes_per_token, read_shape, write_model
+from server.bench.model import kv_bytes_per_token, read_shape
 from server.bench.systems import PORT, Settings, all_systems
 from server.errors import UserError
 
@@ -53,6 +53,18 @@ def test_a_run_without_time_starts_nothing_and_reports(
     assert "run again" in capsys.readouterr().err
     assert "--enforce-eager" in (tmp_path / "report.md").read_text()
     assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_a_breakdown_is_taken_alone_and_of_shoal_alone(tmp_path: Path) -> None:
+    arguments = [*GPU[:-2], "--out", str(tmp_path), "--budget-seconds", "0"]
+    with pytest.raises(UserError, match="--measures breakdown: take it alone"):
+        cli.main([*arguments, "--measures", "decode,breakdown"])
+    assert cli.main([*arguments, "--measures", "breakdown"]) == compare.INCOMPLETE_EXIT_CODE
+    assert list((tmp_path / "recordings").iterdir()) == []
+    # The same directory goes on with other measures.
+    assert cli.main([*arguments, "--measures", "decode"]) == compare.INCOMPLETE_EXIT_CODE
+    stock = [*arguments, "--measures", "breakdown", "--systems", "stock-dp"]
+    assert cli.main(stock) == 0, "there is nothing to take"
 
 
 def test_results_of_other_settings_are_not_taken_up(tmp_path: Path) -> None:
@@ -110,12 +122,3 @@ def test_kv_bytes_are_those_of_all_layers() -> None:
     assert kv_bytes_per_token(read_shape("llama-3-8b")) == 2 * 32 * 8 * 128 * 2
     assert kv_bytes_per_token(read_shape("llama-3-8b"), "fp8") == 2 * 32 * 8 * 128
     assert kv_bytes_per_token(read_shape("qwen-2.5-32b")) == 2 * 64 * 8 * 128 * 2
-
-
-def test_a_model_without_weights_has_a_tokenizer_of_every_byte(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
-
-    write_model(tmp_path, read_shape("llama-3-8b"))
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.decode(tokenizer.encode("Zoë, 東京\n").ids) == "Zoë, 東京\n"
-    assert tokenizer.decode([100_000]) == ""

@@ -37,14 +37,14 @@ def test_a_counter_is_not_taken_for_another_with_a_longer_name() -> None:
 
 
 def failure(fault: str, detection: float, gaps: list[float]) -> Failure:
-    return Failure(fault, detection, 4, gaps, 3, 1, 2.0, 2.5, 0.25)
+    return Failure(fault, detection, 4, gaps, 3, 1, 2.0, 2.5, 0.25, 0.75)
 
 
 def test_the_report_has_every_figure() -> None:
     failures = [failure("kill -9", 0.1, [0.2]), failure("kill -9", 0.3, [0.4])]
     result = Failures(["serve"], {}, 8, 300, 0.06, [*failures, failure("SIGSTOP", 1.0, [])])
     text = report(result)
-    times = "2000.00 / 2000.00 | 2500.00 / 2500.00 | 250.00 / 250.00 |"
+    times = "2000.00 / 2000.00 | 2500.00 / 2500.00 | 250.00 / 250.00 | 750.00 / 750.00 |"
     assert f"| kill -9 | 2 | 200.00 / 300.00 | 300.00 / 400.00 | 8 | 6 | 2 | {times}" in text
     assert f"| SIGSTOP | 1 | 1000.00 / 1000.00 | - | 4 | 3 | 1 | {times}" in text
     assert "at most 60.00 ms" in text

@@ -118,7 +118,7 @@ def result(**other: Any) -> Overload:
         "refused": {"p50": 0.001, "p99": 0.0125, "max": 0.1},
         "ttft": None,
         "recovery": 0.25,
-        "memory": [Growth("front end 0", 612.5, 600.0, 612.0, 0.5)],
+        "memory": [Growth("front end 0", 612.5, 600.0, 612.0, 0.5, 7)],
         "problems": [],
     }
     return Overload(**(fields | other))

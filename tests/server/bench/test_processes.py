@@ -9,7 +9,9 @@ from server.bench.processes import MemoryLog, name_and_mib, slope, tree
 GROWER = """
 import subprocess, sys
 kept = []
-child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+command = [sys.executable, "-c", "print(flush=True); input()"]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()  # it has grown to what it is
 for line in sys.stdin:
     kept.append(b"x" * (8 << 20))
     print(child.pid, flush=True)

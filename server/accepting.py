@@ -1,0 +1,133 @@
+"""How several front ends share one listening socket: each accepts its part of the connections.
+
+All of them wait for it, and the kernel wakes the one first that began to wait last. A server that
+takes whatever is there then has most connections, and the work of their requests on one core. Here
+each takes one at a time, and none while another has fewer.
+"""
+
+import asyncio
+import errno
+import multiprocessing
+import socket
+from collections.abc import Callable
+from functools import partial
+
+DEFER_SECONDS = 0.001
+"""How long a connection is left to the front ends that have fewer; they may be busy."""
+RETRY_SECONDS = 1.0
+"""Pause after the process or the machine has run out of what a connection takes."""
+_ABSENT = 1 << 40
+"""Count of a front end that accepts nothing."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Tally:
+    """The connections of every front end, in memory that they share. Made before they start.
+
+    Each writes its own number alone, so that none waits for another.
+
+    Args:
+        front_ends: how many there are.
+    """
+
+    def __init__(self, front_ends: int) -> None:
+        self._counts = multiprocessing.RawArray("q", [_ABSENT] * front_ends)
+
+    def note(self, front_end: int, connections: int) -> None:
+        """Note how many connections a front end has, which accepts more."""
+        self._counts[front_end] = connections
+
+    def leave(self, front_end: int) -> None:
+        """Note that a front end accepts no more."""
+        self._counts[front_end] = _ABSENT
+
+    def counts(self) -> list[int]:
+        """Return the connections of each, a high number for those that accept none."""
+        return list(self._counts)
+
+
+class Acceptor:
+    """Accepts connections of a shared listener in the running event loop.
+
+    Args:
+        listener: the socket; others may listen on it too.
+        tally: the connections of all front ends.
+        front_end: number of this one.
+        connections: returns how many it has.
+        serve: takes over an accepted socket.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tally: Tally,
+        front_end: int,
+        connections: Callable[[], int],
+        serve: Callable[[socket.socket], None],
+    ) -> None:
+        self._listener = listener
+        self._tally = tally
+        self._front_end = front_end
+        self._connections = connections
+        self._serve = serve
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+
+    def start(self, backlog: int) -> None:
+        """Listen, and accept from now on."""
+        self._listener.setblocking(False)
+        self._listener.listen(backlog)
+        self.note()
+        self._wait()
+
+    def stop(self) -> None:
+        """Accept no more; the others go on."""
+        self._tally.leave(self._front_end)
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
+
+    def note(self) -> None:
+        """Note how many connections there are: to be called when one has come or gone."""
+        self._tally.note(self._front_end, self._connections())
+
+    def _wait(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener, self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Accept one connection, or leave it to others for a moment."""
+        counts = self._tally.counts()
+        if self._is_ahead(counts):
+            self._pause_for(DEFER_SECONDS, partial(self._take_what_is_left, counts))
+        else:
+            self._accept()
+
+    def _take_what_is_left(self, counts: list[int]) -> None:
+        """Accept what nobody has taken: where counts have changed, it is another connection."""
+        self._wait()
+        now = self._tally.counts()
+        if now == counts or not self._is_ahead(now):
+            self._accept()
+
+    def _is_ahead(self, counts: list[int]) -> bool:
+        return counts[self._front_end] > min(counts)
+
+    def _pause_for(self, seconds: float, then: Callable[[], None]) -> None:
+        # The loop would be woken again and again.
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(seconds, then)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            # Anything else is over: another one was faster, or the client has gone.
+            if error.errno in _EXHAUSTED:
+                self._pause_for(RETRY_SECONDS, self._wait)
+            return
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # It counts at once, not only when its protocol is made.
+        self._tally.note(self._front_end, self._connections() + 1)
+        self._serve(accepted)
