@@ -7,6 +7,10 @@
 #   PORT         port of `make serve`
 #   ARGS         more arguments for `shoal serve`
 #   PYTEST_ARGS  more arguments for pytest
+#   PYTEST_PROCESSES  processes that run tests (2); one of them runs all with real engines
+#
+# SHOAL_RANDOM_OPERATIONS in the environment says how many random operations a test goes through on
+# real engines (500): more take longer and meet with more.
 #
 # `make chaos` torments a node of fake engines and then one of real ones, for CHAOS_SECONDS (900) each, with
 # events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them.
@@ -15,6 +19,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_PROCESSES ?= 2
 
 TORCH := torch==2.13.0
 UV := uv==0.13.8
@@ -29,7 +34,7 @@ serve: setup
 	@exec $(BIN)/shoal serve $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadgroup $(PYTEST_ARGS)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos

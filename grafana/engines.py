@@ -136,8 +136,8 @@ def batch() -> list[PanelBuilder]:
         ),
         graph(
             "Paused requests",
-            "Paused by a `hard` switch until their unit is back. If they stay, nothing forms that "
-            "unit again: docs/alerts.md, ShoalRequestsPausedLong.",
+            "Paused by a `hard` switch until their unit is back. Those that stay cannot be moved, "
+            "and nothing forms that unit again: docs/alerts.md, ShoalRequestsPausedLong.",
             Query(total("shoal_engine_requests", 'state="paused"', by=BY_ENGINE), ENGINE),
         ),
     ]

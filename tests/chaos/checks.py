@@ -60,9 +60,9 @@ class Resources(msgspec.Struct, frozen=True):
     """Their names, sorted."""
     descriptors: dict[int, int]
     """Open ones, by process id."""
-    files: int
+    files: frozenset[str]
     """In its runtime directory."""
-    segments: int
+    segments: frozenset[str]
     """Of its shared memory."""
 
 
@@ -130,8 +130,9 @@ def check_resources(before: Resources, after: Resources) -> list[str]:
             problems.append(f"file descriptors of process {pid}: {old} became {new}")
     for what in ("files", "segments"):
         old, new = getattr(before, what), getattr(after, what)
-        if new > old:
-            problems.append(f"{what}: {old} became {new}")
+        # A group that is formed anew has other ones.
+        if len(new) > len(old):
+            problems.append(f"{what}: {sorted(old - new)} became {sorted(new - old)}")
     return problems
 
 

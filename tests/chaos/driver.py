@@ -5,14 +5,13 @@ what it meets, is up to the machine.
 """
 
 import asyncio
-import os
 import random
 import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,20 @@ from tests.chaos.events import (
     draw_malformed,
     draw_plan,
 )
+from tests.chaos.processes import await_ends, is_tracker, life_of, lineage, send
 from tests.runtime.random_run import random_partition
 from tests.server.node import ServedNode
 
 ENGINES = {"fake": 4, "real": 2}
+PATIENCE_SECONDS = {"fake": 90.0, "real": 300.0}
+"""A client that has waited so long for a byte has been forgotten; and a node that is left alone
+must be whole again within this time. Two real engines that die together take minutes to come back
+where four processes import vLLM on two cores."""
 OPTIONS = (
     *("--max-num-seqs", "8", "--max-waiting-requests", "32"),
-    *("--restart-limit", "1000", "--restart-backoff", "0.001"),
+    *("--restart-limit", "1000", "--restart-backoff", "1e-9"),
+    # What waits longer for a unit that nobody forms again has to end before clients give up.
+    *("--pause-limit", "45"),
 )
 CLIENTS = 10
 BURST = 80
@@ -56,10 +62,12 @@ BURST = 80
 EVENT_SECONDS = 1.0
 """Between two events, on average."""
 STALL_SECONDS = 0.3
-SETTLE_SECONDS = 120.0
-"""A node that is left alone must be whole again within this time."""
-PATIENCE_SECONDS = 90.0
-"""A client that has waited so long for a byte has been forgotten."""
+SETTLE_SECONDS = 10.0
+"""An idle node must hold no more than before within this time."""
+ORPHAN_SECONDS = 5.0
+"""A process that has outlived the node must have ended."""
+END_SECONDS = 120.0
+"""A node that is asked to end must have done so."""
 SWITCH_ANSWERS = {200, 409, 503, 504}
 POLICY_ANSWERS = {200, 400}
 TREATMENTS = ("sequential", "soft", "hard", "interleave")
@@ -75,6 +83,8 @@ class Report(msgspec.Struct):
     """Answers to switches, by status."""
     recoveries: list[float] = []
     """Seconds from the end of an engine until it served again."""
+    orphans: set[str] = set()
+    """Processes that had not ended when the node had."""
     problems: list[str] = []
 
     def table(self) -> str:
@@ -97,6 +107,7 @@ class Report(msgspec.Struct):
             f"{title:20} " + "  ".join(f"{k} {v:g}" for k, v in sorted(row.items()))
             for title, row in rows
         ]
+        lines += [f"ended after the node: {name}" for name in sorted(self.orphans)]
         return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
@@ -115,6 +126,7 @@ class Chaos:
         self._seed = seed
         self._seconds = seconds
         self._engines = ENGINES[engine]
+        self._patience = PATIENCE_SECONDS[engine]
         self._real = engine == "real"
         options = ["--engines", str(self._engines), *OPTIONS]
         if not self._real:
@@ -140,18 +152,18 @@ class Chaos:
     async def _run(self) -> None:
         async with self._client() as http:
             references = await self._references(http)
-            await self._visit_layouts(http)
+            # What it takes to form a group for the first time is no leak.
+            assert await self._visit_layouts(http)
         before = await self._resources()
         counted = await self._counted()
         async with self._client() as http:
             await self._torment(http)
-            await self._recover(http)
+            await self._audit(http)
             await self._serve_again(http)
         counted = {key: value - counted[key] for key, value in (await self._counted()).items()}
         after = await self._resources(like=before)
         lived = before.descriptors.keys() & after.descriptors.keys()
-        names = {known[0] for pid in lived if (known := name_and_mib(pid))}
-        growth = [found for found in self._memory.growth() if found.process in names]
+        growth = [found for found in self._memory.growth() if found.pid in lived]
         self.report.problems += [
             *check_records(self.report.records, references),
             *check_counters(self.report.records, counted),
@@ -164,18 +176,13 @@ class Chaos:
     async def _references(self, http: httpx.AsyncClient) -> dict[int, list[int]]:
         """Return the greedy tokens of every prompt, undisturbed."""
         plans = [Plan(prompt=k, max_tokens=MOST_TOKENS) for k in range(len(PROMPTS))]
-        found = {plan.prompt: (await ask(http, plan)).tokens for plan in plans}
-        if not self._real:
-            wanted = {k: expected_tokens(prompt, MOST_TOKENS) for k, prompt in enumerate(PROMPTS)}
-            assert found == wanted
+        if self._real:  # one by one: nobody else in the batch
+            return {plan.prompt: (await ask(http, plan)).tokens for plan in plans}
+        records = await asyncio.gather(*(ask(http, plan) for plan in plans))
+        found = {k: record.tokens for k, record in enumerate(records)}
+        wanted = {k: expected_tokens(prompt, MOST_TOKENS) for k, prompt in enumerate(PROMPTS)}
+        assert found == wanted
         return found
-
-    async def _visit_layouts(self, http: httpx.AsyncClient) -> None:
-        """Have every group formed once: what that takes is no leak."""
-        for size in (2, self._engines, 1):
-            units = groups_of(self._engines, size)
-            answer = await http.post("/admin/layout", json={"units": units})
-            assert answer.status_code == 200, answer.text
 
     # --- meanwhile ----------------------------------------------------------------------------
 
@@ -206,6 +213,7 @@ class Chaos:
                 # Its draws must not depend on how long others take.
                 acts.create_task(self._act(http, event, random.Random(rng.random())))
                 await asyncio.sleep(rng.expovariate(1 / EVENT_SECONDS))
+        await self._recover(http)
 
     async def _act(self, http: httpx.AsyncClient, event: Event, rng: random.Random) -> None:
         match event:
@@ -270,7 +278,7 @@ class Chaos:
             return
         pid, engine = picked
         restarts = (await self._layout(http))["engines"][engine]["restarts"]
-        if not _send(pid, number):
+        if not send(pid, number):
             return
         self.report.events[event] += 1
         task = asyncio.create_task(self._time_recovery(http, engine, restarts))
@@ -288,37 +296,48 @@ class Chaos:
 
     async def _stall(self, rng: random.Random) -> None:
         picked = self._pick(rng)
-        if picked is not None and _send(picked[0], signal.SIGSTOP):
+        if picked is not None and send(picked[0], signal.SIGSTOP):
             self.report.events[Event.STALL] += 1
             await asyncio.sleep(rng.uniform(0, STALL_SECONDS))
-            _send(picked[0], signal.SIGCONT)
+            send(picked[0], signal.SIGCONT)
 
     # --- afterwards ---------------------------------------------------------------------------
 
     async def _recover(self, http: httpx.AsyncClient) -> None:
-        """Wait until the node is whole and at rest, then have it check its books."""
+        """Bring every unit back, until the node is whole and at rest.
+
+        What a hard switch has paused goes on then. Groups are formed again when their members are
+        single.
+        """
         await http.post("/admin/policy", json={"policy": "manual"})
         try:
-            async with asyncio.timeout(SETTLE_SECONDS):
+            async with asyncio.timeout(self._patience):
                 await asyncio.gather(*self._recovering)
-                while not _is_whole(await self._layout(http)):
-                    await asyncio.sleep(0.1)
-                while not await self._are_single(http) or not _rests(await self._layout(http)):
+                while not await self._visit_layouts(http) or not _is_at_rest(
+                    await self._layout(http)
+                ):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             view = await self._layout(http)
-            self.report.problems.append(f"not whole after {SETTLE_SECONDS:g} s: {view}")
+            self.report.problems.append(f"not whole after {self._patience:g} s: {view}")
+
+    async def _visit_layouts(self, http: httpx.AsyncClient) -> bool:
+        """Have every group formed once, and return whether all could be."""
+        done = True
+        for size in (self._engines, 2, 1):
+            units = groups_of(self._engines, size)
+            answer = await http.post("/admin/layout", json={"units": units})
+            done &= answer.status_code == 200
+        return done
+
+    async def _audit(self, http: httpx.AsyncClient) -> None:
+        """Have the node check its books."""
         audit = (await http.post("/admin/audit")).json()
         self.report.problems += [f"audit: {problem}" for problem in audit["problems"]]
 
-    async def _are_single(self, http: httpx.AsyncClient) -> bool:
-        units = groups_of(self._engines, 1)
-        answer = await http.post("/admin/layout", json={"units": units})
-        return answer.status_code == 200
-
     async def _serve_again(self, http: httpx.AsyncClient) -> None:
-        """Have every layout serve, with answers that are checked as all others."""
-        await self._visit_layouts(http)
+        """Have the node serve, with answers that are checked as all others."""
+        assert await self._visit_layouts(http)
         plans = [Plan(prompt=k, max_tokens=8) for k in range(len(PROMPTS))]
         records = await asyncio.gather(*(ask(http, plan) for plan in plans))
         self.report.records += records
@@ -327,10 +346,15 @@ class Chaos:
 
     def _end(self) -> None:
         """End the node as its user does, and see what is left."""
-        self._node.children = list(tree(self._root))[1:]
+        lives = [life for pid in tree(self._root) if (life := life_of(pid)) is not None]
+        self._node.children = []
         self._node.process.send_signal(signal.SIGTERM)
-        code = self._node.process.wait(timeout=SETTLE_SECONDS)
+        code = self._node.process.wait(timeout=END_SECONDS)
+        self.report.orphans, left = await_ends(lives[1:], ORPHAN_SECONDS)
+        self.report.problems += [f"left over: process {name}" for name in left]
         self._reader.join()
+        assert self._node.process.stdout is not None
+        self._node.process.stdout.close()
         if code != 0:
             self.report.problems.append(f"the node ended with {code}")
         self.report.problems += [f"left over: {what}" for what in self._node.leftovers()]
@@ -339,19 +363,29 @@ class Chaos:
     # --- what is there ------------------------------------------------------------------------
 
     async def _resources(self, like: Resources | None = None) -> Resources:
-        """Return what the idle node holds, at the latest when it should be as ``like``."""
-        for _ in range(100):
-            pids = [pid for pid in tree(self._root) if not _is_tracker(pid)]
-            found = Resources(
-                tuple(sorted(_lineage(pid) for pid in pids)),
-                {pid: len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids},
-                len(list(self._node.runtime_dir.rglob("*"))),
-                len(list(Path("/dev/shm").glob(f"*{self._node.runtime_dir.name}*"))),
-            )
-            if like is not None and not check_resources(like, found):
-                break
+        """Return what the idle node holds, once that is what it held before, or does not change.
+
+        Args:
+            like: what it held before; it has ``SETTLE_SECONDS`` to get there.
+        """
+        deadline = time.monotonic() + SETTLE_SECONDS
+        last = None
+        while True:
+            found = self._resources_now()
+            settled = found == last if like is None else not check_resources(like, found)
+            if settled or time.monotonic() > deadline:
+                return found
+            last = found
             await asyncio.sleep(0.1)
-        return found
+
+    def _resources_now(self) -> Resources:
+        pids = [pid for pid in tree(self._root) if not is_tracker(pid)]
+        return Resources(
+            tuple(sorted(lineage(pid) for pid in pids)),
+            {pid: len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids},
+            _names(self._node.runtime_dir.rglob("*")),
+            _names(Path("/dev/shm").glob(f"*{self._node.runtime_dir.name}*")),
+        )
 
     async def _counted(self) -> dict[str, float]:
         """Return the server's counts of requests, by outcome."""
@@ -367,7 +401,7 @@ class Chaos:
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with self._node.async_client(timeout=PATIENCE_SECONDS, limits=limits) as http:
+        async with self._node.async_client(timeout=self._patience, limits=limits) as http:
             yield http
 
     def _rng(self, actor: str) -> random.Random:
@@ -378,31 +412,13 @@ class Chaos:
         self._said += [line.rstrip("\n") for line in self._node.process.stdout]
 
 
-def _send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal, and return whether there still was somebody to get it."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+def _names(paths: Iterable[Path]) -> frozenset[str]:
+    return frozenset(path.name for path in paths)
 
 
-def _lineage(pid: int) -> str:
-    """Return the name of a process and that of its parent."""
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    names = [known[0] for known in map(name_and_mib, (parent, pid)) if known]
-    return " > ".join(names)
-
-
-def _is_tracker(pid: int) -> bool:
-    """Return whether ``multiprocessing`` has started a process, with the first restart."""
-    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def _is_whole(view: dict[str, Any]) -> bool:
-    return not view["unavailable"] and all(e["state"] == "serving" for e in view["engines"])
-
-
-def _rests(view: dict[str, Any]) -> bool:
+def _is_at_rest(view: dict[str, Any]) -> bool:
+    """Return whether a node is whole, and has nothing to do."""
     counts = ("running", "waiting", "paused", "interleaved")
-    return view["waiting"] == 0 and all(unit[key] == 0 for unit in view["units"] for key in counts)
+    busy = view["waiting"] or any(unit[key] for unit in view["units"] for key in counts)
+    whole = not view["unavailable"] and all(e["state"] == "serving" for e in view["engines"])
+    return whole and not busy

@@ -1,25 +1,105 @@
-"""What the checks of a chaos run must find in records that were tampered with."""
+"""A short run is clean; and the checks find what was tampered with, lost or left behind."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
 import pytest
 
+from server.bench.processes import Growth
+from tests.chaos import driver
 from tests.chaos.checks import (
     OUTCOMES,
     Ending,
     Record,
     Resources,
     check_counters,
+    check_memory,
     check_records,
     check_resources,
 )
-from tests.chaos.events import Plan
+from tests.chaos.client import ask
+from tests.chaos.driver import Chaos
+from tests.chaos.events import Event, Plan
+from tests.chaos.processes import await_ends, life_of
+
+SEED = 396
+SECONDS = 8.0
+"""Of torment; the seed is one that draws every kind of event in it."""
 
 GREEDY = Plan(prompt=0, max_tokens=4)
 REFERENCES = {0: [5, 6, 7, 8, 9]}
+FILES = frozenset({"lock", "group.0"})
+SEGMENTS = frozenset({"kv.0"})
 COUNTED = dict.fromkeys(set().union(*OUTCOMES.values()), 0.0)
 
 
 def finished(*tokens: int) -> Record:
     return Record(GREEDY, Ending.FINISHED, "", list(tokens))
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def test_a_short_run_is_clean(tmp_path: Path) -> None:
+    report = Chaos(tmp_path, "fake", SEED, SECONDS).run()
+    assert report.problems == [], report.table()
+    assert report.orphans == set()
+    assert set(report.events) >= {Event.SWITCH, Event.KILL, Event.BURST, Event.MALFORMED}
+    assert len(report.recoveries) >= 1
+    endings = {record.ending for record in report.records}
+    assert endings >= {Ending.FINISHED, Ending.REFUSED, Ending.POOL_FULL}
+
+
+class Sabotaged(Chaos):
+    """A run whose node leaves a file and a segment behind, and whose clients get wrong answers.
+
+    One answer is changed, one is lost, and one is said to have ended otherwise.
+    """
+
+    async def _torment(self, http: httpx.AsyncClient) -> None:
+        endings = [Ending.FAILED, Ending.BROKEN, Ending.FINISHED]
+
+        async def tell_wrong(http: httpx.AsyncClient, plan: Plan) -> Record:
+            record = await ask(http, plan)
+            greedy = plan.temperature == 0 and plan.cancel_after is None
+            if not endings or not greedy or record.ending is not Ending.FINISHED:
+                return record
+            ending, tokens = endings.pop(), record.tokens
+            if ending is Ending.FINISHED:
+                tokens = [tokens[0] + 1, *tokens[1:]]
+            return msgspec.structs.replace(record, ending=ending, tokens=tokens)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver, "ask", tell_wrong)
+            await super()._torment(http)
+
+    async def _recover(self, http: httpx.AsyncClient) -> None:
+        name = self._node.runtime_dir.name
+        (self._node.runtime_dir / "forgotten").touch()
+        Path(f"/dev/shm/{name}-forgotten").touch()
+        await super()._recover(http)
+
+
+def test_a_run_is_not_clean_if_anything_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "SETTLE_SECONDS", 0.5)
+    chaos = Sabotaged(tmp_path, "fake", SEED, 1.0)
+    problems = "\n".join(chaos.run().problems)
+    for wanted in (
+        "a changed token at 0 of",
+        "broken: ",
+        "lost+poisoned: the server counts 0, clients 1",
+        "files: [] became ['forgotten']",
+        "segments: [] became ['shoal-",
+    ):
+        assert wanted in problems
+
+
+# --- records --------------------------------------------------------------------------------------
 
 
 def test_clean_records_have_no_problems() -> None:
@@ -65,14 +145,36 @@ def test_a_request_that_the_server_counts_otherwise_is_found(counted: dict[str, 
 @pytest.mark.parametrize(
     "after",
     [
-        Resources(("engine 0", "engine 1"), {7: 20}, 3, 1),
-        Resources(("engine 0",), {7: 40}, 3, 1),
-        Resources(("engine 0",), {7: 20}, 4, 1),
-        Resources(("engine 0",), {7: 20}, 3, 2),
+        Resources(("engine 0", "engine 1"), {7: 20}, FILES, SEGMENTS),
+        Resources(("engine 0",), {7: 40}, FILES, SEGMENTS),
+        Resources(("engine 0",), {7: 20}, FILES | {"group.1"}, SEGMENTS),
+        Resources(("engine 0",), {7: 20}, FILES, SEGMENTS | {"kv.1"}),
     ],
     ids=["process", "descriptors", "file", "segment"],
 )
 def test_a_leak_is_found(after: Resources) -> None:
-    before = Resources(("engine 0",), {7: 20}, 3, 1)
-    assert check_resources(before, before) == []
+    before = Resources(("engine 0",), {7: 20}, FILES, SEGMENTS)
+    renamed = Resources(("engine 0",), {7: 20}, frozenset({"lock", "group.1"}), SEGMENTS)
+    assert check_resources(before, before) == check_resources(before, renamed) == []
     assert len(check_resources(before, after)) == 1
+
+
+def test_a_process_that_grows_is_found() -> None:
+    still = Growth("front end 0", 600.0, 590.0, 600.0, 0.5, 7)
+    grown = Growth("engine 1", 300.0, 200.0, 300.0, 60.0, 8)
+    assert check_memory([still], 60.0) == []
+    (problem,) = check_memory([still, grown], 60.0)
+    assert problem.startswith("memory of engine 1: 60.0 MiB/min")
+    assert check_memory([grown], 6.0) == [], "so short a time says nothing"
+
+
+def test_a_process_that_outlives_the_node_is_named() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        life = life_of(process.pid)
+        assert life is not None
+        late, left = await_ends([life], 0.0)
+        assert late == left == {life.name}
+        assert "python" in life.name
+        process.communicate(b"\n")
+        assert await_ends([life], 0.0) == (set(), set())
+    assert life_of(process.pid) is None

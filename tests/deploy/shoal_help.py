@@ -1,15 +1,17 @@
 """What the commands' own help says there is, as their users read it."""
 
 import functools
+import os
 import re
-import subprocess
-import sys
+
+from tests.server.node import run_shoal
 
 _COMMANDS = {
     "serve": ("serve", "--help=all"),
     "simulate": ("simulate", "--help"),
     "replay": ("replay", "--help"),
     "report": ("report", "--help"),
+    "openapi": ("openapi", "--help"),
     "bench switch": ("bench", "switch", "--help"),
     "bench steps": ("bench", "steps", "--help"),
     "bench gpu": ("bench", "gpu", "--help"),
@@ -21,12 +23,9 @@ COMMANDS = tuple(_COMMANDS)
 @functools.cache
 def options(command: str) -> frozenset[str]:
     """Return the long options of ``shoal COMMAND``."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "server.cli", *_COMMANDS[command]],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    process = run_shoal(list(_COMMANDS[command]), dict(os.environ))
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
     found = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", shown))
     assert "--help" in found
     return found

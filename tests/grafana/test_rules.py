@@ -250,7 +250,7 @@ CASES = (
     fires(
         "ShoalRequestsPausedLong",
         12,
-        "Requests of engine 0 of a:8000 have been paused for ten minutes",
+        "Requests of engine 0 of a:8000 have been paused for two minutes",
         {'shoal_engine_requests{engine="0", state="paused"}': "0 2+0x20"},
         engine="0",
     ),
@@ -258,7 +258,7 @@ CASES = (
         "ShoalRequestsPausedLong",
         12,
         {
-            'shoal_engine_requests{engine="0", state="paused"}': "2+0x6 0 2+0x9",
+            'shoal_engine_requests{engine="0", state="paused"}': "2 2 0 2 2 0 2 2 0 2 2 0 2 2",
             'shoal_engine_requests{engine="0", state="running"}': "2+0x20",
         },
     ),
