@@ -9,8 +9,6 @@ import asyncio
 import os
 import signal
 import statistics
-import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
@@ -19,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
+from server.bench import one_node
 from server.bench.client import Answer, Client, RequestFailedError
 from server.bench.facts import environment
-from server.bench.process import ServerFailedError, ServerProcess, free_port
+from server.bench.process import ServerProcess, free_port
 from server.bench.processes import name_and_mib, tree
 from server.bench.text import MISSING, ms, rows
 from server.errors import UserError
-from server.files import write_file
 
 FAKE_OPTIONS = ("--fake-engine", "--fake-step-ms", "20")
 """Of the node if none are given: two engines that run no model."""
@@ -93,31 +90,17 @@ def main(argv: Sequence[str]) -> int:
     for name in ("times", "streams", "output_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1")
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            result = uvloop.run(_measure(args, serve_options, Path(directory) / "server.log"))
-        except (ServerFailedError, RequestFailedError) as error:
-            raise UserError(str(error)) from error
-    print(report(result))
-    if args.json is not None:
-        write_file(args.json, msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-    if args.markdown is not None:
-        write_file(args.markdown, report(result).encode() + b"\n")
-    return 0
+    return one_node.run(lambda log: _measure(args, serve_options, log), report, args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shoal bench failures",
-        description="Kill and stop an engine of a node under streams. Other options are those of "
-        f"'shoal serve' (default: {' '.join(FAKE_OPTIONS)}).",
+    parser = one_node.parser(
+        "failures", "Kill and stop an engine of a node under streams.", FAKE_OPTIONS
     )
     add = parser.add_argument
     add("--times", type=int, default=5, help="of each fault (default: %(default)s)")
     add("--streams", type=int, default=8, help="at the same time (default: %(default)s)")
     add("--output-tokens", type=int, default=300, help="of a stream (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the figures here")
-    add("--markdown", type=Path, metavar="FILE", help="write the report here")
     return parser
 
 
@@ -126,12 +109,9 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _measure(args: Namespace, serve_options: Sequence[str], log: Path) -> Failures:
     port, admin_port = free_port(), free_port()
-    command = [
-        *(sys.executable, "-m", "server.cli", "serve", *(serve_options or FAKE_OPTIONS)),
-        *("--port", str(port), "--admin-port", str(admin_port), "--served-model-name", MODEL),
-        # The window of ten minutes must not end a long run.
-        *("--restart-limit", str(len(FAULTS) * args.times), "--disable-uvicorn-access-log"),
-    ]
+    # The window of ten minutes must not end a long run.
+    own = ("--admin-port", str(admin_port), "--restart-limit", str(len(FAULTS) * args.times))
+    command = one_node.serve_command(MODEL, serve_options or FAKE_OPTIONS, port, *own)
     server = ServerProcess(command, log, os.environ)
     url, admin = (f"http://127.0.0.1:{number}" for number in (port, admin_port))
     try:
@@ -143,7 +123,7 @@ async def _measure(args: Namespace, serve_options: Sequence[str], log: Path) -> 
     finally:
         server.stop()
     return Failures(
-        command=command[3:],
+        command=one_node.shown(command),
         environment=environment(),
         streams=args.streams,
         output_tokens=args.output_tokens,

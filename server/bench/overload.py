@@ -9,8 +9,6 @@ every process's memory does meanwhile, and how soon nothing is refused any more.
 import argparse
 import asyncio
 import os
-import sys
-import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
 from loadgen.client import Client as LoadClient
 from loadgen.client import Settings
@@ -30,13 +27,13 @@ from loadgen.report import Distribution
 from loadgen.shapes import Lengths, make_up
 from loadgen.validity import judge
 from loadgen.workload import Arrival
+from server.bench import one_node
 from server.bench.client import Client
 from server.bench.facts import environment
-from server.bench.process import ServerFailedError, ServerProcess, free_port
+from server.bench.process import ServerProcess, free_port
 from server.bench.processes import Growth, MemoryLog
 from server.bench.text import ms, number, rows
 from server.errors import UserError
-from server.files import write_file
 
 FAKE_OPTIONS = ("--fake-engine", "--fake-step-ms", "20", "--max-num-seqs", "8")
 """Of the node if none are given: two engines that run no model."""
@@ -87,26 +84,11 @@ def main(argv: Sequence[str]) -> int:
     """
     args, serve_options = _parser().parse_known_args(argv)
     _check(args)
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "server.log"
-        try:
-            result = uvloop.run(_measure(args, serve_options, log))
-        except ServerFailedError as error:
-            raise UserError(str(error)) from error
-    print(report(result))
-    if args.json is not None:
-        write_file(args.json, msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-    if args.markdown is not None:
-        write_file(args.markdown, report(result).encode() + b"\n")
-    return 0
+    return one_node.run(lambda log: _measure(args, serve_options, log), report, args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shoal bench overload",
-        description="Ask a node for many times what it can do. Other options are those of "
-        f"'shoal serve' (default: {' '.join(FAKE_OPTIONS)}).",
-    )
+    parser = one_node.parser("overload", "Ask a node for many times what it can do.", FAKE_OPTIONS)
     add = parser.add_argument
     add("--seconds", type=float, default=60.0, help="of overload (default: %(default)g)")
     add("--times", type=float, default=10.0, help="what the node can do (default: %(default)g)")
@@ -114,8 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=32, help="(default: %(default)s)")
     add("--output-tokens", type=int, default=64, help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the figures here")
-    add("--markdown", type=Path, metavar="FILE", help="write the report here")
     return parser
 
 
@@ -131,11 +111,8 @@ def _check(args: Namespace) -> None:
 
 async def _measure(args: Namespace, serve_options: Sequence[str], log: Path) -> Overload:
     port = free_port()
-    command = [
-        *(sys.executable, "-m", "server.cli", "serve", *(serve_options or FAKE_OPTIONS)),
-        *("--port", str(port), "--admin-port", "off", "--served-model-name", MODEL),
-        *("--max-waiting-requests", str(args.waiting), "--disable-uvicorn-access-log"),
-    ]
+    own = ("--admin-port", "off", "--max-waiting-requests", str(args.waiting))
+    command = one_node.serve_command(MODEL, serve_options or FAKE_OPTIONS, port, *own)
     url = f"http://127.0.0.1:{port}"
     server = ServerProcess(command, log, os.environ)
     try:
@@ -144,7 +121,7 @@ async def _measure(args: Namespace, serve_options: Sequence[str], log: Path) -> 
         clock = EventLoopClock()
         async with LoadClient(Settings(url), clock.now) as load_client:
             load_client.model = MODEL
-            return await _overload(args, load_client, clock, server, command[3:])
+            return await _overload(args, load_client, clock, server, one_node.shown(command))
     finally:
         server.stop()
 
