@@ -34,7 +34,7 @@ serve: setup
 	@exec $(BIN)/shoal serve $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,14 +22,26 @@ settings.register_profile("shoal", deadline=None, derandomize=True, database=Non
 settings.load_profile("shoal")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a module in one process, and in one of them all with real engines: they fill a machine.
 
-    This is for pytest-xdist's ``--dist loadgroup``.
+    Not by ``--dist loadgroup``: pytest-xdist 3.8 loses all groups under pytest 9.2, in silence.
     """
-    module, name = item.path.stem, item.name.partition("[")[0]
-    real = "real" in module.split("_") + name.split("_")
-    item.add_marker(pytest.mark.xdist_group("real" if real else module))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return process_of(nodeid)
+
+    return Scheduling(config, log)
+
+
+def process_of(nodeid: str) -> str:
+    """Return what a test shares a process with: tests of the same name here run in one."""
+    module, _, name = nodeid.partition("::")
+    words = Path(module).stem.split("_") + name.partition("[")[0].split("_")
+    return "real" if "real" in words else module
 
 
 @pytest.fixture(scope="session", autouse=True)
