@@ -99,8 +99,8 @@ class SymmetricMemoryStore(dist.Store):  # type: ignore[misc]
         return bool(self._store.delete_key(self._own(key)))
 
 
-_stores: list[dist.Store] = []
-"""Torch keeps of them what they are in C++; what they are in Python must live as long: for ever."""
+_kept_alive: list[dist.Store] = []
+"""torch keeps of them what they are in C++; what they are in Python must live as long: for ever."""
 _EXCHANGE = re.compile(r"(?P<before>.*SymmetricMemory\w*/)(?P<number>\d+)(?P<after>.*)")
 
 
@@ -132,7 +132,7 @@ class Rendezvous:
         if generation > 0:
             # NCCL, which exchanges no such addresses, looks into it from threads of its own.
             self._stores["gloo"] = SymmetricMemoryStore(store)
-            _stores.append(self._stores["gloo"])
+            _kept_alive.append(self._stores["gloo"])
 
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, backend: Any = None, **_: Any
