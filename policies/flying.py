@@ -47,8 +47,8 @@ class FlyingSettings:
     busy_below: float = 0.25
     """The same on the way back."""
     sp_gain: float = 1.25
-    """Where steps are run in SP: requests of DP to one of the widest layout, in the same time, that
-    make it worth while to go to DP for load."""
+    """Where steps are run in SP: requests of DP to one of the widest layout, in the same time and
+    with every batch full, that make it worth while to go to DP for load."""
     settle_seconds: float = 3.0
     """How long a layout is kept before quiet may change it."""
     linger_seconds: float = 3.0
@@ -166,19 +166,30 @@ def _dp_is_better(snapshot: Snapshot, settings: FlyingSettings) -> bool:
 
 
 def _engine_seconds(snapshot: Snapshot, model: CostModel, degree: int) -> float:
-    """Return the time that the mean request takes of one engine, as full as the units are now."""
+    """Return the time that the mean request takes of one engine where every batch is full.
+
+    Full, though they are not yet: a load is to be met before it is there, and as few requests as
+    there are when it begins to rise say next to nothing of which layout will carry it.
+    """
 
     def seconds(batch: Batch) -> float:
         return model.step_seconds(degree, batch, snapshot.mode(degree, batch))
 
     prompt, output = round(snapshot.prompt_tokens), snapshot.output_tokens
-    slots = {layout.degree: layout.slots for layout in snapshot.layouts}
-    share = round(degree * snapshot.requests / _alive(snapshot))
-    decodes = max(1, min(share, slots.get(degree, share)))
+    decodes = _seats(snapshot, degree, prompt + output)
     context = decodes * round(prompt + output / 2)
     step = seconds(Batch(decodes, context))
     longer = seconds(Batch(decodes, context, prompt, prompt // 2)) - step
     return degree * (longer + output * step / decodes)
+
+
+def _seats(snapshot: Snapshot, degree: int, tokens: float) -> int:
+    """Return how many requests of so many tokens each a unit of this degree has room for."""
+    for layout in snapshot.layouts:
+        if layout.degree == degree:
+            held = int(layout.total_blocks * layout.block_tokens / tokens)
+            return max(1, min(layout.slots, held))
+    return max(1, round(degree * snapshot.requests / _alive(snapshot)))
 
 
 def _has_room(unit: UnitState, request: PoolRequest) -> bool:

@@ -167,7 +167,7 @@ def test_no_group_has_a_dead_engine() -> None:
 PROMPTS = {"prompt_tokens": 8000.0, "output_tokens": 100.0}
 ANSWERS = {"prompt_tokens": 100.0, "output_tokens": 2000.0}
 LOADED = {"cost_model": MODEL, "sp_above": ((2, 512), (4, 512), (8, 512))}
-SEATS = tuple(LayoutState(d, 32, 500, 4 * d, 400) for d in (1, 2, 4, 8))
+SEATS = tuple(LayoutState(d, 32, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8))
 
 
 def test_groups_that_compute_prompts_in_sp_are_kept_under_load() -> None:
@@ -180,6 +180,18 @@ def test_groups_that_compute_prompts_in_sp_are_kept_under_load() -> None:
 
 def test_they_are_left_for_many_outputs_at_once() -> None:
     assert target(node(TP, 8 * BUSY, layouts=SEATS, **ANSWERS, **LOADED)) == DP
+
+
+def test_they_are_left_before_the_outputs_are_many_if_they_grow() -> None:
+    growing = {"smoothed_requests": 0.0, "since_switch": 0.0, "layouts": SEATS, **LOADED}
+    assert target(node(TP, RISING, **{**ANSWERS, **growing})) == DP
+    assert target(node(TP, RISING, **{**PROMPTS, **growing})) is None
+
+
+def test_a_layout_is_as_full_as_its_kv_allows() -> None:
+    few = tuple(replace(seats, total_blocks=540) for seats in SEATS)
+    full = {**ANSWERS, **LOADED}
+    assert target(node(TP, 8 * BUSY, layouts=few, **full)) is None, "one seat in DP, eight in TP8"
 
 
 def test_the_way_back_is_open_while_prompts_keep_coming() -> None:
