@@ -42,6 +42,7 @@ from runtime.process import (
 from runtime.restarts import Restart, Restarts
 from runtime.runtime_dir import remove_runtime_dir
 from runtime.transport import SUPERVISOR, drain, open_socket
+from runtime.views import EngineView
 
 Say = Callable[[str], None]
 """Prints one line for the user."""
@@ -54,6 +55,8 @@ _EXIT_SECONDS = 5.0
 """How long a process may take to end in order."""
 _HURRY_SECONDS = 3.0
 """How long front ends may take to tell their clients that the node ends at once."""
+
+_GIB = 1 << 30
 
 _SCHEDULER = "runtime.engine.vllm_backend:run_scheduler"
 _RUNNER = "runtime.engine.runner:run_runner"
@@ -190,9 +193,8 @@ class Supervisor:
         for engine in view.engines:
             if engine.startup_seconds and engine.engine not in reported:
                 reported.add(engine.engine)
-                phases = ", ".join(f"{k} {v:.1f} s" for k, v in engine.startup_seconds.items())
                 after = time.monotonic() - started
-                self._say(f"  engine {engine.engine} up after {after:.1f} s ({phases})")
+                self._say(f"  engine {engine.engine} up after {after:.1f} s ({_phases(engine)})")
 
     # --- watch ---
 
@@ -410,6 +412,15 @@ class Supervisor:
             self._wakeup.recv(64)
         except BlockingIOError:
             return
+
+
+def _phases(engine: EngineView) -> str:
+    """Return what each phase of an engine's start took: of its time, and of its device."""
+    gib = {name: f" {taken / _GIB:.2f} GiB" for name, taken in engine.startup_bytes.items()}
+    # What was there before the first phase took no time.
+    times = {name: f" {seconds:.1f} s" for name, seconds in engine.startup_seconds.items()}
+    names = dict.fromkeys((*gib, *times))
+    return ", ".join(f"{name}{times.get(name, '')}{gib.get(name, '')}" for name in names)
 
 
 def _engine_roles(config: NodeConfig) -> Mapping[str, str]:

@@ -17,7 +17,9 @@ class EngineView(msgspec.Struct, frozen=True):
     lent_blocks: dict[str, int]
     """Blocks lent, by group, written like ``0,1``."""
     startup_seconds: dict[str, float] = {}
-    """What its start took, by phase; empty until it is ready (see ``messages.EngineReady``)."""
+    """What its start took, by phase; empty until it is ready (see ``messages.Startup``)."""
+    startup_bytes: dict[str, int] = {}
+    """What it took of its device."""
     restarts: int = 0
     """How often it was started again."""
     reason: str | None = None

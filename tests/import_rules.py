@@ -26,6 +26,7 @@ MODEL_LIBRARIES = frozenset({"torch", "transformers", "triton", "vllm"})
 MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     {
         "runtime.engine.communicators",
+        "runtime.engine.device_memory",
         "runtime.engine.executor",
         "runtime.engine.fp8",
         "runtime.engine.kv_cache",

@@ -25,7 +25,8 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
             ",".join(map(str, group)): blocks
             for group, blocks in leases.lent_by(engine.number).items()
         },
-        startup_seconds={} if ready is None else ready.startup_seconds,
+        startup_seconds={} if ready is None else ready.startup.seconds,
+        startup_bytes={} if ready is None else ready.startup.device_bytes,
         restarts=engine.incarnation,
         reason=engine.reason,
     )

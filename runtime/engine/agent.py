@@ -112,7 +112,7 @@ class Agent:
         backend: the engine's cores and block pool.
         transport: the way to the controller and the front ends.
         clock: seconds; injected so that tests own it.
-        startup_seconds: time of each phase of the engine's start, reported once.
+        startup: what the engine's start took, reported once.
         watch: judges steps that take long; None: they may.
     """
 
@@ -122,7 +122,7 @@ class Agent:
         transport: AgentTransport,
         *,
         clock: Clock = monotonic,
-        startup_seconds: dict[str, float] | None = None,
+        startup: m.Startup | None = None,
         watch: StepWatch | None = None,
     ) -> None:
         self.engine = backend.engine
@@ -148,7 +148,7 @@ class Agent:
         self._stepping: dict[Group, Stepping] = {group: Stepping() for group in backend.cores}
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
-        self._announce(startup_seconds or {})
+        self._announce(startup or m.Startup())
 
     @property
     def state(self) -> State:
@@ -220,7 +220,7 @@ class Agent:
 
     # --- messages -----------------------------------------------------------------------------
 
-    def _announce(self, startup_seconds: dict[str, float]) -> None:
+    def _announce(self, startup: m.Startup) -> None:
         backend = self._backend
         self._transport.to_controller(
             m.EngineReady(
@@ -228,7 +228,7 @@ class Agent:
                 backend.num_blocks,
                 list(backend.layouts),
                 backend.ready_response,
-                startup_seconds,
+                startup,
             )
         )
 

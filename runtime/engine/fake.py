@@ -20,7 +20,7 @@ from runtime.engine.interface import CoreOutputs, RunnerDied
 from runtime.engine.shift import sp_floor
 from runtime.engine.step_times import Devices, StepTimes, constant
 from runtime.engine.watchdog import StepWatch
-from runtime.messages import LayoutLimits
+from runtime.messages import LayoutLimits, Startup
 from runtime.transport import ZmqAgentTransport
 
 T = TypeVar("T")
@@ -256,4 +256,4 @@ def run_fake_engine(config: NodeConfig, engine: int, incarnation: int = 0) -> No
     )
     timeout = config.step_timeout_seconds
     watch = None if timeout is None else StepWatch(timeout)
-    Agent(backend, transport, startup_seconds={"fake": 0.0}, watch=watch).run()
+    Agent(backend, transport, startup=Startup({"fake": 0.0}), watch=watch).run()

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from policies.partition import Group
 from runtime.config import NodeConfig
 from runtime.engine.communicators import Communicators, join_node, sp_groups
+from runtime.engine.device_memory import MemoryPhases
 from runtime.engine.executor import UnitExecutor
 from runtime.engine.head_order import base_of, head_shard
 from runtime.engine.kv_cache import SharedKVBuffer
@@ -48,6 +49,8 @@ class LayoutLoader:
         """By degree, narrow first."""
         self.phases: dict[str, float] = {}
         """Seconds that each phase of the start took."""
+        self.memory = MemoryPhases()
+        """Bytes of the device that each took."""
         self._node = node
         self._engine = engine
         self._directory = Path(node.runtime_dir)
@@ -61,9 +64,10 @@ class LayoutLoader:
 
     def load(self, degrees: Sequence[int]) -> None:
         """Make the layouts of these degrees, DP first. Collective over the group of each."""
+        if current_platform.is_cuda():
+            torch.cuda.set_device(self._engine)
+        self.memory.begin()
         with self._timed("communicators"):
-            if current_platform.is_cuda():
-                torch.cuda.set_device(self._engine)
             join_node(self._engine, self._node.engines)
             self._dp = dp_config(self._node, UnitExecutor)
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
@@ -164,5 +168,6 @@ class LayoutLoader:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.monotonic()
-        yield
+        with self.memory.phase(name):
+            yield
         self.phases[name] = time.monotonic() - start

@@ -162,8 +162,9 @@ class Runner:
         """Start the cores, narrow layouts first, then do what the queues say, for ever."""
         for degree in self._layouts:
             self._queues.read(degree)
-            while self._turn() != steps.Detach(STARTUP_EPOCH):
-                pass
+            with self._loader.memory.phase(core_phase(degree)):
+                while self._turn() != steps.Detach(STARTUP_EPOCH):
+                    pass
         # Every worker's start seeds alike; engines alone should not sample alike.
         seed = self._layouts[OWN].config.model_config.seed
         set_random_seed(seed + self._engine)
@@ -195,6 +196,8 @@ class Runner:
     def _on_call(self, call: steps.Call) -> None:
         if call.method == steps.STARTUP_PHASES:
             value: Any = self._loader.phases
+        elif call.method == steps.STARTUP_BYTES:
+            value = self._loader.memory.taken
         else:
             value = self._layout.call(call.method, call.args, call.kwargs)
         self._responder.answer(self._layout.group, call.seq, value)
@@ -244,6 +247,11 @@ class Runner:
         degree = self._degree
         self._enter(OWN)
         self._random.forget(degree)
+
+
+def core_phase(degree: int) -> str:
+    """Return what the start of a layout's core is called among the phases of an engine's start."""
+    return "dp core" if degree == OWN else f"tp{degree} core"
 
 
 def one_line(error: BaseException) -> str:

@@ -14,6 +14,8 @@ from runtime.messages import Mode
 
 STARTUP_PHASES = "startup_phases"
 """``Call`` method that the runner answers itself: seconds that each phase of loading took."""
+STARTUP_BYTES = "startup_bytes"
+"""The same: bytes of the device that each phase took, the starts of all cores among them."""
 
 
 @dataclass(frozen=True, slots=True)

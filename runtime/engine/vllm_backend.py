@@ -31,12 +31,12 @@ from runtime.engine.executor import (
 )
 from runtime.engine.interface import CoreOutputs
 from runtime.engine.layouts import dp_config, group_config
-from runtime.engine.runner import STARTUP_EPOCH
+from runtime.engine.runner import STARTUP_EPOCH, core_phase
 from runtime.engine.seams import VLLM_VERSION, check_seams
 from runtime.engine.turns import OWN
 from runtime.engine.vllm_core import VllmCore
 from runtime.engine.watchdog import StepWatch
-from runtime.messages import LayoutLimits
+from runtime.messages import LayoutLimits, Startup
 from runtime.transport import ZmqAgentTransport
 
 LOAD_TIMEOUT_SECONDS = 1800.0
@@ -59,7 +59,7 @@ class VllmBackend:
         check_seams()
         self.engine = engine
         self._node = node
-        self.startup_seconds: dict[str, float] = {}
+        self._startup_seconds: dict[str, float] = {}
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.linger = 0  # a step for a runner that has ended must not hold this process
         self._addresses = Addresses(node.runtime_dir)
@@ -73,6 +73,9 @@ class VllmBackend:
         self._starting: dict[Group, tuple[Future[VllmCore], Future[None]]] = {}
         self._generations: dict[Group, int] = {}
         self._cores = self._start_cores(node.degrees if incarnation == 0 else (OWN,))
+        # Answered when the groups of which this engine is a member, and not the leader, have begun.
+        taken = self._inbox.wait(self._ask_runner(steps.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
+        self.startup = Startup(self._startup_seconds, taken)
         self._single = self._cores[(engine,)]
         self.num_blocks = int(self._single.block_pool.num_gpu_blocks) - 1
         widest = max(self._cores, key=len)
@@ -90,10 +93,9 @@ class VllmBackend:
             if degree == OWN:
                 self._own_channel = channel
                 # The first answer comes when the runner has loaded its layouts.
-                self.startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
+                self._startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
             cores[group] = self._start_core(channel, self._inbox)
-            name = "dp core" if degree == OWN else f"tp{degree} core"
-            self.startup_seconds[name] = time.monotonic() - start
+            self._startup_seconds[core_phase(degree)] = time.monotonic() - start
         return cores
 
     def _open_channel(self, group: Group) -> UnitChannel:
@@ -103,10 +105,10 @@ class VllmBackend:
         self._inbox.add(channel)
         return channel
 
-    def _ask_runner(self) -> "Future[Any]":
-        """Ask this engine's runner for a sign of life; it comes after all that it was told."""
+    def _ask_runner(self, method: str = steps.STARTUP_PHASES) -> "Future[Any]":
+        """Ask this engine's runner what it answers itself, after all that it was told before."""
         seq, future = self._own_channel.expect(answers=1)
-        self._own_channel.send(steps.Call(seq, steps.STARTUP_PHASES))
+        self._own_channel.send(steps.Call(seq, method))
         return future
 
     def _start_core(self, channel: UnitChannel, answers: Answers) -> VllmCore:
@@ -318,4 +320,4 @@ def run_scheduler(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     )
     timeout = node.step_timeout_seconds if node.recording_dir is None else None
     watch = None if timeout is None else StepWatch(timeout)
-    Agent(backend, transport, startup_seconds=backend.startup_seconds, watch=watch).run()
+    Agent(backend, transport, startup=backend.startup, watch=watch).run()

@@ -213,6 +213,14 @@ class LayoutLimits(msgspec.Struct, frozen=True):
     """A step in SP batches more tokens than this; None: this layout has no SP."""
 
 
+class Startup(msgspec.Struct, frozen=True):
+    """What an engine's start took, by phase."""
+
+    seconds: dict[str, float] = {}
+    device_bytes: dict[str, int] = {}
+    """Of its device, as the driver sees it; empty where it has none to itself."""
+
+
 class EngineReady(Message, frozen=True):
     """The engine can serve. ``ready_response`` is vLLM's encoded ``EngineCoreReadyResponse``.
 
@@ -224,7 +232,7 @@ class EngineReady(Message, frozen=True):
     """KV blocks of this engine's pool that can be lent or used (without the null block)."""
     layouts: list[LayoutLimits]
     ready_response: bytes
-    startup_seconds: dict[str, float]
+    startup: Startup = Startup()
 
 
 class Prepared(Message, frozen=True):

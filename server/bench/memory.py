@@ -59,3 +59,24 @@ def gpu_memory(results: Results, system: str) -> GpuMemory | None:
         kv=None if tokens is None else tokens * each,
         graphs=max(start["graph_gib_by_process"].values(), default=None),
     )
+
+
+def by_kind(results: Results, system: str) -> dict[str, float]:
+    """Return the GiB of each kind on a system's fullest GPU; empty if its log does not tell."""
+    kept, memory = results.systems.get(system), gpu_memory(results, system)
+    engines = kept.starts[-1].get("phases_gib", {}).values() if kept and kept.starts else ()
+    phases: dict[str, float] = max(engines, key=lambda taken: sum(taken.values()), default={})
+    if not phases or memory is None or memory.kv is None:
+        return {}
+    kv, graphs = memory.kv, memory.graphs or 0.0
+    cores = sum(gib for name, gib in phases.items() if name.endswith(" core"))
+    connected = sum(gib for name, gib in phases.items() if name.endswith(" views"))
+    return {
+        "context": phases.get("context", 0.0),
+        "communicators": phases.get("communicators", 0.0) + connected,
+        "runners' buffers": phases.get("workers", 0.0),
+        "weights": phases.get("weights", 0.0),
+        "KV": kv,
+        "graphs": graphs,
+        "workspaces and torch's reserve": cores - kv - graphs,
+    }

@@ -17,7 +17,8 @@ STOCK = "\n".join(
     ]
 )
 SHOAL = """\
-  engine 0 up after 82.4 s (communicators 3.1 s, tp2 views 0.0 s, dp core 40.2 s)
+  engine 0 up after 82.4 s (context 0.50 GiB, communicators 3.1 s 0.61 GiB, tp2 views 0.0 s, \
+dp core 40.2 s -0.02 GiB)
   engine 1 up after 83.0 s (communicators 3.1 s, weights 2.0 s)
 """
 
@@ -45,6 +46,9 @@ def test_phases_are_read_by_engine() -> None:
     found = facts.read_log(SHOAL)["phases"]
     assert found["0"] == {"up": 82.4, "communicators": 3.1, "tp2 views": 0.0, "dp core": 40.2}
     assert found["1"]["weights"] == 2.0
+    taken = facts.read_log(SHOAL)["phases_gib"]
+    assert taken["0"] == {"context": 0.5, "communicators": 0.61, "dp core": -0.02}
+    assert taken["1"] == {}
 
 
 def test_variables_are_recorded_without_credentials() -> None:

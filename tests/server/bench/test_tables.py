@@ -7,7 +7,7 @@ import pytest
 from server.bench import tables
 from server.bench.agreement import agreements, compare
 from server.bench.measures import Sizes
-from server.bench.memory import gpu_memory
+from server.bench.memory import by_kind, gpu_memory
 from server.bench.model import read_shape
 from server.bench.results import Results, SystemResults
 from server.bench.systems import SHOAL, STOCK_DP, STOCK_TP, Settings
@@ -89,6 +89,19 @@ def test_memory_of_one_gpu_is_told_apart() -> None:
     assert stock_tp is not None
     assert stock_tp.kv == pytest.approx(1_700_000 * KV_GIB_PER_TOKEN / 2)
     assert stock_tp.graphs == 0.7
+
+
+def test_memory_is_told_by_kind_where_phases_tell_what_they_took() -> None:
+    results = made_up()
+    assert by_kind(results, SHOAL) == {}, "nothing told it"
+    phases = {"context": 0.5, "communicators": 0.7, "workers": 0.2, "weights": 15.25}
+    cores = {"tp2 views": 0.3, "dp core": 99.0, "tp2 core": 0.75}
+    results.systems[SHOAL].starts[-1]["phases_gib"] = {"0": {"context": 0.5}, "1": phases | cores}
+    kinds = by_kind(results, SHOAL)
+    assert kinds["communicators"] == pytest.approx(1.0)
+    assert (kinds["weights"], kinds["graphs"]) == (15.25, 1.1)
+    assert sum(kinds.values()) == pytest.approx(sum((phases | cores).values())), "nothing is lost"
+    assert "| runners' buffers |" in tables.markdown(results)
 
 
 def scores(shift: float, best: int) -> dict[str, Any]:
