@@ -77,7 +77,7 @@ async def breakdown(client: Client, system: System, sizes: Sizes) -> dict[str, A
         found[way.name] = {
             str(tokens): await _parts(session, bench, way, tokens) for tokens in sizes.long_prompts
         }
-    await leave(client, system, sizes)
+    await leave(client, system)
     return {"ways": found, "shift": session.shift_cost()}
 
 

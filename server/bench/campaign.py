@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from server.bench.client import Client
 from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench
 from server.bench.modes import MODES, OFF, enter, leave, modes, pure_ways
 from server.bench.process import ServerFailedError, ServerProcess, free_port
+from server.bench.rates import RATES, Sweep
 from server.bench.results import Results, ResultsFile, SystemResults
 from server.bench.serving import serve_workload
 from server.bench.systems import CHECK, SERVED_NAME, System
@@ -48,6 +49,7 @@ class Campaign:
         file: where that is written.
         logs: directory of the servers' logs.
         step_seconds: no system is started with less time left.
+        sweep: what ``rates`` measures.
     """
 
     systems: Sequence[System]
@@ -58,6 +60,7 @@ class Campaign:
     file: ResultsFile
     logs: Path
     step_seconds: float = 0.0
+    sweep: Sweep = field(default_factory=Sweep)
 
     async def run(self, budget_seconds: float) -> bool:
         """Measure what is missing; return whether nothing is left.
@@ -82,9 +85,15 @@ class Campaign:
         return not any(self._missing(system) for system in self.systems)
 
     def _missing(self, system: System) -> dict[str, Step]:
-        steps = {name: self._step(system, name) for name in self.measures}
-        applying = {name: step for name, step in steps.items() if step is not None}
-        return {n: applying[n] for n in self.results.missing(system.name, applying)}
+        steps = {n: step for name in self.measures for n, step in self._steps(system, name).items()}
+        return {name: steps[name] for name in self.results.missing(system.name, steps)}
+
+    def _steps(self, system: System, name: str) -> Mapping[str, Step]:
+        """Return what takes this measure of this system, by what each step is kept as."""
+        if name == RATES and system.name != CHECK:
+            return self.sweep.steps(system, self.results.sizes)
+        step = self._step(system, name)
+        return {} if step is None else {name: step}
 
     def _step(self, system: System, name: str) -> Step | None:
         """Return what takes this measure of this system, None if it does not apply."""
@@ -113,7 +122,7 @@ class Campaign:
             await enter(client, system, way)
             bench = Bench(client, system, way.layout, sizes, random.Random(way.name))
             found[way.name] = await IN_LAYOUTS[name](bench)
-        await leave(client, system, sizes)
+        await leave(client, system)
         return found
 
     async def _measure(self, system: System, steps: Mapping[str, Step]) -> None:

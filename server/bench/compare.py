@@ -22,6 +22,7 @@ from server.bench.campaign import Campaign, say
 from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
 from server.bench.model import built_in_shapes, read_shape, write_model
 from server.bench.modes import MODES
+from server.bench.rates import CHOOSING, RATES, Sweep, read_sweep
 from server.bench.results import Results, ResultsFile
 from server.bench.systems import (
     CHECK,
@@ -36,7 +37,7 @@ from server.bench.workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
 from server.errors import UserError
 
 ENGINE_COUNTS = (1, 2, 4, 8)
-MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, BREAKDOWN, *WORKLOADS)
+MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, BREAKDOWN, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
 """By the name of the benchmark; a trace is added where one is given."""
 DURATION_SECONDS = 60.0
@@ -60,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if BREAKDOWN in measures and len(measures) > 1:
         # Its server is started to record, which costs every step of it a little.
         raise UserError(f"--measures {BREAKDOWN}: take it alone; the same --out takes it up")
+    sweep = read_sweep(args, options) if RATES in measures else Sweep()
     file = ResultsFile(args.out / "results.json")
     try:
         (args.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -69,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     results = file.take_up(Results(settings, _sizes(args), config, facts.environment()))
     for name in (name for name in WORKLOADS if name in measures):
         results.add_workload(name, _about(args, name, workloads[name]))
+    for name, about in sweep.about.items():
+        results.add_workload(name, about)
     file.write(results)
     campaign = Campaign(
         systems=_chosen(args, _systems(args, settings, measures)),
@@ -79,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
         file=file,
         logs=args.out / "logs",
         step_seconds=args.step_seconds,
+        sweep=sweep,
     )
     complete = run(campaign, args.budget_seconds)
     report = tables.markdown(results)
@@ -131,6 +136,7 @@ def _parser(benchmark: str) -> argparse.ArgumentParser:
     _add_server_options(parser.add_argument_group("every server"))
     _add_size_options(parser.add_argument_group("sizes"))
     _add_workload_options(parser.add_argument_group("open-loop workloads"))
+    _add_rate_options(parser.add_argument_group(RATES))
     return parser
 
 
@@ -182,6 +188,38 @@ def _add_workload_options(group: Any) -> None:
     add("--trace", type=Path, metavar="FILE", help="cut the busiest part out of this trace")
     add("--policy", default="flying", help="decides Shoal's layout (default: %(default)s)")
     add("--seed", type=int, default=0, help="of what is made up (default: %(default)s)")
+
+
+def _add_rate_options(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--rates",
+        type=_positive,
+        default=(1.0, 2.0, 4.0, 6.0),
+        metavar="R,...",
+        help="requests per second (default: 1,2,4,6)",
+    )
+    add(
+        "--rate-seconds",
+        type=_seconds,
+        default=20.0,
+        metavar="S",
+        help="how long they come at each rate (default: %(default)g)",
+    )
+    add(
+        "--rate-request",
+        type=_integers,
+        default=(8000, 250),
+        metavar="PROMPT,OUTPUT",
+        help="tokens of every request (default: 8000,250)",
+    )
+    add(
+        "--policies",
+        type=_names(*CHOOSING),
+        default=("flying",),
+        metavar="NAME,...",
+        help=f"of Shoal, beside its fixed ways: {', '.join(CHOOSING)} (default: flying)",
+    )
 
 
 def _settings(args: Namespace, options: Sequence[str]) -> Settings:
@@ -285,6 +323,23 @@ def _integers(text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: each must be at least 1")
     return numbers
+
+
+def _positive(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not X,X,...") from error
+    if not all(0 < number < math.inf for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: each must be more than 0")
+    return numbers
+
+
+def _seconds(text: str) -> float:
+    (number, *others) = _positive(text)
+    if others:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
+    return number
 
 
 def _by_workload(text: str) -> dict[str, float]:

@@ -58,9 +58,9 @@ async def enter(client: Client, system: System, way: Way) -> None:
         await client.call("POST", "/admin/shift", {"threshold": way.threshold})
 
 
-async def leave(client: Client, system: System, sizes: Sizes) -> None:
+async def leave(client: Client, system: System) -> None:
     """Let a server work as it did when it started."""
-    await enter(client, system, Way("", system.layouts[0], sizes.shift_threshold))
+    await enter(client, system, Way("", system.layouts[0], system.shift_threshold))
 
 
 async def modes(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
@@ -69,7 +69,7 @@ async def modes(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
     for way in ways(system, sizes):
         await enter(client, system, way)
         found[way.name] = await _measure(Bench(client, system, way.layout, sizes, Random(way.name)))
-    await leave(client, system, sizes)
+    await leave(client, system)
     return found
 
 

@@ -44,7 +44,11 @@ class Results(msgspec.Struct):
         Raises:
             UserError: a system was measured under another one of this name.
         """
-        measured = any(name in system.measures for system in self.systems.values())
+        measured = any(
+            measure == name or measure.startswith(f"{name} ")  # a cell of a rate
+            for system in self.systems.values()
+            for measure in system.measures
+        )
         if measured and self.workloads.get(name) != about:
             raise UserError(f"there are results of another workload {name}: choose another --out")
         self.workloads[name] = about

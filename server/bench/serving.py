@@ -14,6 +14,7 @@ from loadgen.prompts import Prompts
 from loadgen.replay import EventLoopClock, Replay, Run
 from loadgen.report import Distribution, Record, peak
 from loadgen.workload import Phase, Workload
+from policies.static import MANUAL
 from server.bench.client import Client, RequestFailedError
 from server.bench.measures import FIRST_TOKEN_ID, POLL_SECONDS, SMALLEST_VOCABULARY, switch
 from server.bench.systems import SERVED_NAME, System
@@ -33,20 +34,32 @@ async def serve_workload(
     await _warm_up(client)
     if system.switches:
         await client.call("POST", "/admin/policy", {"policy": policy})
+    run = await replay(client, workload)
+    if system.switches:
+        await take_back(client, system)
+    return _figures(run)
+
+
+async def replay(client: Client, workload: Workload, *, seed: int = 0) -> Run:
+    """Send a workload to a server, with prompts drawn from ``seed``, and return what became of it.
+
+    Ends when the last response has.
+    """
     settings = LoadSettings(client.address, admin_url=client.admin)
     ids = range(FIRST_TOKEN_ID, SMALLEST_VOCABULARY)
     clock = EventLoopClock()
     async with LoadClient(settings, clock.now) as load_client:
         load_client.model = SERVED_NAME
-        run = await Replay(load_client, Prompts(ids, seed=0), workload, clock).run()
-    if system.switches:
-        await client.call("POST", "/admin/policy", {"policy": "manual"})
-        await _switch_back(client, system)
-    return _figures(run)
+        return await Replay(load_client, Prompts(ids, seed), workload, clock).run()
 
 
-async def _switch_back(client: Client, system: System) -> None:
-    """Go to the system's first layout, once a switch that the policy began is over."""
+async def take_back(client: Client, system: System) -> None:
+    """Let no policy decide any more, and go to the system's first layout.
+
+    Raises:
+        RequestFailedError: a switch that the policy began does not end in time.
+    """
+    await client.call("POST", "/admin/policy", {"policy": MANUAL.name})
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -63,13 +76,22 @@ async def _warm_up(client: Client) -> None:
     await asyncio.gather(*(client.generate(prompt, 4) for _ in range(WARM_UP_REQUESTS)))
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def check_answered(run: Run) -> None:
+    """Refuse a run in which not every request got all of its tokens.
+
+    Raises:
+        RequestFailedError: one did not.
+    """
     failed = [e for e in run.exchanges if e.outcome != "ok"]
     if failed:
         raise RequestFailedError(
             f"{len(failed)} of {run.planned} requests failed, the first: "
             f"{failed[0].outcome} {failed[0].error}"
         )
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    check_answered(run)
     switching = run.log.switching()
     return {
         "groups": groups([exchange.record() for exchange in run.exchanges]),

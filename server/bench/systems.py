@@ -3,9 +3,12 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+
+from policies.shift import DEFAULT_THRESHOLD
 
 SERVED_NAME = "bench"
 PORT = "{port}"
@@ -76,6 +79,26 @@ class System:
     def shifts(self) -> bool:
         """Whether its groups may take steps as SP."""
         return any(word.startswith("--max-sp") for word in self.command)
+
+    @property
+    def shift_threshold(self) -> int | str:
+        """Tokens above which a step is SP, or their rule, as the server was started.
+
+        What is neither is returned as it is: the server refuses it.
+        """
+        value = self._option("--shift-threshold")
+        if value is None:
+            return DEFAULT_THRESHOLD
+        return int(value) if value.isdecimal() else value
+
+    def _option(self, name: str) -> str | None:
+        """Return the value of one of the command's options: of several, the last counts."""
+        found = None
+        for word, following in pairwise((*self.command, "")):
+            key, _, value = word.partition("=")
+            if key == name:
+                found = value or following
+        return found
 
     @property
     def ready_path(self) -> str:

@@ -6,8 +6,10 @@ from typing import Any
 
 from server.bench.agreement import agreements
 from server.bench.breakdown_tables import breakdown_table
-from server.bench.memory import GpuMemory, gpu_memory, kv_tokens
+from server.bench.memory import kv_tokens
+from server.bench.memory_tables import memory_tables
 from server.bench.modes import MODES
+from server.bench.rates_tables import rates_table
 from server.bench.results import Results, SystemResults
 from server.bench.serving_tables import serving_sections
 from server.bench.systems import COMPARED, SHOAL, STOCK_DP, STOCK_TP
@@ -40,11 +42,12 @@ def markdown(results: Results) -> str:
     sections = [
         _head(results),
         _section("Ratios to stock vLLM", _ratio_table(results)),
-        _section("Memory per GPU, GiB", _memory_table(results)),
+        _section("Memory per GPU, GiB", memory_tables(results)),
         _section("Start-up", _startup_table(results)),
         _section("Switches", _switch_table(results)),
         _section("Numerics", _numerics_table(results)),
         _section("Ways of working", _modes_table(results)),
+        _section("Arrival rates", rates_table(results)),
         _section("Where the time of a prefill goes", breakdown_table(results)),
         *serving_sections(results),
         _section("Failures", _failures(results)),
@@ -136,33 +139,7 @@ def _start(results: Results, system: str) -> Figure:
     return kept.starts[-1]["seconds"] if kept is not None and kept.starts else None
 
 
-# --- memory, start-up -----------------------------------------------------------------------------
-
-
-def _memory_table(results: Results) -> list[str]:
-    found = {name: gpu_memory(results, name) for name in (STOCK_DP, STOCK_TP, SHOAL)}
-    measured = {name: memory for name, memory in found.items() if memory is not None}
-    if not measured:
-        return []
-    base = measured.get(STOCK_DP)
-    table = rows(
-        ["", "in use", "weights", "KV", "graphs", "rest", "beyond weights and KV", "over stock DP"],
-        [_memory_cells(name, memory, base) for name, memory in measured.items()],
-    )
-    note = (
-        "In use is the fullest GPU's by nvidia-smi, when ready. Weights and graphs are what vLLM "
-        "logs, of all layouts; KV is the tokens' bytes. The rest is CUDA contexts, communicators, "
-        "runner buffers, workspaces and what torch holds in reserve: not told apart."
-    )
-    return [*table, "", note]
-
-
-def _memory_cells(name: str, memory: GpuMemory, base: GpuMemory | None) -> list[str]:
-    figures = (memory.used, memory.weights, memory.kv, memory.graphs, memory.rest, memory.overhead)
-    over = None
-    if base is not None and base.overhead is not None and memory.overhead is not None:
-        over = memory.overhead - base.overhead
-    return [name, *(number(figure) for figure in figures), number(over)]
+# --- start-up -------------------------------------------------------------------------------------
 
 
 def _startup_table(results: Results) -> list[str]:

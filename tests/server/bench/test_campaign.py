@@ -13,6 +13,7 @@ from server.bench.campaign import Campaign
 from server.bench.compare import run
 from server.bench.measures import Sizes
 from server.bench.model import read_shape
+from server.bench.rates import Sweep, arrivals
 from server.bench.results import Results, ResultsFile
 from server.bench.systems import (
     SERVED_NAME,
@@ -70,6 +71,7 @@ APPLYING = (
     *("decode", "prefill", "saturation", "switch-idle", "switch-loaded", "modes"),
     *("bursty", "priority"),
 )
+CELLS = {f"rates 4 {way}" for way in ("dp", "tp2", "sp2", "shift", "flying")}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def fake_systems() -> list[System]:
         System(STOCK_DP, (*COMMAND, "--engines", "1"), (dp_layout(1, pinned=True),)),
         System(
             SHOAL,
-            (*COMMAND, "--engines", "2"),
+            (*COMMAND, "--engines", "2", "--max-sp", "2"),
             (dp_layout(2, pinned=False), tp_layout(2)),
             switches=True,
         ),
@@ -102,6 +104,7 @@ def campaign(path: Path, systems: list[System], measures: tuple[str, ...]) -> Ca
         results=file.take_up(Results(SETTINGS, SIZES, read_shape("llama-3-8b"), {})),
         file=file,
         logs=logs,
+        sweep=Sweep({"rates 4": arrivals(4.0, 1.0, (64, 4), 0)}, ("flying",), lead_seconds=0.0),
     )
 
 
@@ -121,26 +124,31 @@ def still_running(path: Path) -> list[str]:
 
 
 def test_systems_are_measured_one_after_the_other(tmp_path: Path) -> None:
-    one = campaign(tmp_path, fake_systems(), (*APPLYING, "numerics"))
+    one = campaign(tmp_path, fake_systems(), (*APPLYING, "rates", "numerics"))
     assert not run(one, 280.0)
     systems = msgspec.json.decode((tmp_path / "results.json").read_bytes())["systems"]
     assert list(systems) == [STOCK_DP, SHOAL]
     # Too long a prompt is refused: that keeps nothing else from being measured.
     assert all(set(systems[name]["failures"]) == {"numerics"} for name in systems)
-    assert set(systems[SHOAL]["measures"]) == set(APPLYING)
-    assert set(APPLYING) - set(systems[STOCK_DP]["measures"]) == {"switch-idle", "switch-loaded"}
+    assert set(systems[SHOAL]["measures"]) == set(APPLYING) | CELLS
+    assert set(systems[STOCK_DP]["measures"]) == {
+        *(set(APPLYING) - {"switch-idle", "switch-loaded"}),
+        "rates 4 dp",
+    }
     shoal = systems[SHOAL]["measures"]
     assert set(shoal["decode"]) == {"dp", "tp2"}
     assert sum(shoal["decode"]["dp"]["2"]["placed"].values()) == 4
     assert shoal["switch-loaded"]["running"] == {"0": 2, "1": 2}
     assert shoal["switch-loaded"]["switches"] == 2
     assert shoal["priority"]["groups"]["all"]["requests"] > 0
+    assert len({shoal[name]["requests"] for name in CELLS}) == 1
+    assert shoal["rates 4 shift"]["e2el"]["mean"] > 0
     assert still_running(tmp_path) == []
     report = tables.markdown(one.results)
     assert "TPOT, 2 per unit" in report
     assert "bind, every engine decoding" in report
     # What is there is not measured again: nothing is started.
-    again = campaign(tmp_path, fake_systems(), APPLYING)
+    again = campaign(tmp_path, fake_systems(), (*APPLYING, "rates"))
     assert run(again, 0.0)
     assert len(again.results.systems[SHOAL].starts) == 1
 

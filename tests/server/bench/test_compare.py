@@ -88,6 +88,23 @@ def test_results_of_another_workload_are_not_mixed_in(tmp_path: Path) -> None:
         cli.main([*arguments, "--rate-scale", "bursty=2"])
 
 
+def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) -> None:
+    arguments = [*GPU, "--out", str(tmp_path), "--budget-seconds", "0", "--measures", "rates"]
+    arguments += ["--shoal-option=--target=0:2000:30"]
+    assert cli.main([*arguments, "--rates", "2"]) == compare.INCOMPLETE_EXIT_CODE
+    path = tmp_path / "results.json"
+    found = msgspec.json.decode(path.read_bytes())
+    assert found["workloads"]["rates 2"]["request"] == [8000, 250]
+    cell: dict[str, object] = {"policy": None, "problems": [], "sp_above": None, "switching": None}
+    found["systems"] = {"stock-dp": {"command": [], "measures": {"rates 2 dp": cell}}}
+    path.write_bytes(msgspec.json.encode(found))
+    # Of the system there is nothing to add to this rate, and all of the other.
+    assert cli.main([*arguments, "--rates", "2", "--policies", "slo"]) == 0
+    assert cli.main([*arguments, "--rates", "2,2.5"]) == compare.INCOMPLETE_EXIT_CODE
+    with pytest.raises(UserError, match="another workload rates 2"):
+        cli.main([*arguments, "--rates", "2", "--rate-seconds", "30"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -96,6 +113,10 @@ def test_results_of_another_workload_are_not_mixed_in(tmp_path: Path) -> None:
         (["--saturation", "1,2"], "--saturation"),
         (["--policy", "fish"], "no policy 'fish'"),
         (["--trace", "none.csv"], "cannot read none.csv"),
+        (["--measures", "rates", "--rate-request", "8000"], "PROMPT,OUTPUT"),
+        (["--measures", "rates", "--max-model-len", "8249"], "8250 tokens are more than"),
+        (["--measures", "rates", "--rates", "1,0.001"], "--rates 0.001: no request comes"),
+        (["--measures", "rates", "--policies", "slo"], "--shoal-option=--target"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -110,6 +131,10 @@ def test_what_is_wrong_is_named(arguments: list[str], message: str, tmp_path: Pa
         ["--rate-scale", "fish=1"],
         ["--rate-scale", "0"],
         ["--duration", "bursty=long"],
+        ["--rates", "1,0"],
+        ["--rates", "inf"],
+        ["--rate-seconds", "1,2"],
+        ["--policies", "shift"],
     ],
 )
 def test_what_no_option_can_mean_is_refused(arguments: list[str], tmp_path: Path) -> None:
