@@ -9,14 +9,14 @@ exchanges back. So a step may run either way, and no weight, cache or graph is a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.forward_context import BatchDescriptor, get_forward_context, override_forward_context
+from vllm.forward_context import BatchDescriptor, get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -333,6 +333,8 @@ def exchanged_layers(
     return layers
 
 
+_descriptor = lru_cache(maxsize=1024)(BatchDescriptor)
+
 Entering = Callable[..., AbstractContextManager[None]]
 """Gives the context manager that a function makes of arguments, which come after it."""
 
@@ -398,15 +400,20 @@ class SequenceParallelModel:
         """Be in a step by sequence of so many tokens: the base's groups, exchanged attention."""
         exchange = self._exchange
         exchange.begin(num_tokens)
-        context = get_forward_context()
+        # The step's own context changes and changes back: with the caches cold, as they are between
+        # two steps, another one would take as long as all the rest.
+        context = vars(get_forward_context())
+        before = context.copy()
         # No graph: those of the base were captured for steps of its own, and with its attention.
-        context = replace(
-            context,
+        context.update(
             no_compile_layers=self._layers,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=BatchDescriptor(exchange.share),
+            batch_descriptor=_descriptor(exchange.share),
             # That of all tokens does not fit, and routers of experts alone would read one.
             is_padding=None,
         )
-        with override_forward_context(context), self._in_base():
-            yield
+        try:
+            with self._in_base():
+                yield
+        finally:
+            context.update(before)

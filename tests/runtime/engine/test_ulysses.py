@@ -278,11 +278,26 @@ def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
     model.entering = measured
     outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
     outside.is_padding = torch.zeros(6, dtype=torch.bool)
+    before = vars(outside).copy()
     with override_forward_context(outside):
         hidden = model(torch.arange(6), torch.arange(6))
         assert get_forward_context() is outside
+    assert vars(outside) == before
     assert hidden.tolist() == [0, 1, 2, 0, 1, 2]
     assert seen == ["in", "base", "out"]
+
+
+def test_a_step_that_fails_leaves_the_context_as_it_was() -> None:
+    def base(**_: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    exchange: Any = Halves()
+    model: Any = SequenceParallelModel(nn.Module(), base, nullcontext, exchange, {})
+    outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    before = vars(outside).copy()
+    with override_forward_context(outside), pytest.raises(RuntimeError, match="out of memory"):
+        model(torch.arange(6), torch.arange(6))
+    assert vars(outside) == before
 
 
 # --- refusals ---
