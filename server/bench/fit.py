@@ -36,7 +36,12 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("results", type=Path, nargs="+", metavar="RESULTS", help="results.json of such a run")
-    add("--output", type=Path, required=True, metavar="FILE", help="the hardware file to write")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the hardware file to write (default: none: say how far --start is from the results)",
+    )
     add("--model-shape", required=True, metavar="FILE|NAME", help="shape of the measured model")
     add("--start", default="h200", metavar="FILE|NAME", help="(default: %(default)s)")
     args = parser.parse_args(argv)
@@ -47,8 +52,10 @@ def main(argv: Sequence[str]) -> int:
     samples = [sample for path in args.results for sample in samples_of(_read(path, shape))]
     if not samples:
         raise UserError("the results hold no time of a step: measure decode or prefill")
-    hardware = fit.fit(shape, samples, start, FITTED)
-    write_file(args.output, msgspec.json.format(msgspec.json.encode(hardware)) + b"\n")
+    hardware = start
+    if args.output is not None:
+        hardware = fit.fit(shape, samples, start, FITTED)
+        write_file(args.output, msgspec.json.format(msgspec.json.encode(hardware)) + b"\n")
     print(table(shape, hardware, samples))
     errors = [abs(predicted(shape, hardware, s) / s.seconds - 1) for s in samples]
     print(f"error: mean {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")

@@ -66,6 +66,30 @@ def test_the_fitted_file_predicts_what_was_measured(
     assert "error: mean 0." in capsys.readouterr().out
 
 
+def test_without_an_output_the_file_there_is_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "results.json"
+    source.write_bytes(msgspec.json.encode(measured()))
+    argv = [str(source), "--model-shape", "llama-3-8b-bf16", "--start"]
+    assert fit.main([*argv, "h200"]) == 0
+    assert "error: mean 0.0%, largest 0.0%" in capsys.readouterr().out
+    slower = msgspec.structs.replace(TRUTH, memory_bytes_per_second=1e12)
+    other = tmp_path / "slower.json"
+    other.write_bytes(msgspec.json.encode(slower))
+    assert fit.main([*argv, str(other)]) == 0
+    assert "error: mean 0.0%" not in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "slower.json"}
+
+
+def test_h200_predicts_a_run_that_it_was_not_fitted_to() -> None:
+    samples = list(fit.samples_of(published("llama-3-8b-2xh200-c")))
+    errors = [abs(predicted(SHAPE, TRUTH, s) / s.seconds - 1) for s in samples]
+    assert len(errors) == 24
+    assert sum(errors) / len(errors) < 0.032
+    assert max(errors) < 0.145
+
+
 def test_h200_is_as_near_to_the_published_results_as_the_docs_say() -> None:
     samples = [
         sample

@@ -70,6 +70,17 @@ def test_each_layout_is_compared_with_the_stock_system_of_its_kind() -> None:
     ]
     assert found["longest context of a unit, tokens"][-1] == "0.941"
     assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["1.500", "1.125"]
+    assert found["start-up again, s (Shoal: of all layouts)"] == ["-"] * 6
+
+
+def test_a_start_with_the_caches_of_the_first_is_compared_with_one_of_its_kind() -> None:
+    results = made_up()
+    results.systems[STOCK_TP].starts.append(start(50.0))
+    results.systems[SHOAL].starts += [start(70.0), start(60.0)]
+    found = cells(results)
+    assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["1.500", "1.125"]
+    again = found["start-up again, s (Shoal: of all layouts)"]
+    assert again == ["-", "50", "60", "60", "-", "1.200"]
 
 
 def test_nothing_measured_is_no_figure() -> None:
