@@ -5,8 +5,10 @@ and as its online quantisation makes them. DP keeps vLLM's method and kernel. In
 
 - a range of outputs is a packed matrix of its own: the same kernel, on views;
 - a range of inputs is not. vLLM's CUTLASS kernels take the weight for packed without looking at its
-  strides and would read other members' inputs, with no error, so another kernel multiplies it;
-- QKV is one product for each logical part, of an input that is quantised once.
+  strides and would read other members' inputs, with no error, so another kernel multiplies it:
+  ``row_ranges_fp8``'s in steps of few tokens;
+- QKV is one layer over three ranges of outputs (``row_ranges_fp8``), or where scales are block-wise
+  one product for each, of an input that is quantised once.
 
 A kernel that keeps weights in a form of its own (repacked, padded) is refused by name.
 """
@@ -53,6 +55,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PtpcOnlineLinearMethod,
 )
 
+from runtime.engine import row_ranges, row_ranges_fp8
 from runtime.engine.shards import Axes, UnviewableWeights
 
 _METHODS = (
@@ -172,11 +175,22 @@ class SplitFp8(ViewedFp8):
             shape = x.shape
             first = layer.parts[0]
             data, scale = kernel.quant_fp8(x.view(-1, shape[-1]), first.input_scale, None)
+        return self._multiply(layer, data, scale, shape, kernel.config.out_dtype)
+
+    def _multiply(
+        self,
+        layer: nn.Module,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return the outputs for a quantised input that was of ``shape``."""
         outputs = [
             part.kernel.apply_scaled_mm(
                 A=data,
                 B=part.weight,
-                out_dtype=kernel.config.out_dtype,
+                out_dtype=dtype,
                 As=scale,
                 Bs=part.weight_scale,
                 bias=part.bias,
@@ -201,10 +215,38 @@ class SplitFp8(ViewedFp8):
         return joined.view(*x.shape[:-1], joined.shape[-1])
 
 
-class InputRangeKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """CUTLASS's stand-in, by ``torch._scaled_mm``: rows of the weight may be parts of longer ones.
+class RowRangesFp8(SplitFp8):
+    """A fused layer as one operator over the ranges of rows of ``layer.parts``.
 
-    Per-tensor and per-channel scales. Accumulates fast on Hopper, as what it stands in for does.
+    Per-tensor and per-channel scales, for what vLLM multiplies with CUTLASS.
+    """
+
+    def _multiply(
+        self,
+        layer: nn.Module,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        output = row_ranges_fp8.linear(data, scale, *_ranges(layer), dtype)
+        return output.view(*shape[:-1], output.shape[1])
+
+
+def _ranges(layer: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weights ``[rows, depth]``, scales and biases of a fused layer's parts."""
+    biases = [part.bias for part in layer.parts]
+    return (
+        [part.weight.t() for part in layer.parts],
+        [part.weight_scale for part in layer.parts],
+        [] if biases[0] is None else biases,
+    )
+
+
+class InputRangeKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """CUTLASS's stand-in where rows of the weight may be parts of longer ones.
+
+    Per-tensor and per-channel scales.
     """
 
     def apply_scaled_mm(
@@ -219,26 +261,46 @@ class InputRangeKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
         output_shape: list[int],
     ) -> torch.Tensor:
         """Return ``(As * A) @ (Bs * B) + bias``; ``A`` is ``[tokens, inputs]``."""
-        if Bs.numel() > 1:  # by token and by channel: one of each, all of them given
-            As = As.reshape(-1, 1).expand(A.shape[0], 1).contiguous()  # noqa: N806
-            Bs = Bs.view(1, -1)  # noqa: N806
+        if row_ranges.ENABLED:
+            biases = [] if bias is None else [bias]
+            output = row_ranges_fp8.linear(A, As, [B.t()], [Bs], biases, out_dtype)
         else:
-            As, Bs = As.view(1), Bs.view(1)  # noqa: N806
-        output: torch.Tensor = torch._scaled_mm(
-            A, B, scale_a=As, scale_b=Bs, bias=bias, out_dtype=out_dtype, use_fast_accum=True
-        )
+            output = row_ranges_fp8.scaled_mm(A, As, B.t(), Bs, bias, out_dtype)
         return output.view(*output_shape)
+
+
+class BlockInputRangeKernel(TritonFp8BlockScaledMMKernel):  # type: ignore[misc]
+    """The same for block-wise scales, which is vLLM's Triton kernel unless ours is switched on."""
+
+    def apply_block_scaled_mm(
+        self,
+        A: torch.Tensor,  # noqa: N803 - vLLM's names
+        B: torch.Tensor,  # noqa: N803
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        """Return ``(As * A) @ (Bs * B).T``; ``A`` is ``[tokens, inputs]``."""
+        if not self.in_one_launch(As, Bs):
+            return super().apply_block_scaled_mm(A, B, As, Bs)
+        dtype, block = self.config.out_dtype, row_ranges_fp8.BLOCK
+        return row_ranges_fp8.linear(A, As, [B], [Bs], [], dtype, block)
+
+    def in_one_launch(self, *scales: torch.Tensor) -> bool:
+        """Return whether our kernel knows these blocks and scales."""
+        on = row_ranges.ENABLED and row_ranges_fp8.BLOCKS_ENABLED
+        known = tuple(self.weight_group_shape) == (row_ranges_fp8.BLOCK,) * 2
+        return on and known and all(scale.dtype == torch.float32 for scale in scales)
 
 
 _INPUT_RANGE_KERNELS: Mapping[type, type] = {
     CutlassFP8ScaledMMLinearKernel: InputRangeKernel,
     PerTensorTorchFP8ScaledMMLinearKernel: PerTensorTorchFP8ScaledMMLinearKernel,
     ChannelWiseTorchFP8ScaledMMLinearKernel: ChannelWiseTorchFP8ScaledMMLinearKernel,
-    CutlassFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
-    DeepGemmFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
-    FlashInferFp8DeepGEMMDynamicBlockScaledKernel: TritonFp8BlockScaledMMKernel,
-    BlockWiseTorchFP8ScaledMMLinearKernel: TritonFp8BlockScaledMMKernel,
-    TritonFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
+    CutlassFp8BlockScaledMMKernel: BlockInputRangeKernel,
+    DeepGemmFp8BlockScaledMMKernel: BlockInputRangeKernel,
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel: BlockInputRangeKernel,
+    BlockWiseTorchFP8ScaledMMLinearKernel: BlockInputRangeKernel,
+    TritonFp8BlockScaledMMKernel: BlockInputRangeKernel,
 }
 """vLLM's kernels that keep weights as loaded, and what multiplies ranges of inputs for each."""
 
@@ -264,7 +326,12 @@ def _bind_parts(layer: nn.Module) -> None:
         part.kernel = copy.copy(kernel)
         part.input_scale = getattr(part, "input_scale", None)
         _fit(part.kernel, part.weight)
-    layer.quant_method = SplitFp8(layer.quant_method.method)
+    in_one_launch = (
+        row_ranges.ENABLED
+        and isinstance(kernel, CutlassFP8ScaledMMLinearKernel)
+        and len(layer.parts) <= row_ranges.MAX_RANGES
+    )
+    layer.quant_method = (RowRangesFp8 if in_one_launch else SplitFp8)(layer.quant_method.method)
 
 
 def _bind_input_range(layer: nn.Module) -> None:
@@ -276,6 +343,42 @@ def _bind_input_range(layer: nn.Module) -> None:
         _spread_scale(layer, kernel)
     elif replacement is not type(kernel):
         owner.fp8_linear = replacement(kernel.config)
+
+
+Launch = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.dtype, int]
+"""Weights, scales and biases, the output's type and the size of a scale's block."""
+
+
+def launches(layer: nn.Module) -> list[Launch]:
+    """Return with what, besides activations, ``row_ranges_fp8`` is called for a bound layer.
+
+    Nothing where vLLM's kernels do; twice with and without a bias, which only the first member of a
+    group adds to a row-parallel layer.
+    """
+    if not row_ranges.ENABLED or not is_fp8(layer):
+        return []
+    kernel = _owner(layer).fp8_linear
+    dtype = kernel.config.out_dtype
+    if isinstance(layer.quant_method, RowRangesFp8):
+        return [(*_ranges(layer), dtype, 0)]
+    if isinstance(kernel, BlockInputRangeKernel):
+        scale = FP8BlockParams.from_layer(layer).block_scale
+        known = kernel.in_one_launch(scale)
+        return [([layer.weight], [scale], [], dtype, row_ranges_fp8.BLOCK)] if known else []
+    if isinstance(kernel, InputRangeKernel):
+        biases = [[]] if layer.bias is None else [[], [layer.bias]]
+        return [([layer.weight.t()], [layer.weight_scale], bias, dtype, 0) for bias in biases]
+    return []
+
+
+def warm_up(layer: nn.Module, seen: set[Any]) -> None:
+    """Compile what a bound layer launches, unless a layer of its shape is among ``seen``."""
+    for weights, scales, biases, dtype, block in launches(layer):
+        shapes = [weight.shape for weight in weights]
+        shape = (weights[0].dtype, *shapes, bool(biases), block)
+        if shape not in seen:
+            seen.add(shape)
+            row_ranges_fp8.warm_up(weights, scales, biases, dtype, block)
 
 
 def _fit(kernel: Any, weight: torch.Tensor) -> None:

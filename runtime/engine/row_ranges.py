@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 ENABLED = os.environ.get("SHOAL_ROW_RANGES", "1") != "0"
-"""Whether CUDA layers use the operator; ``SHOAL_ROW_RANGES=0`` goes back to GEMMs and a copy."""
+"""Whether CUDA layers use the operator, or that of ``row_ranges_fp8``; ``SHOAL_ROW_RANGES=0`` goes
+back to GEMMs and a copy."""
 
 MAX_RANGES = 3
 """Most ranges of rows that one launch reads: query, key and value."""
@@ -46,7 +47,7 @@ def warm_up(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> 
     from runtime.engine.row_ranges_kernel import arrival_counters, token_counts
 
     arrival_counters(weights[0].device)
-    for tokens in token_counts():
+    for tokens in token_counts(weights[0].dtype):
         linear(weights[0].new_zeros(tokens, weights[0].shape[1]), weights, biases)
 
 

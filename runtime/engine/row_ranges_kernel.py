@@ -1,7 +1,11 @@
-"""Triton kernels behind ``row_ranges``: one launch over up to three ranges of a weight's rows.
+"""Triton kernels behind ``row_ranges`` and ``row_ranges_fp8``: one launch over up to three ranges.
 
 An output column is a weight row; which one is found by comparing the column with the sizes of the
-ranges, before the loop over the depth. So the ranges cost nothing, whatever their alignment.
+ranges, before the loop over the depth. So the ranges cost nothing, whatever their alignment, nor do
+rows that are parts of longer ones: they only have another stride.
+
+FP8 operands are multiplied as they are. A token's scale and a row's are factors of the sum, those
+of blocks of a block's part of it.
 
 Importing this module imports Triton, which only CUDA (or Triton's interpreter) has a use for.
 """
@@ -21,12 +25,15 @@ class Tile:
     """What one program of a launch computes.
 
     Attributes:
-        tokens: rows of ``x``; 1 is the matrix-vector kernel, else a multiple of 16.
+        tokens: rows of ``x``; 1 is the matrix-vector kernel, else a multiple of 16, or 8 with
+            ``rows_first``.
         columns: output columns, which are weight rows.
         depth: elements of a row that one turn of the loop reads.
         splits: programs that share the depth of one output tile; the last to arrive adds up.
         warps: warps of a program.
         stages: depth of the software pipeline; of no meaning to the matrix-vector kernel.
+        rows_first: the weight is the product's left operand. Hopper's tensor cores take FP8 as it
+            is in products of 64 left rows or more alone, which a step of few tokens has not.
     """
 
     tokens: int
@@ -35,6 +42,31 @@ class Tile:
     splits: int = 1
     warps: int = 4
     stages: int = 4
+    rows_first: bool = False
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales of FP8 operands, float32: what a product of them is to be multiplied with.
+
+    Attributes:
+        x: one for each token, or one for all; of blocks ``[tokens, depth / block]``.
+        weight: one for each row of the first range, followed in memory as that range's rows are; or
+            one for all; of blocks ``[rows / block, depth / block]``.
+        block: rows and elements of a row that share a scale, a multiple of which every range begins
+            with; a tile must be as deep. 0: scales by row and token.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    block: int = 0
+
+    def strides(self) -> tuple[int, int, int, int]:
+        """Return how far tokens, rows, and along the depth a token's and a row's blocks are."""
+        if self.block:
+            (token, x_step), (row, step) = self.x.stride(), self.weight.stride()
+            return token, row, x_step, step
+        return int(self.x.numel() > 1), int(self.weight.numel() > 1), 0, 0
 
 
 TILES: tuple[tuple[int, int, Tile], ...] = (
@@ -53,17 +85,49 @@ TILES: tuple[tuple[int, int, Tile], ...] = (
 16 tokens at most what one GEMM over a copy takes, up to 64 at most 1.15 times that."""
 
 
-def tile_for(tokens: int, columns: int, dtype: torch.dtype) -> Tile | None:
+FP8_TILES: tuple[tuple[int, int, Tile], ...] = (
+    (1, 3072, Tile(1, 2, 4096)),
+    (1, 4096, Tile(1, 8, 1024)),
+    (1, 1 << 30, Tile(1, 2, 2048)),
+    (8, 1 << 30, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
+    (16, 1 << 30, Tile(16, 64, 256, splits=2, rows_first=True)),
+    (32, 1 << 30, Tile(32, 64, 256, splits=2, rows_first=True)),
+    (64, 3072, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
+    (64, 1 << 30, Tile(64, 64, 128, stages=6, rows_first=True)),
+    (128, 1 << 30, Tile(128, 64, 128, stages=5)),
+)
+"""The same for FP8 with scales of tokens and rows. Chosen by ``row_ranges_bench`` on an H200 for
+layers of an 8B and a 70B Llama in TP2 and TP4, QKV (the fewest columns) and row-parallel ones: at
+most 1.13 times what the best tile tried takes; up to 64 tokens 0.31 to 0.94 times, up to 128 at
+most 1.02 times what ``torch._scaled_mm`` over a copy takes."""
+
+FP8_BLOCK_TILES: tuple[tuple[int, int, Tile], ...] = (
+    (8, 1 << 30, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
+    (16, 1 << 30, Tile(16, 64, 128, splits=4, stages=6, rows_first=True)),
+    (32, 1 << 30, Tile(32, 64, 128, splits=4, stages=5, rows_first=True)),
+    (64, 1 << 30, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
+)
+"""The same for FP8 with scales of blocks of 128. Not measured on a GPU yet, and so not in use but
+with ``row_ranges_fp8.BLOCKS_ENABLED``."""
+
+_TABLES = {
+    (torch.bfloat16, 0): TILES,
+    (torch.float16, 0): TILES,
+    (torch.float8_e4m3fn, 0): FP8_TILES,
+    (torch.float8_e4m3fn, 128): FP8_BLOCK_TILES,
+}
+
+
+def tile_for(tokens: int, columns: int, dtype: torch.dtype, block: int = 0) -> Tile | None:
     """Return the tile for a step, or None where GEMMs over the ranges are as fast."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    fitting = (tile for most, widest, tile in TILES if tokens <= most and columns <= widest)
+    table = _TABLES.get((dtype, block), ())
+    fitting = (tile for most, widest, tile in table if tokens <= most and columns <= widest)
     return next(fitting, None)
 
 
-def token_counts() -> list[int]:
+def token_counts(dtype: torch.dtype, block: int = 0) -> list[int]:
     """Return numbers of tokens that between them need every tile of a layer."""
-    return sorted({most for most, _, _ in TILES})
+    return sorted({most for most, _, _ in _TABLES.get((dtype, block), ())})
 
 
 @triton.jit
@@ -75,15 +139,18 @@ def _rows_of(columns, total, size0, size1, distance1, distance2):  # type: ignor
     return tl.where(columns < total, rows, 0).to(tl.int64)
 
 
-# Sizes and distances differ between layouts and members: nothing is compiled for their values.
-_RANGES = ["size0", "size1", "distance1", "distance2"]
+# Sizes and distances differ between layouts and members: nothing is compiled for their values. A
+# scale for all has the stride 0.
+_UNKNOWN = ["size0", "size1", "distance1", "distance2", "x_scale_stride", "scale_stride"]
 
 
-@triton.jit(do_not_specialize=_RANGES)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_UNKNOWN)  # type: ignore[untyped-decorator]
 def _vector_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
     bias_ptr,
+    x_scale_ptr,
+    scale_ptr,
     out_ptr,
     x_stride,
     weight_stride,
@@ -92,10 +159,13 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
     size1,
     distance1,
     distance2,
+    x_scale_stride,
+    scale_stride,
     full_depth: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_depth: tl.constexpr,
     has_bias: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     """Multiply token ``program_id(1)`` with a tile of rows: bound by reading the weight once."""
     token = tl.program_id(1).to(tl.int64)
@@ -117,16 +187,21 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
         products += weight.to(tl.float32) * x.to(tl.float32)[None, :]
     result = tl.sum(products, axis=1)
     stored = columns < total
+    if scaled:
+        x_scale = tl.load(x_scale_ptr + token * x_scale_stride)
+        result *= x_scale * tl.load(scale_ptr + rows * scale_stride)
     if has_bias:
         result += tl.load(bias_ptr + rows, mask=stored, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * total + columns, result.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["tokens", *_RANGES])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", *_UNKNOWN, "x_scale_step", "scale_step"])  # type: ignore[untyped-decorator]
 def _matrix_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
     bias_ptr,
+    x_scale_ptr,
+    scale_ptr,
     out_ptr,
     partial_ptr,
     arrived_ptr,
@@ -138,12 +213,19 @@ def _matrix_kernel(  # type: ignore[no-untyped-def]
     size1,
     distance1,
     distance2,
+    x_scale_stride,
+    scale_stride,
+    x_scale_step,
+    scale_step,
     full_depth: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_columns: tl.constexpr,
     tile_depth: tl.constexpr,
     splits: tl.constexpr,
+    rows_first: tl.constexpr,
     has_bias: tl.constexpr,
+    scaled: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Multiply a tile of tokens with a tile of rows over one part of the depth."""
     # Neighbours share the weight tile, which so comes from memory once.
@@ -159,20 +241,44 @@ def _matrix_kernel(  # type: ignore[no-untyped-def]
         (full_depth + splits * tile_depth - 1) // (splits * tile_depth) * tile_depth
     )
     depth = split * part + tl.arange(0, tile_depth)
-    x_ptrs = x_ptr + token_read[:, None] * x_stride + depth[None, :]
-    weight_ptrs = weight_ptr + rows[None, :] * weight_stride + depth[:, None]
-    result = tl.zeros((tile_tokens, tile_columns), dtype=tl.float32)
+    if rows_first:
+        x_ptrs = x_ptr + token_read[None, :] * x_stride + depth[:, None]
+        weight_ptrs = weight_ptr + rows[:, None] * weight_stride + depth[None, :]
+        result = tl.zeros((tile_columns, tile_tokens), dtype=tl.float32)
+    else:
+        x_ptrs = x_ptr + token_read[:, None] * x_stride + depth[None, :]
+        weight_ptrs = weight_ptr + rows[None, :] * weight_stride + depth[:, None]
+        result = tl.zeros((tile_tokens, tile_columns), dtype=tl.float32)
+    if block:
+        tl.static_assert(tile_depth == block)
+        first_block = split * (part // block)
+        x_scale_ptrs = x_scale_ptr + token_read * x_scale_stride + first_block * x_scale_step
+        scale_ptrs = scale_ptr + (rows // block) * scale_stride + first_block * scale_step
     for start in range(0, part, tile_depth):
         if part * splits == full_depth:
             x = tl.load(x_ptrs)
             weight = tl.load(weight_ptrs)
         else:
             inside = depth < full_depth - start
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-            weight = tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
-        result = tl.dot(x, weight, result)
+            along, across = inside[None, :], inside[:, None]
+            x = tl.load(x_ptrs, mask=across if rows_first else along, other=0.0)
+            weight = tl.load(weight_ptrs, mask=along if rows_first else across, other=0.0)
+        if block:
+            there = split * part + start < full_depth
+            of_x = tl.load(x_scale_ptrs, mask=there, other=0.0)
+            of_rows = tl.load(scale_ptrs, mask=there, other=0.0)
+            if rows_first:
+                result += tl.dot(weight, x) * (of_rows[:, None] * of_x[None, :])
+            else:
+                result += tl.dot(x, weight) * (of_x[:, None] * of_rows[None, :])
+            x_scale_ptrs += x_scale_step
+            scale_ptrs += scale_step
+        else:
+            result = tl.dot(weight, x, result) if rows_first else tl.dot(x, weight, result)
         x_ptrs += tile_depth
         weight_ptrs += tile_depth
+    if rows_first:
+        result = tl.trans(result)
 
     last = True
     if splits > 1:
@@ -190,6 +296,9 @@ def _matrix_kernel(  # type: ignore[no-untyped-def]
                 result += tl.load(partial_ptrs + other * size, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
     if last:
+        if scaled and not block:
+            x_scale = tl.load(x_scale_ptr + token_read * x_scale_stride)
+            result *= x_scale[:, None] * tl.load(scale_ptr + rows * scale_stride)[None, :]
         if has_bias:
             bias = tl.load(bias_ptr + rows, mask=columns < total, other=0.0)
             result += bias.to(tl.float32)[None, :]
@@ -217,33 +326,41 @@ def multiply(
     biases: list[torch.Tensor],
     out: torch.Tensor,
     tile: Tile,
+    scales: Scales | None = None,
 ) -> None:
     """Write ``x @ cat(weights).T + cat(biases)`` to ``out`` in one launch.
 
     Args:
         x: ``[tokens, depth]``, rows contiguous.
-        weights: ``[rows, depth]`` each, at most three ascending ranges of rows of one tensor.
+        weights: ``[rows, depth]`` each, rows contiguous: at most three ascending ranges of rows of
+            one tensor.
         biases: the same ranges of one tensor ``[rows]``, or none.
         out: ``[tokens, sum of rows]``, contiguous.
         tile: what each program computes.
+        scales: what the product is multiplied with before a bias is added.
     """
     tokens, depth = x.shape
     total = out.shape[1]
     first = weights[0]
     bias = biases[0] if biases else first
-    shape = (x.stride(0), first.stride(0), total, *_ranges(weights))
+    x_scale, scale = (scales.x, scales.weight) if scales else (first, first)
+    *strides, x_step, step = scales.strides() if scales else (0, 0, 0, 0)
+    shape = (x.stride(0), first.stride(0), total, *_ranges(weights), *strides)
     column_tiles = triton.cdiv(total, tile.columns)
     if tile.tokens == 1:
         _vector_kernel[(column_tiles, tokens)](
             x,
             first,
             bias,
+            x_scale,
+            scale,
             out,
             *shape,
             full_depth=depth,
             tile_columns=tile.columns,
             tile_depth=tile.depth,
             has_bias=bool(biases),
+            scaled=scales is not None,
             num_warps=tile.warps,
         )
         return
@@ -257,17 +374,24 @@ def multiply(
         x,
         first,
         bias,
+        x_scale,
+        scale,
         out,
         partial,
         arrived,
         tokens,
         *shape,
+        x_step,
+        step,
         full_depth=depth,
         tile_tokens=tile.tokens,
         tile_columns=tile.columns,
         tile_depth=tile.depth,
         splits=tile.splits,
+        rows_first=tile.rows_first,
         has_bias=bool(biases),
+        scaled=scales is not None,
+        block=scales.block if scales else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -76,6 +76,7 @@ SEAMS = (
         "Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm",
         "fp8",
     ),
+    Seam("vllm._custom_ops", "cutlass_scaled_mm", "row_ranges_fp8"),
     Seam(
         "vllm.v1.structured_output.request",
         "StructuredOutputRequest.is_grammar_ready",

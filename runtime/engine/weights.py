@@ -55,13 +55,16 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from runtime.engine import fp8, row_ranges
+from runtime.engine import fp8, row_ranges, row_ranges_fp8
 from runtime.engine.shards import PLAIN, Axes, UnviewableWeights
 
 VIEW_LOAD_FORMAT = "shoal_view"
 """``load_format`` of every layout but DP."""
 
-WEIGHT_SCHEME = f"gate_up=grouped,other_fused={'ranges' if row_ranges.ENABLED else 'split'}"
+WEIGHT_SCHEME = (
+    f"gate_up=grouped,other_fused={'ranges' if row_ranges.ENABLED else 'split'},"
+    f"fp8_blocks={'ranges' if row_ranges_fp8.BLOCKS_ENABLED else 'triton'}"
+)
 """Order of the rows that a layout's code was compiled for, and what multiplies them.
 
 vLLM's compile cache does not see weight order: this string, with the number of groups, goes into
@@ -510,8 +513,10 @@ def owned_bytes(model: nn.Module, full: nn.Module) -> int:
 
 def compile_kernels(model: nn.Module) -> None:
     """Compile what the layers of a viewed model launch, once for each shape of a layer."""
-    shapes = set()
+    shapes: set[Any] = set()
     for layer in model.modules():
+        if fp8.is_fp8(layer):
+            fp8.warm_up(layer, shapes)
         if isinstance(getattr(layer, "quant_method", None), RowRangesLinear):
             weights, biases = _ranges(layer)
             shape = (*(weight.shape for weight in weights), bool(biases))

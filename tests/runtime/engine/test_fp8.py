@@ -19,6 +19,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
     Fp8BlockScaledMMLinearKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -32,11 +33,18 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum
 
-from runtime.engine import fp8
+from runtime.engine import fp8, row_ranges, row_ranges_fp8
 from runtime.engine.shards import Axes, UnviewableWeights
-from runtime.engine.weights import SharedWeights, group_gate_up, owned_bytes, view_weights
+from runtime.engine.weights import (
+    SharedWeights,
+    compile_kernels,
+    group_gate_up,
+    owned_bytes,
+    view_weights,
+)
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 8, 4, 64
@@ -166,6 +174,15 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels, PlatformEnum.CPU, [PackedKernel])
     monkeypatch.setattr(fp8.InputRangeKernel, "is_supported", PackedKernel.is_supported)
     monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, PackedKernel, fp8.InputRangeKernel)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM picks a block-wise kernel that a range of inputs is not for; our kernel is on."""
+    monkeypatch.setattr(row_ranges_fp8, "BLOCKS_ENABLED", True)
+    kernel = fp8.BlockInputRangeKernel
+    monkeypatch.setattr(kernel, "is_supported", ReferenceBlockKernel.is_supported)
+    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, ReferenceBlockKernel, kernel)
 
 
 # --- layers ---
@@ -330,11 +347,121 @@ PER_TENSOR_OR_CHANNEL = [name for name in FORMATS if "block" not in name]
 
 
 @pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_one_launch", [False, True])
 @pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_kernel_that_ignores_strides_gets_no_range_of_inputs(name: str, rank: int) -> None:
-    viewed = view(full(name), name, rank, 2)
-    assert_like_stock(viewed, stock(name, rank, 2), rank, 2)
+def test_a_kernel_that_ignores_strides_gets_no_range_of_inputs(
+    name: str, rank: int, in_one_launch: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_ranges, "ENABLED", in_one_launch)
+    viewed = view(full(name, bias=bias), name, rank, 2, bias=bias)
+    assert_like_stock(viewed, stock(name, rank, 2, bias=bias), rank, 2)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The sizes of the ranges of rows of every layer that the operator computed."""
+    calls: list[tuple[int, ...]] = []
+    linear = row_ranges_fp8.linear
+
+    def noted(
+        x: torch.Tensor, x_scale: torch.Tensor, weights: list[torch.Tensor], *rest: Any
+    ) -> torch.Tensor:
+        calls.append(tuple(weight.shape[0] for weight in weights))
+        return linear(x, x_scale, weights, *rest)
+
+    monkeypatch.setattr(row_ranges_fp8, "linear", noted)
+    return calls
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("in_one_launch", [False, True])
+@pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
+def test_ranges_of_rows_and_of_inputs_are_one_launch_each(
+    name: str,
+    in_one_launch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: list[tuple[int, ...]],
+) -> None:
+    monkeypatch.setattr(row_ranges, "ENABLED", in_one_launch)
+    outputs(view(full(name), name, 1, 2), torch.randn(5, HIDDEN), 1, 2)
+    qkv = tuple(heads * HEAD_DIM // 2 for heads in (HEADS, KV_HEADS, KV_HEADS))
+    assert launched == ([qkv, (HIDDEN,), (HIDDEN,)] if in_one_launch else [])
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_range_of_inputs_with_block_wise_scales_is_one_launch(
+    rank: int, launched: list[tuple[int, ...]]
+) -> None:
+    name = "fp8 block-wise"
+    viewed = view(full(name, bias=True), name, rank, 2, bias=True)
+    assert_like_stock(viewed, stock(name, rank, 2, bias=True), rank, 2)
+    assert launched == [(HIDDEN,), (HIDDEN,)]
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(
+    "reason", ["switched off", "blocks switched off", "other blocks", "scales of exponents"]
+)
+def test_what_our_kernel_does_not_know_is_left_to_vllms(
+    reason: str, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def ask(*_: object) -> None:
+        raise Asked
+
+    monkeypatch.setattr(TritonFp8BlockScaledMMKernel, "apply_block_scaled_mm", ask)
+    monkeypatch.setattr(row_ranges, "ENABLED", reason != "switched off")
+    monkeypatch.setattr(row_ranges_fp8, "BLOCKS_ENABLED", reason != "blocks switched off")
+    name = "fp8 block-wise"
+    layer = view(full(name), name, 1, 2).o_proj
+    kernel = fp8._owner(layer).fp8_linear
+    if reason == "other blocks":
+        kernel.weight_group_shape = GroupShape(64, 128)
+    elif reason == "scales of exponents":
+        exponents = layer.weight_scale_inv.data.to(torch.float8_e8m0fnu)
+        layer.weight_scale_inv = nn.Parameter(exponents, requires_grad=False)
+    with pytest.raises(Asked):
+        layer.quant_method.apply(layer, torch.randn(5, HEADS * HEAD_DIM // 2))
+    assert launched == []
+    assert fp8.launches(layer) == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_kernels_keep_their_products(name: str, launched: list[tuple[int, ...]]) -> None:
+    """PyTorch's read any strides, and pad activations; block-wise scales are another kernel's."""
+    outputs(view(full(name), name, 1, 2), torch.randn(5, HIDDEN), 1, 2)
+    assert launched == []
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("bias", [False, True])
+def test_kernels_are_compiled_once_for_each_shape(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed: list[tuple[int, int, int]] = []
+
+    def warm_up(weights: Any, _: object, biases: Any, dtype: torch.dtype, block: int) -> None:
+        assert (dtype, block) == (torch.bfloat16, 0)
+        warmed.append((len(weights), weights[0].shape[1], len(biases)))
+
+    monkeypatch.setattr(row_ranges_fp8, "warm_up", warm_up)
+    name = "compressed-tensors per channel"
+    viewed = view(full(name, bias=bias), name, 1, 2, bias=bias)
+    compile_kernels(nn.ModuleList([viewed, view(full(name), name, 1, 2)]))
+    without = [(3, HIDDEN, 0), (1, HEADS * HEAD_DIM // 2, 0), (1, INTERMEDIATE // 2, 0)]
+    # A row-parallel layer adds its bias on one member alone.
+    with_bias = [(3, HIDDEN, 3), (1, HEADS * HEAD_DIM // 2, 1), (1, INTERMEDIATE // 2, 1)]
+    assert sorted(warmed) == sorted(without + (with_bias if bias else []))
+
+    warmed.clear()
+    monkeypatch.setattr(row_ranges, "ENABLED", False)
+    compile_kernels(viewed)
+    assert warmed == []
 
 
 @pytest.mark.usefixtures("packed")
@@ -358,6 +485,22 @@ def test_only_a_spread_scale_is_the_layouts_own(name: str) -> None:
     dp = full(name)
     by_token = name == "compressed-tensors per tensor, dynamic"
     assert owned_bytes(view(dp, name, 1, 2), dp) in ({0, 2 * 4 * HIDDEN} if by_token else {0})
+
+
+@pytest.mark.usefixtures("blocks")
+def test_kernels_for_blocks_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[tuple[int, int]] = []
+
+    def warm_up(weights: Any, scales: Any, biases: Any, _: torch.dtype, block: int) -> None:
+        assert not biases
+        assert scales[0].shape == tuple(size // block for size in weights[0].shape)
+        warmed.append((weights[0].shape[1], block))
+
+    monkeypatch.setattr(row_ranges_fp8, "warm_up", warm_up)
+    name = "fp8 block-wise"
+    dp = full(name, bias=True)
+    compile_kernels(nn.ModuleList([view(dp, name, rank, 2, bias=True) for rank in (0, 1)]))
+    assert sorted(warmed) == [(HEADS * HEAD_DIM // 2, BLOCK), (INTERMEDIATE // 2, BLOCK)]
 
 
 # --- what cannot be viewed ---

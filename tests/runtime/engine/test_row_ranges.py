@@ -1,5 +1,6 @@
 """One linear layer over ranges of rows: the operator, its kernels, and the layer that uses it."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -11,7 +12,18 @@ import torch
 from torch import nn
 
 from runtime.engine import row_ranges, weights
-from runtime.engine.row_ranges_kernel import COUNTERS, TILES, tile_for, token_counts
+from runtime.engine.row_ranges_fp8 import BLOCK
+from runtime.engine.row_ranges_kernel import (
+    COUNTERS,
+    FP8_BLOCK_TILES,
+    FP8_TILES,
+    TILES,
+    Tile,
+    tile_for,
+    token_counts,
+)
+
+Table = tuple[tuple[int, int, Tile], ...]
 
 DEPTH = 32
 RANGES = (slice(16, 56), slice(100, 120), slice(170, 190))
@@ -73,43 +85,94 @@ def test_it_is_opaque_to_a_compiler() -> None:
 # --- the kernels ---
 
 
-def test_the_kernels_compute_it() -> None:
-    """One program for all cases: Triton must be imported with its interpreter."""
+def interpreted(cases: str) -> list[dict[str, Any]]:
+    """Run all cases in one program: Triton must be imported with its interpreter."""
     program = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engine.row_ranges_main"],
+        [sys.executable, "-m", "tests.runtime.engine.row_ranges_main", cases],
         capture_output=True,
         text=True,
         check=False,
     )
     assert program.returncode == 0, program.stderr[-4000:]
-    results = json.loads(program.stdout)
-    assert len({result["case"] for result in results}) == len(results) == 90
+    results: list[dict[str, Any]] = json.loads(program.stdout)
+    assert len({result["case"] for result in results}) == len(results)
+    return results
+
+
+def test_the_kernels_compute_it() -> None:
+    results = interpreted("wide")
+    assert len(results) == 90
     for result in results:
         assert result["error"] < 1e-4, result
         assert result["counters"] == 0, result
 
 
-def test_long_steps_and_wide_floats_are_left_to_gemms() -> None:
-    longest = TILES[-1][0]
-    assert tile_for(longest, 512, torch.bfloat16) is not None
-    assert tile_for(longest + 1, 512, torch.bfloat16) is None
-    assert tile_for(1, 512, torch.float32) is None
+def test_of_fp8_they_compute_it_with_scales() -> None:
+    results = interpreted("fp8")
+    assert len(results) == 32
+    assert {tuple(result["scales"]) for result in results} == set(
+        itertools.product((False, True), repeat=2)
+    )
+    for result in results:
+        assert result["error"] < 1e-3, result
+        assert result["unscaled"] > 1, result
+        assert result["counters"] == 0, result
 
 
-@pytest.mark.parametrize("columns", [512, 768, 1280, 3072, 5120])
-def test_split_tiles_have_a_counter_each(columns: int) -> None:
-    for tokens in range(1, TILES[-1][0] + 1):
-        tile = tile_for(tokens, columns, torch.bfloat16)
+def test_of_blocks_they_compute_it_with_scales() -> None:
+    results = interpreted("blocks")
+    assert len(results) == 12
+    for result in results:
+        assert result["error"] < 1e-3, result
+        assert result["unscaled"] > 1, result
+        assert result["counters"] == 0, result
+
+
+TABLES = (
+    (torch.bfloat16, 0, TILES),
+    (torch.float8_e4m3fn, 0, FP8_TILES),
+    (torch.float8_e4m3fn, BLOCK, FP8_BLOCK_TILES),
+)
+of_every_table = pytest.mark.parametrize(("dtype", "block", "table"), TABLES)
+
+
+@of_every_table
+def test_long_steps_are_left_to_gemms(dtype: torch.dtype, block: int, table: Table) -> None:
+    longest = table[-1][0]
+    assert tile_for(longest, 512, dtype, block) is not None
+    assert tile_for(longest + 1, 512, dtype, block) is None
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 0), (torch.float8_e4m3fn, 64)])
+def test_what_no_kernel_knows_is_left_to_gemms(dtype: torch.dtype, block: int) -> None:
+    assert tile_for(1, 512, dtype, block) is None
+    assert token_counts(dtype, block) == []
+
+
+@of_every_table
+@pytest.mark.parametrize("columns", [512, 768, 1280, 3072, 5120, 8192])
+def test_split_tiles_have_a_counter_each(
+    columns: int, dtype: torch.dtype, block: int, table: Table
+) -> None:
+    for tokens in range(1, table[-1][0] + 1):
+        tile = tile_for(tokens, columns, dtype, block)
         if tile is not None and tile.splits > 1:
             tiles = math.ceil(tokens / tile.tokens) * math.ceil(columns / tile.columns)
             assert tiles <= COUNTERS
 
 
-def test_warming_up_needs_every_tile() -> None:
-    for columns in (512, 3072):
-        chosen = {tile_for(tokens, columns, torch.bfloat16) for tokens in token_counts()}
-        every = {tile_for(tokens, columns, torch.bfloat16) for tokens in range(1, TILES[-1][0] + 1)}
-        assert chosen == every
+@of_every_table
+def test_warming_up_needs_every_tile(dtype: torch.dtype, block: int, table: Table) -> None:
+    for columns in (512, 3072, 8192):
+        chosen = {tile_for(tokens, columns, dtype, block) for tokens in token_counts(dtype, block)}
+        tokens_of_all = range(1, table[-1][0] + 1)
+        assert chosen == {tile_for(tokens, columns, dtype, block) for tokens in tokens_of_all}
+
+
+def test_a_tile_of_blocks_is_as_deep_as_they_are() -> None:
+    """And is none of the matrix-vector kernel's, which knows no blocks."""
+    assert {tile.depth for _, _, tile in FP8_BLOCK_TILES} == {BLOCK}
+    assert min(tile.tokens for _, _, tile in FP8_BLOCK_TILES) > 1
 
 
 # --- the layer ---

@@ -1,0 +1,217 @@
+"""One FP8 linear layer over ranges of a weight's rows: QKV and row-parallel layers of a TP layout.
+
+What ``row_ranges`` is for 16-bit weights, with a scale by tensor or by token of the activations and
+one by tensor or by output channel of the weight, or with scales of blocks of both. QKV is three
+ranges of rows. A row-parallel layer is one range of rows that are parts of longer ones, which
+vLLM's CUTLASS kernels cannot read: they take every weight for packed. A step of few tokens is one
+launch of our kernel; a step of many is a GEMM for each range, vLLM's where it reads the range.
+
+To ``torch.compile`` it is one opaque operator. The choice is made where it runs or is captured.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+torch.library.define(
+    "shoal::row_ranges_fp8_linear",
+    "(Tensor x, Tensor x_scale, Tensor[] weights, Tensor[] scales, Tensor[] biases,"
+    " ScalarType dtype, int block) -> Tensor",
+)
+
+BLOCK = 128
+"""Rows and inputs that share a scale where scales are those of blocks: what the kernel can."""
+
+BLOCKS_ENABLED = os.environ.get("SHOAL_ROW_RANGES_BLOCKS", "0") != "0"
+"""Whether layers with scales of blocks use the operator. By default not: how long it takes beside
+vLLM's Triton kernel, which they use else, is not measured yet."""
+
+
+def linear(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    block: int = 0,
+) -> torch.Tensor:
+    """Return ``(x_scale * x) @ cat(scales * weights).T + cat(biases)``, ``[tokens, sum of rows]``.
+
+    Args:
+        x: ``[tokens, depth]``, float8_e4m3fn.
+        x_scale: float32, one for each token or one for all.
+        weights: ``[rows, depth]`` each, float8_e4m3fn: at most ``row_ranges.MAX_RANGES`` ranges of
+            rows of one tensor, whose rows may be parts of longer ones.
+        scales: the same ranges of one float32 tensor of a scale for each row; or for each range the
+            scale of the whole weight.
+        biases: the same ranges of one tensor ``[rows]`` of the output's type; empty without a bias.
+        dtype: the output's type, bfloat16 or float16.
+        block: ``BLOCK`` if ``x_scale`` is ``[tokens, depth / block]`` and each of ``scales``
+            ``[rows / block, depth / block]``; else 0.
+    """
+    output: torch.Tensor = torch.ops.shoal.row_ranges_fp8_linear(
+        x, x_scale, list(weights), list(scales), list(biases), dtype, block
+    )
+    return output
+
+
+def warm_up(
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    block: int = 0,
+) -> None:
+    """Compile every kernel that ``linear`` may choose for a CUDA layer, and allocate its counters.
+
+    Neither may happen while a graph is captured or a request waits.
+    """
+    from runtime.engine.row_ranges_kernel import arrival_counters, token_counts
+
+    first = weights[0]
+    arrival_counters(first.device)
+    depth = first.shape[1]
+    for tokens in token_counts(first.dtype, block):
+        blocks = depth // block if block else 1
+        x_scale = torch.ones(tokens, blocks, dtype=torch.float32, device=first.device)
+        x = torch.zeros(tokens, depth, dtype=first.dtype, device=first.device)
+        linear(x, x_scale, weights, scales, biases, dtype, block)
+
+
+@torch.library.register_fake("shoal::row_ranges_fp8_linear")  # type: ignore[untyped-decorator]
+def _empty(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,  # noqa: ARG001 - the operator's signature
+    weights: list[torch.Tensor],
+    scales: list[torch.Tensor],  # noqa: ARG001
+    biases: list[torch.Tensor],  # noqa: ARG001
+    dtype: torch.dtype,
+    block: int,  # noqa: ARG001
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights)), dtype=dtype)
+
+
+@torch.library.impl("shoal::row_ranges_fp8_linear", "cuda")  # type: ignore[untyped-decorator]
+def _on_cuda(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weights: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    dtype: torch.dtype,
+    block: int,
+) -> torch.Tensor:
+    from runtime.engine.row_ranges_kernel import Scales, multiply, tile_for
+
+    output = _empty(x, x_scale, weights, scales, biases, dtype, block)
+    tile = tile_for(x.shape[0], output.shape[1], x.dtype, block)
+    if tile is None:
+        return multiply_each(x, x_scale, weights, scales, biases, dtype, block)
+    multiply(x, weights, biases, output, tile, Scales(x_scale, scales[0], block))
+    return output
+
+
+@torch.library.impl("shoal::row_ranges_fp8_linear", "cpu")  # type: ignore[untyped-decorator]
+def multiply_each(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    block: int = 0,
+) -> torch.Tensor:
+    """Return what ``linear`` returns, by a GEMM for each range and, of several, a copy."""
+    outputs = []
+    for index, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+        gemm = scaled_mm
+        if block:
+            gemm = _block_mm if x.is_cuda else _block_mm_on_cpu
+        elif x.is_cuda and weight.is_contiguous():
+            gemm = _cutlass_mm
+        bias = biases[index] if biases else None
+        outputs.append(gemm(x, x_scale, weight, scale, bias, dtype))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _cutlass_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    from vllm import _custom_ops
+
+    output: torch.Tensor = _custom_ops.cutlass_scaled_mm(
+        x, weight.t(), scale_a=x_scale, scale_b=scale, out_dtype=dtype, bias=bias
+    )
+    return output
+
+
+def _block_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    # vLLM's Triton kernel looks at strides.
+    output: torch.Tensor = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
+        x, weight, x_scale, scale, [BLOCK, BLOCK], dtype
+    )
+    return output if bias is None else output + bias
+
+
+def _block_mm_on_cpu(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    output = (x.float() * x_scale.repeat_interleave(BLOCK, 1)) @ (weight.float() * spread).t()
+    return (output if bias is None else output + bias).to(dtype)
+
+
+def scaled_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return ``(x_scale * x) @ (scale * weight).T + bias`` by ``torch._scaled_mm``.
+
+    Args:
+        x: ``[tokens, depth]``.
+        x_scale: one for each token, or one for all.
+        weight: ``[rows, depth]``, rows contiguous; they may be parts of longer ones.
+        scale: one for each row, or one for all.
+        bias: ``[rows]`` or none.
+        dtype: the output's type.
+    """
+    tokens, rows = x.shape[0], weight.shape[0]
+    if scale.numel() > 1 or x_scale.numel() > 1:  # by token and by row: one of each, all given
+        x_scale = x_scale.reshape(-1, 1).expand(tokens, 1).contiguous()
+        scale = scale.reshape(1, -1).expand(1, rows).contiguous()
+    else:
+        x_scale, scale = x_scale.view(1), scale.view(1)
+    # Accumulates fast on Hopper, as vLLM's CUTLASS kernels do.
+    output: torch.Tensor = torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale,
+        scale_b=scale,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+    return output
