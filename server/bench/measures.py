@@ -29,6 +29,8 @@ IDLE_REQUESTS = 20
 HEAD_START_SECONDS = 0.001
 """What a switch under load is asked for before the request that shall run after it."""
 PATIENCE_SECONDS = 1.0
+FIRST_REQUEST, FIRST_ROUNDS = (16, 2), 8
+"""Prompt and output tokens of the first requests of a layout, and how many every unit gets."""
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -100,6 +102,16 @@ class Bench:
 
 Measure = Callable[[Bench], Awaitable[dict[str, Any]]]
 """What is measured in one layout."""
+
+
+async def first(bench: Bench) -> dict[str, Any]:
+    """Return the TTFT of the first requests of a layout, the slowest unit's, round by round.
+
+    Says whether something is left to be warmed up, if the server has done nothing before.
+    """
+    rounds = [await bench.batch(1, *FIRST_REQUEST, 1) for _ in range(FIRST_ROUNDS)]
+    times = [max(answer.first - answer.sent for answer in answers) for answers in rounds]
+    return {"rounds": times, "first": times[0], "last": times[-1]}
 
 
 async def decode(bench: Bench) -> dict[str, Any]:
@@ -310,6 +322,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 IN_LAYOUTS: dict[str, Measure] = {
+    "first": first,
     "decode": decode,
     "prefill": prefill,
     "saturation": saturation,

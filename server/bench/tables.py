@@ -6,6 +6,7 @@ from typing import Any
 
 from server.bench.agreement import agreements
 from server.bench.breakdown_tables import breakdown_table
+from server.bench.measures import FIRST_ROUNDS
 from server.bench.memory import kv_tokens
 from server.bench.memory_tables import memory_tables
 from server.bench.modes import MODES
@@ -97,6 +98,9 @@ def ratio_rows(results: Results) -> Iterator[Row]:
     for tokens in results.sizes.prompts:
         name = f"TTFT, {tokens} tokens, ms"
         yield _row(results, name, ("prefill", str(tokens), "ttft"), ms)
+    for name in ("first", "last"):
+        title = f"TTFT, 16 tokens, {name} of {FIRST_ROUNDS} after the start, ms"
+        yield _row(results, title, ("first", name), ms)
     rate = ("saturation", "output_tokens_per_second")
     yield _row(results, "output tokens/s, all batches full", rate, number)
     engines = results.settings.engines

@@ -1,9 +1,13 @@
 """The arithmetic of the measures; what they measure is no test's business."""
 
+import random
+from typing import Any
+
 import pytest
 
+from server.bench import measures
 from server.bench.client import Answer
-from server.bench.measures import Sizes, decode_seconds, placed, spread
+from server.bench.measures import Bench, Sizes, decode_seconds, placed, spread
 from server.bench.modes import ways
 from server.bench.systems import SHOAL, System, dp_layout, tp_layout
 
@@ -31,6 +35,27 @@ def test_a_streamed_answer_begins_with_its_first_chunk() -> None:
 def test_placement_is_counted_where_the_server_tells() -> None:
     assert placed([answer([], "0"), answer([], "1"), answer([], "0")]) == {"0": 2, "1": 1}
     assert placed([answer([])]) == {}
+
+
+async def test_the_first_requests_of_a_layout_are_timed_one_by_one_on_its_slowest_unit() -> None:
+    class Warming:
+        """Answers at once, but for the first request of each unit."""
+
+        def __init__(self) -> None:
+            self.asked = [0, 0]
+
+        async def generate(self, prompt: Any, output: int, *, stream: bool, rank: int) -> Answer:
+            self.asked[rank] += 1
+            first = 0.25 * (rank + 1) if self.asked[rank] == 1 else 0.01
+            assert stream
+            return Answer(sent=0.0, ended=9.0, progress=[(first, 1), (first + 1, output)], unit="")
+
+    client: Any = Warming()
+    layout = dp_layout(2, pinned=True)
+    system = System(SHOAL, ("serve",), (layout,), switches=True)
+    found = await measures.first(Bench(client, system, layout, Sizes(), random.Random(0)))
+    assert (found["first"], found["last"]) == (0.5, 0.01)
+    assert client.asked == [measures.FIRST_ROUNDS] * 2
 
 
 def test_a_spread_is_median_99th_percentile_and_largest() -> None:
