@@ -63,6 +63,7 @@ class Communicators:
         self._groups["_WORLD"] = self.tensor_parallel
         self.process_groups: dict[Group, Any] = {self.group: self.tensor_parallel.device_group}
         """torch's groups for the data of this layout, by their members."""
+        self._finding_groups: list[Any] = []
         self._backend = backend
         self._rendezvous = rendezvous
         # vLLM keeps one workspace per process, replaced by each worker's start and locked by its
@@ -90,9 +91,20 @@ class Communicators:
         self.process_groups[members] = group
         return group
 
+    def finding_group(self, members: Group) -> Any:
+        """Return the gloo group in which some of the layout's engines tell each other addresses.
+
+        Collective over these.
+        """
+        if members == self.group:
+            return self.tensor_parallel.cpu_group
+        self._finding_groups.append(self._rendezvous.new_group(members, backend="gloo"))
+        return self._finding_groups[-1]
+
     def destroy(self) -> None:
         """Free the groups; nobody may use them any more. Waits for no peer: it may be dead."""
         extra = [group for key, group in self.process_groups.items() if key != self.group]
+        extra += self._finding_groups
         coordinators = {id(group): group for group in self._groups.values() if group is not None}
         for coordinator in coordinators.values():
             coordinator.destroy()

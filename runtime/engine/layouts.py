@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import VllmConfig
@@ -18,13 +19,16 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from policies.partition import Group
 from runtime.config import NodeConfig
+from runtime.engine import peer_exchange
 from runtime.engine.communicators import Communicators, SpGroups
+from runtime.engine.exchange import HeadExchange
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
+from runtime.engine.peer_exchange import PeerExchange, SymmetricMemory, needed_words
 from runtime.engine.ulysses import (
     Entering,
-    HeadExchange,
     SequenceParallelModel,
     entering,
+    exchanged_bytes,
     exchanged_layers,
 )
 from runtime.engine.weights import (
@@ -201,13 +205,25 @@ class Layout:
         Raises:
             UnexchangeableAttention: the layers' heads do not fit the groups.
         """
-        exchange = HeadExchange(groups)
+        exchange = self._exchange(base, groups)
         layers = exchanged_layers(self.config, base.config, exchange)
         # Connecting takes memory, which vLLM's profiling then finds in use.
         exchange.connect(next(self.model.parameters()).device)
         self._by_sequence = SequenceParallelModel(
             self.model, base.model, base.active, exchange, layers
         )
+
+    def _exchange(self, base: "Layout", groups: SpGroups) -> HeadExchange:
+        if not (peer_exchange.ENABLED and current_platform.is_cuda()):
+            return HeadExchange(groups)
+        members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
+        tokens = -(-self.config.scheduler_config.max_num_batched_tokens // len(members))
+        memory = SymmetricMemory(
+            self._communicators.finding_group(members),
+            needed_words(tokens, exchanged_bytes(base.config)),
+            next(self.model.parameters()).device,
+        )
+        return PeerExchange(groups, memory)
 
     def call(
         self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,274 @@
+"""The exchange of tokens for heads by all members at once, by collectives or peers' memory."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runtime.engine.communicators import SpGroups
+from runtime.engine.exchange import WORD, HeadExchange
+from runtime.engine.head_order import base_of, head_shard, peers_of
+from runtime.engine.peer_exchange import PeerExchange, needed_words
+
+HEADS, SIZE = 8, 8
+
+# --- all members of a group, each in a thread with gloo groups of its own ---
+
+
+class SharedSlots:
+    """``PeerMemory`` of members that are threads. What is read too late is not a number."""
+
+    def __init__(self, place: int, slots: list[list[torch.Tensor]], barrier: Barrier) -> None:
+        self._place, self._slots, self._barrier = place, slots, barrier
+        self._published = 0
+
+    def own(self) -> torch.Tensor:
+        return self._slots[self._place][self._published % 2]
+
+    def publish(self) -> None:
+        self._barrier.wait(timeout=60)
+        # Everybody has read the exchange before: whoever still did would see this.
+        self._slots[self._place][(self._published + 1) % 2].fill_(-1)
+        self._barrier.wait(timeout=60)
+        self._published += 1
+
+    def of(self, member: int) -> torch.Tensor:
+        return self._slots[member][(self._published - 1) % 2]
+
+
+class Members:
+    """Every member's exchange of one group, in one process, by collectives or peers' memory."""
+
+    def __init__(self, degree: int, max_sp: int, kv_heads: int, *, peers: bool = False) -> None:
+        self.degree, self.max_sp, self.kv_heads = degree, max_sp, kv_heads
+        self._store = dist.HashStore()
+        self.memories: dict[tuple[int, ...], tuple[list[list[torch.Tensor]], Barrier]] = {}
+        for group in peers_of(degree, max_sp, kv_heads).sp:
+            slots = [[torch.zeros(1 << 16, dtype=WORD) for _ in (0, 1)] for _ in group]
+            self.memories[group] = slots, Barrier(len(group))
+        make = self._peer_exchange if peers else self._exchange
+        self.exchanges = self.each(make)
+
+    def _exchange(self, member: int) -> HeadExchange:
+        return HeadExchange(self._groups(member))
+
+    def _peer_exchange(self, member: int) -> HeadExchange:
+        group = next(group for group in self.memories if member in group)
+        memory = SharedSlots(group.index(member), *self.memories[group])
+        return PeerExchange(self._groups(member), memory)
+
+    def each(self, function: Callable[[int], Any]) -> list[Any]:
+        """Return what every member's ``function`` returns; all run at the same time."""
+        with ThreadPoolExecutor(self.degree) as pool:
+            return list(pool.map(function, range(self.degree)))
+
+    def _groups(self, member: int) -> SpGroups:
+        peers = peers_of(self.degree, self.max_sp, self.kv_heads)
+        within = self._group("within", member, peers.within)
+        across = within and self._group("across", member, peers.across)
+        return SpGroups(self._group("sp", member, peers.sp), across, within)
+
+    def _group(self, kind: str, member: int, groups: Sequence[tuple[int, ...]]) -> Any:
+        mine = next(group for group in groups if member in group)
+        if len(mine) == 1 and kind != "sp":
+            return None
+        store = dist.PrefixStore(f"{kind}-{mine}", self._store)
+        place, size = mine.index(member), len(mine)
+        group = dist.ProcessGroup(store, place, size)
+        gloo = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=60))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return group
+
+
+def kept(tensor: torch.Tensor, shard: int, of: int) -> torch.Tensor:
+    """Return a shard of the heads of ``[tokens, heads, size]`` as vLLM cuts them."""
+    heads = tensor.shape[1]
+    size = max(1, heads // of)
+    return tensor.narrow(1, shard * heads // of, size)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step's attention gets, of the whole model and all tokens."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def of_base(self, members: Members, member: int) -> list[torch.Tensor]:
+        """Return what the base's projections give a member: a share of the tokens, its heads."""
+        base = base_of(members.degree, members.max_sp)
+        shard = head_shard(member % base.tp, base.tp, members.max_sp)
+        exchange = members.exchanges[member]
+        parts = [kept(tensor, shard, base.tp) for tensor in (self.query, self.key, self.value)]
+        # Side by side in one tensor, as a projection leaves them.
+        sizes = [part.shape[1] for part in parts]
+        rows = torch.stack([exchange.own(column) for column in torch.cat(parts, 1).flatten(1).T], 1)
+        return list(rows.unflatten(1, (-1, SIZE)).split(sizes, 1))
+
+
+def random_step(tokens: int, kv_heads: int, dtype: torch.dtype, query_heads: int = HEADS) -> Step:
+    draw = torch.Generator().manual_seed(tokens)
+    shapes = ((tokens, heads, SIZE) for heads in (query_heads, kv_heads, kv_heads))
+    return Step(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
+
+
+SHAPES = [
+    (degree, max_sp, kv_heads)
+    for degree, max_sp, kv_heads in itertools.product((2, 4, 8), (2, 4, 8), (1, 2, 4, 8))
+    if max_sp <= degree
+]
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
+@pytest.mark.parametrize(("degree", "max_sp", "kv_heads"), SHAPES)
+def test_every_member_gets_the_heads_that_its_tp_layout_keeps(
+    degree: int, max_sp: int, kv_heads: int, peers: bool
+) -> None:
+    """Of steps that the group divides, that it does not, and of fewer tokens than members."""
+    members = Members(degree, max_sp, kv_heads, peers=peers)
+    for tokens, dtype in ((16, torch.float32), (13, torch.bfloat16), (3, torch.float32)):
+        step = random_step(tokens, kv_heads, dtype)
+
+        def exchanged(member: int, step: Step = step) -> tuple[list[torch.Tensor], torch.Tensor]:
+            exchange: HeadExchange = members.exchanges[member]
+            exchange.begin(step.query.shape[0])
+            inputs = step.of_base(members, member)
+            heads = exchange.to_heads(*inputs)
+            output = torch.empty(inputs[0].shape, dtype=inputs[0].dtype)
+            padded = exchange.new_heads(output, heads[0].shape[1]).zero_()
+            padded[: exchange.num_tokens] = heads[0]
+            exchange.to_tokens(padded, output)
+            assert torch.equal(output, inputs[0]), "there and back"
+            return list(heads), exchange.gather(inputs[0].flatten(1))
+
+        base = base_of(degree, max_sp)
+        for member, (heads, gathered) in enumerate(members.each(exchanged)):
+            shard = head_shard(member, degree, max_sp)
+            for got, whole in zip(heads, (step.query, step.key, step.value), strict=True):
+                assert torch.equal(got, kept(whole, shard, degree))
+            place = head_shard(member % base.tp, base.tp, max_sp)
+            assert torch.equal(gathered, kept(step.query, place, base.tp).flatten(1))
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return causal grouped-query attention of ``[tokens, heads, size]`` each."""
+    by_head = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    attended = nn.functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)
+    return attended.transpose(0, 1)
+
+
+def attended_by_sequence(members: Members, step: Step) -> list[torch.Tensor]:
+    """Return what every member has of attention that all compute, each for its heads."""
+
+    def attended(member: int) -> torch.Tensor:
+        exchange: HeadExchange = members.exchanges[member]
+        exchange.begin(step.query.shape[0])
+        inputs = step.of_base(members, member)
+        mine = attention(*exchange.to_heads(*inputs))
+        output = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        heads = exchange.new_heads(output, mine.shape[1]).zero_()
+        heads[: exchange.num_tokens] = mine
+        exchange.to_tokens(heads, output)
+        return output
+
+    return members.each(attended)
+
+
+def matching(members: Members, outputs: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """Return whether every member has its tokens and heads of ``whole``, padding left aside."""
+    found = []
+    for member, output in enumerate(outputs):
+        expected = Step(whole, whole[:, :1], whole[:, :1]).of_base(members, member)[0]
+        real = expected.flatten(1).any(1)
+        found.append(torch.allclose(output[real], expected[real]))
+    return all(found)
+
+
+WIDE_SHAPES = [
+    (degree, max_sp, kv_heads)
+    for degree, max_sp, kv_heads in itertools.product((4, 8), (2, 4, 8), (1, 2, 4))
+    if max_sp <= degree
+]
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
+@pytest.mark.parametrize(("degree", "max_sp", "kv_heads"), WIDE_SHAPES)
+def test_attention_by_sequence_is_that_of_the_whole_model(
+    degree: int, max_sp: int, kv_heads: int, peers: bool
+) -> None:
+    """Three heads or six for each member, of fewer KV heads; 21 tokens leave padding."""
+    members = Members(degree, max_sp, kv_heads, peers=peers)
+    step = random_step(21, kv_heads, torch.float64, query_heads=24)
+    outputs = attended_by_sequence(members, step)
+    assert matching(members, outputs, attention(step.query, step.key, step.value))
+
+
+def test_attention_to_other_kv_heads_is_another() -> None:
+    """What the comparison above would say of KV heads that went to the wrong members."""
+    members = Members(8, 8, 2)
+    step = random_step(21, 2, torch.float64, query_heads=24)
+    outputs = attended_by_sequence(members, step)
+    assert matching(members, outputs, attention(step.query, step.key, step.value))
+    swapped = attention(step.query, step.key.flip(1), step.value.flip(1))
+    assert not matching(members, outputs, swapped)
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
+def test_types_may_differ(peers: bool) -> None:
+    """A backend may want queries as FP8 beside keys and values that are not."""
+    members = Members(4, 4, 2, peers=peers)
+    step = random_step(9, 2, torch.bfloat16)
+    step = replace(step, query=step.query.to(torch.float8_e4m3fn).view(torch.uint8))
+
+    def exchanged(member: int) -> Sequence[torch.Tensor]:
+        exchange: HeadExchange = members.exchanges[member]
+        exchange.begin(9)
+        first = member * exchange.share
+        share = slice(first, first + exchange.share)
+        padded = [
+            nn.functional.pad(tensor, (0, 0, 0, 0, 0, 12 - 9))[share]
+            for tensor in (step.query, step.key, step.value)
+        ]
+        return exchange.to_heads(*padded)
+
+    for member, (query, key, value) in enumerate(members.each(exchanged)):
+        assert torch.equal(query, kept(step.query, member, 4))
+        assert torch.equal(key, kept(step.key, member, 4))
+        assert torch.equal(value, kept(step.value, member, 4))
+
+
+@pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
+def test_groups_connect_before_the_first_step(peers: bool) -> None:
+    members = Members(8, 8, 4, peers=peers)
+    members.each(lambda member: members.exchanges[member].connect(torch.device("cpu")))
+
+
+def test_a_slot_holds_all_that_a_member_gives_of_its_tokens() -> None:
+    assert needed_words(tokens=3, bytes_of_token=16) == 6
+    assert needed_words(tokens=3, bytes_of_token=9) == 4, "the last word is not full"
+
+
+def test_one_slot_instead_of_two_would_be_seen() -> None:
+    """What the comparisons above would say of members that write what others still read."""
+    members = Members(2, 2, 8, peers=True)
+    for slots, _ in members.memories.values():
+        for mine in slots:
+            mine[1] = mine[0]
+    step = random_step(16, 8, torch.float32)
+
+    def query(member: int) -> torch.Tensor:
+        exchange: HeadExchange = members.exchanges[member]
+        exchange.begin(16)
+        return exchange.to_heads(*step.of_base(members, member))[0]
+
+    for member, got in enumerate(members.each(query)):
+        assert not torch.equal(got, kept(step.query, member, 2))
