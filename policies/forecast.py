@@ -1,4 +1,4 @@
-"""How many promises a partition is likely to break over the next seconds, by the cost model.
+"""What requests meet with in a partition, by the cost model: broken promises, and its time.
 
 A unit computes a step for its decoding requests over and over; each prompt that comes in between
 makes one of these steps longer. With ``load`` the part of the time that prompts and the growth of
@@ -6,6 +6,7 @@ the batch take, a token takes ``step / (1 - load)``. What waits and what is comp
 move comes first: it drains at the speed of the unit's prompts.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from policies.cost_model import Batch, CostModel
 from policies.partition import Group, Partition, degrees
 from policies.snapshot import Snapshot, Target
 
+NO_PROMISE = Target(0, math.inf, math.inf)
+"""What requests are promised that are promised nothing."""
 HORIZON_SECONDS = 10.0
 """How long the load is taken to stay as it is."""
 SURGES = ((1.0, 1.0), (2.0, 0.3), (4.0, 0.2), (8.0, 0.1))
@@ -25,6 +28,13 @@ FULL = 0.95
 TTFT_SHARPNESS, TPOT_SHARPNESS = 4, 16
 """How suddenly a promise gets unsafe as the mean that is predicted comes near it: TTFT differs much
 more from one request to the next than TPOT."""
+LASTS_SECONDS = 60.0
+"""How long a load is taken to last that a layout is to be fast for: moving what runs must have paid
+for itself by then."""
+TICKS = tuple(0.4 * 1.26**k for k in range(16))
+"""Steps in which that time is gone through: what is here now is most of what happens first."""
+CHUNK_TOKENS = 8192
+"""Prompt tokens that a step computes at most, about: vLLM's usual bound."""
 FEW, MANY = 8, 64
 """Batches by which steps are told from what each request adds to them."""
 
@@ -61,20 +71,26 @@ class Share:
     requests: float
     """Part of the classes' requests that all of these units have."""
     queued: float
-    """Prompts that it computes first."""
+    """Prompts of the usual length that it computes first."""
+    waiting: float
+    """Requests whose they are: of what is moved, outputs are computed again too."""
+    units: int
+    """How many of them there are."""
+    seats: float
+    """Requests of the usual length that it decodes at once."""
 
 
 class Forecast:
     """Judges partitions of the node of one snapshot.
 
     Args:
-        snapshot: the node, with at least one request and one target.
+        snapshot: the node.
         model: predicts step times.
     """
 
     def __init__(self, snapshot: Snapshot, model: CostModel) -> None:
         self._snapshot = snapshot
-        self._classes = _classes(snapshot)
+        self._classes = _classes(snapshot, snapshot.targets or (NO_PROMISE,))
         units = snapshot.units
         known = snapshot.waiting_tokens + sum(unit.context_tokens for unit in units)
         usual = USUAL * snapshot.prompt_tokens
@@ -102,6 +118,13 @@ class Forecast:
             for surge, weight in SURGES
             for share in shares
         )
+
+    def seconds(self, candidate: Partition) -> float:
+        """Return the seconds that requests spend on the node while its load lasts, in sum.
+
+        At least one is taken to come, so that there is a fastest partition for an idle node.
+        """
+        return sum(share.units * self._seconds_by(share) for share in self._shares(candidate))
 
     def _pace(self, model: CostModel, degree: int) -> Pace:
         prompt = round(self._prompt)
@@ -131,14 +154,56 @@ class Forecast:
         moved = [unit for unit in self._snapshot.units if unit.group not in candidate]
         context = self._snapshot.output_tokens / 2
         again = sum(unit.context_tokens + unit.requests * context for unit in moved)
+        stay = [unit for unit in self._snapshot.units if unit.group in candidate]
+        first = self._snapshot.waiting + sum(unit.requests for unit in moved)
+        first += sum(unit.waiting for unit in stay)
         for units, classes in served(candidate, self._classes):
-            present = sum(c.running + c.waiting for c in classes) / self._snapshot.requests
+            here = sum(c.running + c.waiting for c in classes)
+            present = here / self._snapshot.requests if self._snapshot.requests else 1.0
             engines = sum(map(len, units))
             for degree, count in Counter(map(len, units)).items():
                 part = present * degree / engines
                 queued = part * (self._queued + again) / self._prompt
                 pace = self._paces[degree]
-                yield Share(pace, classes, part, degree * count / engines, queued)
+                requests = degree * count / engines
+                seats = self._seats(degree)
+                yield Share(pace, classes, part, requests, queued, part * first, count, seats)
+
+    def _seats(self, degree: int) -> float:
+        """Return how many requests of the usual length a unit decodes at once."""
+        tokens = self._prompt + self._snapshot.output_tokens / 2
+        for layout in self._snapshot.layouts:
+            if layout.degree == degree:
+                fitting = layout.total_blocks * layout.block_tokens / tokens
+                return max(1.0, min(float(layout.slots), fitting))
+        return math.inf
+
+    def _seconds_by(self, share: Share) -> float:
+        """Return the seconds that requests spend on each of these units: a fluid in small steps.
+
+        Prompts flow in and wait, then decode; a token takes a step, which prompts make longer.
+        """
+        if not share.part:
+            return 0.0  # nobody is sent to these units
+        pace, output = share.pace, self._snapshot.output_tokens
+        rate = share.part * max(self._snapshot.arrival_rate, 1 / LASTS_SECONDS)
+        chunk = max(1.0, CHUNK_TOKENS / self._prompt)
+        work, waiting, spent = share.queued, share.waiting, 0.0
+        decoding = max(0.0, share.part * self._snapshot.requests - waiting)
+        for tick in TICKS:
+            wanted, arriving = work / tick + rate, waiting / tick + rate
+            step = pace.step + pace.decode * min(decoding, share.seats)
+            left, longest = 1 - wanted * pace.prompt, step + chunk * pace.prompt
+            tpot = min(longest, step / left) if left > 0 else longest
+            stay = output * tpot
+            free = max(0.0, (share.seats - decoding) / tick + decoding / stay)
+            done = min(1.0, chunk / tpot / wanted, free / arriving)
+            started = done * arriving
+            before, level = waiting + decoding, started * stay
+            work, waiting = (1 - done) * tick * wanted, (1 - done) * tick * arriving
+            decoding = level + (decoding - level) * math.exp(-tick / stay)
+            spent += tick * ((before + waiting + decoding) / 2 + started * pace.prompt)
+        return spent
 
     def _broken_by(self, share: Share, surge: float) -> float:
         """Return the promises that are broken if all requests were on units with this share."""
@@ -179,8 +244,7 @@ def served(
         yield rest, classes[1:]
 
 
-def _classes(snapshot: Snapshot) -> list[Class]:
-    targets = snapshot.targets
+def _classes(snapshot: Snapshot, targets: Sequence[Target]) -> list[Class]:
     running, waiting = [0.0] * len(targets), [0.0] * len(targets)
     for unit in snapshot.units:
         for priority, count in unit.by_priority:

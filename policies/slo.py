@@ -3,14 +3,18 @@
 Given a target of TTFT and TPOT per priority class and the node's cost model, every candidate
 partition is judged by what it would do (``forecast.py``): one layout for all, or one group beside
 narrower units, which then serves the most urgent class alone. Moving what runs has its price, and
-a prediction its error: a switch must save enough, the more so soon after another.
-Without targets or a cost model the policy does what ``flying`` does.
+a prediction its error: a switch must save enough, the more so soon after another. Where promises
+are as safe in another layout for all engines, bursts included, while no load grows and nothing had
+to be moved for a while, it takes the one in which requests take the least time (``fastest.py``).
+With nothing promised that is all it does. Without a cost model it does what ``flying`` does.
 """
 
+import math
 from collections.abc import Iterator
 
 from policies.cost_model import CostModel
-from policies.flying import FLYING
+from policies.fastest import fastest, uniform
+from policies.flying import FLYING, STEADY
 from policies.forecast import Forecast
 from policies.partition import Partition, degrees, groups_of
 from policies.plan import Plan, Policy
@@ -21,20 +25,23 @@ GAIN = 0.02
 """Part of the requests that a switch must save: less is within the model's error."""
 WORTH = 0.2
 """Part of the broken promises that it must save: where all is lost, a switch only adds to it."""
+TIE = 0.001
+"""Part of the requests whose promises a partition may break more than another and be as good."""
 SETTLE_SECONDS = 60.0
-"""A switch so long after the last one must save twice ``GAIN``, an earlier one more."""
+"""A switch so long after the last one must save twice ``GAIN``, an earlier one more. None for speed
+alone comes earlier: after it promises are kept by the next switch, if load comes."""
 LEAST_SECONDS = 1.0
 """No switch comes sooner after the last one, unless a request fits nowhere."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
     model = snapshot.cost_model
-    if model is None or not snapshot.targets:
+    if model is None:
         return FLYING.plan(snapshot)
 
     def prefer(request: PoolRequest) -> int:
         """Send the most urgent class to the widest units, all others elsewhere."""
-        if len(snapshot.targets) == 1:
+        if len(snapshot.targets) < 2:
             return 0
         return -1 if request.priority <= snapshot.targets[0].priority else 1
 
@@ -60,11 +67,17 @@ def _target(snapshot: Snapshot, model: CostModel) -> Partition:
     saved = max(
         WORTH * now, GAIN * forecast.affected * (1 + SETTLE_SECONDS / snapshot.since_switch)
     )
-    if saved >= now:
+    candidates = fitting if saved < now else [c for c in uniform(snapshot) if c in fitting]
+    scores = {candidate: forecast.broken(candidate) for candidate in candidates}
+    best = min(scores, key=scores.__getitem__, default=snapshot.partition)
+    if scores.get(best, now) < now - saved:
+        return best
+    grows = snapshot.requests > STEADY * snapshot.smoothed_requests
+    if snapshot.targets and (grows or snapshot.since_switch < SETTLE_SECONDS):
         return snapshot.partition
-    scores = {candidate: forecast.broken(candidate) for candidate in fitting}
-    best = min(scores, key=scores.__getitem__)
-    return best if scores[best] < now - saved else snapshot.partition
+    worst = now + TIE * forecast.affected
+    as_good = [c for c in uniform(snapshot) if scores.get(c, math.inf) <= worst]
+    return fastest(snapshot, forecast, snapshot.partition, as_good)
 
 
 def _candidates(snapshot: Snapshot) -> Iterator[Partition]:

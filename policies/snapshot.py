@@ -131,7 +131,7 @@ class Snapshot:
     waiting_tokens: int = 0
     """Prompt tokens of the whole pool."""
     arrival_rate: float = 0.0
-    """Requests per second, smoothed over ``SMOOTHING_SECONDS``."""
+    """Requests per second: an average of steady arrivals, of a burst what the last seconds say."""
     prompt_tokens: float = PROMPT_TOKENS
     """Prompt tokens that are computed for a request, on average over the latest ones."""
     output_tokens: float = OUTPUT_TOKENS

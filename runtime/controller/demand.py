@@ -21,6 +21,12 @@ LENGTHS_ASSUMED = 50
 """Requests of the lengths assumed that are taken to have ended before the first one."""
 
 
+RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
+"""Time constants of the rates at which requests come: the longest one for steady arrivals."""
+DEVIATIONS = 2.0
+"""Standard deviations of a rate that are taken for chance; twice as many are no chance."""
+
+
 class Demand:
     """Smoothed figures of what is asked of the node.
 
@@ -30,29 +36,47 @@ class Demand:
 
     def __init__(self, now: float) -> None:
         self.smoothed_requests = 0.0
-        self._rate = 0.0
+        self._rates = [0.0] * len(RATE_SECONDS)
         self._prompt_rate = 0.0
-        self._rate_at = now
+        self._began = self._rate_at = now
         self._requests = 0
         self._seen_at = now
         self._urgent_at = -math.inf
 
     def arrive(self, now: float, prompt_tokens: int) -> None:
         """Count a request that arrives."""
-        self._rate = self.arrival_rate(now) + 1 / SMOOTHING_SECONDS
+        self._rates = [
+            rate * self._kept(now, seconds) + 1 / seconds
+            for rate, seconds in zip(self._rates, RATE_SECONDS, strict=True)
+        ]
         self._prompt_rate = self.prompt_rate(now) + prompt_tokens / SMOOTHING_SECONDS
         self._rate_at = now
 
     def arrival_rate(self, now: float) -> float:
-        """Return requests per second."""
-        return self._rate * self._kept(now)
+        """Return requests per second.
+
+        Of steady arrivals the latest seconds tell mostly chance, but of a burst all. So it is the
+        rate over the longest time, moved into what the latest seconds can be by chance; or theirs,
+        where they are too far from it for any chance.
+        """
+        # An average over more time than there was is too low.
+        known = 1 - math.exp((self._began - now) / RATE_SECONDS[0])
+        nearest = self._rates[0] * self._kept(now, RATE_SECONDS[0]) / known if known else 0.0
+        for latest, seconds in zip(self._rates[1:], RATE_SECONDS[1:], strict=True):
+            rate = latest * self._kept(now, seconds)
+            # Of a Poisson process, smoothed exponentially.
+            chance = DEVIATIONS * math.sqrt(rate / 2 / seconds)
+            if abs(rate - nearest) > 2 * chance:
+                nearest = rate
+            nearest = min(max(nearest, rate - chance), rate + chance)
+        return nearest
 
     def prompt_rate(self, now: float) -> float:
         """Return prompt tokens per second."""
         return self._prompt_rate * self._kept(now)
 
-    def _kept(self, now: float) -> float:
-        return math.exp((self._rate_at - now) / SMOOTHING_SECONDS)
+    def _kept(self, now: float, seconds: float = SMOOTHING_SECONDS) -> float:
+        return math.exp((self._rate_at - now) / seconds)
 
     def since_urgent(self, now: float) -> float:
         """Return the seconds since an urgent request was here."""

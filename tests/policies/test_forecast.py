@@ -6,7 +6,7 @@ import pytest
 
 from policies.forecast import HORIZON_SECONDS, Class, Forecast, served
 from policies.partition import Partition, groups_of, singles
-from policies.snapshot import Snapshot, Target
+from policies.snapshot import LayoutState, Snapshot, Target
 from tests.policies.snapshots import request
 from tests.policies.test_slo import DP, MODEL, TP, node
 
@@ -95,3 +95,48 @@ def test_prompts_that_run_in_sp_break_fewer_promises() -> None:
     in_tp = Forecast(seen, model).broken(TP)
     assert breaks(512) < in_tp
     assert breaks(10**6) == in_tp
+
+
+# --- how long requests take ---
+
+
+def seconds(seen: Snapshot, candidate: Partition | None = None) -> float:
+    return Forecast(seen, MODEL).seconds(candidate or seen.partition)
+
+
+@pytest.mark.parametrize("partition", [DP, PAIRS, TP])
+def test_requests_take_longer_the_more_come(partition: Partition) -> None:
+    """In all and, as they share steps, each of them."""
+    rates = (0.5, 2.0, 8.0, 32.0)
+    found = [seconds(node(partition, {0: 0}, rate=rate)) for rate in rates]
+    each = [total / rate for total, rate in zip(found, rates, strict=True)]
+    assert each == sorted(each)
+    assert each[0] < each[-1]
+
+
+def test_a_lone_request_is_fastest_in_the_widest_group_and_a_crowd_is_not() -> None:
+    assert seconds(node(TP, {0: 0}, rate=0.0)) < seconds(node(PAIRS, {0: 0}, rate=0.0))
+    assert seconds(node(PAIRS, {0: 0}, rate=0.0)) < seconds(node(DP, {0: 0}, rate=0.0))
+    assert seconds(node(TP, {0: 0}, rate=40.0)) > seconds(node(DP, {0: 0}, rate=40.0))
+
+
+def test_a_move_costs_what_it_computes_again() -> None:
+    seen = node(DP, {0: 4}, rate=4.0)
+    moved, here = seconds(seen, PAIRS), seconds(node(PAIRS, {0: 4}, rate=4.0))
+    assert moved > here
+    units = tuple(replace(unit, context_tokens=8 * unit.context_tokens) for unit in seen.units)
+    assert seconds(replace(seen, units=units), PAIRS) > moved
+
+
+def test_what_finds_no_seat_waits() -> None:
+    seen = node(TP, {0: 0}, rate=4.0)
+    few, many = (tuple(LayoutState(d, n, 10**6, 16, 10**5) for d in (1, 2, 4, 8)) for n in (4, 99))
+    assert seconds(replace(seen, layouts=few)) > 1.2 * seconds(replace(seen, layouts=many))
+    # The KV of one request at a time, whatever the slots.
+    narrow = tuple(replace(layout, total_blocks=70) for layout in many)
+    assert seconds(replace(seen, layouts=narrow)) > 1.2 * seconds(replace(seen, layouts=many))
+
+
+def test_a_class_without_requests_takes_no_time_of_its_units() -> None:
+    urgent, rest = Target(-1, 1.0, 0.03), TARGET
+    assert seconds(node(MIXED, {0: 4}, urgent, rest, rate=1.0)) > 0

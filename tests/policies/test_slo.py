@@ -6,7 +6,7 @@ import pytest
 
 from policies.cost_model import CostModel, Hardware, ModelShape
 from policies.partition import Partition, groups_of, singles
-from policies.slo import LEAST_SECONDS, SLO
+from policies.slo import LEAST_SECONDS, SETTLE_SECONDS, SLO
 from policies.snapshot import Snapshot, Target
 from tests.policies.snapshots import LAYOUTS, request, snapshot, unit
 
@@ -45,7 +45,17 @@ def widths(seen: Snapshot) -> list[int]:
 
 def test_promises_that_dp_breaks_form_groups() -> None:
     assert widths(node(DP, {0: 1}, TIGHT))[-1] > 1
-    assert widths(node(DP, {0: 1}, LOOSE)) == [1] * 8
+    assert widths(replace(node(DP, {0: 1}, LOOSE), since_switch=SETTLE_SECONDS - 1)) == [1] * 8
+
+
+def test_promises_that_any_layout_keeps_are_kept_in_the_fastest() -> None:
+    """But not soon after a switch, nor while load grows, nor where a surge would break them."""
+    seen = node(DP, {0: 1}, LOOSE, rate=0.5)
+    quiet = replace(seen, smoothed_requests=8.0)
+    assert widths(quiet) == [8]
+    assert widths(replace(quiet, since_switch=SETTLE_SECONDS - 1)) == [1] * 8
+    assert widths(replace(quiet, smoothed_requests=4.0)) == [1] * 8
+    assert widths(replace(quiet, arrival_rate=8.0))[-1] < 8
 
 
 def test_a_load_that_breaks_promises_in_tp_takes_them_apart() -> None:

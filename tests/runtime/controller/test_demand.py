@@ -1,8 +1,11 @@
-"""How soon a caller that was refused is told to try again: by how fast the pool empties."""
+"""The rate at which requests come; how soon a caller that was refused is told to try again."""
+
+import random
 
 import pytest
 
-from runtime.controller.demand import DRAIN_SECONDS, Drain
+from policies.snapshot import SMOOTHING_SECONDS
+from runtime.controller.demand import DRAIN_SECONDS, RATE_SECONDS, Demand, Drain
 
 
 def drained(rate: float, seconds: float, *, tick: float = 0.5) -> Drain:
@@ -60,3 +63,45 @@ def test_time_and_starts_without_a_queue_do_not_count() -> None:
     drain.see(1000.0, started=5000, waits=False)
     drain.see(1001.0, started=5000, waits=True)
     assert drain.retry_after(200) == before
+
+
+# --- the rate at which requests come ---
+
+
+def poisson(demand: Demand, rate: float, start: float, end: float, seed: int) -> list[float]:
+    """Let requests come at random, and return what the rate was taken for, twice a second."""
+    chance, seen, at = random.Random(seed), [], start
+    arrivals = []
+    while (at := at + chance.expovariate(rate)) < end:
+        arrivals.append(at)
+    for half in range(round(2 * start) + 1, round(2 * end) + 1):
+        while arrivals and arrivals[0] <= half / 2:
+            demand.arrive(arrivals.pop(0), 100)
+        seen.append(demand.arrival_rate(half / 2))
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_steady_arrivals_have_a_steadier_rate_than_their_latest_seconds(seed: int) -> None:
+    demand = Demand(0.0)
+    seen = poisson(demand, 5.0, 0.0, 400.0, seed)[40:]
+    mean = sum(seen) / len(seen)
+    deviation = (sum((rate - mean) ** 2 for rate in seen) / len(seen)) ** 0.5
+    assert mean == pytest.approx(5.0, rel=0.1)
+    assert deviation < 0.7 * (5.0 / 2 / SMOOTHING_SECONDS) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_burst_is_a_rate_at_once_and_its_end_too(seed: int) -> None:
+    demand = Demand(0.0)
+    poisson(demand, 2.0, 0.0, 60.0, seed)
+    burst = poisson(demand, 40.0, 60.0, 80.0, seed)
+    assert burst[3] > 20.0, "two seconds after it began"
+    after = poisson(demand, 2.0, 80.0, 100.0, seed)
+    assert after[15] < 10.0, "eight after it ended"
+
+
+def test_the_first_seconds_are_no_average_of_more() -> None:
+    demand = Demand(100.0)
+    seen = poisson(demand, 10.0, 100.0, 100.0 + RATE_SECONDS[0] / 2, 0)
+    assert seen[-1] == pytest.approx(10.0, rel=0.35)

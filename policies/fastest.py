@@ -1,0 +1,53 @@
+"""The layout for the whole node in which requests take the least time, by the cost model.
+
+``forecast.py`` says how long they take, what a move has to compute again included. A prediction has
+its error and the rate of arrivals its noise: a layout is left for one that is faster by a margin,
+and by a larger one soon after a switch.
+"""
+
+from collections.abc import Iterable
+
+from policies.forecast import Forecast
+from policies.partition import Partition, degrees, groups_of
+from policies.snapshot import Snapshot
+from policies.static import with_singles
+
+MARGIN = 0.1
+"""Part of the time that a switch must save."""
+SETTLE_SECONDS = 20.0
+"""A switch so long after the last one must save twice the margin, an earlier one more."""
+LEAST_SECONDS = 1.0
+"""No switch comes sooner after the last one."""
+
+
+def uniform(snapshot: Snapshot) -> tuple[Partition, ...]:
+    """Return the partitions into groups of one size, narrowest first, as far as they can be."""
+    every = (groups_of(snapshot.engines, degree) for degree in degrees(snapshot.max_group))
+    return tuple(dict.fromkeys(with_singles(snapshot, groups) for groups in every))
+
+
+def fastest(
+    snapshot: Snapshot,
+    forecast: Forecast,
+    now: Partition,
+    candidates: Iterable[Partition],
+    *,
+    hurry: bool = False,
+) -> Partition:
+    """Return the fastest candidate, or ``now`` where that gains too little.
+
+    Args:
+        snapshot: the node.
+        forecast: of this snapshot.
+        now: the partition that is left for a faster one.
+        candidates: what it may be left for.
+        hurry: the margin is the same soon after a switch: what is moved later costs more.
+    """
+    if snapshot.since_switch < LEAST_SECONDS:
+        return now
+    seconds = {candidate: forecast.seconds(candidate) for candidate in candidates}
+    best = min(seconds, key=seconds.__getitem__, default=now)
+    if best == now:
+        return now
+    margin = MARGIN * (1 if hurry else 1 + SETTLE_SECONDS / snapshot.since_switch)
+    return best if seconds[best] < (1 - margin) * forecast.seconds(now) else now
