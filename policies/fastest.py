@@ -31,8 +31,6 @@ def fastest(
     forecast: Forecast,
     now: Partition,
     candidates: Iterable[Partition],
-    *,
-    hurry: bool = False,
 ) -> Partition:
     """Return the fastest candidate, or ``now`` where that gains too little.
 
@@ -41,13 +39,10 @@ def fastest(
         forecast: of this snapshot.
         now: the partition that is left for a faster one.
         candidates: what it may be left for.
-        hurry: the margin is the same soon after a switch: what is moved later costs more.
     """
     if snapshot.since_switch < LEAST_SECONDS:
         return now
-    seconds = {candidate: forecast.seconds(candidate) for candidate in candidates}
-    best = min(seconds, key=seconds.__getitem__, default=now)
-    if best == now:
-        return now
-    margin = MARGIN * (1 if hurry else 1 + SETTLE_SECONDS / snapshot.since_switch)
-    return best if seconds[best] < (1 - margin) * forecast.seconds(now) else now
+    seconds = {candidate: forecast.seconds(candidate) for candidate in (now, *candidates)}
+    best = min(seconds, key=seconds.__getitem__)
+    margin = MARGIN * (1 + SETTLE_SECONDS / snapshot.since_switch)
+    return best if seconds[best] < (1 - margin) * seconds[now] else now

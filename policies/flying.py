@@ -185,10 +185,9 @@ def _engine_seconds(snapshot: Snapshot, model: CostModel, degree: int) -> float:
 
 def _seats(snapshot: Snapshot, degree: int, tokens: float) -> int:
     """Return how many requests of so many tokens each a unit of this degree has room for."""
-    for layout in snapshot.layouts:
-        if layout.degree == degree:
-            held = int(layout.total_blocks * layout.block_tokens / tokens)
-            return max(1, min(layout.slots, held))
+    layout = snapshot.layout(degree)
+    if layout is not None:
+        return int(layout.seats(tokens))
     return max(1, round(degree * snapshot.requests / _alive(snapshot)))
 
 

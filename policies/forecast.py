@@ -171,12 +171,9 @@ class Forecast:
 
     def _seats(self, degree: int) -> float:
         """Return how many requests of the usual length a unit decodes at once."""
+        layout = self._snapshot.layout(degree)
         tokens = self._prompt + self._snapshot.output_tokens / 2
-        for layout in self._snapshot.layouts:
-            if layout.degree == degree:
-                fitting = layout.total_blocks * layout.block_tokens / tokens
-                return max(1.0, min(float(layout.slots), fitting))
-        return math.inf
+        return math.inf if layout is None else layout.seats(tokens)
 
     def _seconds_by(self, share: Share) -> float:
         """Return the seconds that requests spend on each of these units: a fluid in small steps.

@@ -67,13 +67,17 @@ def _target(snapshot: Snapshot, model: CostModel) -> Partition:
     saved = max(
         WORTH * now, GAIN * forecast.affected * (1 + SETTLE_SECONDS / snapshot.since_switch)
     )
+    grows = snapshot.requests > STEADY * snapshot.smoothed_requests
+    settled = not grows and snapshot.since_switch >= SETTLE_SECONDS
+    for_speed = settled or not snapshot.targets
+    if saved >= now and not for_speed:
+        return snapshot.partition
     candidates = fitting if saved < now else [c for c in uniform(snapshot) if c in fitting]
-    scores = {candidate: forecast.broken(candidate) for candidate in candidates}
+    scores = {c: now if c == snapshot.partition else forecast.broken(c) for c in candidates}
     best = min(scores, key=scores.__getitem__, default=snapshot.partition)
     if scores.get(best, now) < now - saved:
         return best
-    grows = snapshot.requests > STEADY * snapshot.smoothed_requests
-    if snapshot.targets and (grows or snapshot.since_switch < SETTLE_SECONDS):
+    if not for_speed:
         return snapshot.partition
     worst = now + TIE * forecast.affected
     as_good = [c for c in uniform(snapshot) if scores.get(c, math.inf) <= worst]

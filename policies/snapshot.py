@@ -94,6 +94,10 @@ class LayoutState:
             and request.prompt_tokens + 1 <= self.total_blocks * self.block_tokens
         )
 
+    def seats(self, tokens: float) -> float:
+        """Return how many requests of so many tokens each it decodes at once, at least one."""
+        return max(1.0, min(self.slots, self.total_blocks * self.block_tokens / tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -161,6 +165,10 @@ class Snapshot:
     def requests(self) -> int:
         """Requests on the node: waiting, running and paused."""
         return self.waiting + sum(unit.requests + unit.paused for unit in self.units)
+
+    def layout(self, degree: int) -> LayoutState | None:
+        """Return the layout of this degree; None if nothing is known of it."""
+        return next((layout for layout in self.layouts if layout.degree == degree), None)
 
     def mode(self, degree: int, batch: Batch) -> Mode:
         """Return how a group of this degree runs such a step."""

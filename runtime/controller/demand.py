@@ -19,8 +19,6 @@ LENGTHS_KEPT = 300
 """Requests after which the length of one counts for a third."""
 LENGTHS_ASSUMED = 50
 """Requests of the lengths assumed that are taken to have ended before the first one."""
-
-
 RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
 """Time constants of the rates at which requests come: the longest one for steady arrivals."""
 DEVIATIONS = 2.0

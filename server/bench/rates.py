@@ -8,16 +8,14 @@ run that is cut short loses one cell.
 import asyncio
 import zlib
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from loadgen.exchange import tokens_by_second
 from loadgen.replay import Run
-from loadgen.report import Distribution, peak
+from loadgen.report import Distribution
 from loadgen.shapes import Lengths, make_up
 from loadgen.validity import judge
 from loadgen.workload import Workload
@@ -28,7 +26,7 @@ from policies.static import MANUAL
 from server.bench.client import Client
 from server.bench.measures import Bench, Sizes
 from server.bench.modes import Way, enter, leave, ways
-from server.bench.serving import asdict_or_none, check_answered, replay, take_back
+from server.bench.serving import asdict_or_none, check_answered, of_node, replay, take_back
 from server.bench.systems import System
 from server.errors import UserError
 
@@ -212,12 +210,7 @@ def figures(run: Run) -> dict[str, Any]:
         "e2el": _spread(record.e2el for record in records),
         "ttft": _spread(record.ttft for record in records),
         "tpot": _spread(record.tpot for record in records),
-        "peak_throughput": peak(tokens_by_second(run.exchanges)),
-        "seconds": run.duration,
-        "switching": asdict_or_none(run.log.switching()),
-        "layouts": Counter(exchange.layout or "-" for exchange in run.exchanges),
-        "latest_request": max(exchange.lag for exchange in run.exchanges),
-        "client_lag": asdict_or_none(Distribution.of(run.loop_lags)),
+        **of_node(run),
         "problems": list(judge(run).problems),
     }
 

@@ -92,14 +92,17 @@ def check_answered(run: Run) -> None:
 
 def _figures(run: Run) -> dict[str, Any]:
     check_answered(run)
-    switching = run.log.switching()
+    return {"groups": groups([exchange.record() for exchange in run.exchanges]), **of_node(run)}
+
+
+def of_node(run: Run) -> dict[str, Any]:
+    """Return what a run says of the node and of its client, whatever its requests were."""
     return {
-        "groups": groups([exchange.record() for exchange in run.exchanges]),
         "peak_throughput": peak(tokens_by_second(run.exchanges)),
         "seconds": run.duration,
         "latest_request": max((exchange.lag for exchange in run.exchanges), default=0.0),
         "client_lag": asdict_or_none(Distribution.of(run.loop_lags)),
-        "switching": asdict_or_none(switching),
+        "switching": asdict_or_none(run.log.switching()),
         "layouts": Counter(exchange.layout or "-" for exchange in run.exchanges),
     }
 

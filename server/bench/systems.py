@@ -78,7 +78,7 @@ class System:
     @property
     def shifts(self) -> bool:
         """Whether its groups may take steps as SP."""
-        return any(word.startswith("--max-sp") for word in self.command)
+        return self._option("--max-sp") is not None
 
     @property
     def shift_threshold(self) -> int | str:
