@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from server.bench.cli import BENCHMARKS
 from server.errors import USAGE_EXIT_CODE, UserError
 
 COMMANDS = {
     "serve": ("server.serve", "serve a model: shoal serve [MODEL]"),
-    "bench": ("server.bench.cli", "measure a node: shoal bench switch|steps|gpu|serve-compare"),
+    "bench": ("server.bench.cli", f"measure a node: shoal bench {'|'.join(BENCHMARKS)}"),
     "replay": ("server.replay", "send a workload to a server and say how it was served"),
     "report": ("server.report", "show replays side by side"),
     "openapi": ("server.openapi", "print the OpenAPI document: shoal openapi public|admin"),

@@ -133,7 +133,7 @@ FP8_QUANTIZATION = frozenset(
 )
 """vLLM's names of quantisations that every layout can serve: FP8 weights.
 
-Of compressed-tensors only the FP8 schemes: which one it is, the engines see as they load.
+Of compressed-tensors only the FP8 schemes (``model_kinds.check_quantisation``).
 """
 
 
@@ -271,6 +271,8 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
+        # What the tests run on CPUs, where V2 needs Triton; and no sampler that FlashInfer would
+        # compile at start. More: "Settings of every system" in docs/benchmarks/README.md.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # One node: what its processes tell each other over TCP stays on this machine.

@@ -14,6 +14,9 @@ _COMMANDS = {
     "openapi": ("openapi", "--help"),
     "bench switch": ("bench", "switch", "--help"),
     "bench steps": ("bench", "steps", "--help"),
+    "bench fit": ("bench", "fit", "--help"),
+    "bench overload": ("bench", "overload", "--help"),
+    "bench failures": ("bench", "failures", "--help"),
     "bench gpu": ("bench", "gpu", "--help"),
     "bench serve-compare": ("bench", "serve-compare", "--help"),
 }
