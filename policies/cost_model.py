@@ -13,10 +13,13 @@ the degree, while an all-reduce carries all tokens through every member.
 """
 
 import enum
+import math
 from dataclasses import dataclass, replace
 
 SMOOTHING = 0.1
 """Weight of a new measurement in a correction."""
+SPREAD = 0.1
+"""Relative standard deviation from which on steps of one kind tell a part from a constant."""
 MAX_CORRECTION = 10.0
 """Bound on a correction, and its inverse: one absurd measurement must not decide anything."""
 
@@ -103,16 +106,56 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How measured times of one kind and mode of steps, of a degree, compare with the roofline."""
+    """How measured times of one kind and mode of steps, of a degree, compare with the roofline.
+
+    A line through them, by least squares: some of what the roofline misses is a part of it, such as
+    arithmetic that does not reach the peak, and some is the same in every step, such as launches.
+    Steps that are all about equally long cannot tell; it is taken for the latter until they differ.
+    """
 
     degree: int
     kind: StepKind
     mode: Mode = Mode.TP
-    factor: float = 1.0
-    """Measured over predicted."""
     error: float = 0.0
     """Smoothed relative error of the predictions, before each one corrected the next."""
     samples: int = 0
+    roofline: float = 0.0
+    """Smoothed seconds by the roofline."""
+    missed: float = 0.0
+    """Smoothed seconds that were measured beyond those."""
+    variance: float = 0.0
+    """Of the former."""
+    covariance: float = 0.0
+    """Of the two."""
+
+    def apply(self, roofline: float) -> float:
+        """Return the seconds that a step takes which has so many by the roofline."""
+        if not self.samples:
+            return roofline
+        doubt = (SPREAD * self.roofline) ** 2
+        # A step of more work takes no less time, whatever a few measurements say.
+        slope = max(-1.0, self.covariance / (self.variance + doubt))
+        return _bounded(roofline + self.missed + slope * (roofline - self.roofline), roofline)
+
+    def learn(self, roofline: float, seconds: float) -> "Correction":
+        """Return it with one more measurement."""
+        weight = max(SMOOTHING, 1 / (self.samples + 1))
+        error = abs(self.apply(roofline) - seconds) / seconds
+        missed = _bounded(seconds, roofline) - roofline
+        off, beyond = roofline - self.roofline, missed - self.missed
+        return replace(
+            self,
+            error=self.error + weight * (error - self.error),
+            samples=self.samples + 1,
+            roofline=self.roofline + weight * off,
+            missed=self.missed + weight * beyond,
+            variance=(1 - weight) * (self.variance + weight * off * off),
+            covariance=(1 - weight) * (self.covariance + weight * off * beyond),
+        )
+
+
+def _bounded(seconds: float, roofline: float) -> float:
+    return min(MAX_CORRECTION * roofline, max(roofline / MAX_CORRECTION, seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +177,20 @@ class CostModel:
 
     def step_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step on a group of ``degree`` engines."""
-        factor = self.correction(degree, batch.kind, mode).factor
-        return self.roofline_seconds(degree, batch, mode) * factor
+        correction = self._nearest(degree, batch.kind, mode)
+        return correction.apply(self.roofline_seconds(degree, batch, mode))
+
+    def _nearest(self, degree: int, kind: StepKind, mode: Mode) -> Correction:
+        """Return the correction of such steps; before any was measured, of the most similar ones.
+
+        Layouts are compared: were only that corrected which runs, all others would seem faster.
+        """
+
+        def distance(known: Correction) -> float:
+            return abs(math.log2(known.degree / degree)) + (known.mode is not mode) / 2
+
+        same = [known for known in self.corrections if known.kind is kind]
+        return min(same, key=distance, default=Correction(degree, kind, mode))
 
     def roofline_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the time before any correction (Seesaw, A.1, times the number of layers)."""
@@ -192,16 +247,7 @@ class CostModel:
         if seconds <= 0:
             raise ValueError(f"a step of {seconds} s cannot be")
         old = self.correction(degree, batch.kind, mode)
-        error = abs(self.step_seconds(degree, batch, mode) - seconds) / seconds
-        ratio = seconds / self.roofline_seconds(degree, batch, mode)
-        weight = max(SMOOTHING, 1 / (old.samples + 1))
-        factor = old.factor + weight * (ratio - old.factor)
-        new = replace(
-            old,
-            factor=min(MAX_CORRECTION, max(1 / MAX_CORRECTION, factor)),
-            error=old.error + weight * (error - old.error),
-            samples=old.samples + 1,
-        )
+        new = old.learn(self.roofline_seconds(degree, batch, mode), seconds)
         same = (degree, batch.kind, mode)
         rest = tuple(c for c in self.corrections if (c.degree, c.kind, c.mode) != same)
         return replace(self, corrections=(*rest, new))

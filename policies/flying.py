@@ -11,9 +11,10 @@ more requests under DP, where each takes longer, the way back has the higher thr
 node knows its hardware, the prompts that arrive count as well: many long ones with short
 answers are a load that the number of requests does not show.
 
-Groups that run long steps in SP can do nearly what DP can where prompts are most of the work. Then
-the node keeps them under load: it leaves them only for what DP would serve faster by a good part,
-such as more outputs at once than a group has seats for.
+Groups that run long steps in SP can do nearly what DP can where prompts are most of the work, and
+are much faster until they are full. So there the node keeps the widest layout until the requests
+that come would take nearly all of its time, by their rate and lengths. It leaves it only if DP
+serves them faster by a good part: else all that runs would be computed again for little.
 """
 
 from dataclasses import dataclass
@@ -46,9 +47,15 @@ class FlyingSettings:
     """Part of the widest layout's time that the prompts which arrive may take before DP."""
     busy_below: float = 0.25
     """The same on the way back."""
-    sp_gain: float = 1.25
+    sp_gain: float = 1.3
     """Where steps are run in SP: requests of DP to one of the widest layout, in the same time and
     with every batch full, that make it worth while to go to DP for load."""
+    sp_full_above: float = 0.85
+    """There: part of the widest layout's time that the requests which come may take before DP."""
+    sp_filling_above: float = 0.7
+    """The same while requests grow: more are to come."""
+    sp_full_below: float = 0.7
+    """The same on the way back."""
     settle_seconds: float = 3.0
     """How long a layout is kept before quiet may change it."""
     linger_seconds: float = 3.0
@@ -120,9 +127,13 @@ def _is_loaded(snapshot: Snapshot, settings: FlyingSettings) -> bool:
     requests = snapshot.requests / _alive(snapshot)
     full = any(not any(_has_room(u, r) for u in snapshot.units) for r in snapshot.pool[:1])
     rising = requests > settings.dp_above and _grows(snapshot, settings.growth)
+    model = _sp_model(snapshot)
+    if model is not None:
+        above = settings.sp_filling_above if rising else settings.sp_full_above
+        filled = full or _fullness(snapshot, model) > above
+        return filled and _dp_is_better(snapshot, model, settings)
     busy = _busy(snapshot) > settings.busy_above
-    loaded = full or rising or busy or requests > settings.jam_above
-    return loaded and _dp_is_better(snapshot, settings)
+    return full or rising or busy or requests > settings.jam_above
 
 
 def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
@@ -130,8 +141,13 @@ def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
     rising = requests > settings.dp_above and _grows(snapshot, STEADY)
     few = requests < settings.tp_below and not rising
     settled = snapshot.since_switch > settings.settle_seconds
-    idle = _busy(snapshot) < settings.busy_below
-    return few and settled and (idle or not _dp_is_better(snapshot, settings))
+    if not (few and settled):
+        return False
+    model = _sp_model(snapshot)
+    if model is not None:
+        idle = _fullness(snapshot, model) < settings.sp_full_below
+        return idle or not _dp_is_better(snapshot, model, settings)
+    return _busy(snapshot) < settings.busy_below
 
 
 def _alive(snapshot: Snapshot) -> int:
@@ -153,14 +169,20 @@ def _busy(snapshot: Snapshot) -> float:
     return snapshot.prompt_rate * seconds
 
 
-def _dp_is_better(snapshot: Snapshot, settings: FlyingSettings) -> bool:
-    """Return whether DP would serve this load so much faster that it is worth a switch.
+def _sp_model(snapshot: Snapshot) -> CostModel | None:
+    """Return what predicts step times, if the widest layout runs steps in SP; else None."""
+    return snapshot.cost_model if snapshot.max_group in dict(snapshot.sp_above) else None
 
-    Without SP that goes without saying: all-reduces take the better part of a long step.
-    """
-    model, widest = snapshot.cost_model, snapshot.max_group
-    if model is None or widest not in dict(snapshot.sp_above):
-        return True
+
+def _fullness(snapshot: Snapshot, model: CostModel) -> float:
+    """Return the part of its time that the widest layout would need for all that arrives."""
+    each = _engine_seconds(snapshot, model, snapshot.max_group)
+    return snapshot.arrival_rate * each / _alive(snapshot)
+
+
+def _dp_is_better(snapshot: Snapshot, model: CostModel, settings: FlyingSettings) -> bool:
+    """Return whether DP would serve this load so much faster that it is worth a switch."""
+    widest = snapshot.max_group
     alone, together = (_engine_seconds(snapshot, model, degree) for degree in (1, widest))
     return together > settings.sp_gain * alone
 

@@ -97,7 +97,8 @@ class Capacity:
                 if self.cost_model is not None and news.steps > 0 and news.seconds > 0:
                     seconds = news.seconds / news.steps
                     self.cost_model = self.cost_model.observe(degree, news.mean, seconds, mode)
-        self._lengths.see(known, len(load.finished))
+        started = (load.added - load.waiting) - (before.added - before.waiting)
+        self._lengths.see(known, started=max(0, started), ended=len(load.finished))
 
     @property
     def step_errors(self) -> dict[str, float]:

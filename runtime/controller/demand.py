@@ -4,6 +4,7 @@ All of it is a function of events and of the injected clock.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policies.snapshot import (
@@ -11,7 +12,8 @@ from policies.snapshot import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     SMOOTHING_SECONDS,
-    Snapshot,
+    PoolRequest,
+    UnitState,
 )
 from runtime.messages import Work
 
@@ -99,36 +101,43 @@ class Lengths:
     """How long requests are: of an output nobody knows before it ends."""
 
     def __init__(self) -> None:
-        self._requests = float(LENGTHS_ASSUMED)
+        self._started = self._ended = float(LENGTHS_ASSUMED)
         self._prompt = LENGTHS_ASSUMED * PROMPT_TOKENS
         self._output = LENGTHS_ASSUMED * OUTPUT_TOKENS
 
-    def see(self, done: Work, finished: int) -> None:
-        """Take note of what steps computed, and of how many requests ended.
+    def see(self, done: Work, *, started: int, ended: int) -> None:
+        """Take note of what steps computed.
 
-        That takes requests to end at random: while ever more of them run, their length is
+        That takes outputs to end at random: while ever more of them run, their length is
         overestimated, which is the safe side.
+
+        Args:
+            done: what they computed.
+            started: requests whose prompts came into a batch, again included.
+            ended: requests that got their last token.
         """
-        kept = (1 - 1 / LENGTHS_KEPT) ** finished
-        self._requests = kept * self._requests + finished
+        kept = (1 - 1 / LENGTHS_KEPT) ** started
+        self._started = kept * self._started + started
         self._prompt = kept * self._prompt + done.prefill_tokens
+        kept = (1 - 1 / LENGTHS_KEPT) ** ended
+        self._ended = kept * self._ended + ended
         self._output = kept * self._output + done.decodes
 
     @property
     def prompt(self) -> float:
         """Prompt tokens that are computed for the mean request."""
-        return self._prompt / self._requests
+        return self._prompt / self._started
 
     @property
     def output(self) -> float:
         """Tokens that the mean request is given."""
-        return self._output / self._requests
+        return self._output / self._ended
 
 
-def most_urgent(snapshot: Snapshot) -> int | None:
-    """Return the lowest priority of the requests that the snapshot shows."""
-    first = [request.priority for request in snapshot.pool]
-    running = [unit.by_priority[0][0] for unit in snapshot.units if unit.by_priority]
+def most_urgent(waiting: Iterable[PoolRequest], units: Iterable[UnitState]) -> int | None:
+    """Return the lowest priority of requests that wait or are on a unit."""
+    first = [request.priority for request in waiting]
+    running = [unit.by_priority[0][0] for unit in units if unit.by_priority]
     return min([*first, *running], default=None)
 
 

@@ -53,12 +53,55 @@ def test_a_group_divides_the_work_and_pays_for_reducing() -> None:
 
 
 def test_measurements_correct_their_degree_only() -> None:
-    model = MODEL
+    model = MODEL.observe(1, ONE, MODEL.step_seconds(1, ONE))
     for _ in range(5):
         model = model.observe(2, ONE, 1.5 * MODEL.step_seconds(2, ONE))
     assert model.step_seconds(2, ONE) == pytest.approx(1.5 * MODEL.step_seconds(2, ONE))
     assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
     assert model.correction(2, StepKind.DECODE).samples == 5
+
+
+def test_what_was_not_measured_misses_as_the_most_similar_that_was() -> None:
+    """Else the layout that runs would look slow beside those that do not."""
+    neutral, late = replace(MODEL, max_sp=4), 0.001
+    model = neutral.observe(4, ONE, neutral.step_seconds(4, ONE) + late)
+    for degree, mode in ((4, Mode.SP), (2, Mode.TP), (1, Mode.TP)):
+        truth = neutral.step_seconds(degree, ONE, mode) + late
+        assert model.step_seconds(degree, ONE, mode) == pytest.approx(truth)
+        assert model.correction(degree, StepKind.DECODE, mode).samples == 0
+    nearer = model.observe(2, ONE, MODEL.step_seconds(2, ONE))
+    assert nearer.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+
+
+def batch(tokens: int) -> Batch:
+    return Batch(decodes=1, prefill_tokens=tokens)
+
+
+@pytest.mark.parametrize(("part", "constant"), [(1.0, 0.004), (1.5, 0.0), (1.2, 0.002)])
+def test_steps_of_many_lengths_tell_a_part_from_a_constant(part: float, constant: float) -> None:
+    """What short steps miss says what long ones will, which were never measured."""
+    model = MODEL
+    for tokens in [2000, 6000, 4000, 8000] * 20:
+        seconds = part * MODEL.step_seconds(1, batch(tokens)) + constant
+        model = model.observe(1, batch(tokens), seconds)
+    for tokens in (1000, 40_000):
+        truth = part * MODEL.step_seconds(1, batch(tokens)) + constant
+        assert model.step_seconds(1, batch(tokens)) == pytest.approx(truth, rel=0.1)
+
+
+def test_steps_of_one_length_are_taken_to_miss_a_constant() -> None:
+    model = MODEL
+    for _ in range(20):
+        model = model.observe(1, batch(4000), 0.004 + MODEL.step_seconds(1, batch(4000)))
+    truth = 0.004 + MODEL.step_seconds(1, batch(40_000))
+    assert model.step_seconds(1, batch(40_000)) == pytest.approx(truth)
+
+
+def test_more_work_takes_no_less_time_whatever_was_measured() -> None:
+    model = MODEL
+    for tokens, seconds in [(4000, 0.05), (8000, 0.005)] * 10:
+        model = model.observe(1, batch(tokens), seconds)
+    assert model.step_seconds(1, batch(8000)) >= model.step_seconds(1, batch(4000)) > 0
 
 
 def test_steps_with_prompts_are_corrected_apart() -> None:
@@ -71,6 +114,22 @@ def test_steps_with_prompts_are_corrected_apart() -> None:
     assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
 
 
+def worst_error(model: CostModel) -> float:
+    """Learn steps with prompts that are twice as fast as the roofline says, all others half."""
+    for tokens in [2000, 6000, 4000, 8000] * 10:
+        prompt = Batch(prefill_tokens=tokens)
+        decodes = Batch(decodes=tokens // 8)
+        model = model.observe(1, prompt, 0.5 * model.roofline_seconds(1, prompt))
+        model = model.observe(1, decodes, 2.0 * model.roofline_seconds(1, decodes))
+    return max(correction.error for correction in model.corrections)
+
+
+def test_no_line_fits_steps_with_prompts_and_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worst_error(MODEL) < 0.05
+    monkeypatch.setattr(Batch, "kind", StepKind.DECODE)
+    assert worst_error(MODEL) > 0.2
+
+
 def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
     model = MODEL.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
     assert model.correction(1, StepKind.DECODE).error == pytest.approx(0.5)
@@ -81,7 +140,8 @@ def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
 
 
 def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
-    assert MODEL.observe(1, ONE, 1e6).correction(1, StepKind.DECODE).factor == MAX_CORRECTION
+    slow = MODEL.observe(1, ONE, 1e6).step_seconds(1, ONE)
+    assert slow == pytest.approx(MAX_CORRECTION * MODEL.step_seconds(1, ONE))
     with pytest.raises(ValueError, match="cannot be"):
         MODEL.observe(1, ONE, 0.0)
 
@@ -140,6 +200,7 @@ def test_sp_and_tp_together_pay_for_both() -> None:
 
 def test_measurements_correct_their_mode_only() -> None:
     model = replace(MODEL, max_sp=4)
+    model = model.observe(4, EVERY, model.step_seconds(4, EVERY))
     measured = model.observe(4, EVERY, 3 * model.step_seconds(4, EVERY, Mode.SP), Mode.SP)
     assert measured.step_seconds(4, EVERY) == model.step_seconds(4, EVERY)
     in_sp = measured.step_seconds(4, EVERY, Mode.SP)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.cost_model import Mode
+from policies.cost_model import Batch, Mode
 from policies.flying import FLYING, PROMPT, FlyingSettings
 from policies.partition import groups_of, singles
 from policies.snapshot import LayoutState, Snapshot, UnitState
@@ -170,28 +170,53 @@ LOADED = {"cost_model": MODEL, "sp_above": ((2, 512), (4, 512), (8, 512))}
 SEATS = tuple(LayoutState(d, 32, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8))
 
 
-def test_groups_that_compute_prompts_in_sp_are_kept_under_load() -> None:
-    assert target(node(TP, BUSY, **PROMPTS, **LOADED)) is None
-    in_tp = {**LOADED, "sp_above": ()}
-    assert target(node(TP, BUSY, **PROMPTS, **in_tp)) == DP
-    unknown = {**LOADED, "cost_model": None}
-    assert target(node(TP, BUSY, **PROMPTS, **unknown)) == DP
+# Requests per second that TP8 ends with every seat taken; their prompts are next to nothing.
+FULL = 32 / (2000 * MODEL.step_seconds(8, Batch(32, 32 * 1100)))
 
 
-def test_they_are_left_for_many_outputs_at_once() -> None:
-    assert target(node(TP, 8 * BUSY, layouts=SEATS, **ANSWERS, **LOADED)) == DP
+def answers(partition, requests: int, part: float, **fields) -> Snapshot:
+    """Return a node that is asked for this part of what TP8 can answer."""
+    known = {"layouts": SEATS, **ANSWERS, **LOADED, **fields}
+    return node(partition, requests, arrival_rate=part * FULL, **known)
 
 
-def test_they_are_left_before_the_outputs_are_many_if_they_grow() -> None:
-    growing = {"smoothed_requests": 0.0, "since_switch": 0.0, "layouts": SEATS, **LOADED}
-    assert target(node(TP, RISING, **{**ANSWERS, **growing})) == DP
-    assert target(node(TP, RISING, **{**PROMPTS, **growing})) is None
+def test_groups_that_run_sp_are_kept_until_the_requests_that_come_fill_them() -> None:
+    assert target(answers(TP, BUSY, 1.0)) == DP
+    assert target(answers(TP, BUSY, 0.75)) is None
+    in_tp = {"sp_above": ()}
+    assert target(answers(TP, BUSY, 0.75, **in_tp)) == DP
+    unknown = {"cost_model": None}
+    assert target(answers(TP, BUSY, 0.75, **unknown)) == DP
+
+
+def test_they_are_left_earlier_while_requests_grow() -> None:
+    growing = {"smoothed_requests": 0.0, "since_switch": 0.0}
+    assert target(answers(TP, RISING, 0.75, **growing)) == DP
+    assert target(answers(TP, RISING, 0.6, **growing)) is None
+
+
+def test_they_are_left_when_no_seat_is_free() -> None:
+    seen = answers(TP, BUSY, 0.5, pool=(request("r"),))
+    assert target(seen) is None
+    assert target(replace(seen, units=tuple(replace(u, free_slots=0) for u in seen.units))) == DP
+
+
+def test_they_are_kept_where_dp_is_hardly_faster() -> None:
+    """All that runs would be computed again."""
+    full = {**PROMPTS, **LOADED, "arrival_rate": 1000.0}
+    assert target(node(TP, BUSY, **full)) is None
+    assert target(node(TP, BUSY, **{**full, "sp_above": ()})) == DP
 
 
 def test_a_layout_is_as_full_as_its_kv_allows() -> None:
     few = tuple(replace(seats, total_blocks=540) for seats in SEATS)
-    full = {**ANSWERS, **LOADED}
-    assert target(node(TP, 8 * BUSY, layouts=few, **full)) is None, "one seat in DP, eight in TP8"
+    assert target(answers(TP, BUSY, 1.0, layouts=few)) is None, "one seat in DP, eight in TP8"
+
+
+def test_the_way_back_is_open_when_they_would_have_room() -> None:
+    assert target(answers(DP, QUIET, 0.5)) == TP
+    assert target(answers(DP, QUIET, 0.8)) is None
+    assert target(answers(DP, BUSY, 0.5)) is None, "too many would be computed again"
 
 
 def test_the_way_back_is_open_while_prompts_keep_coming() -> None:

@@ -89,5 +89,5 @@ def test_measured_steps_correct_the_cost_model() -> None:
     correction = node.controller._capacity.cost_model.correction(1, StepKind.DECODE)
     assert correction.samples > 10
     predicted = MODEL.step_seconds(1, Batch(decodes=3, context_tokens=3 * 8))
-    assert correction.factor == pytest.approx(0.02 / predicted, rel=0.3)
+    assert correction.apply(predicted) == pytest.approx(0.02, rel=0.3)
     assert set(node.view().step_errors) == {"dp decode", "dp prefill"}

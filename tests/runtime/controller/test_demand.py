@@ -1,11 +1,12 @@
-"""The rate at which requests come; how soon a caller that was refused is told to try again."""
+"""How long requests are, at which rate they come, how soon who was refused is to try again."""
 
 import random
 
 import pytest
 
-from policies.snapshot import SMOOTHING_SECONDS
-from runtime.controller.demand import DRAIN_SECONDS, RATE_SECONDS, Demand, Drain
+from policies.snapshot import OUTPUT_TOKENS, SMOOTHING_SECONDS
+from runtime.controller.demand import DRAIN_SECONDS, RATE_SECONDS, Demand, Drain, Lengths
+from runtime.messages import Work
 
 
 def drained(rate: float, seconds: float, *, tick: float = 0.5) -> Drain:
@@ -63,6 +64,35 @@ def test_time_and_starts_without_a_queue_do_not_count() -> None:
     drain.see(1000.0, started=5000, waits=False)
     drain.see(1001.0, started=5000, waits=True)
     assert drain.retry_after(200) == before
+
+
+# --- how long requests are ---
+
+
+def test_lengths_are_those_of_what_starts_and_of_what_ends() -> None:
+    lengths = Lengths()
+    for _ in range(3000):
+        lengths.see(Work(prefill_tokens=700, decodes=90), started=1, ended=1)
+    assert lengths.prompt == pytest.approx(700, rel=0.01)
+    assert lengths.output == pytest.approx(90, rel=0.01)
+
+
+def test_prompts_are_no_longer_for_outputs_that_have_not_ended() -> None:
+    """A burst: all its prompts are computed before the first of its outputs ends."""
+    lengths = Lengths()
+    before = lengths.prompt
+    for _ in range(200):
+        lengths.see(Work(prefill_tokens=round(before), decodes=10), started=1, ended=0)
+    assert lengths.prompt == pytest.approx(before, rel=0.01)
+    assert lengths.output > OUTPUT_TOKENS, "that of outputs is safely too high"
+
+
+def test_what_is_computed_again_starts_again() -> None:
+    lengths = Lengths()
+    for _ in range(3000):
+        lengths.see(Work(prefill_tokens=2 * 700, decodes=90), started=2, ended=1)
+    assert lengths.prompt == pytest.approx(700, rel=0.01)
+    assert lengths.output == pytest.approx(90, rel=0.01)
 
 
 # --- the rate at which requests come ---

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from loadgen.workload import Arrival
-from policies.cost_model import Batch, Mode, StepKind
+from policies.cost_model import Batch, Mode
 from policies.plan import Plan, Policy
 from policies.registry import POLICIES
 from policies.shift import ShiftRule
@@ -202,10 +202,13 @@ def test_no_policy_loses_a_token_in_sp(policy: str) -> None:
 
 
 def uneven(shape, hardware, max_sp):
-    """Steps with prompts three times as slow as the roofline says, all others twice as fast."""
+    """Steps with prompts twice as fast as the roofline says, all others three times as slow.
+
+    Not the other way round: long steps that take longer still would be one line with short ones.
+    """
     roofline = step_times(shape, hardware, max_sp)
     return lambda degree, batch, mode: (
-        roofline(degree, batch, mode) * (3.0 if batch.prefill_tokens else 0.5)
+        roofline(degree, batch, mode) * (0.5 if batch.prefill_tokens else 3.0)
     )
 
 
@@ -218,13 +221,6 @@ def test_the_cost_model_learns_steps_with_and_without_prompts(
     layout = {"static-dp": "dp", "static-tp": "tp8"}[policy]
     assert set(run.step_errors) == {f"{layout} decode", f"{layout} prefill"}
     assert all(error < 0.05 for error in run.step_errors.values())
-
-
-def test_prompts_that_count_as_decodes_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "step_times", uneven)
-    monkeypatch.setattr(Batch, "kind", StepKind.DECODE)
-    run = simulate(NODE, "static-dp", arrivals(200, 8.0))
-    assert run.step_errors["dp decode"] > 0.2
 
 
 # --- promises ---
