@@ -76,8 +76,8 @@ from server.grammars import GrammarCheck, GrammarCompiler
 from server.http_protocol import BoundedHttpProtocol
 from server.http_server import DrainingServer
 from server.interruptions import Interruptions
+from server.model_kinds import check_model_config, check_quantisation
 from server.multiprocess_metrics import share_metrics
-from server.options import FP8_QUANTIZATION
 from server.ordering import InOrder
 from server.placement import Placements, Rejection
 from server.pool_door import PoolDoor
@@ -169,30 +169,8 @@ def make_vllm_config(vllm_args: Mapping[str, Any]) -> Any:
     except Exception as error:  # vLLM and transformers raise every kind here
         raise UserError(one_line(error)) from error
     check_model_config(config.model_config)
+    check_quantisation(config.model_config.model, config.quant_config)
     return config
-
-
-def check_model_config(model: Any) -> None:
-    """Refuse kinds of models that Shoal does not support.
-
-    Args:
-        model: vLLM's ``ModelConfig``.
-
-    Raises:
-        UserError: the model is of such a kind; the message names it.
-    """
-    kinds = {
-        "a multimodal model": model.is_multimodal_model,
-        "a pooling model": model.runner_type != "generate",
-        "an encoder-decoder model": model.is_encoder_decoder,
-        "a mixture-of-experts model": model.is_moe,
-        "a model with state-space layers": model.is_hybrid or model.is_attention_free,
-        "a model with latent attention (MLA)": model.use_mla,
-        f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTIZATION),
-    }
-    for kind, applies in kinds.items():
-        if applies:
-            raise UserError(f"{model.model} is {kind}: not supported")
 
 
 # --- in a front-end process ---

@@ -64,7 +64,7 @@ class Sizes(msgspec.Struct, frozen=True):
     throughput_repeats: int = 2
     shift_threshold: int = 256
     """Of the way of working that changes its mode: the paper's."""
-    scored: tuple[int, int, int] = (2, 700, 24)
+    scored: tuple[int, int, int] = (8, 700, 24)
     """Prompts whose log probabilities are compared, their tokens, the tokens after them: more than
     the largest captured graph has, so that SP can compute them."""
 

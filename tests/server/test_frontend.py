@@ -1,5 +1,4 @@
 from argparse import ArgumentParser, Namespace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,39 +87,3 @@ def test_vllms_refusals_are_one_line(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named) as caught:
         frontend.make_vllm_config({"model": str(DEMO_CHECKPOINT), **wrong})
     assert "\n" not in str(caught.value)
-
-
-SUPPORTED: dict[str, Any] = {
-    "model": "m",
-    "is_multimodal_model": False,
-    "runner_type": "generate",
-    "is_encoder_decoder": False,
-    "is_moe": False,
-    "is_hybrid": False,
-    "is_attention_free": False,
-    "use_mla": False,
-    "quantization": None,
-}
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8", "compressed-tensors", "fp8_per_block"])
-def test_a_plain_model_is_supported(quantization: str | None) -> None:
-    frontend.check_model_config(SimpleNamespace(**SUPPORTED | {"quantization": quantization}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ({"is_multimodal_model": True}, "multimodal"),
-        ({"runner_type": "pooling"}, "pooling"),
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_moe": True}, "mixture-of-experts"),
-        ({"is_hybrid": True}, "state-space"),
-        ({"is_attention_free": True}, "state-space"),
-        ({"use_mla": True}, "MLA"),
-        ({"quantization": "awq"}, "awq"),
-    ],
-)
-def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        frontend.check_model_config(SimpleNamespace(**SUPPORTED | kind))

@@ -1,6 +1,7 @@
 """FP8 weights of TP layouts: views of what vLLM made of the whole, beside its own sharding."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
 )
@@ -33,7 +35,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    kFp8DynamicTokenSym,
+)
+from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.platforms import PlatformEnum
 
 from runtime.engine import fp8, row_ranges, row_ranges_fp8
@@ -65,25 +73,29 @@ PARTS: Mapping[str, list[tuple[Any, int, int]]] = {
 }
 """Each layer's logical parts: vLLM's shard id (None: not fused), rows and columns."""
 
+Tensors = dict[str, torch.Tensor]
+"""What a checkpoint has of one part, by parameter; formats take what they know."""
+
 
 # --- formats ---
 
 
-def compressed_tensors(strategy: str, *, static: bool) -> CompressedTensorsConfig:
-    group = {
-        "targets": ["Linear"],
-        "weights": {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True},
-        "input_activations": {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "tensor" if static else "token",
-            "symmetric": True,
-            "dynamic": not static,
-        },
-    }
+def compressed_tensors(strategy: str, *, static: bool = False) -> CompressedTensorsConfig:
+    fp8_type = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = fp8_type | {"strategy": strategy}
+    activations = fp8_type | {"strategy": "tensor" if static else "token", "dynamic": not static}
+    if strategy == "block":
+        weights |= {"block_structure": [BLOCK, BLOCK]}
+        activations |= {"strategy": "group", "group_size": BLOCK}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return CompressedTensorsConfig.from_config(
         {"format": "float-quantized", "config_groups": {"all": group}, "ignore": []}
     )
+
+
+def online(shorthand: str) -> OnlineQuantizationConfig:
+    """What ``--quantization`` with this name makes of a checkpoint that is not quantised."""
+    return OnlineQuantizationConfig(QuantizationConfigArgs(linear=shorthand))
 
 
 def block_wise() -> Fp8Config:
@@ -96,8 +108,14 @@ FORMATS = {
     "fp8 block-wise": block_wise,
     "compressed-tensors per tensor, static": lambda: compressed_tensors("tensor", static=True),
     "compressed-tensors per tensor, dynamic": lambda: compressed_tensors("tensor", static=False),
-    "compressed-tensors per channel": lambda: compressed_tensors("channel", static=False),
+    "compressed-tensors per channel": lambda: compressed_tensors("channel"),
+    "compressed-tensors block-wise": lambda: compressed_tensors("block"),
+    "online per tensor": lambda: online("fp8_per_tensor"),
+    "online per channel": lambda: online("fp8_per_channel"),
+    "online block-wise": lambda: online("fp8_per_block"),
 }
+BLOCK_WISE = [name for name in FORMATS if "block" in name]
+PER_TENSOR_OR_CHANNEL = [name for name in FORMATS if "block" not in name]
 
 
 def quantise(
@@ -162,7 +180,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, ReferenceBlockKernel, ReferenceBlockKernel)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with set_current_vllm_config(config):
+    # vLLM compiles its online quantisation to blocks, for longer than all of it takes here.
+    with set_current_vllm_config(config), torch.compiler.set_stance("force_eager"):
         yield
     torch.set_default_dtype(before)
 
@@ -172,6 +191,9 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM picks ``PackedKernel``, in place of CUTLASS."""
     kernels = linear_kernels._POSSIBLE_FP8_KERNELS
     monkeypatch.setitem(kernels, PlatformEnum.CPU, [PackedKernel])
+    # What vLLM chooses where it has CUTLASS.
+    method = online_fp8.Fp8PerTensorOnlineLinearMethod
+    monkeypatch.setattr(method, "activation_quant_key", kFp8DynamicTokenSym)
     monkeypatch.setattr(fp8.InputRangeKernel, "is_supported", PackedKernel.is_supported)
     monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, PackedKernel, fp8.InputRangeKernel)
 
@@ -217,29 +239,63 @@ def configured(name: str, *, views: bool) -> SharedWeights:
     return config
 
 
-def load(layer: Layer) -> None:
-    """Load the same random checkpoint through vLLM's own weight loaders, and process it."""
-    draw = torch.Generator().manual_seed(5)
+def checkpoint(parts: Sequence[tuple[Any, int, int]], draw: torch.Generator) -> list[Tensors]:
+    """Return a layer's random tensors, part by part."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=draw, dtype=torch.float32)
 
+    return [
+        {
+            "weight": random(rows, columns) * 8 - 4,
+            "weight_scale": random(rows, 1) / 64 + 0.01,
+            "weight_scale_inv": random(rows // BLOCK, columns // BLOCK) / 64 + 0.01,
+            "input_scale": random(1) / 64 + 0.01,
+            "bias": random(rows),
+        }
+        for _, rows, columns in parts
+    ]
+
+
+def load(layer: Layer) -> None:
+    """Load the same random checkpoint through vLLM's own weight loaders, and process it."""
+    draw = torch.Generator().manual_seed(5)
     for name, parts in PARTS.items():
         module = getattr(layer, name)
-        for shard, rows, columns in parts:
-            tensors = {
-                "weight": (random(rows, columns) * 8 - 4).to(torch.float8_e4m3fn),
-                "weight_scale": random(rows, 1) / 64 + 0.01,
-                "weight_scale_inv": random(rows // BLOCK, columns // BLOCK) / 64 + 0.01,
-                "input_scale": random(1) / 64 + 0.01,
-                "bias": random(rows).to(torch.bfloat16),
-            }
-            for key, parameter in module.named_parameters():
-                tensor = tensors[key]
-                if key == "weight_scale" and parameter.numel() <= len(parts):
-                    tensor = tensor[0]
-                parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
-        module.quant_method.process_weights_after_loading(module)
+        tensors = checkpoint(parts, draw)
+        with largest_of_all_ranks(torch.cat([part["weight"] for part in tensors])):
+            for (shard, *_), part in zip(parts, tensors, strict=True):
+                load_part(module, shard, part, per_tensor=len(parts))
+            module.quant_method.process_weights_after_loading(module)
+
+
+def load_part(module: nn.Module, shard: Any, tensors: Tensors, per_tensor: int) -> None:
+    """Load a part of a layer, whose scales by tensor have up to ``per_tensor`` elements."""
+    # Online quantisation replaces the parameters as the last one is loaded.
+    for key, parameter in list(module.named_parameters()):
+        tensor = tensors[key]
+        if isinstance(parameter, BlockQuantScaleParameter):
+            tensor = tensors["weight_scale_inv"]
+        elif key == "weight_scale" and parameter.numel() <= per_tensor:
+            tensor = tensor[0]
+        tensor = tensor.to(parameter.dtype)
+        parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
+
+
+@contextmanager
+def largest_of_all_ranks(weight: torch.Tensor) -> Iterator[None]:
+    """Stand in for the all-reduce by which ranks that quantise their shards agree on scales."""
+    whole = weight.to(torch.bfloat16)
+
+    def reduced(amax: torch.Tensor, is_sharded: bool) -> torch.Tensor:
+        if not is_sharded:
+            return amax
+        by_row = whole.abs().amax(dim=1, keepdim=True)
+        return by_row.max().reshape(1) if amax.numel() == 1 else by_row
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(online_fp8, "amax_for_tp_weight_quant", reduced)
+        yield
 
 
 def stock(name: str, rank: int, degree: int, *, bias: bool = False) -> Layer:
@@ -266,7 +322,7 @@ def view(dp: Layer, name: str, rank: int, degree: int, *, bias: bool = False) ->
 
 def degrees(name: str) -> list[tuple[int, int]]:
     # A rank of TP4 would have half a block of keys.
-    return ranks(2) if "block" in name else ranks(2, 4)
+    return ranks(2) if name in BLOCK_WISE else ranks(2, 4)
 
 
 CASES = [(name, rank, degree) for name in FORMATS for rank, degree in degrees(name)]
@@ -328,6 +384,7 @@ def test_the_tensors_are_vllms_shards(name: str, rank: int, degree: int) -> None
 @pytest.mark.parametrize("name", FORMATS)
 def test_dp_computes_what_stock_computes(name: str) -> None:
     expected = stock(name, 0, 1)
+    assert {getattr(expected, part).weight.dtype for part in PARTS} == {torch.float8_e4m3fn}
     assert_like_stock(full(name), expected, 0, 1)
     with tensor_parallel(0, 1):
         ungrouped = stock(name, 0, 1)
@@ -342,8 +399,6 @@ def test_views_own_no_byte(name: str, rank: int, degree: int) -> None:
 
 
 # --- CUTLASS ---
-
-PER_TENSOR_OR_CHANNEL = [name for name in FORMATS if "block" not in name]
 
 
 @pytest.mark.usefixtures("packed")
@@ -391,11 +446,11 @@ def test_ranges_of_rows_and_of_inputs_are_one_launch_each(
 
 
 @pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCK_WISE)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_range_of_inputs_with_block_wise_scales_is_one_launch(
-    rank: int, launched: list[tuple[int, ...]]
+    name: str, rank: int, launched: list[tuple[int, ...]]
 ) -> None:
-    name = "fp8 block-wise"
     viewed = view(full(name, bias=True), name, rank, 2, bias=True)
     assert_like_stock(viewed, stock(name, rank, 2, bias=True), rank, 2)
     assert launched == [(HIDDEN,), (HIDDEN,)]
@@ -483,8 +538,8 @@ def test_with_a_range_of_inputs_it_would_compute_something_else(
 def test_only_a_spread_scale_is_the_layouts_own(name: str) -> None:
     """A scale by tensor, where activations have scales by token: 4 bytes for every output."""
     dp = full(name)
-    by_token = name == "compressed-tensors per tensor, dynamic"
-    assert owned_bytes(view(dp, name, 1, 2), dp) in ({0, 2 * 4 * HIDDEN} if by_token else {0})
+    spread = name in ("compressed-tensors per tensor, dynamic", "online per tensor")
+    assert owned_bytes(view(dp, name, 1, 2), dp) == (2 * 4 * HIDDEN if spread else 0)
 
 
 @pytest.mark.usefixtures("blocks")

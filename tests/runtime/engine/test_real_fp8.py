@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
 
 PROMPTS = random_prompts((5, 17, 31, 32, 33, 64, 90, 130, 40, 70, 12, 100), seed=11)
 GROUP = (0, 1)
@@ -77,7 +79,8 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    with RealNode(model, 2, dtype=DTYPE) as node:
+    # Its steps are TP's unless a test says otherwise.
+    with RealNode(model, 2, dtype=DTYPE, max_sp=2) as node:
         yield node
 
 
@@ -94,6 +97,24 @@ def test_most_first_tokens_of_a_group_are_stocks(node: RealNode, expected: list[
     agreeing = sum(a[0] == b[0] for a, b in zip(outputs, expected, strict=True))
     assert agreeing > len(PROMPTS) / 2  # of a vocabulary of thousands: no accident
     assert node.generate_spread([(0,), (1,)], PROMPTS, TOKENS) == expected
+    assert node.audit() == []
+
+
+def test_steps_by_sequence_generate_stocks_tokens(
+    node: RealNode, expected: list[list[int]]
+) -> None:
+    """All of them: a member has whole activations, and quantises them with DP's scales."""
+    node.probe_all(probes.take_modes)
+    node.script(Script.SP)
+    try:
+        with node.bound(GROUP):
+            outputs = node.generate(GROUP, PROMPTS, TOKENS)
+    finally:
+        node.script(Script.TP)
+    modes = node.probe_all(probes.take_modes)
+    assert outputs == expected
+    assert all(ran[Mode.SP] >= TOKENS for ran in modes)
+    assert not any(ran.get(Mode.TP) for ran in modes)
     assert node.audit() == []
 
 

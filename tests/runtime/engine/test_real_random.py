@@ -14,6 +14,8 @@ import pytest
 
 from policies.partition import Group, Partition, groups_of, singles
 from runtime import messages as m
+from runtime.messages import Mode
+from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
 from tests.runtime.engine.real_node import RealNode, unit_of
 from tests.runtime.engine.scripted_shift import Script
@@ -74,6 +76,8 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> No
     assert len(asked) + switches == OPERATIONS
     assert min(len(asked), switches) > OPERATIONS // 4
     switch_to(node, singles(ENGINES))
+    for ran in node.probe_all(probes.take_modes):
+        assert min(ran.get(mode, 0) for mode in Mode) > OPERATIONS // 10, ran
     assert node.audit() == []
     assert all(blocks == 0 for blocks in node.controller.leases.opened.values())
 

@@ -1,5 +1,9 @@
 """What is read out of servers' logs, and what of the environment is recorded."""
 
+from pathlib import Path
+
+import pytest
+
 from server.bench import facts
 
 DP0, DP1 = "(EngineCore_DP0 pid=7) INFO 11-20 ", "(EngineCore_DP1 pid=8) INFO 11-20 "
@@ -49,6 +53,41 @@ def test_phases_are_read_by_engine() -> None:
     taken = facts.read_log(SHOAL)["phases_gib"]
     assert taken["0"] == {"context": 0.5, "communicators": 0.61, "dp core": -0.02}
     assert taken["1"] == {}
+
+
+DRIVER = """\
+#!/bin/sh
+case "$1" in
+--query-gpu=name) echo "NVIDIA H200"; echo "NVIDIA H200" ;;
+--query-gpu=driver_version) echo 580.1; echo 580.1 ;;
+--query-gpu=memory.used) echo 512; echo 1024; echo ;;
+*) exit 2 ;;
+esac
+"""
+"""Answers as ``nvidia-smi`` does on a machine with two GPUs."""
+
+
+def test_gpus_are_what_the_driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(DRIVER)
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert facts.gpu_memory() == [0.5, 1.0]
+    found = facts.environment()
+    assert (found["gpus"], found["driver"]) == (["NVIDIA H200"] * 2, "580.1")
+
+
+@pytest.mark.parametrize("command", [None, "#!/bin/sh\nexit 9\n"])
+def test_a_machine_without_gpus_says_so(
+    command: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command is not None:
+        (tmp_path / "nvidia-smi").write_text(command)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert facts.gpu_memory() is None
+    found = facts.environment()
+    assert (found["gpus"], found["driver"]) == (None, None)
 
 
 def test_variables_are_recorded_without_credentials() -> None:
