@@ -52,7 +52,7 @@ class ControllerTransport(Protocol):
         """
 
     def receive(self) -> list[Arrival]:
-        """Return what has arrived, without blocking."""
+        """Return what had arrived when the last wait ended, or later, without blocking."""
 
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send to an engine; an engine that is not connected is ignored."""
@@ -83,7 +83,7 @@ class AgentTransport(Protocol):
         """
 
     def receive(self) -> list[Frames]:
-        """Return the controller's messages that have arrived, without blocking."""
+        """Return the controller's messages, as ``ControllerTransport.receive`` does."""
 
     def to_controller(self, message: Message) -> None:
         """Send to the controller."""
@@ -155,13 +155,14 @@ With few cores it would keep the process that is to answer from running.
 """
 
 
-def _poll(poller: zmq.Poller, timeout: float | None, *, eager: bool) -> None:
+def _poll(poller: zmq.Poller, timeout: float | None, *, eager: bool) -> set[Any]:
+    """Return the sockets that can be read; a look at each of the others would take as long."""
     if eager:
         end = time.perf_counter() + min(EAGER_SECONDS, math.inf if timeout is None else timeout)
         while time.perf_counter() < end:
-            if poller.poll(0):
-                return
-    poller.poll(_milliseconds(timeout))
+            if ready := poller.poll(0):
+                return {socket for socket, _ in ready}
+    return {socket for socket, _ in poller.poll(_milliseconds(timeout))}
 
 
 def _milliseconds(timeout: float | None) -> int:
@@ -199,16 +200,17 @@ class ZmqAgentTransport:
             front.connect(addresses.front_output(index))
             self._fronts.append(front)
         self._poller = zmq.Poller()
+        self._readable: set[Any] = set()
         for socket in (self._controller, *pollables):
             self._poller.register(socket, zmq.POLLIN)
 
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """See ``AgentTransport.wait``."""
-        _poll(self._poller, timeout, eager=eager)
+        self._readable = _poll(self._poller, timeout, eager=eager)
 
     def receive(self) -> list[Frames]:
         """See ``AgentTransport.receive``."""
-        return list(drain(self._controller))
+        return list(drain(self._controller)) if self._controller in self._readable else []
 
     def to_controller(self, message: Message) -> None:
         """See ``AgentTransport.to_controller``."""
@@ -237,6 +239,7 @@ class ZmqControllerTransport:
         for index, output in enumerate(self._outputs):
             output.connect(addresses.front_output(index))
         self._poller = zmq.Poller()
+        self._readable: set[Any] = set()
         self._poller.register(self._engines, zmq.POLLIN)
         self._poller.register(self._control, zmq.POLLIN)
 
@@ -248,7 +251,7 @@ class ZmqControllerTransport:
 
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """See ``ControllerTransport.wait``."""
-        _poll(self._poller, timeout, eager=eager)
+        self._readable = _poll(self._poller, timeout, eager=eager)
 
     def receive(self) -> list[Arrival]:
         """See ``ControllerTransport.receive``."""
@@ -257,11 +260,12 @@ class ZmqControllerTransport:
             (Channel.ENGINE, self._engines),
             (Channel.CONTROL, self._control),
         ):
-            for identity, *frames in drain(router):
+            for identity, *frames in drain(router) if router in self._readable else ():
                 arrivals.append(Arrival(channel, identity.decode(), frames))
         for index, dealer in self._inputs.items():
-            name = front_identity(index)
-            arrivals += (Arrival(Channel.FRONT, name, frames) for frames in drain(dealer))
+            if dealer in self._readable:
+                name = front_identity(index)
+                arrivals += (Arrival(Channel.FRONT, name, frames) for frames in drain(dealer))
         return arrivals
 
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:

@@ -224,11 +224,13 @@ def _is_deeper(value: Any, levels: int) -> bool:
 def _children(node: dict[str, Any] | list[Any], *kinds: type) -> Iterator[Any]:
     """Yield the entries of a JSON list, or the values of an object, that are of these types.
 
-    A prompt of token ids has as many entries as tokens: those that are of none of the types are
-    passed over without a step of Python for each.
+    A prompt of token ids has as many entries as tokens, none of them of these types: to see that
+    takes half the time of choosing among them, and no step of Python for each.
     """
-    values = node.values() if isinstance(node, dict) else node
-    return compress(values, map(frozenset(kinds).__contains__, map(type, values)))
+    values, wanted = node.values() if isinstance(node, dict) else node, frozenset(kinds)
+    if wanted.isdisjoint(map(type, values)):
+        return iter(())
+    return compress(values, map(wanted.__contains__, map(type, values)))
 
 
 def _at_most(param: str, count: int, limit: int, what: str) -> None:

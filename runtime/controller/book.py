@@ -245,8 +245,12 @@ class Book:
     @property
     def gone(self) -> frozenset[int]:
         """Engines that died and are not back."""
-        back = {engine.number for engine in self.engines if engine.incarnation == 0}
-        return self.in_state(EngineState.DEAD) | (self.in_state(EngineState.STARTING) - back)
+        return frozenset(
+            engine.number
+            for engine in self.engines
+            if engine.state is EngineState.DEAD
+            or (engine.state is EngineState.STARTING and engine.incarnation > 0)
+        )
 
     @property
     def lost(self) -> frozenset[int]:
@@ -256,6 +260,12 @@ class Book:
             for engine in self.engines
             if engine.state is EngineState.DEAD and not engine.returns
         )
+
+    def unformed(self, groups: Iterable[Group]) -> list[Group]:
+        """Return those of these groups that are not formed; until an engine dies there is none."""
+        if not any(engine.incarnation for engine in self.engines):
+            return []
+        return [group for group in groups if not self.is_formed(group)]
 
     def incarnations(self, group: Group) -> tuple[int, ...]:
         """Return how often each engine of a group was restarted."""
@@ -324,7 +334,10 @@ class Book:
 
     def core(self, group: Group) -> CoreBook:
         """Return the book of a group's core."""
-        return self.cores.setdefault(group, CoreBook(group))
+        core = self.cores.get(group)
+        if core is None:
+            core = self.cores[group] = CoreBook(group)
+        return core
 
     def place(self, request: Request, group: Group) -> None:
         """Note that a request was sent to a unit."""
@@ -370,18 +383,22 @@ class Book:
         """Return whether steps of a core are taken: its unit is there, or is interleaved."""
         return core.group in self.partition or self.interleaves(core.group)
 
-    def paused_in(self, unit: Group) -> int:
-        """Return the requests that wait for another unit of this unit's engines to be back.
+    @property
+    def paused(self) -> Counter[int]:
+        """Requests that wait for a unit that is not there to be back, by its leader.
 
         Those that do not wait but are interleaved count too.
         """
-        return sum(
-            len(core.requests)
-            for core in self.cores.values()
-            if core.group != unit
-            and leader_of(core.group) in unit
-            and core.group not in self.partition
-        )
+        paused: Counter[int] = Counter()
+        for core in self.cores.values():
+            if core.requests and core.group not in self.partition:
+                paused[leader_of(core.group)] += len(core.requests)
+        return paused
+
+    def paused_in(self, unit: Group) -> int:
+        """Return those of them that wait for another unit of this unit's engines."""
+        paused = self.paused
+        return sum(paused[engine] for engine in unit)
 
     def interleaves(self, group: Group) -> bool:
         """Return whether a core's requests go on in turn with those of the unit it is in."""

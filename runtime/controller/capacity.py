@@ -1,6 +1,8 @@
 """What every unit can take now: the snapshot that policies decide on."""
 
+import math
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import cached_property
 
 from policies.cost_model import Correction, CostModel, Mode
@@ -8,8 +10,8 @@ from policies.partition import Group, Partition, groups_of, layout_name
 from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 from runtime import messages as m
 from runtime.config import NodeConfig
-from runtime.controller.book import Book, CoreBook, EngineState
-from runtime.controller.demand import Lengths
+from runtime.controller.book import Book, CoreBook, EngineState, Uncounted
+from runtime.controller.demand import Demand, Lengths, most_urgent
 from runtime.controller.leases import Leases
 from runtime.controller.pool import TaskPool
 
@@ -37,51 +39,73 @@ class Capacity:
         self.cost_model: CostModel | None = config.cost_model
         """Corrected by what is measured (``observe``)."""
         self._lengths = Lengths()
+        self._units: dict[Group, tuple[Uncounted, UnitState]] = {}
+        """The latest states of units, and the requests from which each was found."""
 
     def snapshot(
-        self, now: float, *, switching: bool, busy: Collection[int], pending: Partition | None
+        self,
+        now: float,
+        demand: Demand,
+        *,
+        switching: bool,
+        busy: Collection[int],
+        pending: Partition | None,
+        since_switch: float = math.inf,
+        sp_above: tuple[tuple[int, int], ...] = (),
     ) -> Snapshot:
-        """Return what a policy may know, but for what only time tells (``demand.py``).
+        """Return what a policy may know.
 
         Args:
             now: the clock.
+            demand: knows what only time tells; is told what there is now.
             switching: whether no switch can start.
             busy: the engines that a running one regroups.
             pending: where that leads to.
+            since_switch: seconds since the last one ended.
+            sp_above: see ``Snapshot``.
         """
-        book = self._book
+        book, pool, units = self._book, self._pool.head(POOL_HEAD), self._unit_states(busy)
+        requests = len(self._pool) + sum(unit.requests + unit.paused for unit in units)
+        demand.see(now, requests, most_urgent(pool, units))
         return Snapshot(
             now=now,
             engines=self._config.engines,
             max_group=self._config.max_group,
             dead=book.gone | book.in_state(EngineState.SILENT),
-            broken=frozenset(g for g in self._possible_groups if not book.is_formed(g)),
+            broken=frozenset(book.unformed(self._possible_groups)),
             partition=book.partition,
             switching=switching,
-            units=tuple(
-                self._unit(group, serving=book.serves(group) and not set(busy) & set(group))
-                for group in book.partition
-            ),
-            pool=self._pool.head(POOL_HEAD),
+            units=units,
+            pool=pool,
             pending=pending,
             waiting=len(self._pool),
             waiting_tokens=self._pool.tokens,
+            arrival_rate=demand.arrival_rate(now),
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
+            prompt_rate=demand.prompt_rate(now),
+            smoothed_requests=demand.smoothed_requests,
+            since_switch=since_switch,
+            since_urgent=demand.since_urgent(now),
             layouts=self._layouts,
             cost_model=self.cost_model,
             targets=self._config.targets,
+            sp_above=sp_above,
         )
 
     @cached_property
     def _layouts(self) -> tuple[LayoutState, ...]:
         """What every layout takes on idle engines; it never changes once all are ready."""
-        config, book = self._config, self._book
-        blocks = min(book.num_blocks(engine.number) for engine in book.engines)
-        limits = [book.limits(tuple(range(degree))) for degree in config.degrees]
-        return tuple(
-            LayoutState(lim.degree, lim.max_num_seqs, blocks, lim.block_tokens, lim.max_model_len)
-            for lim in limits
+        blocks = min(self._book.num_blocks(engine.number) for engine in self._book.engines)
+        groups = [tuple(range(degree)) for degree in self._config.degrees]
+        return tuple(replace(self._idle(group), total_blocks=blocks) for group in groups)
+
+    def _idle(self, group: Group) -> LayoutState:
+        """Return what a group takes while nothing runs on its engines."""
+        limits = self._book.limits(group)
+        blocks = min(self._book.num_blocks(engine) for engine in group)
+        return LayoutState(
+            limits.degree, limits.max_num_seqs, blocks, limits.block_tokens, limits.max_model_len
         )
 
     def observe(self, core: CoreBook, load: m.Load) -> None:
@@ -106,17 +130,41 @@ class Capacity:
         corrections = () if self.cost_model is None else self.cost_model.corrections
         return {_steps_name(c): c.error for c in corrections}
 
-    def _unit(self, group: Group, *, serving: bool) -> UnitState:
-        core, limits = self._book.core(group), self._book.limits(group)
-        reported = core.load is not None
+    def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:
+        book, paused = self._book, self._book.paused
+        return tuple(
+            self._unit(
+                group,
+                serving=book.serves(group) and not any(engine in busy for engine in group),
+                paused=sum(paused[engine] for engine in group) if paused else 0,
+            )
+            for group in book.partition
+        )
+
+    def _unit(self, group: Group, *, serving: bool, paused: int) -> UnitState:
+        """Return a unit's state: that of the last call if nothing of it has changed since."""
+        core = self._book.core(group)
+        serving, blocks = serving and core.load is not None, self._startable_blocks(core)
+        uncounted, known = self._units.get(group, (None, None))
+        if (
+            known is None
+            or core.uncounted is not uncounted
+            or (known.serving, known.free_blocks, known.paused) != (serving, blocks, paused)
+        ):
+            known = self._state(core, serving=serving, free_blocks=blocks, paused=paused)
+            self._units[group] = core.uncounted, known
+        return known
+
+    def _state(self, core: CoreBook, *, serving: bool, free_blocks: int, paused: int) -> UnitState:
+        group, limits = core.group, self._book.limits(core.group)
         figures, uncounted = core.figures, core.uncounted
         places = limits.max_num_seqs + self._config.queued_ahead
         return UnitState(
             group=group,
-            serving=serving and reported,
+            serving=serving,
             requests=len(core.requests),
             free_slots=max(0, places - len(core.requests)),
-            free_blocks=self._startable_blocks(core),
+            free_blocks=free_blocks,
             total_blocks=min(self._book.num_blocks(engine) for engine in group),
             block_tokens=limits.block_tokens,
             max_model_len=limits.max_model_len,
@@ -126,7 +174,7 @@ class Capacity:
             prefill_tokens=uncounted.prompt_tokens,
             by_priority=figures.by_priority,
             longest_tokens=figures.longest_tokens,
-            paused=self._book.paused_in(group),
+            paused=paused,
         )
 
     def _startable_blocks(self, core: CoreBook) -> int:
@@ -160,23 +208,20 @@ class Capacity:
         spare = min(self._free_blocks(self._book.core((engine,))) for engine in group)
         return max(LEASE_BLOCKS, min(need, spare))
 
-    @property
+    @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence that some group of this node holds."""
+        """Tokens of the longest sequence that some group of this node holds; see ``_layouts``."""
         return max(self._book.limits(group).max_model_len for group in self._possible_groups)
 
     @property
     def longest_now(self) -> int:
         """Tokens of the longest sequence that some group holds which is there, or will be."""
-        units = [self._unit(group, serving=True) for group in self._lasting_groups()]
-        return max(
-            (min(u.max_model_len, u.total_blocks * u.block_tokens) for u in units), default=0
-        )
+        idle = [self._idle(group) for group in self._lasting_groups()]
+        return max((min(i.max_model_len, i.total_blocks * i.block_tokens) for i in idle), default=0)
 
     def holds(self, request: PoolRequest) -> bool:
         """Return whether some group could hold the request that is there, or will be."""
-        units = (self._unit(group, serving=True) for group in self._lasting_groups())
-        return any(unit.can_hold(request) for unit in units)
+        return any(self._idle(group).can_hold(request) for group in self._lasting_groups())
 
     def _lasting_groups(self) -> Iterator[Group]:
         """Yield the groups that can be formed, or will be when engines are back."""

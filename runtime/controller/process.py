@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection
-from dataclasses import replace
 
 import msgspec
 
@@ -33,7 +32,7 @@ from runtime.controller.audit import Audit
 from runtime.controller.book import Book, EngineState, continued
 from runtime.controller.capacity import Capacity
 from runtime.controller.closing import Closing
-from runtime.controller.demand import Demand, SwitchBudget, most_urgent
+from runtime.controller.demand import Demand, SwitchBudget
 from runtime.controller.dispatcher import Dispatcher
 from runtime.controller.gauges import Gauges
 from runtime.controller.leases import Leases
@@ -574,20 +573,13 @@ class Controller:
         """Return what policies see now."""
         now, switch = self._clock(), self._switch
         held = bool(switch or self._audit or self._rejoin.engines) or now < self._retry_at
-        snapshot = self._capacity.snapshot(
+        return self._capacity.snapshot(
             now,
+            self._demand,
             switching=held or not self._budget.allows(now),
             busy=self._busy,
             pending=None if switch is None else switch.target,
-        )
-        self._demand.see(now, snapshot.requests, most_urgent(snapshot))
-        return replace(
-            snapshot,
-            arrival_rate=self._demand.arrival_rate(now),
-            prompt_rate=self._demand.prompt_rate(now),
-            smoothed_requests=self._demand.smoothed_requests,
             since_switch=now - self._switched_at,
-            since_urgent=self._demand.since_urgent(now),
             sp_above=self._shifting.sp_above,
         )
 

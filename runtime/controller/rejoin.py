@@ -203,8 +203,10 @@ class Rejoin:
         return {group: self._reason(group) for group in self._broken()}
 
     def _broken(self) -> Iterator[Group]:
-        gone = self._book.gone
-        return (g for g in self._groups if gone.intersection(g) or not self._book.is_formed(g))
+        gone, unformed = self._book.gone, self._book.unformed(self._groups)
+        if not gone and not unformed:
+            return iter(())
+        return (g for g in self._groups if gone.intersection(g) or g in unformed)
 
     def _reason(self, group: Group) -> str:
         gone = sorted(self._book.gone.intersection(group))

@@ -512,13 +512,18 @@ class Agent:
     # --- steps --------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        active = self.active
         self._busy = False
         for core in self._backend.cores.values():
+            self._busy |= core.collect()
+            # Before the next step is scheduled, which takes as long as many of them do.
+            for output in core.take_outputs():
+                self._transport.to_front(output.client_index, output.frames)
+        active = self.active
+        for core in self._backend.cores.values():
             if core in active:
-                self._busy |= core.advance()
+                self._busy |= core.dispatch()
             elif core.in_flight:
-                self._busy |= core.collect()
+                core.pause()
         now = self._clock()
         if self._watch is not None:
             self._watch.turn(now)
@@ -542,8 +547,6 @@ class Agent:
 
     def _publish(self) -> None:
         for group, core in self._backend.cores.items():
-            for output in core.take_outputs():
-                self._transport.to_front(output.client_index, output.frames)
             finished = core.take_finished() + self._rejected.pop(group, [])
             load, added = core.load, self._added.get(group, 0)
             if finished or (load, added) != self._loads.get(group):

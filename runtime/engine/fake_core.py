@@ -235,23 +235,22 @@ class FakeCore:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def advance(self) -> bool:
-        """See ``Core.advance``."""
-        collected = self._collect()
+    def dispatch(self) -> bool:
+        """See ``Core.dispatch``."""
         dispatched = self._dispatch()
         if self._step is None:
             self._devices.rest(self.group, self._clock())
-        return dispatched or collected
+        return dispatched
 
-    def collect(self) -> bool:
-        """See ``Core.collect``."""
+    def pause(self) -> None:
+        """See ``Core.pause``: a run of steps ends with the one that is computed now."""
         self._cut()
-        return self._collect()
 
     def _cut(self) -> None:
         self._devices.cut(self.group, self._clock())
 
-    def _collect(self) -> bool:
+    def collect(self) -> bool:
+        """See ``Core.collect``."""
         step = self._step
         if step is None or self._clock() < step.due:
             return False

@@ -51,7 +51,7 @@ class EndedSteps(msgspec.Struct, frozen=True):
 class Core(Protocol):
     """One unit's scheduler and its way to the runners: what the design calls a unit.
 
-    No method blocks on a step. A *safe point* is any moment outside ``advance``.
+    No method blocks on a step. A *safe point* is any moment outside ``dispatch``.
     """
 
     group: Group
@@ -74,14 +74,14 @@ class Core(Protocol):
         Only while no step is in flight: the result of a step would be lost.
         """
 
-    def advance(self) -> bool:
-        """Collect every finished step and dispatch the next if there is room.
-
-        Returns whether anything was collected or dispatched.
-        """
-
     def collect(self) -> bool:
-        """Collect finished steps, dispatch nothing: what a paused core may still do."""
+        """Collect every finished step; return whether there was one."""
+
+    def dispatch(self) -> bool:
+        """Dispatch the next step if there is room and something to do; return whether one was."""
+
+    def pause(self) -> None:
+        """Take note that nothing is dispatched for now, while a step is in flight."""
 
     def take_outputs(self) -> list[CoreOutputs]:
         """Return and clear what collected steps produced."""

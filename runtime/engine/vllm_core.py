@@ -108,13 +108,6 @@ class VllmCore:
 
     # --- steps ---
 
-    def advance(self) -> bool:
-        """See ``interface.Core.advance``."""
-        collected = self.collect()
-        dispatched = self._dispatch()
-        self._tell_rest()
-        return dispatched or collected
-
     def collect(self) -> bool:
         """See ``interface.Core.collect``."""
         collected = False
@@ -138,6 +131,15 @@ class VllmCore:
             deferred, self._deferred = self._deferred, None
             grammar = self._scheduler.get_grammar_bitmask(deferred.scheduled)
             self._executor.sample_step(deferred.seq, grammar)
+
+    def dispatch(self) -> bool:
+        """See ``interface.Core.dispatch``."""
+        dispatched = self._dispatch()
+        self._tell_rest()
+        return dispatched
+
+    def pause(self) -> None:
+        """See ``interface.Core.pause``: nothing to do, steps are queued one by one."""
 
     def _dispatch(self) -> bool:
         if self._deferred or len(self._in_flight) >= self._depth:

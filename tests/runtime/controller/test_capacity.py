@@ -2,14 +2,19 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from policies.snapshot import PoolRequest
+from policies.partition import Group
+from policies.snapshot import PoolRequest, UnitState
 from runtime import messages as m
 from runtime.config import FakeSettings
 from runtime.controller.book import CoreBook, Request
+from runtime.controller.capacity import Capacity
+from runtime.controller.demand import Demand
 from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.random_run import RandomRun
 from tests.work_counts import bytecodes
 
 LARGE = FakeSettings(step_seconds=1.0, num_blocks=4096, max_num_seqs=256, max_model_len=512)
@@ -53,6 +58,25 @@ def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> No
         assert uncounted.prompt_tokens == sum(r.prompt_tokens for r in latest)
         blocks = sum(-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in latest)
         assert uncounted.blocks(BLOCK_TOKENS) == blocks
+
+
+def test_a_unit_that_has_not_changed_is_as_if_it_were_looked_at_anew() -> None:
+    run = RandomRun(LoopbackNode(4, seed=11))
+    controller, config = run.node.controller, run.node.config
+    kept = seen = 0
+    before: dict[Group, UnitState] = {}
+    for _ in range(1500):
+        run.act()
+        shown = controller.snapshot()
+        anew = Capacity(config, controller.book, controller.leases, controller.pool)
+        # All that serves now: only a switch keeps units from it here.
+        demand = Demand(shown.now)
+        expected = anew.snapshot(shown.now, demand, switching=False, busy=(), pending=None).units
+        assert [replace(u, serving=True) for u in shown.units] == list(expected)
+        units = {unit.group: unit for unit in shown.units}
+        kept += sum(before.get(group) is unit for group, unit in units.items())
+        seen, before = seen + len(units), units
+    assert seen / 10 < kept < seen
 
 
 def test_a_turn_costs_the_same_however_many_requests_run() -> None:

@@ -140,6 +140,24 @@ def test_request_may_come_before_the_commit(bench: Bench) -> None:
     assert bench.backend.core(GROUP).num_requests == 0
 
 
+def test_a_token_leaves_before_the_next_step_is_scheduled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add("a", tokens=2)
+    core, waiting = bench.backend.core((0,)), bench.network.front_outputs
+    waiting.clear()
+    seen: list[int] = []
+    dispatch = core.dispatch
+
+    def look_and_dispatch() -> bool:
+        seen.append(len(waiting.get(0, ())))
+        return dispatch()
+
+    monkeypatch.setattr(core, "dispatch", look_and_dispatch)
+    bench.turn()
+    assert seen == [1]
+
+
 def test_follower_has_no_active_core() -> None:
     bench = Bench(engine=1)
     bench.turn()

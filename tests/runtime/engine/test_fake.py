@@ -29,12 +29,18 @@ def make(clock: ManualClock, engine: int = 0, faults: Faults = NO_FAULTS) -> Fak
     return FakeBackend(config, engine, clock=clock, faults=faults)
 
 
+def advance(core) -> bool:
+    """Take what has ended and go on, as an agent does; return whether there was anything."""
+    collected = core.collect()
+    return core.dispatch() or collected
+
+
 def run(core, clock: ManualClock, steps: int = 200) -> dict[str, list[int]]:
     """Step until nothing is left and return every token."""
     tokens: dict[str, list[int]] = {}
     for _ in range(steps):
         clock.advance(SETTINGS.step_seconds)
-        core.advance()
+        advance(core)
         for outputs in core.take_outputs():
             for output in msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs:
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -53,7 +59,7 @@ def test_tokens_depend_on_prompt_and_position_only() -> None:
 def test_a_step_takes_its_time(clock: ManualClock) -> None:
     core = make(clock).core((0,))
     core.add("a", request_payload("a", [1, 2], 1))
-    assert core.advance()
+    assert advance(core)
     assert core.in_flight == 1
     assert not core.collect()
     clock.advance(0.5)
@@ -80,11 +86,11 @@ def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
     core = FakeBackend(config, 0, clock=clock).core((0,))
     core.add("a", request_payload("a", [1, 2, 3, 4], 9))
     clock.advance(SETTINGS.step_seconds)
-    core.advance()
+    advance(core)
     clock.advance(SETTINGS.step_seconds)
-    core.advance()
+    advance(core)
     clock.advance(8 * SETTINGS.step_seconds)
-    core.advance()
+    advance(core)
     (ended,) = core.take_steps()[1:]
     assert ended.work == Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))
 
@@ -93,7 +99,7 @@ def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
     backend = make(clock)
     assert backend.next_wakeup() is None
     backend.core((0,)).add("a", request_payload("a", [1, 2], 1))
-    backend.core((0,)).advance()
+    advance(backend.core((0,)))
     clock.advance(0.2)
     assert backend.next_wakeup() == pytest.approx(0.3)
 
@@ -115,7 +121,7 @@ def test_batch_is_bounded(clock: ManualClock) -> None:
     core = make(clock).core((0,))
     for k in range(5):
         core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
-    core.advance()
+    advance(core)
     assert core.load == CoreLoad(3, 2, 7)
 
 
@@ -138,7 +144,7 @@ def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
     core = backend.core((0,))
     for request_id in ("early", "late"):
         core.add(request_id, request_payload(request_id, [1] * 16, 3))
-    core.advance()
+    advance(core)
     assert len(backend.lend(5)) == 2
     assert len(backend.lend(4, urgent=True)) == 4
     assert core.load == CoreLoad(1, 1, 0)
@@ -160,7 +166,7 @@ def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
     pairs = set(zip(lease[0], lease[1], strict=True))
     group.bind(1, lease, seed=0)
     group.add("a", request_payload("a", [1] * 9, 8))  # two blocks of 8 tokens, then a third
-    group.advance()
+    advance(group)
     first = group.shrink(3)
     assert group.lease_blocks == 3
     assert run(group, clock)["a"] == expected_tokens([1] * 9, 8)
@@ -175,10 +181,10 @@ def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
     group = backend.core((0, 1))
     group.bind(1, {0: backend.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
     group.add("a", request_payload("a", [1] * 9, 8))
-    group.advance()
+    advance(group)
     assert len(group.release(1)[0]) == 4
     assert group.lease_blocks == 2
-    assert not group.advance()
+    assert not advance(group)
     group.abort(["a"])
     assert len(group.shrink(0)[1]) == 2
 
@@ -256,7 +262,7 @@ def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
     core = timed(clock, max_num_batched_tokens=8)
     core.add("a", request_payload("a", [1] * 20, 2))
     for seconds, outputs in ((1.8, 0), (1.8, 0), (1.4, 1), (1.0, 1)):
-        core.advance()
+        advance(core)
         clock.advance(seconds - 0.01)
         assert not core.collect()
         clock.advance(0.02)
@@ -268,12 +274,12 @@ def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
 def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
     core = timed(clock, max_num_batched_tokens=6)
     core.add("a", request_payload("a", [1] * 4, 9))
-    core.advance()
+    advance(core)
     clock.advance(2.0)
     core.add("b", request_payload("b", [2] * 10, 2))
     # Five of b's tokens beside one of a's, twice.
     for ids in (["a"], ["a", "b"]):
-        core.advance()
+        advance(core)
         core.take_outputs()
         clock.advance(1.6)
         core.collect()
@@ -285,12 +291,13 @@ def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
 def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> None:
     core = timed(clock, steps_at_once=64)
     core.add("a", request_payload("a", [1] * 2, 12))
-    core.advance()
+    advance(core)
     clock.advance(1.2)
-    core.advance()
+    advance(core)
     # Eleven tokens are left: eleven steps of a second.
     clock.advance(5.5)
-    assert not core.collect()  # The caller has something else to do: cut after the sixth.
+    assert not core.collect()
+    core.pause()  # The caller has something else to do: cut after the sixth.
     clock.advance(0.6)
     core.take_outputs()
     assert core.collect()
@@ -303,9 +310,9 @@ def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> Non
 def test_a_new_request_ends_a_run_of_steps(clock: ManualClock) -> None:
     core = timed(clock, steps_at_once=64)
     core.add("a", request_payload("a", [1] * 2, 12))
-    core.advance()
+    advance(core)
     clock.advance(1.2)
-    core.advance()
+    advance(core)
     clock.advance(2.5)
     core.add("b", request_payload("b", [2] * 3, 1))
     assert core.due == pytest.approx(1.2 + 3.0)
@@ -317,12 +324,12 @@ def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:
     first, second = (FakeBackend(config, e, clock=clock, devices=devices) for e in range(2))
     second.core((1,)).add("m", request_payload("m", [1], 5))
     clock.advance(0.3)
-    second.core((1,)).advance()
+    advance(second.core((1,)))
     group = first.core((0, 1))
     group.bind(1, {0: first.lend(2), 1: second.lend(2)}, 0)
     group.add("g", request_payload("g", [1], 5))
     clock.advance(0.1)
-    group.advance()
+    advance(group)
     assert group.due == pytest.approx(0.3 + 2 * SETTINGS.step_seconds)
 
 
