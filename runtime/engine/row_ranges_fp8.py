@@ -113,7 +113,6 @@ def _on_cuda(
     return output
 
 
-@torch.library.impl("shoal::row_ranges_fp8_linear", "cpu")  # type: ignore[untyped-decorator]
 def multiply_each(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -134,6 +133,10 @@ def multiply_each(
         bias = biases[index] if biases else None
         outputs.append(gemm(x, x_scale, weight, scale, bias, dtype))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+# As a decorator it would leave None in the function's place, which the one for GPUs calls.
+torch.library.impl("shoal::row_ranges_fp8_linear", "cpu", multiply_each)
 
 
 def _cutlass_mm(

@@ -157,3 +157,10 @@ def test_it_is_opaque_to_a_compiler() -> None:
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert len(called) == 2, called  # the multiplication by two is the other
     assert "row_ranges_fp8_linear" in called[0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_of_many_tokens_is_a_gemm_for_each_range_by_its_name(bias: bool) -> None:
+    """The operator for GPUs calls it so: a decorator had left nothing there."""
+    given = arguments(5, bias=bias)
+    assert_close(row_ranges_fp8.multiply_each(*given), reference(given))
