@@ -64,11 +64,11 @@ class Demand:
         nearest = self._rates[0] * self._kept(now, RATE_SECONDS[0]) / known if known else 0.0
         for latest, seconds in zip(self._rates[1:], RATE_SECONDS[1:], strict=True):
             rate = latest * self._kept(now, seconds)
-            # Of a Poisson process, smoothed exponentially.
-            chance = DEVIATIONS * math.sqrt(rate / 2 / seconds)
-            if abs(rate - nearest) > 2 * chance:
+            # Of the higher rate: that none came for a moment says little.
+            within = DEVIATIONS * math.sqrt(max(rate, nearest) / 2 / seconds)
+            if abs(rate - nearest) > 2 * within:
                 nearest = rate
-            nearest = min(max(nearest, rate - chance), rate + chance)
+            nearest = min(max(nearest, rate - within), rate + within)
         return nearest
 
     def prompt_rate(self, now: float) -> float:

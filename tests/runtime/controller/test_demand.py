@@ -131,6 +131,17 @@ def test_a_burst_is_a_rate_at_once_and_its_end_too(seed: int) -> None:
     assert after[15] < 10.0, "eight after it ended"
 
 
+@pytest.mark.parametrize("silence", [0.5, 1.0, 3.0, 7.0])
+def test_one_request_after_a_burst_is_no_burst(silence: float) -> None:
+    """A silence is forgotten no faster than it came."""
+    demand = Demand(0.0)
+    for k in range(30):
+        demand.arrive(100.0 + k / 15, 100)
+    silent = demand.arrival_rate(102.0 + silence)
+    demand.arrive(102.0 + silence, 100)
+    assert demand.arrival_rate(102.0 + silence) < silent + 1.0
+
+
 def test_the_first_seconds_are_no_average_of_more() -> None:
     demand = Demand(100.0)
     seen = poisson(demand, 10.0, 100.0, 100.0 + RATE_SECONDS[0] / 2, 0)
