@@ -1,12 +1,15 @@
-"""``shoal serve --policy flying`` with real engines: the layout follows the load, no token changes.
+"""``shoal serve --max-sp 2`` with real engines and policies: layouts and modes follow, tokens stay.
 
 Load is held by streams that are started again and again until what it is to bring about has come:
-nothing here depends on how fast the machine is.
+nothing here depends on how fast the machine is. The tests use one server, in the order they are
+written.
 """
 
 import asyncio
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,19 +17,26 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from policies.flying import FlyingSettings
 from policies.partition import Partition, groups_of, singles
+from policies.shift import DEFAULT_THRESHOLD
 from tests.server.node import ServedNode, served_node
 from tests.variety import is_varied
 
 ENGINES = 4
 DP, TP = singles(ENGINES), groups_of(ENGINES, ENGINES)
 SETTINGS = FlyingSettings()
-STEADY = 8
+SEATS = 16
+"""Requests that run at once on a unit."""
+STEADY = 2
 """Streams that never stop: few enough that the node is quiet."""
-BURST = int(SETTINGS.dp_above * ENGINES)
-"""Streams that come on top of them: so many that it is loaded."""
+BURST = int(SETTINGS.tp_below * ENGINES)
+"""Streams that come on top of them: more than a group has seats for, too many for a quiet node."""
+assert BURST > SEATS
+SALTS = itertools.count()
+"""Requests of different salts have nothing of each other's in the prefix cache."""
 SECONDS = 60.0
 """How long the layout may take to follow. The policy itself waits for five or so."""
 
@@ -38,11 +48,16 @@ class Job:
     prompt: str
     tokens: int
     priority: int = 0
+    cached: bool = True
+    """Whether its prompt may be taken from the prefix cache."""
 
 
 STEADY_JOBS = [Job(f"The sea, number {k}: " * 6, 120) for k in range(STEADY)]
-BURST_JOBS = [Job(f"Wave {k} of the storm", 24) for k in range(BURST)]
-URGENT_JOB = Job("A ship in distress", 32, priority=-1)
+BURST_JOBS = [Job(f"Wave {k} of the storm", 16) for k in range(BURST)]
+LONG_PROMPT = "The old man told them of a ship that sailed to the north. " * 30
+"""It has more tokens than the threshold of the shift, and one step computes it."""
+LONG_JOB = Job(LONG_PROMPT, 12, cached=False)
+URGENT_JOB = Job(LONG_PROMPT, 32, priority=-1, cached=False)
 JOBS = [*STEADY_JOBS, *BURST_JOBS, URGENT_JOB]
 
 
@@ -50,8 +65,8 @@ JOBS = [*STEADY_JOBS, *BURST_JOBS, URGENT_JOB]
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     with served_node(
         tmp_path_factory.mktemp("cache"),
-        *("--engines", str(ENGINES), "--policy", "flying"),
-        *("--max-num-seqs", "16", "--max-model-len", "1024"),
+        *("--engines", str(ENGINES), "--policy", "flying", "--max-sp", "2"),
+        *("--max-num-seqs", str(SEATS), "--max-model-len", "1024"),
         "--enforce-eager",
         real=True,
     ) as served:
@@ -79,6 +94,7 @@ class Client:
             "stream": True,
             "priority": job.priority,
             "return_token_ids": True,
+            "cache_salt": None if job.cached else str(next(SALTS)),
         }
         tokens: list[int] = []
         async with self.http.stream("POST", "/v1/completions", json=body) as response:
@@ -89,7 +105,9 @@ class Client:
         return tokens, response.headers["x-shoal-layout"]
 
     async def learn(self, jobs: list[Job]) -> None:
-        """Run every request, and expect from now on what comes of it."""
+        """Run every request in DP, and expect from now on what comes of it."""
+        await self.use("static-dp")
+        await self.until(DP)
         answers = await asyncio.gather(*(self.stream(job) for job in jobs))
         self.expected = {job: tokens for job, (tokens, _) in zip(jobs, answers, strict=True)}
 
@@ -118,9 +136,31 @@ class Client:
     async def get(self, path: str) -> Any:
         return (await self.http.get(path)).json()
 
-    async def use(self, policy: str) -> None:
-        answer = await self.http.post("/admin/policy", json={"policy": policy})
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        answer = await self.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def use(self, policy: str) -> None:
+        await self.post("/admin/policy", {"policy": policy})
+
+    async def shift(self, threshold: int | str) -> Any:
+        return await self.post("/admin/shift", {"threshold": threshold})
+
+    async def computed(self) -> Counter[tuple[str, str, str]]:
+        """Return the tokens that all engines have computed by layout, mode and kind.
+
+        Those of every request that has ended are among them; of others, some are.
+        """
+        await self.http.post("/admin/audit")  # answered after the reports that were on their way
+        page = (await self.http.get("/metrics")).text
+        tokens: Counter[tuple[str, str, str]] = Counter()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == "shoal_step_tokens_total":
+                    layout, mode, kind = (sample.labels[k] for k in ("layout", "mode", "kind"))
+                    tokens[layout, mode, kind] += int(sample.value)
+        return tokens
 
     async def until(self, wanted: Partition) -> None:
         """Wait for a layout."""
@@ -136,37 +176,43 @@ class Client:
 
 @pytest.fixture
 async def client(node: ServedNode) -> AsyncIterator[Client]:
-    limits = httpx.Limits(max_connections=None)
+    # One that is used again when the server is about to close it, for it was idle, may be reset.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with node.async_client(timeout=SECONDS, limits=limits) as http:
         yield Client(http)
 
 
 async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) -> None:
-    await client.use("static-dp")
-    await client.until(DP)
     await client.learn(JOBS)
     assert is_varied([tokens[:32] for tokens in client.expected.values() if len(tokens) >= 32])
     await client.use("flying")
     await client.until(TP)
     switches = len((await client.get("/admin/layout"))["switches"])
+    before = await client.computed()
 
     async with client.load(STEADY_JOBS):
         async with client.load(BURST_JOBS):
             await client.until(DP)
             assert await client.check(URGENT_JOB) == "tp2"
         await client.until(TP)
+    # As long as the burst is not forgotten, a stream that begins again may look like load.
+    await client.until(TP)
 
     assert client.wrong == []
-    rise, *between, fall = (await client.get("/admin/layout"))["switches"][switches:]
-    assert {switch["outcome"] for switch in (rise, *between, fall)} == {"done"}
+    computed = await client.computed() - before
+    assert computed["dp", "dp", "decode"] > 0
+    assert computed["tp2", "sp", "prefill"] > DEFAULT_THRESHOLD
+    assert computed["tp2", "tp", "decode"] > 0
+    seen = (await client.get("/admin/layout"))["switches"][switches:]
+    assert {switch["outcome"] for switch in seen} == {"done"}
+    assert partitions(seen[0])[0] == TP
     # An urgent request that was learnt from just before may still hold a group for a moment.
-    assert partitions(rise)[0] == TP
-    assert DP in [partitions(switch)[1] for switch in (rise, *between)]
-    assert rise["requests"]["moved"] > 0
-    urgent = next(switch for switch in between if switch["preempt"] == "hard")
+    assert DP in [partitions(switch)[1] for switch in seen]
+    assert seen[0]["requests"]["moved"] > 0
+    urgent = next(switch for switch in seen if switch["preempt"] == "hard")
     assert sorted(map(len, partitions(urgent)[1])) == [1, 1, 2]
     assert urgent["requests"]["paused"] > 0
-    assert partitions(fall)[1] == TP
+    fall = next(switch for switch in seen if partitions(switch)[1] == TP)
     assert fall["requests"]["moved"] > 0
 
 
@@ -174,6 +220,71 @@ def partitions(switch: dict[str, Any]) -> tuple[Partition, Partition]:
     """Return what a switch led from and to."""
     before, after = (tuple(map(tuple, switch[side])) for side in ("before", "after"))
     return before, after
+
+
+async def test_the_threshold_of_the_shift_changes_live(client: Client) -> None:
+    """It counts from the next prompt on, for policies that shift; no token changes."""
+    await client.learn([LONG_JOB])
+    await client.use("shift")
+    await client.until(TP)
+
+    async def kinds_in_sp() -> set[str]:
+        """Run the long prompt, and return which of its tokens were computed in SP."""
+        before = await client.computed()
+        assert await client.check(LONG_JOB) == "tp4"
+        computed = await client.computed() - before
+        assert sum(computed.values()) >= DEFAULT_THRESHOLD + LONG_JOB.tokens
+        assert {layout for layout, _, _ in computed} == {"tp4"}
+        return {kind for _, mode, kind in computed if mode == "sp"}
+
+    assert await kinds_in_sp() == {"prefill"}
+    assert (await client.shift("off"))["sp_above"] == {}
+    assert await kinds_in_sp() == set()
+    assert (await client.shift(0))["sp_above"] == {"tp2": 0, "tp4": 0}
+    assert await kinds_in_sp() == {"prefill", "decode"}
+    await client.use("static-tp")
+    assert await kinds_in_sp() == set()
+    await client.use("shift")
+    await client.shift(DEFAULT_THRESHOLD)
+    assert await kinds_in_sp() == {"prefill"}
+    assert client.wrong == []
+
+
+async def test_the_mode_changes_under_running_streams(client: Client) -> None:
+    streams = BURST_JOBS[:4]
+    await client.learn(streams)
+    await client.use("shift")
+    await client.until(TP)
+    before = await client.computed()
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(client.check(job)) for job in streams]
+        while not all(task.done() for task in running):
+            await client.shift(0)
+            await client.shift("off")
+    await client.shift(DEFAULT_THRESHOLD)
+    computed = await client.computed() - before
+    assert computed["tp4", "sp", "decode"] > 0
+    assert computed["tp4", "tp", "decode"] > 0
+    assert client.wrong == []
+
+
+async def test_slo_decides_for_groups_that_shift(client: Client) -> None:
+    """By times that were measured here: all that is known is that it stays where it has just come.
+
+    Nothing is promised, so it goes for the fastest layout.
+    """
+    await client.learn([LONG_JOB, *BURST_JOBS[:2]])
+    await client.use("shift")
+    await client.until(TP)
+    before = await client.computed()
+    await client.use("slo")
+    async with client.load(BURST_JOBS[:2]):
+        first, *_ = [await client.check(LONG_JOB) for _ in range(3)]
+    computed = await client.computed() - before
+    assert first == "tp4"
+    assert computed["tp4", "sp", "prefill"] > DEFAULT_THRESHOLD
+    assert "tp4 sp prefill" in (await client.get("/admin/policy"))["step_errors"]
+    assert client.wrong == []
 
 
 async def test_no_request_was_lost_and_the_books_are_right(client: Client) -> None:

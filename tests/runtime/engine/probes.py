@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import zmq
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -161,6 +162,17 @@ def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
 
 def sampled(runner: ProbedRunner) -> dict[str, list[int]]:
     return runner.sampled
+
+
+def draw(runner: ProbedRunner) -> None:
+    """Draw from the generator that the V2 model runner takes each request's seed from."""
+    numpy.random.randint(2)
+
+
+def sequences(runner: ProbedRunner) -> list[list[int]]:
+    """Return what the V2 model runner keeps: prompts and outputs, padded, ended requests' too."""
+    kept: list[list[int]] = runner._layout.model_runner.req_states.all_token_ids.gpu.tolist()
+    return kept
 
 
 def deferred_samples(runner: ProbedRunner) -> int:

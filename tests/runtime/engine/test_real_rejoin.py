@@ -1,10 +1,12 @@
 """Engines that are killed come back, alone and then in their group, and give the same tokens.
 
-The tests use one node up, so they run in the order they are written.
+The group runs in TP and by sequence, before it loses a member and afterwards. The tests use one
+node up, so they run in the order they are written.
 """
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from runtime.controller.book import EngineState
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed
+from tests.runtime.engine.scripted_shift import Script
 
 PAIR = (0, 1)
 SHORT = PROMPTS[:4]
@@ -22,7 +25,7 @@ VLLM_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @pytest.fixture(scope="module")
 def node(llama: Path) -> Iterator[RealNode]:
-    with RealNode(llama, 2, restart_limit=9) as node:
+    with RealNode(llama, 2, restart_limit=9, max_sp=2) as node:
         yield node
 
 
@@ -38,12 +41,27 @@ def bring_back(node: RealNode, *engines: int) -> None:
     node.until(lambda: book.serves(PAIR) and book.is_formed(PAIR), "the group to be formed again")
 
 
+@contextmanager
+def scripted(node: RealNode, script: Script) -> Iterator[None]:
+    """Run the group's steps as the script says for a while."""
+    node.script(script)
+    try:
+        yield
+    finally:
+        node.script(Script.TP)
+
+
 def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
-    """Let both engines serve alone, then together, then alone again."""
+    """Let both engines serve alone, then together in TP and in SP, then alone again."""
     for engine in PAIR:
         assert node.generate((engine,), SHORT) == expected
-    with node.bound(PAIR):
-        assert node.generate(PAIR, SHORT) == expected
+    for script in (Script.TP, Script.SP):
+        node.probe_all(probes.take_modes)
+        with scripted(node, script), node.bound(PAIR):
+            assert node.generate(PAIR, SHORT) == expected
+        first, second = node.probe_all(probes.take_modes)
+        assert first == second, "the members ran different modes"
+        assert [mode for mode, steps in first.items() if steps] == [script]
     for engine in PAIR:
         assert node.generate((engine,), SHORT) == expected
     assert node.audit() == []
@@ -55,7 +73,8 @@ def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
 def test_an_engine_comes_back_while_the_other_serves(
     node: RealNode, expected: list[list[int]], part: str, survivor: int
 ) -> None:
-    with node.bound(PAIR):  # the group's layout was at work before
+    # The group was at work before, in both modes.
+    with scripted(node, Script.ALTERNATE), node.bound(PAIR):
         assert node.generate(PAIR, SHORT) == expected
     serving = node.submit((survivor,), SHORT, max_tokens=400)
     node.wait_for_tokens(serving, 1)
@@ -70,13 +89,15 @@ def test_an_engine_comes_back_while_the_other_serves(
 
 
 def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list[int]]) -> None:
+    """It dies while its steps run by sequence."""
     node.switch(PAIR)
-    doomed = node.submit(PAIR, SHORT, max_tokens=800)
-    node.wait_for_tokens(doomed, 1)
-    node.kill("runner-1")
-    dead = node.controller.book.in_state
-    both = set(PAIR)
-    node.until(lambda: dead(EngineState.DEAD) == node.dead == both, "both to be given up")
+    with scripted(node, Script.SP):
+        doomed = node.submit(PAIR, SHORT, max_tokens=800)
+        node.wait_for_tokens(doomed, 1)
+        node.kill("runner-1")
+        dead = node.controller.book.in_state
+        both = set(PAIR)
+        node.until(lambda: dead(EngineState.DEAD) == node.dead == both, "both to be given up")
     bring_back(node, *PAIR)
     assert_serve(node, expected)
 
@@ -105,7 +126,7 @@ def test_a_request_that_kills_its_engine_again_is_given_up(
 
 
 def test_members_sample_alike_after_that(node: RealNode) -> None:
-    with node.bound(PAIR):
+    with scripted(node, Script.ALTERNATE), node.bound(PAIR):
         requests = node.submit(PAIR, SHORT, temperature=1.0)
         node.wait(requests)
     first, second = (node.probe(engine, probes.sampled) for engine in PAIR)

@@ -1,4 +1,7 @@
-"""The V2 model runner, vLLM's default on GPUs: stock, DP, TP2 and SP2 generate the same tokens."""
+"""The V2 model runner, vLLM's default on GPUs: stock, DP, TP2 and SP2 generate the same tokens.
+
+Sampled at random, those of a group's members are the same.
+"""
 
 import json
 import subprocess
@@ -23,5 +26,6 @@ def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
     for layout, outputs in tokens.items():
         assert outputs == tokens["stock"], layout
     assert result["modes"] == ["sp", "tp"]
+    assert result["sample alike"] == {"one has drawn": False, "bound again": True}
     assert result["owned"] == [{"1": 0, "2": 0}] * 2
     assert result["problems"] == []

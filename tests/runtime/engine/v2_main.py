@@ -1,7 +1,8 @@
 """The V2 model runner on CPUs, by Triton's interpreter, which vLLM must be imported with.
 
 Run as ``python -m tests.runtime.engine.v2_main DIRECTORY``. Writes to standard output, as JSON,
-what stock vLLM and each layout of a two-engine node generate for the same prompts.
+what stock vLLM and each layout of a two-engine node generate for the same prompts, and whether the
+members of its group sample alike.
 """
 
 import json
@@ -18,6 +19,19 @@ PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 16
 UNITS = [(0,), (1,)]
 GROUP = (0, 1)
+
+
+def samples_alike(node: real_node.RealNode) -> bool:
+    """Return whether every member has sampled for itself what the leader answers."""
+    prompts = PROMPTS[:2]
+    outputs = node.generate(GROUP, prompts, 4, temperature=1.0)
+    sequences = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    members = [node.probe(engine, probes.sequences) for engine in GROUP]
+    return all(
+        any(kept[: len(sequence)] == sequence for kept in member)
+        for member in members
+        for sequence in sequences
+    )
 
 
 def main(directory: Path) -> None:
@@ -40,6 +54,10 @@ def main(directory: Path) -> None:
         node.script(Script.ALTERNATE)
         with node.bound(GROUP):
             tokens["in both modes"] = node.generate(GROUP, PROMPTS, TOKENS)
+            node.probe(1, probes.draw)
+            alike = [samples_alike(node)]
+        with node.bound(GROUP):
+            alike.append(samples_alike(node))
         modes = node.probe(1, probes.take_modes)
         tokens["paused dp"] = node.wait(paused)
         problems = node.audit()
@@ -49,6 +67,7 @@ def main(directory: Path) -> None:
             "runners": runners,
             "owned": owned,
             "modes": sorted(mode for mode, steps in modes.items() if steps),
+            "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),
             "problems": problems,
         },
         sys.stdout,
