@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from runtime.engine.row_ranges_fp8 import BLOCK
-from runtime.engine.row_ranges_kernel import Scales, Tile, multiply, tile_for
+from runtime.engine.row_ranges_kernel import Scales, Tile, multiply
 from runtime.engine.row_ranges_layers import (
     CANDIDATES,
     SHAPES,
@@ -36,7 +36,7 @@ from runtime.engine.row_ranges_layers import (
 
 TOKENS = {
     "bf16": (1, 8, 16, 32, 64, 128, 256, 1024),
-    "fp8": (1, 8, 16, 32, 64, 128),
+    "fp8": (1, 8, 16, 32, 64, 128, 512, 4096, 8192),
     "fp8-block": (1, 8, 16, 32, 64, 128),
 }
 REPLAYS = 15
@@ -136,10 +136,7 @@ def run_case(shape: Shape, degree: int, dtype: str, layers: Layers, tokens: int)
             case.wrong.append(f"{name}: another result the second time")
         return micros
 
-    ways = dict(layers.ways(given))
-    block = BLOCK if dtype == "fp8-block" else 0
-    if tile_for(tokens, layers.columns, given.x.dtype, block) is not None:
-        ways["op"] = layers.operator(given)
+    ways = {**layers.ways(given), "op": layers.operator(given)}
     for name, call in ways.items():
         if (micros := timed(name, call)) is not None:
             case.ways[name] = micros
@@ -151,9 +148,10 @@ def run_case(shape: Shape, degree: int, dtype: str, layers: Layers, tokens: int)
 
 
 def candidates(dtype: str, tokens: int) -> list[Tile]:
-    """Return the tiles to try for a number of tokens."""
+    """Return the tiles to try for a number of tokens: none for more than any is made for."""
     by_tokens = CANDIDATES[dtype]
-    return list(by_tokens[min(most for most in by_tokens if tokens <= most)])
+    fitting = [most for most in by_tokens if tokens <= most]
+    return list(by_tokens[min(fitting)]) if fitting else []
 
 
 def run(dtype: str, models: list[tuple[Shape, int]], deadline: float) -> Iterator[Case]:

@@ -228,6 +228,10 @@ class Fp8Layers(Layers):
             ways["cutlass-each"] = lambda layer: row_ranges_fp8.multiply_each(
                 x, scale, self.ranges[layer], self.scales[layer], [], bf16
             )
+        else:
+            ways["cutlass-copied"] = lambda layer: cutlass_scaled_mm(
+                x, self.ranges[layer][0].contiguous().t(), scale, self.packed_scales[layer], bf16
+            )
         return ways
 
     def tiled(self, given: Input, tile: Tile) -> Way:
