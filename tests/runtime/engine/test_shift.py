@@ -58,7 +58,7 @@ def fake_mode(config: NodeConfig, threshold: int | None, tokens: int) -> Mode:
     core.shift.threshold = threshold
     core.bind(1, {engine: list(range(1, 100)) for engine in GROUP}, seed=0)
     core.add("r", request_payload("r", [7] * tokens, 1))
-    core.advance()
+    core.dispatch()
     clock.advance(1.0)
     core.collect()
     (ended,) = core.take_steps()
@@ -109,7 +109,7 @@ def real_mode(
     monkeypatch.setattr(vllm_core, "GroupLease", lambda *_: None)
     core = VllmCore(GROUP, SimpleNamespace(), log_stats=False, max_sp=max_sp)
     core.shift.threshold = threshold
-    assert core.advance()
+    assert core.dispatch()
     (mode,) = step.modes
     return mode
 
