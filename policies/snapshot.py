@@ -4,6 +4,7 @@ The controller and the simulator build the same types, so a policy cannot tell t
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policies.cost_model import Batch, CostModel, Mode
@@ -75,6 +76,11 @@ class UnitState:
             request.total_tokens <= self.max_model_len
             and self.blocks_for(request) <= self.total_blocks
         )
+
+
+def requests_on(waiting: int, units: Iterable[UnitState]) -> int:
+    """Return the requests on a node where so many wait in the pool."""
+    return waiting + sum(unit.requests + unit.paused for unit in units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ class Snapshot:
     @property
     def requests(self) -> int:
         """Requests on the node: waiting, running and paused."""
-        return self.waiting + sum(unit.requests + unit.paused for unit in self.units)
+        return requests_on(self.waiting, self.units)
 
     def layout(self, degree: int) -> LayoutState | None:
         """Return the layout of this degree; None if nothing is known of it."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.sources import sources
+
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "policies": frozenset({"policies"}),
     "runtime": frozenset({"runtime", "policies"}),
@@ -96,7 +98,7 @@ def problems(root: Path) -> list[str]:
 
 def read_modules(root: Path) -> dict[str, Module]:
     """Parse every module of the known packages under ``root``, by name."""
-    files = {_module_name(path.relative_to(root)): path for path in _sources(root)}
+    files = {_module_name(path.relative_to(root)): path for path in sources(root, MAY_IMPORT)}
     return {name: _read(name, path, files.keys()) for name, path in files.items()}
 
 
@@ -150,11 +152,6 @@ def lengths(modules: Mapping[str, Module]) -> Iterator[str]:
     for module in modules.values():
         if module.lines > MAX_LINES:
             yield f"{module.name}: {module.lines} lines, more than {MAX_LINES}"
-
-
-def _sources(root: Path) -> Iterator[Path]:
-    for package in MAY_IMPORT:
-        yield from sorted((root / package).rglob("*.py"))
 
 
 def _module_name(path: Path) -> str:

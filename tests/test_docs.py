@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import PRODUCT, sources
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-PACKAGES = ("policies", "runtime", "server", "loadgen")
 
 _ROW = re.compile(r"^\| `([\w/]+)/` \|[^|]*\|(.*)\|$", re.MULTILINE)
 _ITEM = re.compile(r"(?:`\w+`, )*`\w+`(?=: )")
@@ -22,7 +23,7 @@ def named(page: str) -> list[str]:
         for folder, cell in _ROW.findall(page)
         for item in _ITEM.findall(cell)
         for module in re.findall(r"\w+", item)
-        if folder.partition("/")[0] in PACKAGES
+        if folder.partition("/")[0] in PRODUCT
     ]
 
 
@@ -31,8 +32,7 @@ def problems(page: str, root: Path) -> list[str]:
     found = named(page)
     there = {
         path.relative_to(root).with_suffix("").as_posix()
-        for package in PACKAGES
-        for path in (root / package).rglob("*.py")
+        for path in sources(root)
         if path.name != "__init__.py"
     }
     return [

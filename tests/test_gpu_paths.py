@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.sources import sources
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "internals" / "vllm.md"
-PACKAGES = ("policies", "runtime", "server", "loadgen")
 FOLDER = "runtime/engine"
 HEAD = "| where | what | what tests see of it |\n|---|---|---|\n"
 
@@ -39,8 +40,7 @@ def gpu_paths(root: Path) -> set[Place]:
     """Return all such places in the packages below ``root``."""
     return {
         Place(path.relative_to(root).as_posix(), scopes)
-        for package in PACKAGES
-        for path in (root / package).rglob("*.py")
+        for path in sources(root)
         for scopes in _places(ast.parse(path.read_text(), str(path)), ())
     }
 

@@ -384,21 +384,16 @@ class Book:
         return core.group in self.partition or self.interleaves(core.group)
 
     @property
-    def paused(self) -> Counter[int]:
-        """Requests that wait for a unit that is not there to be back, by its leader.
+    def paused(self) -> Counter[Group]:
+        """Requests that wait for a unit that is not there to be back, by the one its leader is in.
 
         Those that do not wait but are interleaved count too.
         """
-        paused: Counter[int] = Counter()
+        paused: Counter[Group] = Counter()
         for core in self.cores.values():
             if core.requests and core.group not in self.partition:
-                paused[leader_of(core.group)] += len(core.requests)
+                paused[self.unit_of(leader_of(core.group))] += len(core.requests)
         return paused
-
-    def paused_in(self, unit: Group) -> int:
-        """Return those of them that wait for another unit of this unit's engines."""
-        paused = self.paused
-        return sum(paused[engine] for engine in unit)
 
     def interleaves(self, group: Group) -> bool:
         """Return whether a core's requests go on in turn with those of the unit it is in."""

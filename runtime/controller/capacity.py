@@ -7,7 +7,7 @@ from functools import cached_property
 
 from policies.cost_model import Correction, CostModel, Mode
 from policies.partition import Group, Partition, groups_of, layout_name
-from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
+from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState, requests_on
 from runtime import messages as m
 from runtime.config import NodeConfig
 from runtime.controller.book import Book, CoreBook, EngineState, Uncounted
@@ -65,8 +65,7 @@ class Capacity:
             sp_above: see ``Snapshot``.
         """
         book, pool, units = self._book, self._pool.head(POOL_HEAD), self._unit_states(busy)
-        requests = len(self._pool) + sum(unit.requests + unit.paused for unit in units)
-        demand.see(now, requests, most_urgent(pool, units))
+        demand.see(now, requests_on(len(self._pool), units), most_urgent(pool, units))
         return Snapshot(
             now=now,
             engines=self._config.engines,
@@ -136,7 +135,7 @@ class Capacity:
             self._unit(
                 group,
                 serving=book.serves(group) and not any(engine in busy for engine in group),
-                paused=sum(paused[engine] for engine in group) if paused else 0,
+                paused=paused[group],
             )
             for group in book.partition
         )

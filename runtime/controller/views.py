@@ -34,10 +34,13 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
 
 def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[UnitView]:
     """Return every unit; ``busy`` are the engines that a switch regroups."""
-    return [_unit_view(book, leases, group, busy) for group in book.partition]
+    paused = book.paused
+    return [_unit_view(book, leases, group, busy, paused[group]) for group in book.partition]
 
 
-def _unit_view(book: Book, leases: Leases, group: Group, busy: Collection[int]) -> UnitView:
+def _unit_view(
+    book: Book, leases: Leases, group: Group, busy: Collection[int], paused: int
+) -> UnitView:
     load, interleaved = book.core(group).load, book.interleaved_in(group)
     return UnitView(
         engines=group,
@@ -46,7 +49,7 @@ def _unit_view(book: Book, leases: Leases, group: Group, busy: Collection[int]) 
         running=0 if load is None else load.running,
         waiting=0 if load is None else load.waiting,
         lease_blocks=leases.opened.get(group, 0),
-        paused_requests=book.paused_in(group) - interleaved,
+        paused_requests=paused - interleaved,
         interleaved_requests=interleaved,
     )
 

@@ -105,7 +105,7 @@ def test_what_cannot_move_ends_at_the_limit_with_a_reason() -> None:
     assert "[0, 1, 2, 3] was not back within 100 s" in note.message
     assert node.audit() == []
     node.switch(TOGETHER)
-    assert node.controller.book.paused_in(TOGETHER) == 0
+    assert not node.controller.book.paused
 
 
 def test_each_pause_counts_from_its_own_start() -> None:
