@@ -72,9 +72,14 @@ class SocketNode:
                 self.finish[output.request_id] = output.finish_reason
 
     def greeting(self) -> tuple[bytes, bytes]:
-        """Return identity and ready response of the engine core that presents itself."""
+        """Return identity and ready response of the engine core that presents itself.
+
+        As a front end does, it then calls the controller once: a ROUTER drops what it has for a
+        peer whose connection is still under way, and notes would be lost.
+        """
         self.until(lambda: self.input.poll(0))
         identity, payload = self.input.recv_multipart()
+        self.call(m.GetLayout(0), m.LayoutView)
         return identity, payload
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
