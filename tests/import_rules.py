@@ -27,6 +27,7 @@ BEHIND_THE_CLIENT = ("runtime.engine", "runtime.controller")
 MODEL_LIBRARIES = frozenset({"torch", "transformers", "triton", "vllm"})
 MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     {
+        "runtime.engine.captured",
         "runtime.engine.communicators",
         "runtime.engine.device_memory",
         "runtime.engine.exchange",
@@ -37,6 +38,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "runtime.engine.layouts",
         "runtime.engine.loading",
         "runtime.engine.peer_exchange",
+        "runtime.engine.peer_exchange_kernel",
         "runtime.engine.recorder",
         "runtime.engine.rendezvous",
         "runtime.engine.row_ranges",

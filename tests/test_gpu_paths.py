@@ -22,7 +22,7 @@ HEAD = "| where | what | what tests see of it |\n|---|---|---|\n"
 ATTRIBUTES = frozenset({"accelerator", "cuda", "CUDA", "is_cpu", "is_cuda", "is_cuda_alike"})
 """Of PyTorch and of vLLM's platforms. What asks for a CPU does something else without one."""
 LIBRARIES = frozenset({"cupy", "pynvml", "triton"})
-INNER = frozenset({"_symmetric_memory", "row_ranges_kernel"})
+INNER = frozenset({"_symmetric_memory", "peer_exchange_kernel", "row_ranges_kernel"})
 """Modules of PyTorch's and ours that are imported where there is a GPU."""
 WORDS = re.compile(r"cuda(:\d+)?|nvidia-smi\b.*")
 """What strings are that name a GPU or ask its driver."""

@@ -41,10 +41,17 @@ class HeadExchange:
                 gathered = sent.new_empty(group.size() * sent.numel())
                 dist.all_gather_into_tensor(gathered, sent, group=group)
 
-    def begin(self, num_tokens: int) -> None:
-        """Begin a step of ``num_tokens`` tokens."""
+    def share_of(self, num_tokens: int) -> int:
+        """Return the fewest tokens of each member with which all have those of a step."""
+        return -(-num_tokens // self.sp)
+
+    def begin(self, num_tokens: int, share: int | None = None) -> None:
+        """Begin a step of ``num_tokens`` tokens, ``share`` of them and of padding each member's.
+
+        By default as few as there can be.
+        """
         self.num_tokens = num_tokens
-        self.share = -(-num_tokens // self.sp)
+        self.share = share or self.share_of(num_tokens)
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return a copy of this member's share of ``[tokens]``, padded with zeros."""
@@ -71,8 +78,8 @@ class HeadExchange:
 
     def _all_to_all(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exchange tensors whose heads are split evenly, as one message to each member."""
-        received = _exchanged(side_by_side(tensors, self.sp).flatten(0, 1), self._groups.sp)
-        return self._as_heads(received, tensors, self.sp)
+        received = _exchanged(_side_by_side(tensors, self.sp).flatten(0, 1), self._groups.sp)
+        return self._as_heads(received, tensors, [words_of(t) // self.sp for t in tensors])
 
     def _replicate(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exchange KV heads that are fewer than members (Shift Parallelism, Algorithm 1).
@@ -81,18 +88,18 @@ class HeadExchange:
         one member of each; all-gather within, for the tokens of all; then these in their order.
         """
         across, within, heads = self._groups.across, self._groups.within, self.kv_parts
-        mine = side_by_side(tensors, heads).flatten(0, 1)
+        mine = _side_by_side(tensors, heads).flatten(0, 1)
         if across is not None:
             mine = _exchanged(mine, across)
         gathered = mine.new_empty((self.sp // heads, heads, self.share, mine.shape[1]))
         dist.all_gather_into_tensor(gathered.view(-1, mine.shape[1]), mine, group=within)
         in_order = gathered.transpose(0, 1).reshape(-1, mine.shape[1])
-        return self._as_heads(in_order, tensors, heads)
+        return self._as_heads(in_order, tensors, [words_of(t) // heads for t in tensors])
 
     def _as_heads(
-        self, words: torch.Tensor, sent: Sequence[torch.Tensor], parts: int
+        self, words: torch.Tensor, sent: Sequence[torch.Tensor], widths: list[int]
     ) -> list[torch.Tensor]:
-        widths = [words_of(tensor) // parts for tensor in sent]
+        """Return ``[tokens, heads, size]`` each of ``[rows, words]``, of so many words of each."""
         columns = words[: self.num_tokens].split(widths, dim=1)
         return [
             column.view(tensor.dtype).unflatten(1, (-1, tensor.shape[2]))
@@ -122,12 +129,10 @@ def words_of(tensor: torch.Tensor) -> int:
     return words
 
 
-def side_by_side(
-    tensors: Sequence[torch.Tensor], parts: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _side_by_side(tensors: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
     """Return ``[parts, share, words]``: each part's heads of every ``[share, heads, size]``."""
     views = [t.view(t.shape[0], parts, -1).view(WORD).transpose(0, 1) for t in tensors]
-    return torch.cat(views, dim=2, out=out)
+    return torch.cat(views, dim=2)
 
 
 def _exchanged(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

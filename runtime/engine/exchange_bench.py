@@ -1,8 +1,8 @@
 """How long the exchanges of a step by sequence take: by collectives, and by peers' memory.
 
 ``python -m runtime.engine.exchange_bench --members 2`` runs a process for each GPU, and prints the
-microseconds of each exchange, the GiB that connecting took, and whether both gave the same.
-Without GPUs only collectives are timed.
+microseconds of each exchange and those of them that the host is busy, the GiB that connecting took,
+and whether both gave the same. Without GPUs only collectives are timed.
 """
 
 import argparse
@@ -121,30 +121,41 @@ def _timed(
     def gather() -> None:
         exchange.gather(output.flatten(1))
 
-    times = {f.__name__: _median(f, args.repeats, device) for f in (to_heads, to_tokens, gather)}
+    times = {f.__name__: _medians(f, args.repeats, device) for f in (to_heads, to_tokens, gather)}
     if place == 0:
-        figures = ", ".join(f"{key} {seconds * 1e6:.0f} us" for key, seconds in times.items())
+        figures = ", ".join(
+            f"{key} {seconds * 1e6:.0f} us (host {busy * 1e6:.0f})"
+            for key, (seconds, busy) in times.items()
+        )
         print(f"{name}, {tokens} tokens: {figures}")
     return [*(tensor.clone() for tensor in given), output, exchange.gather(output.flatten(1))]
 
 
-def _median(function: Callable[[], None], repeats: int, device: torch.device) -> float:
-    return statistics.median(list(_each(function, repeats, device))[_WARM_UP:])
+def _medians(
+    function: Callable[[], None], repeats: int, device: torch.device
+) -> tuple[float, float]:
+    """Return the seconds that a call takes, and those until it has returned."""
+    times = list(_each(function, repeats, device))[_WARM_UP:]
+    return statistics.median(t for t, _ in times), statistics.median(t for _, t in times)
 
 
-def _each(function: Callable[[], None], repeats: int, device: torch.device) -> Iterator[float]:
+def _each(
+    function: Callable[[], None], repeats: int, device: torch.device
+) -> Iterator[tuple[float, float]]:
     for _ in range(_WARM_UP + repeats):
-        if device.type != "cuda":
-            begin = time.perf_counter()
-            function()
-            yield time.perf_counter() - begin
-            continue
-        events: Any = [torch.cuda.Event(enable_timing=True) for _ in (0, 1)]
-        events[0].record()
+        events: Any = ()
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in (0, 1)]
+            events[0].record()
+        begin = time.perf_counter()
         function()
+        busy = time.perf_counter() - begin
+        if not events:
+            yield busy, busy
+            continue
         events[1].record()
         torch.cuda.synchronize()
-        yield events[0].elapsed_time(events[1]) / 1e3
+        yield events[0].elapsed_time(events[1]) / 1e3, busy
 
 
 if __name__ == "__main__":

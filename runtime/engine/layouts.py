@@ -5,7 +5,7 @@ both. A layout is known by its degree (the number of engines that form one insta
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from policies.partition import Group
 from runtime.config import NodeConfig
-from runtime.engine import peer_exchange
-from runtime.engine.communicators import Communicators, SpGroups
+from runtime.engine import captured, peer_exchange
+from runtime.engine.captured import CapturedSteps
+from runtime.engine.communicators import Communicators, SpGroups, size_of
 from runtime.engine.exchange import HeadExchange
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
 from runtime.engine.peer_exchange import PeerExchange, SymmetricMemory, needed_words
@@ -132,6 +133,8 @@ class Layout:
         self._is_loaded = False
         self._worker = WorkerWrapperBase(rpc_rank=0, global_rank=communicators.group.index(engine))
         self._by_sequence: SequenceParallelModel | None = None
+        self.captures = CapturedSteps()
+        """What graphs there are of its model."""
         self._entering: Entering = entering
 
     @property
@@ -210,20 +213,26 @@ class Layout:
         # Connecting takes memory, which vLLM's profiling then finds in use.
         exchange.connect(next(self.model.parameters()).device)
         self._by_sequence = SequenceParallelModel(
-            self.model, base.model, base.active, exchange, layers
+            self.model, base.model, base.active, exchange, layers, base.captures
         )
 
     def _exchange(self, base: "Layout", groups: SpGroups) -> HeadExchange:
         if not (peer_exchange.ENABLED and current_platform.is_cuda()):
             return HeadExchange(groups)
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
-        tokens = -(-self.config.scheduler_config.max_num_batched_tokens // len(members))
+        bytes_of_token = exchanged_bytes(base.config, size_of(groups.within))
         memory = SymmetricMemory(
             self._communicators.finding_group(members),
-            needed_words(tokens, exchanged_bytes(base.config)),
+            needed_words(self._largest_share(len(members)), bytes_of_token),
             next(self.model.parameters()).device,
         )
         return PeerExchange(groups, memory)
+
+    def _largest_share(self, members: int) -> int:
+        """Return the most tokens of a member in a step by sequence, padding to a graph included."""
+        tokens = -(-self.config.scheduler_config.max_num_batched_tokens // members)
+        sizes: list[int] = self.config.compilation_config.cudagraph_capture_sizes or []
+        return min((size for size in sizes if size >= tokens), default=tokens)
 
     def call(
         self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -231,7 +240,9 @@ class Layout:
         """Run a worker method in this layout (``vllm.v1.serial_utils.run_method``)."""
         if method == "determine_available_memory":
             return self._available_memory()
-        with self.active(), self._buffer.in_use():
+        records = captured.ENABLED and method == "compile_or_warm_up_model"
+        recorded = self.captures.recorded(self.model) if records else nullcontext()
+        with self.active(), self._buffer.in_use(), recorded:
             return run_method(self._worker, method, args, kwargs or {})
 
     def execute(self, scheduler_output: Any, mode: Mode = Mode.TP) -> Any:

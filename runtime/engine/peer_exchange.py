@@ -1,44 +1,56 @@
-"""The exchange of ``exchange.py`` without collectives: every member reads what is its own.
+"""The exchange of ``exchange.py`` without collectives: members write and read each other's memory.
 
-What a member has to give lies in memory that its peers can read, over NVLink. It says so, in one
-barrier of all members, and each copies its part from every one: keys and values that several hold
-as well as those of one, and outputs right to where they belong. The memory is two slots that take
-turns: who is past the barrier of an exchange knows that everybody has read the one before, so its
-slot may be written again in the next.
+It is memory that all of them can reach, over NVLink. Queries, keys and values are written right to
+where their member computes attention from; its outputs are read from where it left them. Between
+the two is one barrier of all members. The memory is two slots that take turns: who is past the
+barrier of an exchange knows that everybody is done with the one before, so that one's slot may be
+written again in the next.
 
 NCCL needs a message buffer for every pair and channel, hundreds of megabytes for each layout, and
-for a reduction's many small steps; here are none.
+for a reduction's many small steps; here are none. And it takes more of the host: here an exchange
+is one kernel of our own (``peer_exchange_kernel.py``) and the barrier.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from math import prod
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from runtime.engine.communicators import SpGroups
-from runtime.engine.exchange import WORD, HeadExchange, side_by_side, words_of
+from runtime.engine.exchange import WORD, HeadExchange, words_of
 
 ENABLED = os.environ.get("SHOAL_SP_EXCHANGE", "nccl") == "peer"
 """Whether groups on GPUs exchange so. By default by NCCL: this is not measured yet."""
 
 
-class PeerMemory(Protocol):
-    """Memory of a group's members that each of them can read."""
+class Slot(NamedTuple):
+    """What an exchange goes through.
 
-    def own(self) -> torch.Tensor:
-        """Return this member's slot of the exchange that begins, ``[words]``."""
+    Attributes:
+        own: this member's, ``[words]``.
+        addresses: of every member's, int64, ``[members]``, on the members' device.
+    """
+
+    own: torch.Tensor
+    addresses: torch.Tensor
+
+
+class PeerMemory(Protocol):
+    """Memory of a group's members that each of them can read and write."""
+
+    def slot(self) -> Slot:
+        """Return the slot of the exchange that begins."""
 
     def publish(self) -> None:
-        """Let all members read, once each of them has written. Collective; on the stream."""
+        """Let all members have what each of them has written. Collective; on the stream.
 
-    def of(self, member: int) -> torch.Tensor:
-        """Return a member's slot of the exchange that was published last, ``[words]``."""
+        The exchange after it has the other slot.
+        """
 
 
 class PeerExchange(HeadExchange):
-    """See the module.
+    """See the module. What ``to_heads`` returns holds until the next but one exchange.
 
     Args:
         groups: this member's process groups; nothing is sent in them.
@@ -47,72 +59,66 @@ class PeerExchange(HeadExchange):
 
     def __init__(self, groups: SpGroups, memory: PeerMemory) -> None:
         super().__init__(groups)
+        from runtime.engine import peer_exchange_kernel  # where there is a GPU
+
+        self._kernels = peer_exchange_kernel
         self._memory = memory
-        self._kv_part = groups.sp.rank() if groups.within is None else _rank_of(groups.across)
-        """Of the base's KV heads, which are this member's."""
 
     def connect(self, device: torch.device) -> None:
-        """Do a first exchange. Collective."""
-        del device  # the memory is on it
-        self._memory.publish()
+        """Exchange a token for heads and back, for which the kernels are compiled. Collective."""
+        self.begin(self.sp)
+        query, key, value = (
+            torch.zeros(1, heads, WORD.itemsize, dtype=torch.uint8, device=device)
+            for heads in (self.sp, self.kv_parts, self.kv_parts)
+        )
+        self.to_heads(query, key, value)
+        self.to_tokens(self.new_heads(query, 1), query)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``HeadExchange.gather``."""
         mine = hidden.contiguous().view(hidden.shape[0], -1).view(WORD)
-        self._slot(*mine.shape).copy_(mine)
+        slot = self._memory.slot()
+        slot.own[: mine.numel()].view_as(mine).copy_(mine)
         self._memory.publish()
         gathered = hidden.new_empty((self.sp * self.share, *hidden.shape[1:]))
-        rows = gathered.view(self.sp, self.share, -1).view(WORD)
-        for member in self._in_turn():
-            rows[member] = self._slot_of(member, *mine.shape)
+        width = mine.shape[1]
+        strides = (width, self.share * width)
+        self._kernels.take(gathered, self.share, strides, width, slot.addresses, self._place, 0)
         return gathered[: self.num_tokens]
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """See ``HeadExchange.to_heads``."""
-        asked = ((query,), self.sp, self._place), ((key, value), self.kv_parts, self._kv_part)
-        shapes, begin = [], 0
-        for tensors, parts, _ in asked:
-            shape = (parts, self.share, sum(map(words_of, tensors)) // parts)
-            shapes.append((begin, shape))
-            side_by_side(tensors, parts, out=self._slot(*shape, begin=begin))
-            begin += prod(shape)
+        tensors = [_by_token(tensor) for tensor in (query, key, value)]
+        parts = (self.sp, self.kv_parts, self.kv_parts)
+        widths = [words_of(t) // part for t, part in zip(tensors, parts, strict=True)]
+        slot = self._memory.slot()
+        neighbours = self.sp // self.kv_parts
+        self._kernels.give(tensors, widths, slot.addresses, self._place, neighbours)
         self._memory.publish()
-        heads: list[torch.Tensor] = []
-        for (tensors, parts, part), (offset, shape) in zip(asked, shapes, strict=True):
-            received = query.new_empty((self.sp, *shape[1:]), dtype=WORD)
-            for member in self._in_turn():
-                received[member] = self._slot_of(member, *shape, begin=offset)[part]
-            heads += self._as_heads(received.flatten(0, 1), tensors, parts)
-        return heads
+        rows, width = self.sp * self.share, sum(widths)
+        return self._as_heads(slot.own[: rows * width].view(rows, width), tensors, widths)
 
     def new_heads(self, output: torch.Tensor, heads: int) -> torch.Tensor:
         """See ``HeadExchange.new_heads``: where peers can read it, once it is filled."""
-        words = words_of(output) // output.shape[1] * heads
-        return self._slot(self.sp * self.share, words).view(output.dtype).unflatten(1, (heads, -1))
+        rows, words = self.sp * self.share, words_of(output) // output.shape[1] * heads
+        own = self._memory.slot().own[: rows * words]
+        return own.view(output.dtype).view(rows, heads, output.shape[2])
 
     def to_tokens(self, heads: torch.Tensor, output: torch.Tensor) -> None:
         """See ``HeadExchange.to_tokens``; ``heads`` came from ``new_heads``."""
+        addresses = self._memory.slot().addresses
         self._memory.publish()
-        rows = output.view(self.share, -1).view(WORD).unflatten(1, (self.sp, -1))
-        shape = (self.sp, self.share, words_of(heads))
-        for member in self._in_turn():
-            rows[:, member] = self._slot_of(member, *shape)[self._place]
-
-    def _in_turn(self) -> Iterator[int]:
-        """Yield every member, each one's next neighbour first: so nobody is read by all at once."""
-        return ((self._place + distance) % self.sp for distance in range(1, self.sp + 1))
-
-    def _slot(self, *shape: int, begin: int = 0) -> torch.Tensor:
-        return self._memory.own()[begin : begin + prod(shape)].view(shape)
-
-    def _slot_of(self, member: int, *shape: int, begin: int = 0) -> torch.Tensor:
-        return self._memory.of(member)[begin : begin + prod(shape)].view(shape)
+        width, first = words_of(heads), self._place * self.share
+        strides = (self.sp * width, width)
+        self._kernels.take(output, self.share, strides, width, addresses, self._place, first)
 
 
-def _rank_of(group: Any | None) -> int:
-    return 0 if group is None else int(group.rank())
+def _by_token(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``[tokens, heads, size]`` with each token's heads one after the other."""
+    size = tensor.shape[2]
+    return tensor if tensor.stride()[1:] == (size, 1) else tensor.contiguous()
 
 
 class SymmetricMemory:
@@ -132,25 +138,23 @@ class SymmetricMemory:
 
         memory = symmetric.empty(2 * words, dtype=WORD, device=device)
         self._handle = symmetric.rendezvous(memory, group.group_name)
-        self._slots = [
-            [self._handle.get_buffer(member, (words,), WORD, slot * words) for slot in (0, 1)]
-            for member in range(group.size())
-        ]
-        self._own = self._slots[group.rank()]
+        self._slots = [self._slot(group, words, offset, device) for offset in (0, words)]
         self._published = 0
 
-    def own(self) -> torch.Tensor:
+    def _slot(self, group: Any, words: int, offset: int, device: torch.device) -> Slot:
+        members = range(group.size())
+        buffers = [self._handle.get_buffer(m, (words,), WORD, offset) for m in members]
+        addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+        return Slot(buffers[group.rank()], addresses.to(device))
+
+    def slot(self) -> Slot:
         """See ``PeerMemory``."""
-        return self._own[self._published % 2]
+        return self._slots[self._published % 2]
 
     def publish(self) -> None:
         """See ``PeerMemory``."""
         self._handle.barrier()
         self._published += 1
-
-    def of(self, member: int) -> torch.Tensor:
-        """See ``PeerMemory``."""
-        return self._slots[member][(self._published - 1) % 2]
 
 
 def needed_words(tokens: int, bytes_of_token: int) -> int:
@@ -158,7 +162,7 @@ def needed_words(tokens: int, bytes_of_token: int) -> int:
 
     Args:
         tokens: of each member.
-        bytes_of_token: the most that a member has of one token to give.
+        bytes_of_token: the most that a slot takes for each of them.
     """
     words: int = -(-tokens * bytes_of_token // WORD.itemsize)
     return words

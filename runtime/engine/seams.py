@@ -61,6 +61,7 @@ SEAMS = (
     Seam("vllm.forward_context", "ForwardContext.cudagraph_runtime_mode", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.batch_descriptor", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.is_padding", "ulysses"),
+    Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", "captured"),
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
     Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
     Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "weights"),

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.v1.attention.backend import AttentionType
 
+from runtime.engine.captured import CapturedStep, CapturedSteps
 from runtime.engine.exchange import HeadExchange
 
 # --- what can be exchanged ------------------------------------------------------------------------
@@ -210,17 +211,18 @@ def exchanged_layers(
     return layers
 
 
-def exchanged_bytes(base: VllmConfig) -> int:
-    """Return the most bytes of one token that a member gives in one exchange.
+def exchanged_bytes(base: VllmConfig, copies: int) -> int:
+    """Return the most bytes that members get of one token, all of them together, in an exchange.
 
     Args:
         base: of the layout whose model runs: queries, keys and values of its attention, or its
             hidden state.
+        copies: members that get the same keys and values.
     """
     widths = [base.model_config.get_hidden_size()]
     for layer in base.compilation_config.static_forward_context.values():
         if isinstance(layer, Attention):
-            keys_and_values = layer.num_kv_heads * (layer.head_size + layer.head_size_v)
+            keys_and_values = copies * layer.num_kv_heads * (layer.head_size + layer.head_size_v)
             widths.append(layer.num_heads * layer.head_size + keys_and_values)
     return int(max(widths) * base.model_config.dtype.itemsize)
 
@@ -247,6 +249,7 @@ class SequenceParallelModel:
         in_base: makes the base layout's groups vLLM's current ones.
         exchange: the group's exchange.
         layers: see ``exchanged_layers``.
+        captured: of the base layout, what there are graphs of that may be replayed.
     """
 
     def __init__(
@@ -256,12 +259,14 @@ class SequenceParallelModel:
         in_base: Callable[[], AbstractContextManager[None]],
         exchange: HeadExchange,
         layers: Mapping[str, Any],
+        captured: CapturedSteps,
     ) -> None:
         self._model = model
         self._base = base
         self._in_base = in_base
         self._exchange = exchange
         self._layers = layers
+        self._captured = captured
         self.entering: Entering = entering
         """How a step's ``entered`` is come by."""
 
@@ -277,30 +282,42 @@ class SequenceParallelModel:
         inputs_embeds: None = None,
     ) -> torch.Tensor:
         """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
-        exchange = self._exchange
-        with self.entering(self._entered, input_ids.shape[0]):
+        num_tokens = input_ids.shape[0]
+        captured = self._captured.fitting(self._exchange.share_of(num_tokens))
+        with self.entering(self._entered, num_tokens, captured):
+            ids, positions = self._own(input_ids, positions, captured)
             hidden = self._base(
-                input_ids=exchange.own(input_ids),
-                positions=exchange.own(positions),
+                input_ids=ids,
+                positions=positions,
                 intermediate_tensors=intermediate_tensors,
                 inputs_embeds=inputs_embeds,
             )
-        return exchange.gather(hidden)
+        return self._exchange.gather(hidden)
+
+    def _own(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, captured: CapturedStep | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this member's share of both: where graphs that are to be replayed read them."""
+        ids, positions = self._exchange.own(input_ids), self._exchange.own(positions)
+        if captured is None:
+            return ids, positions
+        return captured.input_ids.copy_(ids), captured.positions.copy_(positions)
 
     @contextmanager
-    def _entered(self, num_tokens: int) -> Iterator[None]:
+    def _entered(self, num_tokens: int, captured: CapturedStep | None) -> Iterator[None]:
         """Be in a step by sequence of so many tokens: the base's groups, exchanged attention."""
         exchange = self._exchange
-        exchange.begin(num_tokens)
+        exchange.begin(num_tokens, captured.descriptor.num_tokens if captured else None)
         # The step's own context changes and changes back: with the caches cold, as they are between
         # two steps, another one would take as long as all the rest.
         context = vars(get_forward_context())
         before = context.copy()
-        # No graph: those of the base were captured for steps of its own, and with its attention.
+        # Of the base's graphs, those between attention layers: in whole ones is its own attention.
+        mode = CUDAGraphMode.PIECEWISE if captured else CUDAGraphMode.NONE
         context.update(
             no_compile_layers=self._layers,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            batch_descriptor=_descriptor(exchange.share),
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=captured.descriptor if captured else _descriptor(exchange.share),
             # That of all tokens does not fit, and routers of experts alone would read one.
             is_padding=None,
         )

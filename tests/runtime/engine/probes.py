@@ -15,12 +15,14 @@ from typing import Any
 import numpy
 import torch
 import zmq
+from vllm.forward_context import BatchDescriptor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from policies.partition import Group
 from runtime.config import Addresses, NodeConfig
 from runtime.engine import runner as runner_module
 from runtime.engine import steps, weights
+from runtime.engine.captured import CapturedStep
 from runtime.engine.head_order import head_shard
 from runtime.engine.runner import Runner, run_runner
 from runtime.engine.weights import owned_bytes as bytes_owned
@@ -221,6 +223,27 @@ def swap_kv_heads(runner: ProbedRunner, degree: int) -> None:
     exchange = runner._layouts[degree]._by_sequence._exchange
     replicate = exchange._replicate
     exchange._replicate = lambda tensors: replicate([tensor.flip(1) for tensor in tensors])
+
+
+def pretend_captures(runner: ProbedRunner, *sizes: int) -> None:
+    """Let steps by sequence believe in CUDA graphs of so many tokens, of every layout."""
+    for layout in runner._layouts.values():
+        ids = torch.zeros(max(sizes), dtype=torch.int32)
+        positions = torch.full((max(sizes),), -1)
+        layout.captures._sizes = sorted(sizes)
+        layout.captures._steps = {
+            size: CapturedStep(BatchDescriptor(size), ids[:size], positions[:size])
+            for size in sizes
+        }
+
+
+def forget_captures(runner: ProbedRunner) -> int:
+    """Undo that, and return how many layouts were run so."""
+    used = 0
+    for layout in runner._layouts.values():
+        used += any(step.positions[0] >= 0 for step in layout.captures._steps.values())
+        layout.captures._sizes.clear()
+    return used
 
 
 def parameters(runner: ProbedRunner) -> dict[int, tuple[int, set[str], set[int]]]:

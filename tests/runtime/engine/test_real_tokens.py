@@ -135,6 +135,15 @@ def test_tokens_are_stocks_however_steps_run(
     assert node.audit() == []
 
 
+def test_tokens_are_stocks_where_shares_are_padded_as_for_graphs(
+    node: RealNode, expected_of_mixed: Expected
+) -> None:
+    """CPUs capture none; all but the replay is done, of shares of up to 12 tokens."""
+    node.probe_all(probes.pretend_captures, 5, 12)
+    assert generate_in(node, QUARTET, Script.SP) == expected_of_mixed
+    assert node.probe_all(probes.forget_captures) == [1] * ENGINES, "only the base's are"
+
+
 def test_members_sample_the_same_however_steps_run(node: RealNode) -> None:
     node.script(Script.RANDOM)
     with node.bound(QUARTET):

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.v1.attention.backend import AttentionType
 
+from runtime.engine.captured import CapturedSteps
 from runtime.engine.ulysses import (
     Entering,
     SequenceParallelModel,
@@ -31,6 +32,7 @@ from runtime.engine.ulysses import (
     exchanged_bytes,
 )
 from tests.runtime.engine.one_rank import tensor_parallel
+from tests.runtime.engine.test_captured import capture
 
 HEADS, SIZE = 8, 8
 
@@ -42,14 +44,23 @@ class Halves:
 
     share = 0
 
-    def begin(self, num_tokens: int) -> None:
-        self.share = num_tokens // 2
+    def share_of(self, num_tokens: int) -> int:
+        return num_tokens // 2
+
+    def begin(self, num_tokens: int, share: int | None) -> None:
+        self.share = share or self.share_of(num_tokens)
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens[: self.share]
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat([hidden, hidden])
+        return torch.cat([hidden, hidden], dim=-1)
+
+
+def stand_in(base: Any, layers: dict[str, Any], captured: CapturedSteps | None = None) -> Any:
+    exchange: Any = Halves()
+    captured = captured or CapturedSteps()
+    return SequenceParallelModel(nn.Module(), base, nullcontext, exchange, layers, captured)
 
 
 def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
@@ -72,8 +83,7 @@ def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
             yield
         seen.append("out")
 
-    exchange: Any = Halves()
-    model: Any = SequenceParallelModel(nn.Module(), base, nullcontext, exchange, layers)
+    model = stand_in(base, layers)
     model.entering = measured
     outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
     outside.is_padding = torch.zeros(6, dtype=torch.bool)
@@ -90,13 +100,41 @@ def test_a_step_that_fails_leaves_the_context_as_it_was() -> None:
     def base(**_: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    exchange: Any = Halves()
-    model: Any = SequenceParallelModel(nn.Module(), base, nullcontext, exchange, {})
+    model = stand_in(base, {})
     outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
     before = vars(outside).copy()
     with override_forward_context(outside), pytest.raises(RuntimeError, match="out of memory"):
         model(torch.arange(6), torch.arange(6))
     assert vars(outside) == before
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(8, 4), (14, 8), (16, 8), (18, None)])
+def test_what_graphs_were_captured_for_is_replayed_on_a_padded_share(
+    tokens: int, share: int | None
+) -> None:
+    """Graphs read from where they were captured with; there are none of nine tokens or more."""
+    buffers = torch.full((2, 8), -1)
+    captured, layers = capture(buffers, sizes=(8, 4)), {"layers.0.attn": object()}
+    rows = share or tokens // 2
+
+    def base(input_ids: torch.Tensor, positions: torch.Tensor, **_: Any) -> torch.Tensor:
+        context = get_forward_context()
+        assert context.no_compile_layers is layers
+        assert context.batch_descriptor == BatchDescriptor(rows)
+        piecewise = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
+        in_place = [
+            read.data_ptr() == buffer.data_ptr()
+            for read, buffer in zip((input_ids, positions), buffers, strict=True)
+        ]
+        assert [piecewise, *in_place] == [share is not None] * 3
+        return torch.stack([input_ids, positions])
+
+    outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+    with override_forward_context(outside):
+        hidden = stand_in(base, layers, captured)(torch.arange(tokens), torch.arange(tokens) + 10)
+    own = list(range(rows))
+    assert hidden.tolist() == [2 * own, 2 * [place + 10 for place in own]]
+    assert outside.cudagraph_runtime_mode is CUDAGraphMode.NONE
 
 
 # --- refusals ---
@@ -156,12 +194,13 @@ def test_a_sliding_window_is_no_obstacle(config: Any) -> None:
     check_exchangeable(config, Layer(plain(per_layer_sliding_window=64)), reorders=True)
 
 
-def test_a_member_gives_its_heads_or_its_hidden_states_whichever_are_more(config: Any) -> None:
+def test_members_get_heads_or_hidden_states_whichever_are_more(config: Any) -> None:
     plain()
     config.model_config.get_hidden_size = lambda: 256
-    assert exchanged_bytes(config) == 4 * (HEADS * 32 + 2 * 4 * 32)
+    assert exchanged_bytes(config, copies=1) == 4 * (HEADS * 32 + 2 * 4 * 32)
+    assert exchanged_bytes(config, copies=3) == 4 * (HEADS * 32 + 3 * 2 * 4 * 32)
     config.model_config.get_hidden_size = lambda: 1024
-    assert exchanged_bytes(config) == 4 * 1024
+    assert exchanged_bytes(config, copies=1) == 4 * 1024
 
 
 @pytest.mark.parametrize(
