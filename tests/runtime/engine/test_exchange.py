@@ -168,7 +168,7 @@ SHAPES = [
 def test_every_member_gets_the_heads_that_its_tp_layout_keeps(
     degree: int, max_sp: int, kv_heads: int, peers: bool
 ) -> None:
-    """Of steps that the group does not divide, of fewer tokens than members, and that it divides."""
+    """Of steps that a group does not divide, of fewer tokens than members, and that it divides."""
     members = Members(degree, max_sp, kv_heads, peers=peers)
     steps = [(13, torch.bfloat16), (3, torch.float32), (16, torch.float32)]
     # An interpreted kernel takes long, and has no other way for the last.

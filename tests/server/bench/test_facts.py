@@ -91,5 +91,6 @@ def test_a_machine_without_gpus_says_so(
 
 
 def test_variables_are_recorded_without_credentials() -> None:
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_API_KEY": "s3cret", "HOME": "/root"}
-    assert facts.recorded(variables) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    kept = {"SHOAL_SP_EXCHANGE": "peer", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    left = {"VLLM_API_KEY": "s3cret", "SHOAL_ADMIN_KEY": "s3cret", "HOME": "/root"}
+    assert facts.recorded(kept | left) == kept
