@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, get_forward_context
 
 ENABLED = os.environ.get("SHOAL_SP_GRAPHS", "0") == "1"
@@ -67,3 +67,15 @@ class CapturedSteps:
         """Return the smallest captured step that holds so many tokens; None: there is none."""
         place = bisect_left(self._sizes, tokens)
         return self._steps[self._sizes[place]] if place < len(self._sizes) else None
+
+
+def largest_share(base: VllmConfig, members: int) -> int:
+    """Return the most tokens that a member has in a step by sequence, padding included.
+
+    Args:
+        base: of the layout whose model runs.
+        members: that the step's tokens are divided among.
+    """
+    tokens = -(-base.scheduler_config.max_num_batched_tokens // members)
+    sizes: list[int] = base.compilation_config.cudagraph_capture_sizes or []
+    return min((size for size in sizes if size >= tokens), default=tokens)

@@ -20,7 +20,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from policies.partition import Group
 from runtime.config import NodeConfig
 from runtime.engine import captured, peer_exchange
-from runtime.engine.captured import CapturedSteps
+from runtime.engine.captured import CapturedSteps, largest_share
 from runtime.engine.communicators import Communicators, SpGroups, size_of
 from runtime.engine.exchange import HeadExchange
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
@@ -220,19 +220,14 @@ class Layout:
         if not (peer_exchange.ENABLED and current_platform.is_cuda()):
             return HeadExchange(groups)
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
+        tokens = largest_share(base.config, len(members))
         bytes_of_token = exchanged_bytes(base.config, size_of(groups.within))
         memory = SymmetricMemory(
             self._communicators.finding_group(members),
-            needed_words(self._largest_share(len(members)), bytes_of_token),
+            needed_words(tokens, bytes_of_token),
             next(self.model.parameters()).device,
         )
         return PeerExchange(groups, memory)
-
-    def _largest_share(self, members: int) -> int:
-        """Return the most tokens of a member in a step by sequence, padding to a graph included."""
-        tokens = -(-self.config.scheduler_config.max_num_batched_tokens // members)
-        sizes: list[int] = self.config.compilation_config.cudagraph_capture_sizes or []
-        return min((size for size in sizes if size >= tokens), default=tokens)
 
     def call(
         self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

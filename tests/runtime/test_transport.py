@@ -15,7 +15,7 @@ from runtime.controller.process import Controller
 from runtime.engine.agent import Agent
 from runtime.engine.fake import FakeBackend
 from runtime.engine.fake_core import expected_tokens
-from runtime.runtime_dir import make_runtime_dir
+from runtime.runtime_dir import make_runtime_dir, remove_runtime_dir
 from runtime.transport import ZmqAgentTransport, ZmqControllerTransport, drain, front_identity
 from tests.runtime.loopback_node import SMALL, request_payload
 
@@ -104,9 +104,7 @@ def node() -> Iterator[SocketNode]:
     node = SocketNode(directory)
     yield node
     node.close()
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+    remove_runtime_dir(directory)
 
 
 def test_a_front_end_sees_one_engine_core(node: SocketNode) -> None:

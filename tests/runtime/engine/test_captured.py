@@ -1,6 +1,7 @@
 """Which of a layout's CUDA graphs a step by sequence may replay."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, ForwardContext, override_forward_context
 
-from runtime.engine.captured import CapturedSteps
+from runtime.engine.captured import CapturedSteps, largest_share
 
 
 class Model(nn.Module):
@@ -72,3 +73,20 @@ def test_nothing_is_looked_at_afterwards() -> None:
     run(model, buffers, 8, CUDAGraphMode.PIECEWISE)
     assert captured.fitting(1) is None
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("members", "captured", "share"),
+    [
+        pytest.param(1, [1, 256, 512], 1000, id="too large for any"),
+        pytest.param(2, [1, 256, 512], 512, id="padded"),
+        pytest.param(4, [1, 256, 512], 256, id="padded to a smaller one"),
+        pytest.param(3, [], 334, id="without graphs, not divided evenly"),
+    ],
+)
+def test_the_largest_share_has_its_padding(members: int, captured: list[int], share: int) -> None:
+    base: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=1000),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+    )
+    assert largest_share(base, members) == share
