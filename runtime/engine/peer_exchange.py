@@ -63,6 +63,15 @@ class PeerExchange(HeadExchange):
 
         self._kernels = peer_exchange_kernel
         self._memory = memory
+        # Views of slots in the shapes of this step. Layers look alike: each is made once.
+        self._inputs: dict[object, tuple[list[int], Sequence[torch.Tensor]]] = {}
+        self._outputs: dict[object, torch.Tensor] = {}
+
+    def begin(self, num_tokens: int, share: int | None = None) -> None:
+        """See ``HeadExchange.begin``."""
+        super().begin(num_tokens, share)
+        self._inputs.clear()
+        self._outputs.clear()
 
     def connect(self, device: torch.device) -> None:
         """Exchange a token for heads and back, for which the kernels are compiled. Collective."""
@@ -91,20 +100,34 @@ class PeerExchange(HeadExchange):
     ) -> Sequence[torch.Tensor]:
         """See ``HeadExchange.to_heads``."""
         tensors = [_by_token(tensor) for tensor in (query, key, value)]
-        parts = (self.sp, self.kv_parts, self.kv_parts)
-        widths = [words_of(t) // part for t, part in zip(tensors, parts, strict=True)]
         slot = self._memory.slot()
+        kind = (slot.own.data_ptr(), *((tensor.shape, tensor.dtype) for tensor in tensors))
+        if kind not in self._inputs:
+            self._inputs[kind] = self._received(slot, tensors)
+        widths, heads = self._inputs[kind]
         neighbours = self.sp // self.kv_parts
         self._kernels.give(tensors, widths, slot.addresses, self._place, neighbours)
         self._memory.publish()
+        return heads
+
+    def _received(
+        self, slot: Slot, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[int], Sequence[torch.Tensor]]:
+        """Return the words of a token that this member keeps of each, and where they come to be."""
+        parts = (self.sp, self.kv_parts, self.kv_parts)
+        widths = [words_of(t) // part for t, part in zip(tensors, parts, strict=True)]
         rows, width = self.sp * self.share, sum(widths)
-        return self._as_heads(slot.own[: rows * width].view(rows, width), tensors, widths)
+        return widths, self._as_heads(slot.own[: rows * width].view(rows, width), tensors, widths)
 
     def new_heads(self, output: torch.Tensor, heads: int) -> torch.Tensor:
         """See ``HeadExchange.new_heads``: where peers can read it, once it is filled."""
-        rows, words = self.sp * self.share, words_of(output) // output.shape[1] * heads
-        own = self._memory.slot().own[: rows * words]
-        return own.view(output.dtype).view(rows, heads, output.shape[2])
+        slot = self._memory.slot()
+        kind = (slot.own.data_ptr(), heads, output.shape[2], output.dtype)
+        if kind not in self._outputs:
+            rows, words = self.sp * self.share, words_of(output) // output.shape[1] * heads
+            own = slot.own[: rows * words].view(output.dtype)
+            self._outputs[kind] = own.view(rows, heads, output.shape[2])
+        return self._outputs[kind]
 
     def to_tokens(self, heads: torch.Tensor, output: torch.Tensor) -> None:
         """See ``HeadExchange.to_tokens``; ``heads`` came from ``new_heads``."""
