@@ -105,8 +105,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     restart_backoff_seconds: float = RESTART_BACKOFF_SECONDS
     """Pause before the first restart; each further one is twice as long."""
     recording_dir: str | None = None
-    """Where runners record what their devices do while a benchmark asks for it (``recording.py``).
-    A runner that writes a recording takes no step, so none counts as hung. None: nothing is."""
+    """Where runners record binds, and what their devices do while a benchmark asks for it
+    (``recording.py``). One that writes a recording takes no step, so none counts as hung. None:
+    nothing is."""
     log_format: LogFormat = LogFormat.TEXT
     tracing: bool = False
     """Whether front ends trace requests and switches, and so are to be told their times."""

@@ -224,7 +224,8 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     group.add_argument(
         "--recording-dir",
         metavar="DIR",
-        help="for benchmarks: runners record there what their devices do, when DIR/record says so",
+        help="for benchmarks: runners record there when groups' first steps begin, and what their "
+        "devices do when DIR/record says so",
     )
     group.add_argument(
         "--fake-engine",

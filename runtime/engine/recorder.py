@@ -1,5 +1,6 @@
 """A runner that records what its device does while a benchmark asks for it (``recording.py``).
 
+It also notes when the first step of each group that it is in begins (``bound_phases.py``).
 It takes the place of ``runner.Runner`` in a node that was started with a directory for it, so that
 no other node pays for it.
 """
@@ -21,13 +22,16 @@ from vllm.platforms import current_platform
 
 from runtime.config import NodeConfig
 from runtime.engine import steps
+from runtime.engine.bound_phases import BoundPhases, EventMarks, HostMarks, Marks
 from runtime.engine.runner import Runner, run_runner
 from runtime.engine.shift import Shift
+from runtime.engine.turns import OWN
 from runtime.messages import Mode
 from runtime.recording import (
     RecordedStep,
     Recording,
     ShiftCost,
+    phases_file,
     recording_file,
     request_file,
     trace_file,
@@ -161,21 +165,45 @@ def _median(function: Callable[[], object]) -> float:
     return statistics.median(times) / 1e9
 
 
+def device_marks() -> Marks:
+    """Return the marks of the platform's device, with CUDA of the one that is current."""
+    if current_platform.is_cuda():
+        return EventMarks(partial(torch.cuda.Event, enable_timing=True))
+    return HostMarks()
+
+
 class RecordingRunner(Runner):
     """See the module; the arguments are those of ``Runner``."""
 
     def __init__(self, node: NodeConfig, engine: int, *args: Any) -> None:
         super().__init__(node, engine, *args)
         assert node.recording_dir is not None
-        self._recorder = Recorder(Path(node.recording_dir), engine)
+        directory = Path(node.recording_dir)
+        self._recorder = Recorder(directory, engine)
+        self._phases = BoundPhases(phases_file(directory, engine), device_marks())
         self._stopwatch = Stopwatch()
         for layout in self._layouts.values():
             layout.enter_through(self._stopwatch.timed)
 
     def _on_step(self, step: steps.Step) -> None:
+        if self._degree != OWN:
+            self._phases.group_step(step.scheduler_output.total_num_scheduled_tokens)
         self._recorder.look(step)
         super()._on_step(step)
         self._recorder.entered(step.mode, self._stopwatch.take())
+        self._phases.step_queued()
+
+    def _on_sample(self, sample: steps.Sample) -> None:
+        super()._on_sample(sample)
+        self._phases.step_queued()
+
+    def _on_bind(self, bind: steps.Bind) -> None:
+        super()._on_bind(bind)
+        self._phases.bound(bind.epoch)
+
+    def _on_detach(self, detach: steps.Detach) -> None:
+        super()._on_detach(detach)
+        self._phases.left()
 
 
 def run_recording_runner(node: NodeConfig, engine: int, incarnation: int = 0) -> None:

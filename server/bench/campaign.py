@@ -14,7 +14,8 @@ from loadgen.workload import Workload
 from server.bench import facts
 from server.bench.breakdown import BREAKDOWN, breakdown
 from server.bench.client import Client
-from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench
+from server.bench.first_step import FIRST_STEP, first_step
+from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench, Sizes
 from server.bench.modes import MODES, OFF, enter, leave, modes, pure_ways
 from server.bench.process import ServerFailedError, ServerProcess, free_port
 from server.bench.rates import RATES, Sweep
@@ -29,6 +30,13 @@ LEFT_GIB = 1.0
 
 Step = Callable[[Client], Awaitable[Any]]
 """One measure of a system that is up, in whatever layouts it needs."""
+
+OF_RECORDINGS: Mapping[str, Callable[[Client, System, Sizes], Awaitable[dict[str, Any]]]] = {
+    FIRST_STEP: first_step,
+    BREAKDOWN: breakdown,
+}
+"""Measures of a node that records, by name, in the order in which one start of it takes them: what
+a profiler leaves behind in a process may make the steps after it slower."""
 
 
 def say(line: str) -> None:
@@ -103,14 +111,15 @@ class Campaign:
             return lambda client: self._in_layouts(client, system, name)
         if name == MODES:
             return lambda client: modes(client, system, self.results.sizes)
-        if name == BREAKDOWN:
+        regroups = system.switches and len(system.layouts[0].units) > 1
+        if name in {*OF_SWITCHES, FIRST_STEP} and not regroups:
+            return None
+        if name in OF_SWITCHES:
+            return lambda client: OF_SWITCHES[name](client, system, self.results.sizes)
+        if name in OF_RECORDINGS:
             if system.recording_dir is None:
                 return None
-            return lambda client: breakdown(client, system, self.results.sizes)
-        if name in OF_SWITCHES:
-            if not system.switches or len(system.layouts[0].units) == 1:
-                return None
-            return lambda client: OF_SWITCHES[name](client, system, self.results.sizes)
+            return lambda client: OF_RECORDINGS[name](client, system, self.results.sizes)
         return lambda client: serve_workload(client, system, self.workloads[name], self.policy)
 
     async def _in_layouts(self, client: Client, system: System, name: str) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from loadgen.traces import TraceError
 from loadgen.workload import Workload
 from policies.registry import UnknownPolicyError, get_policy
 from server.bench import facts, tables
-from server.bench.breakdown import BREAKDOWN
-from server.bench.campaign import Campaign, say
+from server.bench.campaign import OF_RECORDINGS, Campaign, say
 from server.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
 from server.bench.model import built_in_shapes, read_shape, write_model
 from server.bench.modes import MODES
@@ -37,7 +36,7 @@ from server.bench.workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
 from server.errors import UserError
 
 ENGINE_COUNTS = (1, 2, 4, 8)
-MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, BREAKDOWN, *WORKLOADS)
+MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
 """By the name of the benchmark; a trace is added where one is given."""
 DURATION_SECONDS = 60.0
@@ -58,9 +57,14 @@ def main(argv: Sequence[str]) -> int:
     measures = args.measures or (*DEFAULT_MEASURES[argv[0]], *([TRACE] if args.trace else []))
     if TRACE in measures and args.trace is None:
         raise UserError(f"--measures {TRACE} needs --trace")
-    if BREAKDOWN in measures and len(measures) > 1:
-        # Its server is started to record, which costs every step of it a little.
-        raise UserError(f"--measures {BREAKDOWN}: take it alone; the same --out takes it up")
+    if recorded := tuple(name for name in OF_RECORDINGS if name in measures):
+        if set(measures) - set(OF_RECORDINGS):
+            # Their server is started to record, which costs every step of it a little.
+            raise UserError(
+                f"--measures {','.join(recorded)}: take no other with that; the same --out takes "
+                "it up"
+            )
+        measures = recorded
     sweep = read_sweep(args, options) if RATES in measures else Sweep()
     file = ResultsFile(args.out / "results.json")
     try:
@@ -294,7 +298,7 @@ def _of_workload(given: Mapping[str, float], name: str, default: float) -> float
 def _systems(args: Namespace, settings: Settings, measures: Sequence[str]) -> list[System]:
     check_model = str(args.check_model) if args.check_model else None
     found = all_systems(settings, str(args.out / "model"), check_model)
-    if BREAKDOWN not in measures:
+    if not set(OF_RECORDINGS).intersection(measures):
         return found
     directory = (args.out / "recordings").absolute()
     directory.mkdir(exist_ok=True)

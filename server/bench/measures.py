@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -231,17 +231,13 @@ async def switch_loaded(client: Client, system: System, sizes: Sizes) -> dict[st
     await switch(client, together, "sequential")
     idle = [await client.generate(bench.prompt(4), 1) for _ in range(IDLE_REQUESTS)]
     await switch(client, alone, "sequential")
-    rounds: list[_Round] = []
-    async with _decoding(Bench(client, system, alone, sizes, random.Random(2))) as running:
-        for _ in range(sizes.switches):
-            rounds.append(await _bind_ask_release(bench, alone))
-            await asyncio.sleep(sizes.pause_seconds)
-        at_the_end = await _running(client)
+    loaded = await loaded_rounds(bench)
+    rounds = loaded.rounds
     tokens = [r.first_token for r in rounds if r.layout == together.name]
     return {
         "switches": sizes.switches,
-        "running": running,
-        "running_at_the_end": at_the_end,
+        "running": loaded.running,
+        "running_at_the_end": loaded.running_at_the_end,
         "bind": spread([r.bind for r in rounds]),
         "release": spread([r.release for r in rounds]),
         "decision_to_first_token": spread(tokens),
@@ -251,27 +247,70 @@ async def switch_loaded(client: Client, system: System, sizes: Sizes) -> dict[st
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class Round:
+    """One bind and release of engines that decode. Durations are the controller's, in seconds."""
+
+    at: float
+    """When the bind was decided, in seconds since the epoch."""
+    epochs: tuple[int, int]
+    """Of the switch that binds, and of the one that releases; that of the bind lies between."""
     bind: float
     release: float
     first_token: float
-    """From the decision to bind."""
+    """Of the request that waited: from the decision to bind to its end at the client."""
     layout: str | None
     """Where the request ran."""
 
 
-async def _bind_ask_release(bench: Bench, alone: Layout) -> _Round:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Binds and releases with every engine decoding."""
+
+    rounds: list[Round]
+    running: dict[str, int]
+    """Requests by unit when they began."""
+    running_at_the_end: dict[str, int]
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def loaded_rounds(bench: Bench, before: Callable[[], Awaitable[None]] = _nothing) -> Loaded:
+    """Bind and release ``sizes.switches`` times, with a request that waits for the group each time.
+
+    Args:
+        bench: of the layout that is bound; the engines are alone now.
+        before: called before each round, with the engines alone; they shall be so after it.
+    """
+    alone = bench.system.layouts[0]
+    rounds: list[Round] = []
+    async with _decoding(replace(bench, layout=alone, rng=random.Random(2))) as running:
+        for _ in range(bench.sizes.switches):
+            await before()
+            rounds.append(await _bind_ask_release(bench, alone))
+            await asyncio.sleep(bench.sizes.pause_seconds)
+        return Loaded(rounds, running, await _running(bench.client))
+
+
+async def _bind_ask_release(bench: Bench, alone: Layout) -> Round:
     binding = asyncio.create_task(_switch(bench.client, bench.layout, "hard"))
     await asyncio.sleep(HEAD_START_SECONDS)
     asking = asyncio.create_task(bench.client.generate(bench.prompt(4), 1))
     bound = await binding
     # One that came before the bind is paused with its engine, and ends after the release.
     await asyncio.wait([asking], timeout=PATIENCE_SECONDS)
-    release = await switch(bench.client, alone, "hard")
+    released = await _switch(bench.client, alone, "hard")
     answer = await asking
     to_wall_clock = time.time() - time.perf_counter()
-    first_token = answer.ended + to_wall_clock - bound["at"]
-    return _Round(bound["duration_seconds"], release, first_token, answer.layout)
+    return Round(
+        at=bound["at"],
+        epochs=(bound["epoch"], released["epoch"]),
+        bind=bound["duration_seconds"],
+        release=released["duration_seconds"],
+        first_token=answer.ended + to_wall_clock - bound["at"],
+        layout=answer.layout,
+    )
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from server.bench.modes import MODES
 from server.bench.rates_tables import rates_table
 from server.bench.results import Results, SystemResults
 from server.bench.serving_tables import serving_sections
+from server.bench.switch_tables import switch_table
 from server.bench.systems import COMPARED, SHOAL, STOCK_DP, STOCK_TP
 from server.bench.text import MISSING, ms, number, ratio, rows
 
@@ -45,7 +46,7 @@ def markdown(results: Results) -> str:
         _section("Ratios to stock vLLM", _ratio_table(results)),
         _section("Memory per GPU, GiB", memory_tables(results)),
         _section("Start-up", _startup_table(results)),
-        _section("Switches", _switch_table(results)),
+        _section("Switches", switch_table(results)),
         _section("Numerics", _numerics_table(results)),
         _section("Ways of working", _modes_table(results)),
         _section("Arrival rates", rates_table(results)),
@@ -174,42 +175,7 @@ def _phases(start: dict[str, Any]) -> str:
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in found) or MISSING
 
 
-# --- switches, numerics, failures -----------------------------------------------------------------
-
-
-def _switch_table(results: Results) -> list[str]:
-    idle = _measure(results, SHOAL, "switch-idle")
-    loaded = _measure(results, SHOAL, "switch-loaded")
-    found = [
-        ("bind, idle", idle.get("bind")),
-        ("release, idle", idle.get("release")),
-        ("bind, every engine decoding", loaded.get("bind")),
-        ("release, every engine decoding", loaded.get("release")),
-        ("decision to the client's first token, decoding", loaded.get("decision_to_first_token")),
-        ("such a token from an idle group", loaded.get("first_token_when_idle")),
-    ]
-    present = [(name, spread) for name, spread in found if spread]
-    if not present:
-        return []
-    table = rows(
-        ["", "p50 ms", "p99 ms", "max ms"],
-        [[n, *(ms(s[q]) for q in ("p50", "p99", "max"))] for n, s in present],
-    )
-    if not loaded:
-        return table
-    each = ", ".join(f"engine {unit}: {n}" for unit, n in loaded["running"].items())
-    note = (
-        f"Decoding: {each}; {loaded['served_by_the_group']} of {loaded['switches']} groups ran the "
-        "request that waited for them. The first TP step began at most the fifth row after the "
-        "decision, and at least the fifth less the sixth; the step that was in flight took "
-        f"{ms(_in_flight(results))} ms (TPOT of the DP layout at that batch)."
-    )
-    return [*table, "", note]
-
-
-def _in_flight(results: Results) -> Figure:
-    found = _measure(results, SHOAL, "decode").get("dp", {}).get(str(results.sizes.load))
-    return None if found is None else float(found["tpot"])
+# --- ways of working, numerics, failures ----------------------------------------------------------
 
 
 def _modes_table(results: Results) -> list[str]:

@@ -30,6 +30,7 @@ from runtime import wire
 from runtime.config import MAX_RETRIES, Addresses, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine import vllm_backend
+from runtime.engine.recorder import run_recording_runner
 from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
 from runtime.views import SwitchView
 from server.interruptions import Interruptions
@@ -210,6 +211,7 @@ class RealNode:
         max_retries: see ``NodeConfig.max_retries``.
         restart_limit: see ``NodeConfig.restart_limit``; the test restarts engines.
         max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
+        recording_dir: see ``NodeConfig.recording_dir``; runners that record answer no probes.
         environment: variables of the engines' processes.
         vllm_args: further engine arguments, over ``MODEL_ARGS`` and ``NODE_ARGS``.
     """
@@ -223,6 +225,7 @@ class RealNode:
         max_retries: int = MAX_RETRIES,
         restart_limit: int = 0,
         max_sp: int = 1,
+        recording_dir: Path | None = None,
         environment: dict[str, str] | None = None,
         **vllm_args: Any,
     ) -> None:
@@ -237,6 +240,7 @@ class RealNode:
             max_retries=max_retries,
             restart_limit=restart_limit,
             max_sp=max_sp,
+            recording_dir=None if recording_dir is None else str(recording_dir),
         )
         self.script(Script.TP)
         self.tokens: dict[str, list[int]] = {}
@@ -301,7 +305,9 @@ class RealNode:
     def _start(self, engine: int) -> None:
         scripted = self.config.max_sp > 1
         scheduler = run_scripted_scheduler if scripted else vllm_backend.run_scheduler
-        targets = {"scheduler": scheduler, "runner": probes.run_probed_runner}
+        records = self.config.recording_dir is not None
+        runner = run_recording_runner if records else probes.run_probed_runner
+        targets = {"scheduler": scheduler, "runner": runner}
         for role, target in targets.items():
             self.processes[f"{role}-{engine}"] = Process(
                 f"{role}-{engine}",

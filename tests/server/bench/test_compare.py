@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from server.bench import cli, compare
+from server.bench.campaign import Campaign
 from server.bench.model import kv_bytes_per_token, read_shape
 from server.bench.systems import PORT, Settings, all_systems
 from server.errors import UserError
@@ -55,16 +56,35 @@ def test_a_run_without_time_starts_nothing_and_reports(
     assert list((tmp_path / "logs").iterdir()) == []
 
 
-def test_a_breakdown_is_taken_alone_and_of_shoal_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measures", ["breakdown", "first-step", "breakdown,first-step"])
+def test_what_is_recorded_is_taken_alone_and_of_shoal_alone(tmp_path: Path, measures: str) -> None:
     arguments = [*GPU[:-2], "--out", str(tmp_path), "--budget-seconds", "0"]
-    with pytest.raises(UserError, match="--measures breakdown: take it alone"):
-        cli.main([*arguments, "--measures", "decode,breakdown"])
-    assert cli.main([*arguments, "--measures", "breakdown"]) == compare.INCOMPLETE_EXIT_CODE
+    with pytest.raises(UserError, match=r"--measures .*: take no other with that"):
+        cli.main([*arguments, "--measures", f"decode,{measures}"])
+    assert cli.main([*arguments, "--measures", measures]) == compare.INCOMPLETE_EXIT_CODE
     assert list((tmp_path / "recordings").iterdir()) == []
     # The same directory goes on with other measures.
     assert cli.main([*arguments, "--measures", "decode"]) == compare.INCOMPLETE_EXIT_CODE
-    stock = [*arguments, "--measures", "breakdown", "--systems", "stock-dp"]
+    stock = [*arguments, "--measures", measures, "--systems", "stock-dp"]
     assert cli.main(stock) == 0, "there is nothing to take"
+
+
+@pytest.mark.parametrize("measures", ["breakdown,first-step", "first-step,breakdown"])
+def test_steps_are_timed_before_a_profiler_has_been_there(
+    tmp_path: Path, measures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaigns: list[Campaign] = []
+    monkeypatch.setattr(compare, "run", lambda one, _budget: campaigns.append(one))
+    cli.main([*GPU[:-2], "--out", str(tmp_path), "--measures", measures])
+    (campaign,) = campaigns
+    assert campaign.measures == ("first-step", "breakdown")
+    (shoal,) = campaign.systems
+    assert list(campaign._missing(shoal)) == ["first-step", "breakdown"], "in one start"
+
+
+def test_an_engine_that_is_alone_for_ever_binds_to_none(tmp_path: Path) -> None:
+    arguments = ["--engines", "1", "--out", str(tmp_path), "--budget-seconds", "0"]
+    assert cli.main([*GPU[:3], *arguments, "--measures", "first-step"]) == 0
 
 
 def test_results_of_other_settings_are_not_taken_up(tmp_path: Path) -> None:
