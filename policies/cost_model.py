@@ -10,6 +10,11 @@ In SP (Arctic Ulysses; Shift Parallelism, 2.4 and Table 2) a member computes its
 with all the weights. So it reads more where a step has few tokens, and where it has many its share
 of the arithmetic is that of TP; but what it exchanges, the heads of its own tokens, shrinks with
 the degree, while an all-reduce carries all tokens through every member.
+
+The host launches the exchanges of such a step one by one, without CUDA graphs, and takes as long
+for a layer whatever the number of tokens. Launches run ahead of the device, so the longer of the
+two counts, over all layers; the overhead lies before the first and after the last one, and is part
+of both.
 """
 
 import enum
@@ -59,6 +64,8 @@ class Hardware:
     """What an all-reduce, or all-to-all, of no bytes takes."""
     overhead_seconds: float = 0.0
     """What a step of no work takes."""
+    sp_layer_host_seconds: float = 0.0
+    """What one layer of a step by sequence takes of a member's host: no such step is faster."""
 
 
 class Mode(enum.StrEnum):
@@ -212,7 +219,12 @@ class CostModel:
             attend / degree / hardware.flops_per_second,
         )
         network = self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
-        return linear / tp + attention + network + hardware.overhead_seconds
+        device = linear / tp + attention + network
+        return max(device, self._host_seconds(sp)) + hardware.overhead_seconds
+
+    def _host_seconds(self, sp: int) -> float:
+        """Return the time in which the host launches the layers of a step by sequence."""
+        return self.shape.layers * self.hardware.sp_layer_host_seconds if sp > 1 else 0.0
 
     def _reduce_seconds(self, tp: int, tokens: int) -> float:
         """Return the time of two all-reduces a layer of so many tokens' hidden states."""

@@ -4,6 +4,9 @@ A unit computes a step for its decoding requests over and over; each prompt that
 makes one of these steps longer. With ``load`` the part of the time that prompts and the growth of
 the batch take, a token takes ``step / (1 - load)``. What waits and what is computed again after a
 move comes first: it drains at the speed of the unit's prompts.
+
+A step in SP costs the host the same for one prompt as for many. So a prompt takes more alone than
+its part of a full step: the one counts until every step has a prompt, the other for full units.
 """
 
 import math
@@ -11,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from policies.cost_model import Batch, CostModel
+from policies.cost_model import Batch, CostModel, Mode
 from policies.partition import Group, Partition, degrees
 from policies.snapshot import Snapshot, Target
 
@@ -57,7 +60,20 @@ class Pace:
     decode: float
     """What each request adds to it."""
     prompt: float
-    """What the mean prompt adds to it."""
+    """What the mean prompt adds to it, alone."""
+    batched: float
+    """The same, where a step in SP batches as many as it can."""
+
+    def room(self, step: float, rate: float, growth: float = 0.0) -> float:
+        """Return the part of the time that is left to decode; not above 0: of none.
+
+        Args:
+            step: one that computes no prompt, seconds.
+            rate: prompts per second. Once there is one for every step, more share it.
+            growth: part of the time that the growth of the batch takes.
+        """
+        alone = max(1 - (rate * self.prompt + growth), step / (step + self.prompt))
+        return min(1 - (rate * self.batched + growth), alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +151,26 @@ class Forecast:
 
         few = seconds(Batch(FEW, FEW * context))
         many = seconds(Batch(MANY, MANY * context))
-        mixed = seconds(Batch(FEW, FEW * context, prompt, prompt // 2))
         decode = (many - few) / (MANY - FEW)
-        return Pace(few - FEW * decode, decode, max(0.0, mixed - few))
+
+        def added(prompts: int) -> float:
+            """Return what each of so many prompts adds to a step."""
+            mixed = seconds(Batch(FEW, FEW * context, prompts * prompt, prompt // 2))
+            return max(0.0, mixed - few) / prompts
+
+        alone = batched = added(1)
+        if self._snapshot.mode(degree, Batch(prefill_tokens=CHUNK_TOKENS)) is Mode.SP:
+            batched = min(alone, added(max(1, CHUNK_TOKENS // max(1, prompt))))
+        return Pace(few - FEW * decode, decode, alone, batched)
 
     def _produced(self) -> float:
         """Return the tokens per second that the units there are decode."""
         rate, produced = self._snapshot.arrival_rate / self._snapshot.engines, 0.0
         for unit in self._snapshot.units:
             pace = self._paces[len(unit.group)]
-            left = 1 - rate * len(unit.group) * pace.prompt
-            produced += (
-                unit.running / (pace.step + pace.decode * unit.running) * max(1 - FULL, left)
-            )
+            step = pace.step + pace.decode * unit.running
+            left = pace.room(step, rate * len(unit.group))
+            produced += unit.running / step * max(1 - FULL, left)
         return produced
 
     def _shares(self, candidate: Partition) -> Iterator[Share]:
@@ -190,7 +213,7 @@ class Forecast:
         for tick in TICKS:
             wanted, arriving = work / tick + rate, waiting / tick + rate
             step = pace.step + pace.decode * min(decoding, share.seats)
-            left, longest = 1 - wanted * pace.prompt, step + chunk * pace.prompt
+            left, longest = pace.room(step, wanted), step + chunk * pace.batched
             tpot = min(longest, step / left) if left > 0 else longest
             stay = output * tpot
             free = max(0.0, (share.seats - decoding) / tick + decoding / stay)
@@ -206,10 +229,11 @@ class Forecast:
         """Return the promises that are broken if all requests were on units with this share."""
         pace, output = share.pace, self._snapshot.output_tokens
         rate = surge * share.part * self._snapshot.arrival_rate
-        load = rate * pace.prompt + surge * share.part * self._decodes * pace.decode
+        growth = surge * share.part * self._decodes * pace.decode
+        load = rate * pace.batched + growth
         room = max(1 - FULL, 1 - load)
-        tpot = pace.step / room
-        drain = share.queued * pace.prompt / room
+        tpot = pace.step / max(1 - FULL, pace.room(pace.step, rate, growth))
+        drain = share.queued * pace.batched / room
         growing = max(0.0, load - FULL) * HORIZON_SECONDS / 2
         ttft = growing + pace.prompt * (1 + rate * pace.prompt / 2 / room) + 1.5 * tpot
         stalled = tpot + drain / 2 / output

@@ -81,7 +81,8 @@ def tokens_for(
 def _crossover(model: CostModel, degree: int) -> int | None:
     """Return the most tokens of a step that TP computes at least as fast; None: any number.
 
-    What SP saves never shrinks as a step gets longer.
+    What SP saves never shrinks as a step gets longer, but for a member's padding: not while its
+    device is what takes the time, and as long as its host is, only TP's step gets longer.
     """
 
     def sp_is_faster(tokens: int) -> bool:

@@ -89,6 +89,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From one process to another. A bind and a release take four each."""
     prefill_seconds: float = 0.0
     """What computing prompts adds to a step: on GPUs such steps are launched piece by piece."""
+    sp_layer_host_seconds: float = 0.0
+    """What one layer of a step by sequence takes of the host, which is not slower for more tokens:
+    the two exchanges, where no more was measured."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 
@@ -106,6 +109,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             link_bytes_per_second=self.link_bytes_per_second,
             allreduce_seconds=self.allreduce_seconds,
             overhead_seconds=self.step_seconds,
+            sp_layer_host_seconds=self.sp_layer_host_seconds,
         )
 
     def num_blocks(self, shape: ShapeFile) -> int:

@@ -1,12 +1,13 @@
 """A hardware file whose predictions come near measured times."""
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, Mode
 from runtime.simulation.files import HardwareFile, ShapeFile, step_times
 
 START = HardwareFile(
@@ -34,6 +35,8 @@ FITTED = (
     "message_seconds",
 )
 """Figures that times of steps and first tokens tell, beside the rate of arithmetic."""
+_ABOVE_ANY = 1.0
+"""Seconds of the host for one layer that make every step by sequence wait for it."""
 _WIDEST, _FINEST = 4.0, 1.001
 """Factors by which a figure is changed, at first and at last."""
 _LEAST_GAIN = 1e-9
@@ -49,12 +52,15 @@ class Sample:
     seconds: float
     messages: int = 0
     """Messages from process to process that are part of it."""
+    sp: int = 1
+    """Degree of SP in which its steps were run; 1: in TP."""
 
 
 def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float:
     """Return what the simulator takes a sample's time for, seconds."""
-    step_seconds = step_times(shape, hardware)
-    steps = sum(step_seconds(sample.degree, batch) for batch in sample.batches)
+    step_seconds = step_times(shape, hardware, sample.sp)
+    mode = Mode.SP if sample.sp > 1 else Mode.TP
+    steps = sum(step_seconds(sample.degree, batch, mode) for batch in sample.batches)
     return steps + sample.messages * hardware.message_seconds
 
 
@@ -91,6 +97,30 @@ def fit(
         if not _improve(rates, error, factor):
             factor = math.sqrt(factor)
     return hardware()
+
+
+def fit_sp_host(
+    shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]
+) -> HardwareFile:
+    """Return the file with the median of what samples say a layer in SP takes of the host.
+
+    Each says it alone: what else such a step takes is the same whatever its tokens. So the search
+    of ``fit`` is not for it, nor could it be: a figure that is too low to count has no error.
+
+    Args:
+        shape: the model that was measured.
+        hardware: what else there is to know of the devices.
+        samples: at least one, all of steps by sequence that waited for the host.
+    """
+    above = msgspec.structs.replace(hardware, sp_layer_host_seconds=_ABOVE_ANY)
+
+    def layer_seconds(sample: Sample) -> float:
+        layers = len(sample.batches) * shape.layers
+        rest = predicted(shape, above, sample) - layers * _ABOVE_ANY
+        return max(0.0, (sample.seconds - rest) / layers)
+
+    found = _rounded(statistics.median(map(layer_seconds, samples)))
+    return msgspec.structs.replace(hardware, sp_layer_host_seconds=found)
 
 
 def mean_error(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -> float:

@@ -1,13 +1,15 @@
 """``shoal bench fit``: the hardware file that fits the results of ``shoal bench gpu``.
 
 Takes the times of single units that these hold, stock vLLM's and Shoal's: TPOT by batch, and TTFT
-by prompt. The simulator and the policies then predict such nodes from the file.
+by prompt; and of TTFT in SP those that tell what a step by sequence takes of the host. The
+simulator and the policies then predict such nodes from the file.
 """
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,9 +17,11 @@ from policies.cost_model import Batch
 from runtime.simulation import fit
 from runtime.simulation.files import FileError, ShapeFile, read_hardware, read_shape
 from runtime.simulation.fit import Sample, predicted
+from runtime.simulation.node import CAPTURED_TOKENS
+from server.bench.modes import MODES
 from server.bench.results import Results
 from server.bench.steps import MESSAGES, table
-from server.bench.systems import COMPARED
+from server.bench.systems import COMPARED, SHOAL, System
 from server.errors import UserError
 from server.files import write_file
 
@@ -49,13 +53,18 @@ def main(argv: Sequence[str]) -> int:
         shape, start = read_shape(args.model_shape), read_hardware(args.start)
     except FileError as error:
         raise UserError(str(error)) from error
-    samples = [sample for path in args.results for sample in samples_of(_read(path, shape))]
+    results = [_read(path, shape) for path in args.results]
+    samples = [sample for each in results for sample in samples_of(each)]
     if not samples:
         raise UserError("the results hold no time of a step: measure decode or prefill")
+    in_sp = [sample for each in results for sample in sp_host_samples_of(each)]
     hardware = start
     if args.output is not None:
         hardware = fit.fit(shape, samples, start, FITTED)
+        if in_sp:
+            hardware = fit.fit_sp_host(shape, hardware, in_sp)
         write_file(args.output, msgspec.json.format(msgspec.json.encode(hardware)) + b"\n")
+    samples += in_sp
     print(table(shape, hardware, samples))
     errors = [abs(predicted(shape, hardware, s) / s.seconds - 1) for s in samples]
     print(f"error: mean {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")
@@ -77,6 +86,30 @@ def samples_of(results: Results) -> Iterator[Sample]:
             for prompt, figures in found.items():
                 steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
                 yield Sample(_degree(layout), steps, figures["ttft"], MESSAGES)
+
+
+def sp_host_samples_of(results: Results) -> Iterator[Sample]:
+    """Yield the TTFTs in SP of prompts whose one step waited for the host, as far as one can see.
+
+    That step was no faster than TP's of the same prompt, which only the host explains once there
+    are enough tokens for their arithmetic to count. With no more tokens than a CUDA graph has, it
+    was run in TP.
+    """
+    shoal = results.systems.get(SHOAL)
+    if shoal is None:
+        return
+    found: Mapping[str, Any] = shoal.measures.get(MODES, {})
+    sp = System(SHOAL, tuple(shoal.command), ()).max_sp
+    for way in found:
+        if not way.startswith("sp"):
+            continue
+        degree = int(way.removeprefix("sp"))
+        in_tp = found[f"tp{degree}"]["ttft"]
+        for prompt, seconds in found[way]["ttft"].items():
+            steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
+            one = len(steps) == 1 and steps[0].tokens > CAPTURED_TOKENS
+            if one and seconds >= in_tp[prompt]:
+                yield Sample(degree, steps, seconds, MESSAGES, min(sp, degree))
 
 
 def _steps(prompt: int, most: int) -> Iterator[Batch]:

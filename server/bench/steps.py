@@ -83,6 +83,7 @@ def table(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -
     ]
     for sample in samples:
         layout = layout_name(tuple(range(sample.degree)))
+        layout = f"sp{sample.degree}" if sample.sp > 1 else layout
         expected = predicted(shape, hardware, sample)
         lines.append(
             f"{layout:<8}{_total(sample, 'decodes'):>8}{_total(sample, 'context_tokens'):>9}"

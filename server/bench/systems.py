@@ -81,6 +81,11 @@ class System:
         return self._option("--max-sp") is not None
 
     @property
+    def max_sp(self) -> int:
+        """Largest degree of SP."""
+        return int(self._option("--max-sp") or 1)
+
+    @property
     def shift_threshold(self) -> int | str:
         """Tokens above which a step is SP, or their rule, as the server was started.
 

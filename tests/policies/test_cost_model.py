@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.cost_model import (
     MAX_CORRECTION,
@@ -196,6 +198,45 @@ def test_sp_and_tp_together_pay_for_both() -> None:
     reduced = 2 * (2 * 1 / 2 * 2000 * 100 * 2)
     step = model.step_seconds(4, Batch(prefill_tokens=4000), Mode.SP)
     assert step == pytest.approx(10 * (exchanged + reduced) / 1e8)
+
+
+HOST = replace(HARDWARE, sp_layer_host_seconds=3e-4, overhead_seconds=1e-3)
+"""3 ms of the host for a step by sequence."""
+COUNTS = st.integers(0, 20_000)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 400])
+def test_a_short_step_in_sp_waits_for_the_host(tokens: int) -> None:
+    """Whatever its tokens: it launches all layers, and what the device does is done by then."""
+    free = replace(HOST, link_bytes_per_second=1e30)
+    for max_sp in (2, 4):  # combined with TP, or not
+        model = CostModel(SHAPE, free, max_sp=max_sp)
+        step = model.roofline_seconds(4, Batch(prefill_tokens=tokens), Mode.SP)
+        assert step == pytest.approx(10 * 3e-4 + 1e-3)
+
+
+def test_a_long_step_in_sp_hides_the_host() -> None:
+    with_host, without = CostModel(SHAPE, HOST, max_sp=4), replace(HOST, sp_layer_host_seconds=0.0)
+    step = with_host.roofline_seconds(4, EVERY, Mode.SP)
+    assert step == replace(with_host, hardware=without).roofline_seconds(4, EVERY, Mode.SP)
+    assert step > 10 * 3e-4 + 1e-3
+
+
+@given(
+    degree=st.sampled_from((1, 2, 4, 8)),
+    max_sp=st.sampled_from((1, 2, 4, 8)),
+    batch=st.builds(Batch, COUNTS, COUNTS, COUNTS, COUNTS),
+    host=st.floats(0.0, 0.1),
+)
+def test_no_step_in_sp_is_faster_than_its_host_and_none_in_tp_waits_for_it(
+    degree: int, max_sp: int, batch: Batch, host: float
+) -> None:
+    hardware = replace(HARDWARE, sp_layer_host_seconds=host)
+    slow, free = (CostModel(SHAPE, h, max_sp=max_sp) for h in (hardware, HARDWARE))
+    assert slow.roofline_seconds(degree, batch) == free.roofline_seconds(degree, batch)
+    in_sp, device = (m.roofline_seconds(degree, batch, Mode.SP) for m in (slow, free))
+    runs_sp = min(degree, max_sp) > 1
+    assert in_sp == pytest.approx(max(device, 10 * host if runs_sp else 0.0))
 
 
 def test_measurements_correct_their_mode_only() -> None:

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from policies.forecast import HORIZON_SECONDS, Class, Forecast, served
+from policies.cost_model import CostModel
+from policies.forecast import (
+    HORIZON_SECONDS,
+    LASTS_SECONDS,
+    Class,
+    Forecast,
+    Pace,
+    served,
+)
 from policies.partition import Partition, groups_of, singles
 from policies.snapshot import LayoutState, Snapshot, Target
 from tests.policies.snapshots import request
@@ -95,6 +103,55 @@ def test_prompts_that_run_in_sp_break_fewer_promises() -> None:
     in_tp = Forecast(seen, model).broken(TP)
     assert breaks(512) < in_tp
     assert breaks(10**6) == in_tp
+
+
+def waiting_for_host(layer_seconds: float) -> CostModel:
+    hardware = replace(MODEL.hardware, sp_layer_host_seconds=layer_seconds)
+    return replace(MODEL, hardware=hardware, max_sp=8)
+
+
+def test_prompts_that_come_together_share_what_a_step_in_sp_takes_of_the_host() -> None:
+    """One that comes alone has all of it to its first token, but does not fill a unit with it."""
+    seen = replace(node(TP, {0: 0}, rate=1.0), prompt_tokens=1000.0, sp_above=((8, 512),))
+
+    def pace(layer_seconds: float, seen: Snapshot = seen) -> Pace:
+        return Forecast(seen, waiting_for_host(layer_seconds))._paces[8]
+
+    free, slow = pace(0.0), pace(1e-3)
+    assert slow.prompt > 2 * free.prompt
+    assert free.batched <= slow.batched < slow.prompt / 2
+    long = replace(seen, prompt_tokens=20_000.0)
+    assert pace(1e-3, long).batched == pace(1e-3, long).prompt, "one is a full step"
+
+
+@pytest.mark.parametrize("layer_seconds", [0.0, 1e-3])
+def test_prompts_that_run_in_tp_share_nothing(layer_seconds: float) -> None:
+    forecast = Forecast(node(TP, {0: 0}), waiting_for_host(layer_seconds))
+    assert all(pace.batched == pace.prompt for pace in forecast._paces.values())
+
+
+def test_a_group_in_sp_is_full_when_its_steps_are_and_not_when_each_has_a_prompt() -> None:
+    """Thirty prompts a second that take 80 ms of the host each, were they alone: a step of all."""
+    seen = replace(node(TP, {0: 0}, rate=30.0), output_tokens=10.0, sp_above=((8, 512),))
+    each = Forecast(seen, waiting_for_host(1e-3)).seconds(TP) / (30.0 * LASTS_SECONDS)
+    assert 10 * 0.08 < each < 20 * 0.08
+
+
+@pytest.mark.parametrize(
+    ("rate", "left"),
+    [
+        (1.0, 0.9),  # a prompt in one of ten seconds
+        (9.0, 0.1),
+        (20.0, 0.01 / 0.11),  # every step has at least one
+        (36.0, 0.01 / 0.11),
+        (39.6, 0.01),  # every step is nearly full
+        (50.0, -0.25),
+    ],
+)
+def test_what_prompts_leave_of_the_time_of_a_unit(rate: float, left: float) -> None:
+    """A prompt takes 0.1 s alone and 0.025 in a full step; a step without one takes 10 ms."""
+    assert Pace(0.01, 0.0, 0.1, 0.025).room(0.01, rate) == pytest.approx(left)
+    assert Pace(0.01, 0.0, 0.1, 0.1).room(0.01, rate) == pytest.approx(1 - 0.1 * rate)
 
 
 # --- how long requests take ---

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from policies.cost_model import Batch, Mode
+from policies.cost_model import Batch, CostModel, Mode
 from policies.partition import groups_of, singles
 from policies.registry import get_policy
 from policies.shift import (
@@ -68,6 +70,47 @@ def test_auto_is_never_where_sp_is_never_faster() -> None:
     free = replace(SP, hardware=replace(SP.hardware, link_bytes_per_second=1e30))
     free = replace(free, hardware=replace(free.hardware, allreduce_seconds=0.0))
     assert tokens_for(ShiftRule.AUTO, free, (2, 8)) == {}
+
+
+def waiting_for_host(layer_seconds: float) -> CostModel:
+    hardware = replace(SP.hardware, sp_layer_host_seconds=layer_seconds)
+    return replace(SP, hardware=hardware)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_auto_is_higher_where_the_host_is_what_short_steps_in_sp_wait_for(degree: int) -> None:
+    free = tokens_for(ShiftRule.AUTO, SP, (degree,))
+    assert tokens_for(ShiftRule.AUTO, waiting_for_host(0.0), (degree,)) == free
+    slow = waiting_for_host(1e-3)
+    above = tokens_for(ShiftRule.AUTO, slow, (degree,))[degree]
+    assert above > 2 * free[degree]
+    # TP takes then what the host does: 80 layers of 1 ms, and what every step takes.
+    step = Batch(prefill_tokens=above)
+    assert slow.step_seconds(degree, step) == pytest.approx(80e-3 + 2e-3, rel=1e-3)
+    for tokens, faster in ((above, False), (above + 1, True), (10 * above, True)):
+        step = Batch(prefill_tokens=tokens)
+        in_sp = slow.step_seconds(degree, step, Mode.SP)
+        assert (in_sp < slow.step_seconds(degree, step)) is faster
+
+
+@given(
+    degree=st.sampled_from((2, 4, 8)),
+    max_sp=st.sampled_from((2, 4, 8)),
+    host=st.floats(0.0, 3e-3),
+    shares=st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)),
+)
+def test_what_sp_saves_never_shrinks_as_a_step_gets_longer(
+    degree: int, max_sp: int, host: float, shares: tuple[int, int]
+) -> None:
+    """The search for the threshold relies on it. Steps that need no padding."""
+    model = replace(waiting_for_host(host), max_sp=max_sp)
+
+    def saved(tokens: int) -> float:
+        tp, sp = (model.roofline_seconds(degree, Batch(prefill_tokens=tokens), m) for m in Mode)
+        return tp - sp
+
+    short, long = sorted(degree * share for share in shares)
+    assert saved(long) >= saved(short) - 1e-12
 
 
 def test_measurements_do_not_move_it() -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from policies.cost_model import Batch
+from policies.cost_model import Batch, Mode
+from policies.shift import ShiftRule, tokens_for
 from runtime.simulation.files import (
     FileError,
     built_in,
+    cost_model,
     read_hardware,
     read_shape,
     step_times,
@@ -31,6 +33,40 @@ def test_the_cpu_file_keeps_the_order_of_what_was_measured() -> None:
     """On two shared cores, a group of two is the slower one for a single request."""
     seconds = step_times(read_shape("shoal-demo"), read_hardware("cpu-2core"))
     assert 0.003 < seconds(1, Batch(1, 100)) < 0.012 < seconds(2, Batch(1, 100)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "threshold", "without_host"),
+    [
+        ("llama-3-8b-bf16", 2, 1042, 288),
+        ("llama-3-8b-bf16", 4, 1553, 432),
+        ("llama-3-8b-bf16", 8, 2058, 565),
+        ("llama-3-70b-fp8", 8, 1027, 520),
+    ],
+)
+def test_h200_says_from_how_many_tokens_on_sp_is_faster(
+    name: str, degree: int, threshold: int, without_host: int
+) -> None:
+    """As docs/policies.md has it; and what it was where the host was thought to cost nothing."""
+    free = msgspec.structs.replace(H200, sp_layer_host_seconds=0.0)
+    found = [
+        tokens_for(ShiftRule.AUTO, cost_model(read_shape(name), hardware, degree), (degree,))
+        for hardware in (H200, free)
+    ]
+    assert found == [{degree: threshold}, {degree: without_host}]
+
+
+def test_a_short_step_in_sp_takes_what_the_file_says_of_the_host() -> None:
+    seconds = step_times(SHAPE, H200, 2)
+    host = SHAPE.layers * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
+    assert 0.011 < SHAPE.layers * H200.sp_layer_host_seconds < 0.015, "as measured, 32 layers"
+    for tokens in (600, 1000):
+        assert seconds(2, Batch(prefill_tokens=tokens), Mode.SP) == pytest.approx(host)
+    assert seconds(2, Batch(prefill_tokens=600)) < host
+
+
+def test_a_file_need_not_say_what_sp_takes_of_the_host() -> None:
+    assert read_hardware("cpu-2core").sp_layer_host_seconds == 0.0
 
 
 def test_memory_is_what_weights_and_reserve_leave() -> None:

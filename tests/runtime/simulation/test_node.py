@@ -182,6 +182,21 @@ def test_steps_in_sp_take_the_time_of_sp() -> None:
         assert life.first_token == pytest.approx(step + messages, rel=0.01), tokens
 
 
+def test_short_steps_in_sp_take_the_host_s_time_whatever_their_tokens() -> None:
+    free = msgspec.structs.replace(H200, sp_layer_host_seconds=0.0)
+
+    def ttfts(node: Node) -> list[float]:
+        loads = ([Arrival(0.0, tokens, 1, 0)] for tokens in (300, 900))
+        return [simulate(node, "shift", load).lives[0].first_token for load in loads]
+
+    short, longer = ttfts(SP)
+    host = 80 * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
+    assert short == pytest.approx(host + 3 * H200.message_seconds)
+    assert longer == pytest.approx(short)
+    short, longer = ttfts(replace(SP, hardware=free))
+    assert short < longer < host
+
+
 def test_what_is_decoded_stays_in_tp() -> None:
     load = [Arrival(0.0, 3000, 200, 0)]
     (shift,), (tp,) = (simulate(SP, policy, load).lives for policy in ("shift", "static-tp"))

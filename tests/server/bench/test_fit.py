@@ -21,7 +21,7 @@ SETTINGS = Settings("llama-3-8b", 2, "bfloat16", None, 32768, 256, 8192, 0.9, Fa
 
 
 def results(measures: dict[str, Any], config: str = "llama-3-8b") -> Results:
-    systems = {SHOAL: SystemResults([], measures=measures)}
+    systems = {SHOAL: SystemResults(["serve", "--max-sp=2"], measures=measures)}
     return Results(SETTINGS, Sizes(), read_config(config), {}, systems=systems)
 
 
@@ -100,6 +100,60 @@ def test_h200_is_as_near_to_the_published_results_as_the_docs_say() -> None:
     assert len(errors) == 66
     assert sum(errors) / len(errors) < 0.036
     assert max(errors) < 0.22
+
+
+# --- what a step by sequence takes of the host ---
+
+
+def modes(tp: dict[str, float], sp: dict[str, float]) -> dict[str, Any]:
+    return {"modes": {"dp": {"ttft": tp}, "tp2": {"ttft": tp}, "sp2": {"ttft": sp}}}
+
+
+def test_first_tokens_in_sp_that_are_no_faster_than_in_tp_tell_of_the_host() -> None:
+    made = results(modes({"1024": 0.020, "4096": 0.068}, {"1024": 0.024, "4096": 0.065}))
+    batch = Batch(prefill_tokens=1024, prefill_context=512)
+    assert list(fit.sp_host_samples_of(made)) == [Sample(2, (batch,), 0.024, 3, sp=2)]
+    assert list(fit.samples_of(made)) == []
+
+
+@pytest.mark.parametrize("prompt", ["512", "16384"])
+def test_prompts_of_graphs_or_of_several_steps_tell_nothing_of_it(prompt: str) -> None:
+    """No graph's step was run in SP; and of several, one may have been the device's."""
+    made = results(modes({prompt: 0.020}, {prompt: 0.024}))
+    assert list(fit.sp_host_samples_of(made)) == []
+
+
+def test_a_group_wider_than_its_sp_degree_is_predicted_as_such() -> None:
+    made = results({"modes": {"tp4": {"ttft": {"1024": 0.02}}, "sp4": {"ttft": {"1024": 0.03}}}})
+    (sample,) = fit.sp_host_samples_of(made)
+    assert (sample.degree, sample.sp) == (4, 2)
+
+
+@pytest.mark.parametrize("name", ["2xh200-c", "4xh200", "sp-2xh200", "sp-2xh200-b"])
+def test_the_published_runs_have_no_prompt_short_enough_for_it(name: str) -> None:
+    """So what H200 says of the host is from another benchmark, and a fit to them leaves it."""
+    assert list(fit.sp_host_samples_of(published(f"llama-3-8b-{name}"))) == []
+
+
+@pytest.mark.parametrize(("measured_too", "layer_seconds"), [(True, 9e-4), (False, None)])
+def test_a_fit_takes_it_from_results_that_tell_and_leaves_it_with_others(
+    tmp_path: Path, measured_too: bool, layer_seconds: float | None
+) -> None:
+    made = measured()
+    slow = msgspec.structs.replace(TRUTH, sp_layer_host_seconds=9e-4)
+    batch = Batch(prefill_tokens=1024, prefill_context=512)
+    in_tp, in_sp = (predicted(SHAPE, slow, Sample(2, (batch,), 0.0, 3, sp=n)) for n in (1, 2))
+    if measured_too:
+        made.systems[SHOAL].measures |= modes({"1024": in_tp}, {"1024": in_sp})
+    source, output = tmp_path / "results.json", tmp_path / "fitted.json"
+    source.write_bytes(msgspec.json.encode(made))
+    argv = [str(source), "--output", str(output), "--model-shape", "llama-3-8b-bf16"]
+    assert fit.main(argv) == 0
+    found = read_hardware(str(output)).sp_layer_host_seconds
+    if layer_seconds is None:
+        assert found == TRUTH.sp_layer_host_seconds
+    else:
+        assert found == pytest.approx(layer_seconds, rel=0.02)
 
 
 def test_results_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The table of ``shoal bench steps``, and the shape it measures by default."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,13 @@ def test_measured_and_predicted_times_stand_side_by_side() -> None:
     )
     decode = Sample(1, (Batch(3, 30),), 0.005)
     prompt = Sample(2, (Batch(prefill_tokens=64, prefill_context=32),), 0.010, 3)
-    rows = steps.table(read_shape("shoal-demo"), hardware, [decode, prompt]).splitlines()[1:]
+    in_sp = replace(prompt, sp=2)
+    samples = [decode, prompt, in_sp]
+    rows = steps.table(read_shape("shoal-demo"), hardware, samples).splitlines()[1:]
     assert [" ".join(row.split()) for row in rows] == [
         "dp 3 30 0 5.00 7.00 +40.0%",
         "tp2 0 0 64 10.00 10.00 +0.0%",
+        "sp2 0 0 64 10.00 10.00 +0.0%",
     ]
 
 

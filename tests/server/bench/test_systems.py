@@ -21,3 +21,12 @@ def test_the_threshold_as_served_is_read_from_the_command(
 ) -> None:
     system = System(SHOAL, ("serve", *options), (dp_layout(2, pinned=False),), switches=True)
     assert system.shift_threshold == threshold
+
+
+@pytest.mark.parametrize(
+    ("options", "max_sp"), [((), 1), (("--max-sp=4",), 4), (("--max-sp", "2", "--x"), 2)]
+)
+def test_the_degree_of_sp_as_served_is_read_from_the_command(
+    options: tuple[str, ...], max_sp: int
+) -> None:
+    assert System(SHOAL, ("serve", *options), ()).max_sp == max_sp
