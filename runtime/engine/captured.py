@@ -6,6 +6,7 @@ by sequence runs the base layout's model on a share of its tokens, and its atten
 graphs; so with its share padded to a number that was captured, it may replay them.
 """
 
+import logging
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, get_forward_context
+
+log = logging.getLogger("shoal.engine")
 
 ENABLED = os.environ.get("SHOAL_SP_GRAPHS", "0") == "1"
 """Whether steps by sequence replay graphs. Not by default: this has not run on a GPU yet."""
@@ -53,6 +56,8 @@ class CapturedSteps:
         finally:
             hook.remove()
             self._sizes = sorted(self._steps)
+            most = self._sizes[-1] if self._sizes else 0
+            log.info("steps by sequence may replay graphs of up to %d tokens a member", most)
 
     def _look(self, _model: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         context = get_forward_context()

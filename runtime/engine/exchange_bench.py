@@ -108,10 +108,12 @@ def _timed(
     fused = torch.randn(shape, generator=draw).to(device, torch.bfloat16)
     inputs = list(fused.split(sizes, 1))
     output = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
-    given: list[torch.Tensor] = []
 
     def to_heads() -> None:
-        given[:] = exchange.to_heads(inputs[0], inputs[1], inputs[2])
+        exchange.to_heads(inputs[0], inputs[1], inputs[2])
+
+    # A copy: what is given holds for this exchange and the next one alone.
+    given = [heads.clone() for heads in exchange.to_heads(inputs[0], inputs[1], inputs[2])]
 
     def to_tokens() -> None:
         heads = exchange.new_heads(output, args.heads // exchange.sp)
@@ -128,7 +130,7 @@ def _timed(
             for key, (seconds, busy) in times.items()
         )
         print(f"{name}, {tokens} tokens: {figures}")
-    return [*(tensor.clone() for tensor in given), output, exchange.gather(output.flatten(1))]
+    return [*given, output, exchange.gather(output.flatten(1))]
 
 
 def _medians(

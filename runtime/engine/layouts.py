@@ -277,7 +277,8 @@ class Layout:
     def _available_memory(self) -> int:
         """Return the KV bytes of this layout: the same on every engine and in every layout."""
         if self.degree > 1:
-            # vLLM still runs its profiling step (and compiles in it) with the size fixed.
+            # vLLM still runs its profiling step (and compiles in it) with the size fixed. But it
+            # captures nothing to measure graphs, after which it would drop those of all layouts.
             self.config.cache_config.kv_cache_memory_bytes = self._buffer.num_bytes
         with self.active():
             available: int = run_method(self._worker, "determine_available_memory", (), {})

@@ -23,6 +23,9 @@ from runtime.engine.exchange import WORD, HeadExchange, words_of
 ENABLED = os.environ.get("SHOAL_SP_EXCHANGE", "nccl") == "peer"
 """Whether groups on GPUs exchange so. By default by NCCL: this is not measured yet."""
 
+LINE_BYTES = 128
+"""Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
+
 
 class Slot(NamedTuple):
     """What an exchange goes through.
@@ -181,11 +184,12 @@ class SymmetricMemory:
 
 
 def needed_words(tokens: int, bytes_of_token: int) -> int:
-    """Return the words of a slot for steps of so many tokens of each member.
+    """Return the words of a slot for steps of so many tokens of each member: whole cache lines.
 
     Args:
         tokens: of each member.
         bytes_of_token: the most that a slot takes for each of them.
     """
-    words: int = -(-tokens * bytes_of_token // WORD.itemsize)
+    lines = -(-tokens * bytes_of_token // LINE_BYTES)
+    words: int = lines * LINE_BYTES // WORD.itemsize
     return words

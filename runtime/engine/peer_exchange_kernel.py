@@ -17,7 +17,7 @@ import triton.language as tl
 
 from runtime.engine.exchange import WORD
 
-_TILE = 1024
+_TILE = 512
 """Words that a program copies."""
 
 

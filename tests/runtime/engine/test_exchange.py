@@ -1,6 +1,7 @@
 """The exchange of tokens for heads by all members at once, by collectives or peers' memory."""
 
 import itertools
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction
 
-from runtime.engine import peer_exchange_kernel
+from runtime.engine import exchange_bench, peer_exchange_kernel
 from runtime.engine.communicators import SpGroups
 from runtime.engine.exchange import WORD, HeadExchange
 from runtime.engine.head_order import base_of, head_shard, peers_of
@@ -289,6 +290,22 @@ def test_groups_connect_before_the_first_step(peers: bool) -> None:
     members.each(lambda member: members.exchanges[member].connect(torch.device("cpu")))
 
 
+def test_the_benchmark_compares_what_each_way_gives() -> None:
+    """Of peers' memory it may not keep what later exchanges write over."""
+    args = Namespace(heads=HEADS, kv_heads=HEADS, size=SIZE, repeats=1)
+    cpu = torch.device("cpu")
+    results = []
+    for peers in (False, True):
+        members = Members(2, 2, HEADS, peers=peers)
+        exchanges = members.exchanges
+        results.append(
+            members.each(lambda m, e=exchanges: exchange_bench._timed("", e[m], args, 6, cpu, m))
+        )
+    for by_collectives, by_peers in zip(*results, strict=True):
+        assert len(by_peers) == 5
+        assert all(map(torch.equal, by_collectives, by_peers))
+
+
 @pytest.mark.parametrize("name", ["give", "take"])
 def test_each_kernel_compiles_for_a_gpu_in_one_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -299,13 +316,13 @@ def test_each_kernel_compiles_for_a_gpu_in_one_form(
     addresses = {"query", "key", "value", "slots", "out"}
     assert set(kernel.do_not_specialize) == {*kernel.arg_names} - {"tile"}
     types = {argument: "i64" if argument in addresses else "i32" for argument in kernel.arg_names}
-    source = ASTSource(kernel, types | {"tile": "constexpr"}, {"tile": 1024})
+    source = ASTSource(kernel, types | {"tile": "constexpr"}, {"tile": peer_exchange_kernel._TILE})
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 def test_a_slot_holds_all_that_a_member_gives_of_its_tokens() -> None:
-    assert needed_words(tokens=3, bytes_of_token=16) == 6
-    assert needed_words(tokens=3, bytes_of_token=9) == 4, "the last word is not full"
+    assert needed_words(tokens=2, bytes_of_token=128) == 32
+    assert needed_words(tokens=3, bytes_of_token=48) == 32, "the last cache line is not full"
 
 
 def test_one_slot_instead_of_two_would_be_seen() -> None:
