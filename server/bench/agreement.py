@@ -60,8 +60,7 @@ def compare(first: str, one: dict[str, Any], second: str, other: dict[str, Any])
 
 
 def _scores(results: Results, system: str, layout: str) -> dict[str, Any] | None:
-    kept = results.systems.get(system)
-    return None if kept is None else kept.measures.get("numerics", {}).get(layout)
+    return results.found(system, "numerics").get(layout)
 
 
 def _flat(lists: Sequence[Sequence[Any]]) -> list[Any]:

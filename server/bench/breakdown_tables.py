@@ -13,8 +13,7 @@ _MICRO = 1e6
 
 def breakdown_table(results: Results) -> list[str]:
     """Return the lines of all tables: one of every prompt length, and one of the shift."""
-    kept = results.systems.get(SHOAL)
-    found = kept.measures.get(BREAKDOWN) if kept is not None else None
+    found = results.found(SHOAL, BREAKDOWN)
     if not found:
         return []
     ways: dict[str, dict[str, Any]] = found["ways"]

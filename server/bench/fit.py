@@ -7,9 +7,8 @@ simulator and the policies then predict such nodes from the file.
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -77,12 +76,11 @@ def samples_of(results: Results) -> Iterator[Sample]:
     # Between the half and seven eighths of the output (``decode_seconds``), a request has so many.
     context = tokens + tokens * 11 // 16
     for name in COMPARED:
-        measures = results.systems[name].measures if name in results.systems else {}
-        for layout, found in measures.get("decode", {}).items():
+        for layout, found in results.found(name, "decode").items():
             for count, figures in found.items():
                 batch = Batch(int(count), int(count) * context)
                 yield Sample(_degree(layout), (batch,), figures["tpot"])
-        for layout, found in measures.get("prefill", {}).items():
+        for layout, found in results.found(name, "prefill").items():
             for prompt, figures in found.items():
                 steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
                 yield Sample(_degree(layout), steps, figures["ttft"], MESSAGES)
@@ -95,11 +93,10 @@ def sp_host_samples_of(results: Results) -> Iterator[Sample]:
     are enough tokens for their arithmetic to count. With no more tokens than a CUDA graph has, it
     was run in TP.
     """
-    shoal = results.systems.get(SHOAL)
-    if shoal is None:
+    found = results.found(SHOAL, MODES)
+    if not found:
         return
-    found: Mapping[str, Any] = shoal.measures.get(MODES, {})
-    sp = System(SHOAL, tuple(shoal.command), ()).max_sp
+    sp = System(SHOAL, tuple(results.systems[SHOAL].command), ()).max_sp
     for way in found:
         if not way.startswith("sp"):
             continue

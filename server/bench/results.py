@@ -53,6 +53,12 @@ class Results(msgspec.Struct):
             raise UserError(f"there are results of another workload {name}: choose another --out")
         self.workloads[name] = about
 
+    def found(self, system: str, measure: str) -> dict[str, Any]:
+        """Return the figures of a system's measure; none if it was not taken."""
+        kept = self.systems.get(system)
+        figures: dict[str, Any] = kept.measures.get(measure, {}) if kept is not None else {}
+        return figures
+
     def missing(self, system: str, measures: Mapping[str, object]) -> list[str]:
         """Return which of the measures a system lacks."""
         done = self.systems[system].measures if system in self.systems else {}

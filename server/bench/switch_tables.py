@@ -16,7 +16,7 @@ Spread = dict[str, float] | None
 def switch_table(results: Results) -> list[str]:
     """Return the lines of the table and of its notes."""
     idle, loaded, first = (
-        _measure(results, name) for name in ("switch-idle", "switch-loaded", FIRST_STEP)
+        results.found(SHOAL, name) for name in ("switch-idle", "switch-loaded", FIRST_STEP)
     )
     found = [*_durations(idle, loaded), *_first_steps(first)]
     present = [(name, spread) for name, spread in found if spread]
@@ -29,11 +29,6 @@ def switch_table(results: Results) -> list[str]:
     for note in (_loaded_note(results, loaded, first), _first_step_note(results, first)):
         table += ["", note] if note else []
     return table
-
-
-def _measure(results: Results, measure: str) -> dict[str, Any]:
-    kept = results.systems.get(SHOAL)
-    return kept.measures.get(measure, {}) if kept is not None else {}
 
 
 def _durations(idle: dict[str, Any], loaded: dict[str, Any]) -> Iterator[tuple[str, Spread]]:
@@ -95,5 +90,5 @@ def _decoding(figures: dict[str, Any]) -> str:
 
 
 def _in_flight(results: Results) -> float | None:
-    found = _measure(results, "decode").get("dp", {}).get(str(results.sizes.load))
+    found = results.found(SHOAL, "decode").get("dp", {}).get(str(results.sizes.load))
     return None if found is None else float(found["tpot"])

@@ -120,7 +120,7 @@ def _row(results: Results, name: str, path: Sequence[str], show: Callable[[Figur
     tp = f"tp{results.settings.engines}"
 
     def of(system: str, layout: str) -> Figure:
-        found: Any = _measure(results, system, path[0]).get(layout, {})
+        found: Any = results.found(system, path[0]).get(layout, {})
         for key in path[1:]:
             found = found.get(key, {})
         return float(found) if isinstance(found, int | float) else None
@@ -128,11 +128,6 @@ def _row(results: Results, name: str, path: Sequence[str], show: Callable[[Figur
     columns = ((STOCK_DP, "dp"), (STOCK_TP, tp), (SHOAL, "dp"), (SHOAL, tp))
     dp, tp_stock, shoal_dp, shoal_tp = (of(system, layout) for system, layout in columns)
     return Row(name, dp, tp_stock, shoal_dp, shoal_tp, show)
-
-
-def _measure(results: Results, system: str, measure: str) -> dict[str, Any]:
-    kept = results.systems.get(system)
-    return kept.measures.get(measure, {}) if kept is not None else {}
 
 
 def _kv(results: Results, system: str, degree: int) -> Figure:
@@ -182,7 +177,7 @@ def _modes_table(results: Results) -> list[str]:
     found = {
         f"{system} {way}": figures
         for system in COMPARED
-        for way, figures in _measure(results, system, MODES).items()
+        for way, figures in results.found(system, MODES).items()
     }
     if not found:
         return []
