@@ -512,13 +512,14 @@ class Agent:
     # --- steps --------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        self._busy = False
+        active, self._busy = self.active, False
         for core in self._backend.cores.values():
+            if core in active:
+                self._busy |= core.dispatch_ahead()
             self._busy |= core.collect()
             # Before the next step is scheduled, which takes as long as many of them do.
             for output in core.take_outputs():
                 self._transport.to_front(output.client_index, output.frames)
-        active = self.active
         for core in self._backend.cores.values():
             if core in active:
                 self._busy |= core.dispatch()

@@ -242,6 +242,10 @@ class FakeCore:
             self._devices.rest(self.group, self._clock())
         return dispatched
 
+    def dispatch_ahead(self) -> bool:
+        """See ``Core.dispatch_ahead``: it takes no time to collect a step."""
+        return False
+
     def pause(self) -> None:
         """See ``Core.pause``: a run of steps ends with the one that is computed now."""
         self._cut()

@@ -80,6 +80,13 @@ class Core(Protocol):
     def dispatch(self) -> bool:
         """Dispatch the next step if there is room and something to do; return whether one was."""
 
+    def dispatch_ahead(self) -> bool:
+        """Dispatch the next step in place of one that has ended and is not collected yet.
+
+        Only where what that one's outcome leads to takes so long that the device would wait for it.
+        Returns whether a step was dispatched.
+        """
+
     def pause(self) -> None:
         """Take note that nothing is dispatched for now, while a step is in flight."""
 

@@ -27,6 +27,9 @@ from runtime.engine.lease import GroupLease
 from runtime.engine.shift import Shift, sp_floor
 from runtime.messages import Mode, Work
 
+AHEAD_REQUESTS = 16
+"""Running requests from which on a step is scheduled ahead of what an older one gave."""
+
 LEASE_CHUNK = 16
 """Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
 
@@ -39,6 +42,7 @@ class InFlight:
     scheduled: SchedulerOutput
     future: "Future[Any]"
     mode: Mode
+    work: Work
 
 
 class VllmCore:
@@ -120,7 +124,7 @@ class VllmCore:
         outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
-            self._steps.append(EndedSteps(step.mode, work_of(step.scheduled)))
+            self._steps.append(EndedSteps(step.mode, step.work))
         for client_index, client_outputs in outputs.items():
             client_outputs.engine_index = wire.unit_index(self.group)
             self._finished += [
@@ -138,11 +142,31 @@ class VllmCore:
         self._tell_rest()
         return dispatched
 
+    def dispatch_ahead(self) -> bool:
+        """See ``interface.Core.dispatch_ahead``.
+
+        To vLLM's scheduler it is one more step in flight, as it has them with pipeline parallelism;
+        runners have no more than before. With many requests, scheduling a step takes the host about
+        as long as what the outcome of one leads to (``Scheduler.update_from_output``, answers), and
+        together with what runners prepare longer than a wide group's device computes.
+        """
+        return self._can_go_ahead() and self._dispatch(ended=1)
+
+    def _can_go_ahead(self) -> bool:
+        steps = self._in_flight
+        if len(self._scheduler.running) < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
+            return False
+        ended = steps[0].future
+        if not ended.done() or ended.exception() is not None:
+            return False
+        # A first token is not to wait for anything.
+        return not any(step.work.prefill_tokens for step in steps)
+
     def pause(self) -> None:
         """See ``interface.Core.pause``: nothing to do, steps are queued one by one."""
 
-    def _dispatch(self) -> bool:
-        if self._deferred or len(self._in_flight) >= self._depth:
+    def _dispatch(self, ended: int = 0) -> bool:
+        if self._deferred or len(self._in_flight) - ended >= self._depth:
             return False
         if self._stalled and not self._grammar_ready():
             return False
@@ -159,7 +183,7 @@ class VllmCore:
         grammar = self._grammar(scheduled) if sample else None
         mode = self.shift.mode(scheduled.total_num_scheduled_tokens)
         seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
-        step = InFlight(seq, scheduled, future, mode)
+        step = InFlight(seq, scheduled, future, mode, work_of(scheduled))
         self._in_flight.append(step)
         if not sample:
             self._deferred = step
@@ -219,7 +243,7 @@ class VllmCore:
         if not self._in_flight:
             return None
         oldest = self._in_flight[0]
-        return oldest.mode, work_of(oldest.scheduled)
+        return oldest.mode, oldest.work
 
     @property
     def num_requests(self) -> int:

@@ -10,6 +10,7 @@ from runtime.config import NodeConfig
 from runtime.engine import vllm_core
 from runtime.engine.shift import Shift
 from runtime.engine.vllm_backend import run_scheduler
+from runtime.engine.vllm_core import VllmCore
 from runtime.messages import Mode
 
 
@@ -63,8 +64,34 @@ class ScriptedShift(Shift):
                 return Mode(script)
 
 
+def _ahead_file(config: NodeConfig, engine: int) -> Path:
+    return Path(config.runtime_dir) / f"ahead-{engine}"
+
+
+def steps_ahead(config: NodeConfig, engine: int) -> int:
+    """Return how many steps an engine's cores scheduled ahead of an older one's outcome."""
+    file = _ahead_file(config, engine)
+    return file.stat().st_size if file.exists() else 0
+
+
+def _count_ahead(file: Path) -> None:
+    """Have small batches go ahead too, and add a byte to the file whenever one does."""
+    vllm_core.AHEAD_REQUESTS = 2
+    dispatch_ahead = VllmCore.dispatch_ahead
+
+    def counted(core: VllmCore) -> bool:
+        dispatched = dispatch_ahead(core)
+        if dispatched:
+            with file.open("ab") as counts:
+                counts.write(b".")
+        return dispatched
+
+    VllmCore.dispatch_ahead = counted  # type: ignore[method-assign]
+
+
 def run_scripted_scheduler(config: NodeConfig, engine: int, incarnation: int = 0) -> None:
-    """Process entry: ``run_scheduler`` with a ``ScriptedShift``."""
+    """Process entry: ``run_scheduler`` with a ``ScriptedShift``, and steps ahead counted."""
     ScriptedShift.file = _file(config)
     vllm_core.Shift = ScriptedShift
+    _count_ahead(_ahead_file(config, engine))
     run_scheduler(config, engine, incarnation)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from runtime.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
 from tests.runtime.engine.real_node import RealNode
-from tests.runtime.engine.scripted_shift import Script
+from tests.runtime.engine.scripted_shift import Script, steps_ahead
 
 GROUP = (0, 1)
 UNITS = [(0,), (1,)]
@@ -49,6 +50,33 @@ def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, stock: St
         with node.bound(GROUP):
             assert node.generate(GROUP, prompts) == expected
     assert node.audit() == []
+
+
+def test_tokens_are_stocks_where_steps_are_scheduled_ahead(node: RealNode, stock: Stock) -> None:
+    expected = stock(PROMPTS, 32)
+    for unit in ((0,), GROUP):
+        with node.bound(GROUP) if unit == GROUP else nullcontext():
+            before = steps_ahead(node.config, 0)
+            # They end one after the other: scheduled ahead of an end, a step computes in vain.
+            requests = [
+                node.submit(unit, [prompt], max_tokens=tokens)
+                for prompt, tokens in zip(PROMPTS, range(11, 33, 3), strict=True)
+            ]
+            found = [node.wait(request)[0] for request in requests]
+            assert steps_ahead(node.config, 0) > before
+        assert found == [
+            tokens[:count] for tokens, count in zip(expected, range(11, 33, 3), strict=True)
+        ]
+    assert node.audit() == []
+
+
+def test_a_grammar_has_the_token_of_every_step(node: RealNode, llama: Path, stock: Stock) -> None:
+    """Beside requests that would be scheduled ahead."""
+    beside = node.submit((0,), PROMPTS[1:4], max_tokens=200)
+    node.wait_for_tokens(beside, 2)
+    alone = structured(node, (1,), PROMPTS[0])
+    assert structured(node, (0,), PROMPTS[0]) == alone
+    assert [tokens[:32] for tokens in node.wait(beside)] == stock(PROMPTS, 32)[1:4]
 
 
 def test_tokens_are_stocks_however_steps_run(node: RealNode, stock: Stock) -> None:

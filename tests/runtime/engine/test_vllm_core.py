@@ -1,12 +1,15 @@
-"""What a unit reads off vLLM's own schedule."""
+"""What a unit reads off vLLM's own schedule, and when it schedules ahead."""
 
+from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-from runtime.engine.vllm_core import work_of
-from runtime.messages import Work
+from runtime.engine.vllm_core import AHEAD_REQUESTS, InFlight, VllmCore, work_of
+from runtime.messages import Mode, Work
 
 
 def schedule(tokens: dict[str, int], *, new: dict[str, int], running: dict[str, int]):
@@ -49,3 +52,50 @@ def schedule(tokens: dict[str, int], *, new: dict[str, int], running: dict[str, 
 )
 def test_work_of_a_step(step: SchedulerOutput, work: Work) -> None:
     assert work_of(step) == work
+
+
+DECODES = Work(steps=1, decodes=64, context_tokens=64)
+PROMPT = Work(steps=1, prefill_tokens=64, prefill_pairs=64)
+
+
+def in_flight(work: Work, *, ended: bool = False, error: Exception | None = None) -> InFlight:
+    future: Future[Any] = Future()
+    if error is not None:
+        future.set_exception(error)
+    elif ended:
+        future.set_result(None)
+    return InFlight(0, SchedulerOutput.make_empty(), future, Mode.TP, work)
+
+
+def goes_ahead(*steps: InFlight, running: int = AHEAD_REQUESTS, depth: int = 2) -> bool:
+    scheduler = SimpleNamespace(running=[object()] * running)
+    core = SimpleNamespace(_in_flight=deque(steps), _scheduler=scheduler, _depth=depth)
+    return VllmCore._can_go_ahead(core)  # type: ignore[arg-type]
+
+
+def test_a_step_goes_ahead_of_the_outcome_of_one_that_has_ended() -> None:
+    assert goes_ahead(in_flight(DECODES, ended=True), in_flight(DECODES))
+
+
+def test_nothing_goes_ahead_of_a_step_that_computes() -> None:
+    assert not goes_ahead(in_flight(DECODES), in_flight(DECODES))
+
+
+def test_few_requests_do_not_go_ahead() -> None:
+    ended = in_flight(DECODES, ended=True), in_flight(DECODES)
+    assert not goes_ahead(*ended, running=AHEAD_REQUESTS - 1)
+
+
+def test_nothing_goes_ahead_where_there_is_room_anyway() -> None:
+    assert not goes_ahead(in_flight(DECODES, ended=True))
+    # Without async scheduling a step needs the outcome of the one before.
+    assert not goes_ahead(in_flight(DECODES, ended=True), depth=1)
+
+
+def test_nothing_goes_ahead_of_a_first_token() -> None:
+    assert not goes_ahead(in_flight(PROMPT, ended=True), in_flight(DECODES))
+    assert not goes_ahead(in_flight(DECODES, ended=True), in_flight(PROMPT))
+
+
+def test_nothing_goes_ahead_of_an_error() -> None:
+    assert not goes_ahead(in_flight(DECODES, error=RuntimeError("dead")), in_flight(DECODES))
