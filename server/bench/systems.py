@@ -78,7 +78,7 @@ class System:
     @property
     def shifts(self) -> bool:
         """Whether its groups may take steps as SP."""
-        return self._option("--max-sp") is not None
+        return self.max_sp > 1
 
     @property
     def max_sp(self) -> int:

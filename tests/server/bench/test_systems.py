@@ -24,9 +24,11 @@ def test_the_threshold_as_served_is_read_from_the_command(
 
 
 @pytest.mark.parametrize(
-    ("options", "max_sp"), [((), 1), (("--max-sp=4",), 4), (("--max-sp", "2", "--x"), 2)]
+    ("options", "max_sp"),
+    [((), 1), (("--max-sp=1",), 1), (("--max-sp=4",), 4), (("--max-sp", "2", "--x"), 2)],
 )
 def test_the_degree_of_sp_as_served_is_read_from_the_command(
     options: tuple[str, ...], max_sp: int
 ) -> None:
-    assert System(SHOAL, ("serve", *options), ()).max_sp == max_sp
+    system = System(SHOAL, ("serve", *options), ())
+    assert (system.max_sp, system.shifts) == (max_sp, max_sp > 1)
