@@ -48,6 +48,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "runtime.engine.row_ranges_layers",
         "runtime.engine.runner",
         "runtime.engine.seams",
+        "runtime.engine.share_captures",
         "runtime.engine.shards",
         "runtime.engine.ulysses",
         "runtime.engine.vllm_backend",

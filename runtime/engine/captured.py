@@ -7,9 +7,8 @@ graphs; so with its share padded to a number that was captured, it may replay th
 """
 
 import logging
-import os
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,6 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, get_forward_context
 
 log = logging.getLogger("shoal.engine")
-
-ENABLED = os.environ.get("SHOAL_SP_GRAPHS", "0") == "1"
-"""Whether steps by sequence replay graphs. Not by default: this has not run on a GPU yet."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,16 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """What a layout's model was captured for: nothing without CUDA graphs."""
+    """What a layout's model was captured for: nothing without CUDA graphs.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: whether a step by sequence may replay it: the layout is the base of a group.
+        larger: sizes, in tokens, that are captured for such steps alone (``share_captures.py``).
+    """
+
+    def __init__(self, *, wanted: bool = False, larger: Sequence[int] = ()) -> None:
+        self.wanted = wanted
+        self.larger = tuple(larger)
         self._sizes: list[int] = []
         self._steps: dict[int, CapturedStep] = {}
 
@@ -56,8 +59,9 @@ class CapturedSteps:
         finally:
             hook.remove()
             self._sizes = sorted(self._steps)
-            most = self._sizes[-1] if self._sizes else 0
-            log.info("steps by sequence may replay graphs of up to %d tokens a member", most)
+            if self._sizes:
+                most = self._sizes[-1]
+                log.info("steps by sequence may replay graphs of up to %d tokens a member", most)
 
     def _look(self, _model: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
         context = get_forward_context()
@@ -74,13 +78,24 @@ class CapturedSteps:
         return self._steps[self._sizes[place]] if place < len(self._sizes) else None
 
 
-def largest_share(base: VllmConfig, members: int) -> int:
-    """Return the most tokens that a member has in a step by sequence, padding included.
+def share_of(base: VllmConfig, members: int) -> int:
+    """Return the most tokens that a member has in a step by sequence, but for padding.
 
     Args:
         base: of the layout whose model runs.
         members: that the step's tokens are divided among.
     """
-    tokens = -(-base.scheduler_config.max_num_batched_tokens // members)
-    sizes: list[int] = base.compilation_config.cudagraph_capture_sizes or []
+    return -(-int(base.scheduler_config.max_num_batched_tokens) // members)
+
+
+def largest_share(base: VllmConfig, members: int, larger: Sequence[int] = ()) -> int:
+    """Return the most tokens that a member has in a step by sequence, padding included.
+
+    Args:
+        base: of the layout whose model runs.
+        members: that the step's tokens are divided among.
+        larger: see ``CapturedSteps``.
+    """
+    tokens = share_of(base, members)
+    sizes = (*(base.compilation_config.cudagraph_capture_sizes or ()), *larger)
     return min((size for size in sizes if size >= tokens), default=tokens)

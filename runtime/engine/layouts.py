@@ -19,12 +19,12 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from policies.partition import Group
 from runtime.config import NodeConfig
-from runtime.engine import captured, peer_exchange
 from runtime.engine.captured import CapturedSteps, largest_share
 from runtime.engine.communicators import Communicators, SpGroups, size_of
 from runtime.engine.exchange import HeadExchange
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
 from runtime.engine.peer_exchange import PeerExchange, SymmetricMemory, needed_words
+from runtime.engine.share_captures import capture_also
 from runtime.engine.ulysses import (
     Entering,
     SequenceParallelModel,
@@ -47,6 +47,10 @@ LAYOUT_BYTES, CONNECTED_LAYOUT_BYTES = 1_400 << 20, 800 << 20
 """GPU memory kept free of KV for each layout beyond DP: its graphs and workspaces, and NCCL's
 buffers unless its members are connected before vLLM measures. On H200s with the 8B Llama shape a
 layout took 1.4 GiB, and a connected one 0.75 GiB (TP2 alone) and 0.5 GiB (TP2 and TP4)."""
+
+LARGER_CAPTURES_BYTES = 256 << 20
+"""GPU memory kept free of KV for the larger graphs (``share_captures.py``) of each layout beyond DP
+that has such; DP's vLLM measures. Not measured: vLLM's own 86 graphs of a layout took 0.36 GiB."""
 
 NO_SHARE = 1e-9
 """The least share of a device's memory that vLLM's configuration takes."""
@@ -111,6 +115,7 @@ class Layout:
         engine: this runner's engine, its rank among those of the node.
         reserved_bytes: memory that the layouts beyond DP will still take.
         agree: from the KV bytes that this engine can hold to those that every engine can.
+        captures: what is to be known of the graphs of its model.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class Layout:
         engine: int,
         reserved_bytes: int,
         agree: Callable[[int], int],
+        captures: CapturedSteps,
     ) -> None:
         self.config = config
         self.degree: int = config.parallel_config.tensor_parallel_size
@@ -133,7 +139,7 @@ class Layout:
         self._is_loaded = False
         self._worker = WorkerWrapperBase(rpc_rank=0, global_rank=communicators.group.index(engine))
         self._by_sequence: SequenceParallelModel | None = None
-        self.captures = CapturedSteps()
+        self.captures = captures
         """What graphs there are of its model."""
         self._entering: Entering = entering
 
@@ -179,6 +185,8 @@ class Layout:
                 ]
             )
             self._worker.init_device()
+        if self.captures.larger:
+            capture_also(self.model_runner, self.captures.larger)
 
     def load(self, groups: int) -> None:
         """Load (DP) or view (other layouts) the weights.
@@ -198,17 +206,18 @@ class Layout:
             if isinstance(module, TorchCompileWithNoGuardsWrapper):
                 module.cleanup()
 
-    def enable_sp(self, base: "Layout", groups: SpGroups) -> None:
+    def enable_sp(self, base: "Layout", groups: SpGroups, *, by_peers: bool) -> None:
         """Let steps of this layout run by sequence. Collective over its group.
 
         Args:
             base: the layout whose model runs then; both are loaded.
             groups: in which this member exchanges.
+            by_peers: whether that is through the members' memory.
 
         Raises:
             UnexchangeableAttention: the layers' heads do not fit the groups.
         """
-        exchange = self._exchange(base, groups)
+        exchange = self._peer_exchange(base, groups) if by_peers else HeadExchange(groups)
         layers = exchanged_layers(self.config, base.config, exchange)
         # Connecting takes memory, which vLLM's profiling then finds in use.
         exchange.connect(next(self.model.parameters()).device)
@@ -216,11 +225,9 @@ class Layout:
             self.model, base.model, base.active, exchange, layers, base.captures
         )
 
-    def _exchange(self, base: "Layout", groups: SpGroups) -> HeadExchange:
-        if not (peer_exchange.ENABLED and current_platform.is_cuda()):
-            return HeadExchange(groups)
+    def _peer_exchange(self, base: "Layout", groups: SpGroups) -> PeerExchange:
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
-        tokens = largest_share(base.config, len(members))
+        tokens = largest_share(base.config, len(members), base.captures.larger)
         bytes_of_token = exchanged_bytes(base.config, size_of(groups.within))
         memory = SymmetricMemory(
             self._communicators.finding_group(members),
@@ -235,7 +242,7 @@ class Layout:
         """Run a worker method in this layout (``vllm.v1.serial_utils.run_method``)."""
         if method == "determine_available_memory":
             return self._available_memory()
-        records = captured.ENABLED and method == "compile_or_warm_up_model"
+        records = self.captures.wanted and method == "compile_or_warm_up_model"
         recorded = self.captures.recorded(self.model) if records else nullcontext()
         with self.active(), self._buffer.in_use(), recorded:
             return run_method(self._worker, method, args, kwargs or {})

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from policies.partition import Group
 from runtime.config import NodeConfig
+from runtime.engine.captured import CapturedSteps, share_of
 from runtime.engine.communicators import Communicators, join_node, sp_groups
 from runtime.engine.device_memory import MemoryPhases
 from runtime.engine.executor import UnitExecutor
@@ -20,17 +21,21 @@ from runtime.engine.head_order import base_of, head_shard
 from runtime.engine.kv_cache import SharedKVBuffer
 from runtime.engine.layouts import (
     CONNECTED_LAYOUT_BYTES,
+    LARGER_CAPTURES_BYTES,
     LAYOUT_BYTES,
     Layout,
     dp_config,
     group_config,
 )
+from runtime.engine.peer_exchange import exchanges_by_peers
 from runtime.engine.rendezvous import (
     LOAD_SECONDS,
     REJOIN_SECONDS,
     Rendezvous,
     agreed_minimum,
 )
+from runtime.engine.share_captures import sizes_are_chosen, wanted_sizes
+from runtime.engine.sp_settings import exchange_setting, replays_graphs
 from runtime.engine.turns import OWN
 from runtime.engine.ulysses import check_exchangeable
 from runtime.engine.weights import register_view_loader
@@ -56,7 +61,12 @@ class LayoutLoader:
         self._directory = Path(node.runtime_dir)
         self._buffer = SharedKVBuffer()
         self._communicators: dict[int, Communicators] = {}
+        self._by_peers: dict[int, bool] = {}
         self._dp: VllmConfig
+        by_sequence = node.max_sp > 1
+        self._exchange = exchange_setting() if by_sequence else ""
+        self._replays = by_sequence and replays_graphs()
+        self._captures_larger = self._replays and not sizes_are_chosen(node.vllm_args)
         register_view_loader(
             lambda: self.layouts[OWN].model,
             lambda rank, degree: head_shard(rank, degree, node.max_sp),
@@ -128,6 +138,8 @@ class LayoutLoader:
         """Find the other members, and make the layout but for its worker and its weights."""
         dp = self._dp
         config = dp if degree == OWN else group_config(self._node, dp, degree, UnitExecutor)
+        self._by_peers[degree] = self._exchanges_by_peers(degree)
+        captures = self._captures(degree, config)
         rendezvous = Rendezvous(
             self._directory, self._group(degree), self._engine, generation, seconds
         )
@@ -136,11 +148,40 @@ class LayoutLoader:
         agree = partial(
             agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
         )
+        layout = Layout(
+            config, communicators, self._buffer, self._engine, self._reserved(), agree, captures
+        )
+        self.layouts = dict(sorted({**self.layouts, degree: layout}.items()))
+
+    def _reserved(self) -> int:
+        """Return the bytes that the layouts beyond DP take, but for weights and KV."""
         # Exchanges by sequence connect the members as the weights are loaded.
         each = CONNECTED_LAYOUT_BYTES if self._node.max_sp > 1 else LAYOUT_BYTES
-        reserved = each * (len(self._node.degrees) - 1)
-        layout = Layout(config, communicators, self._buffer, self._engine, reserved, agree)
-        self.layouts = dict(sorted({**self.layouts, degree: layout}.items()))
+        beyond = self._node.degrees[1:]
+        bases = [degree for degree in beyond if self._captures_larger and self._shares(degree)]
+        return each * len(beyond) + LARGER_CAPTURES_BYTES * len(bases)
+
+    def _shares(self, degree: int) -> list[int]:
+        """Return the SP degrees of the groups whose base is the layout of ``degree``."""
+        if self._node.max_sp == 1:
+            return []
+        bases = [base_of(group, self._node.max_sp) for group in self._node.degrees[1:]]
+        return [base.sp for base in bases if base.tp == degree]
+
+    def _captures(self, degree: int, config: VllmConfig) -> CapturedSteps:
+        """Return what is to be known of a layout's graphs: nothing, unless a group replays them."""
+        shares = self._shares(degree)
+        if not (shares and self._replays):
+            return CapturedSteps()
+        most = share_of(config, min(shares))
+        larger = wanted_sizes(config, most) if self._captures_larger else []
+        return CapturedSteps(wanted=True, larger=larger)
+
+    def _exchanges_by_peers(self, degree: int) -> bool:
+        if degree == OWN or self._node.max_sp == 1:
+            return False
+        devices = self._group(degree) if current_platform.is_cuda() else ()
+        return exchanges_by_peers(self._exchange, devices)
 
     def _load_weights(self, degree: int) -> None:
         self.layouts[degree].load(self._node.max_group)
@@ -159,7 +200,8 @@ class LayoutLoader:
         narrow = [self._communicators[d] for d in sorted(self._communicators) if d <= degree]
         kv_heads = self._dp.model_config.get_total_num_kv_heads()
         base = self.layouts[base_of(degree, max_sp).tp]
-        self.layouts[degree].enable_sp(base, sp_groups(narrow, max_sp, kv_heads))
+        groups = sp_groups(narrow, max_sp, kv_heads)
+        self.layouts[degree].enable_sp(base, groups, by_peers=self._by_peers[degree])
 
     @property
     def _init_method(self) -> str:

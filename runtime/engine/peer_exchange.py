@@ -11,20 +11,68 @@ for a reduction's many small steps; here are none. And it takes more of the host
 is one kernel of our own (``peer_exchange_kernel.py``) and the barrier.
 """
 
-import os
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from vllm.platforms import current_platform
 
 from runtime.engine.communicators import SpGroups
 from runtime.engine.exchange import WORD, HeadExchange, words_of
+from runtime.engine.sp_settings import EXCHANGE, SettingError
 
-ENABLED = os.environ.get("SHOAL_SP_EXCHANGE", "nccl") == "peer"
-"""Whether groups on GPUs exchange so. By default by NCCL: this is not measured yet."""
+log = logging.getLogger("shoal.engine")
 
 LINE_BYTES = 128
 """Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
+
+
+def exchanges_by_peers(
+    setting: str,
+    devices: Sequence[int],
+    *,
+    can_access: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
+    by_nvlink: Callable[[Sequence[int]], bool] | None = None,
+) -> bool:
+    """Return whether a group exchanges through its members' memory, not by collectives.
+
+    No member asks another one: each sees all of the node's devices, and so all come to the same.
+
+    Args:
+        setting: see ``exchange_setting``.
+        devices: of the group's members, in order; none: they have none.
+        can_access: whether a device can access the memory of another one.
+        by_nvlink: whether NVLink connects every two of these devices.
+
+    Raises:
+        SettingError: the setting is ``peer``, and they cannot.
+    """
+    if setting == "nccl" or (setting == "auto" and not devices):
+        return False
+    pairs = permutations(devices, 2)
+    barred = next((pair for pair in pairs if not can_access(*pair)), None)
+    problem = ""
+    if not devices:
+        problem = "there are no GPUs"
+    elif barred is not None:
+        problem = "GPU {} cannot access the memory of GPU {}".format(*barred)
+    elif setting == "auto" and not (by_nvlink or _by_nvlink)(devices):
+        # Members wait for each other by atomic operations, which peers on PCIe need not have.
+        problem = "NVLink does not connect every two of them"
+    if problem and setting == "peer":
+        raise SettingError(f"{EXCHANGE}=peer: {problem}")
+    if problem:
+        names = ", ".join(map(str, devices))
+        log.info("steps by sequence of GPUs %s exchange by NCCL: %s", names, problem)
+    return not problem
+
+
+def _by_nvlink(devices: Sequence[int]) -> bool:
+    """Return whether NVLink connects every two, as vLLM asks for its custom all-reduce."""
+    physical = current_platform.visible_device_id_to_physical_device_id
+    return bool(current_platform.is_fully_connected([physical(device) for device in devices]))
 
 
 class Slot(NamedTuple):

@@ -21,6 +21,9 @@ class Seam:
 
 _LAYERS = "vllm.model_executor.layers"
 _BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
+_DISPATCHER = "vllm.v1.cudagraph_dispatcher"
+_V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_V2_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTENTION = f"{_LAYERS}.attention.attention"
 _SCALED_MM = "vllm.model_executor.kernels.linear.scaled_mm"
 
@@ -62,6 +65,12 @@ SEAMS = (
     Seam("vllm.forward_context", "ForwardContext.batch_descriptor", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.is_padding", "ulysses"),
     Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", "captured"),
+    Seam(_DISPATCHER, "CudagraphDispatcher.initialize_cudagraph_keys", "share_captures"),
+    Seam(_DISPATCHER, "CudagraphDispatcher.dispatch", "share_captures"),
+    Seam(_V1_RUNNER, "GPUModelRunner.capture_model", "share_captures"),
+    Seam(_V1_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "share_captures"),
+    Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "share_captures"),
+    Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "share_captures"),
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
     Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
     Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "weights"),

@@ -76,17 +76,21 @@ def test_nothing_is_looked_at_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "captured", "share"),
+    ("members", "captured", "larger", "share"),
     [
-        pytest.param(1, [1, 256, 512], 1000, id="too large for any"),
-        pytest.param(2, [1, 256, 512], 512, id="padded"),
-        pytest.param(4, [1, 256, 512], 256, id="padded to a smaller one"),
-        pytest.param(3, [], 334, id="without graphs, not divided evenly"),
+        pytest.param(1, [1, 256, 512], [], 1000, id="too large for any"),
+        pytest.param(2, [1, 256, 512], [], 512, id="padded"),
+        pytest.param(4, [1, 256, 512], [], 256, id="padded to a smaller one"),
+        pytest.param(3, [], [], 334, id="without graphs, not divided evenly"),
+        pytest.param(2, [1, 256], [384, 512], 512, id="padded to one for such steps alone"),
+        pytest.param(1, [1, 256], [384, 512], 1000, id="too large for these as well"),
     ],
 )
-def test_the_largest_share_has_its_padding(members: int, captured: list[int], share: int) -> None:
+def test_the_largest_share_has_its_padding(
+    members: int, captured: list[int], larger: list[int], share: int
+) -> None:
     base: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=1000),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
     )
-    assert largest_share(base, members) == share
+    assert largest_share(base, members, larger) == share

@@ -135,11 +135,12 @@ def test_tokens_are_stocks_however_steps_run(
     assert node.audit() == []
 
 
+@pytest.mark.parametrize("sizes", [(5, 12), (576,)], ids=["a few", "hundreds of tokens"])
 def test_tokens_are_stocks_where_shares_are_padded_as_for_graphs(
-    node: RealNode, expected_of_mixed: Expected
+    node: RealNode, expected_of_mixed: Expected, sizes: tuple[int, ...]
 ) -> None:
-    """CPUs capture none; all but the replay is done, of shares of up to 12 tokens."""
-    node.probe_all(probes.pretend_captures, 5, 12)
+    """CPUs capture none; all but the replay is done, of shares of up to the largest size."""
+    node.probe_all(probes.pretend_captures, *sizes)
     assert generate_in(node, QUARTET, Script.SP) == expected_of_mixed
     assert node.probe_all(probes.forget_captures) == [1] * ENGINES, "only the base's are"
 

@@ -72,6 +72,7 @@ class OneStep:
         self.scheduled = SchedulerOutput.make_empty()
         self.scheduled.total_num_scheduled_tokens = tokens
         self.scheduled.num_scheduled_tokens = {"r": tokens}
+        self.scheduled.scheduled_new_reqs = [SimpleNamespace(req_id="r", num_computed_tokens=0)]
         self.scheduled.finished_req_ids = {"gone"}
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1))
         self.deferred_waiting: list[Any] = []

@@ -108,13 +108,16 @@ def test_a_step_that_fails_leaves_the_context_as_it_was() -> None:
     assert vars(outside) == before
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(8, 4), (14, 8), (16, 8), (18, None)])
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [(8, 4), (14, 8), (16, 8), (1026, 576), (1152, 576), (2300, 1152), (2306, None)],
+)
 def test_what_graphs_were_captured_for_is_replayed_on_a_padded_share(
     tokens: int, share: int | None
 ) -> None:
-    """Graphs read from where they were captured with; there are none of nine tokens or more."""
-    buffers = torch.full((2, 8), -1)
-    captured, layers = capture(buffers, sizes=(8, 4)), {"layers.0.attn": object()}
+    """Graphs read from where they were captured with; there are none of more than the largest."""
+    buffers = torch.full((2, 1152), -1)
+    captured, layers = capture(buffers, sizes=(1152, 576, 8, 4)), {"layers.0.attn": object()}
     rows = share or tokens // 2
 
     def base(input_ids: torch.Tensor, positions: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -1,0 +1,178 @@
+"""CUDA graphs of a layout's model for more tokens than its own steps have graphs for.
+
+A step by sequence has long shares and many kernels to launch, and waits for the host where it has
+no graph; a layout's own step of that length does not, and would pay for the padding. So vLLM
+captures piecewise graphs for both, and its dispatcher finds those of its own sizes alone.
+
+vLLM's configuration stays as it is: the keys of its compile cache, the ranges that it compiles for,
+what attention backends set up for the largest size, and the sizes of whole graphs come from it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+LARGEST_SHARE = 2048
+"""Tokens above which no graphs are captured. Of a prefill in shares of so many, without graphs, no
+kernel ran in 6 % of the time (8B Llama shape, four H200s): the host is ahead of the device."""
+
+SMALLEST_STEP = 8
+"""Tokens between two sizes at least, as between most of vLLM's own."""
+
+
+def larger_sizes(largest: int, most: int) -> list[int]:
+    """Return sizes above ``largest`` for up to ``most`` tokens, which is the last of them.
+
+    From one to the next is an eighth at most, or ``SMALLEST_STEP``: as much of a share may be
+    padding. Above 512 tokens that is every 64, above 1,024 every 128.
+
+    Args:
+        largest: tokens that there are graphs for.
+        most: tokens that there shall be.
+    """
+    sizes: list[int] = []
+    size = largest
+    while size < most:
+        eighth = (1 << size.bit_length() - 1) // 8  # of the power of two below
+        step = max(SMALLEST_STEP, eighth)
+        size = min((size // step + 1) * step, most)
+        sizes.append(size)
+    return sizes
+
+
+def wanted_sizes(config: VllmConfig, most: int) -> list[int]:
+    """Return the sizes that a layout's graphs lack for shares of up to ``most`` tokens.
+
+    None for a layout without piecewise graphs.
+    """
+    compilation = config.compilation_config
+    sizes, mode = compilation.cudagraph_capture_sizes, compilation.cudagraph_mode
+    if not sizes or mode is None or mode.mixed_mode() is not CUDAGraphMode.PIECEWISE:
+        return []
+    if is_breakable_cudagraph_enabled():  # those hang on vLLM's runner, not on the model
+        return []
+    return larger_sizes(max(sizes), min(most, LARGEST_SHARE))
+
+
+def sizes_are_chosen(vllm_args: Mapping[str, Any]) -> bool:
+    """Return whether these arguments of ``AsyncEngineArgs`` say which sizes are captured.
+
+    Whoever says so bounds the memory and the time that graphs take: no others are captured then.
+    """
+    compilation = vllm_args.get("compilation_config") or {}
+    within = compilation if isinstance(compilation, Mapping) else vars(compilation)
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    return any(given.get(name) is not None for given in (vllm_args, within) for name in names)
+
+
+def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:
+    """Have a model runner capture piecewise graphs of these sizes, and never run them itself.
+
+    They are captured with vLLM's own, and estimated with them when it measures what graphs take.
+
+    Args:
+        model_runner: of vLLM, V1 or V2; its KV cache is not initialised.
+        sizes: in tokens, all above those of its configuration.
+    """
+    if hasattr(model_runner, "cudagraph_dispatcher"):
+        dispatcher = LargerSharesDispatcher(model_runner.vllm_config, sizes)
+        model_runner.cudagraph_dispatcher = dispatcher
+        for method in ("profile_cudagraph_memory", "capture_model"):
+            _call_within(model_runner, method, lambda _: dispatcher.capturing())
+    else:
+        # It measures what graphs take by this very method.
+        _call_within(model_runner, "capture_model", lambda runner: _also_of(runner, sizes))
+
+
+def _call_within(
+    owner: Any, method: str, manager: Callable[[Any], AbstractContextManager[None]]
+) -> None:
+    """Let every call of a method of this one object happen within a ``manager(owner)``."""
+    function = getattr(type(owner), method)
+    # vLLM freezes what is there after its warm-up: a cycle would outlive the layout.
+    reference = weakref.ref(owner)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        this = reference()
+        with manager(this):
+            return function(this, *args, **kwargs)
+
+    setattr(owner, method, call)
+
+
+class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
+    """The dispatcher of a V1 model runner that captures larger sizes too.
+
+    Args:
+        config: of the layout.
+        sizes: in tokens, all above those of ``config``.
+    """
+
+    def __init__(self, config: VllmConfig, sizes: Sequence[int]) -> None:
+        super().__init__(config)
+        self._larger = {size: BatchDescriptor(size) for size in sizes}
+        self._captures = False
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While active, find graphs of the larger sizes: vLLM captures what is found."""
+        self._captures = True
+        try:
+            yield
+        finally:
+            self._captures = False
+
+    def initialize_cudagraph_keys(
+        self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1
+    ) -> None:
+        """Add the larger sizes to those of which piecewise graphs are captured."""
+        super().initialize_cudagraph_keys(cudagraph_mode, uniform_decode_query_len)
+        if cudagraph_mode.mixed_mode() is CUDAGraphMode.PIECEWISE:
+            for descriptor in self._larger.values():
+                self.add_cudagraph_key(CUDAGraphMode.PIECEWISE, descriptor)
+
+    def dispatch(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Find what vLLM finds, in its own sizes; while it captures, the larger sizes as well."""
+        if self._captures and self._is_larger(num_tokens, **kwargs):
+            return CUDAGraphMode.PIECEWISE, self._larger[num_tokens]
+        return super().dispatch(num_tokens, *args, **kwargs)
+
+    def _is_larger(
+        self, num_tokens: int, valid_modes: Set[CUDAGraphMode] | None = None, **_: Any
+    ) -> bool:
+        # vLLM runs a size without graphs before it captures it.
+        allowed = valid_modes or CUDAGraphMode.valid_runtime_modes()
+        mode = CUDAGraphMode.PIECEWISE
+        return mode in allowed and self._larger.get(num_tokens) in self.cudagraph_keys[mode]
+
+
+@contextmanager
+def _also_of(model_runner: Any, sizes: Sequence[int]) -> Iterator[None]:
+    """While active, let a V2 model runner capture these sizes with its own.
+
+    What it runs is found among the candidates that it has made of its own sizes before.
+    """
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    to_capture = model_runner.cudagraph_manager._capture_descs
+    own = to_capture.get(CUDAGraphMode.PIECEWISE)
+    if not own:
+        yield
+        return
+    larger = [
+        BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None)
+        for size in sorted(sizes, reverse=True)  # large ones first: small ones use their memory
+    ]
+    to_capture[CUDAGraphMode.PIECEWISE] = [*larger, *own]
+    try:
+        yield
+    finally:
+        to_capture[CUDAGraphMode.PIECEWISE] = own

@@ -1,0 +1,105 @@
+"""Which layouts' graphs steps by sequence replay, on all shapes of node, and what that reserves."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from runtime.config import NodeConfig
+from runtime.engine.layouts import CONNECTED_LAYOUT_BYTES, LARGER_CAPTURES_BYTES, LAYOUT_BYTES
+from runtime.engine.loading import LayoutLoader
+from runtime.engine.sp_settings import SettingError
+
+MAX_TOKENS = 3000
+OWN_SIZES = [1, 256, 512]
+SHARE_OF_TWO = [576, 640, 704, 768, 832, 896, 960, 1024, 1152, 1280, 1408, 1500]
+SHARE_OF_FOUR = [576, 640, 704, 750]
+
+CONFIG: Any = SimpleNamespace(
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+    compilation_config=SimpleNamespace(
+        cudagraph_capture_sizes=OWN_SIZES, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+    ),
+)
+
+
+def loader(max_sp: int, vllm_args: Mapping[str, Any] | None = None) -> LayoutLoader:
+    node = NodeConfig(8, 4, "manual", "unused", dict(vllm_args or {}), max_sp=max_sp)
+    return LayoutLoader(node, 0)
+
+
+def captures(of: LayoutLoader) -> dict[int, tuple[bool, list[int]]]:
+    """Return by degree whether steps by sequence replay graphs of the layout, and which larger."""
+    found = {degree: of._captures(degree, CONFIG) for degree in (1, 2, 4)}
+    return {degree: (each.wanted, list(each.larger)) for degree, each in found.items()}
+
+
+NONE = (False, list[int]())
+
+
+@pytest.mark.parametrize(
+    ("max_sp", "wanted"),
+    [
+        pytest.param(1, {1: NONE, 2: NONE, 4: NONE}, id="no steps by sequence"),
+        pytest.param(4, {1: (True, SHARE_OF_TWO), 2: NONE, 4: NONE}, id="the base is DP"),
+        pytest.param(
+            2,
+            {1: (True, SHARE_OF_TWO), 2: (True, SHARE_OF_TWO), 4: NONE},
+            id="the base of a group of four is TP2",
+        ),
+    ],
+)
+def test_graphs_of_bases_are_replayed(
+    max_sp: int, wanted: dict[int, tuple[bool, list[int]]]
+) -> None:
+    assert captures(loader(max_sp)) == wanted
+
+
+def test_sizes_go_as_far_as_the_largest_share_of_any_group() -> None:
+    """With groups of four alone, shares were no larger than these."""
+    groups = loader(4)
+    groups._node = SimpleNamespace(max_sp=4, degrees=(1, 4))  # type: ignore[assignment]
+    assert captures(groups)[1] == (True, SHARE_OF_FOUR)
+
+
+def test_who_chooses_sizes_gets_those_alone() -> None:
+    chosen = loader(4, {"cudagraph_capture_sizes": OWN_SIZES})
+    assert captures(chosen) == {1: (True, []), 2: NONE, 4: NONE}
+
+
+def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SP_GRAPHS", "0")
+    assert captures(loader(4)) == {1: NONE, 2: NONE, 4: NONE}
+
+
+def test_memory_is_kept_for_the_larger_graphs_that_vllm_does_not_measure() -> None:
+    """It measures those of DP."""
+    connected = 2 * CONNECTED_LAYOUT_BYTES
+    assert loader(1)._reserved() == 2 * LAYOUT_BYTES
+    assert loader(4)._reserved() == connected
+    assert loader(2)._reserved() == connected + LARGER_CAPTURES_BYTES
+    assert loader(2, {"max_cudagraph_capture_size": 512})._reserved() == connected
+
+
+@pytest.mark.parametrize("name", ["SHOAL_SP_EXCHANGE", "SHOAL_SP_GRAPHS"])
+def test_a_wrong_word_is_found_before_anything_is_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(SettingError, match=f"^{name}=yes: "):
+        loader(2)
+    loader(1)
+
+
+def test_an_exchange_that_cannot_be_is_found_before_members_meet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHOAL_SP_EXCHANGE", "peer")
+    node = loader(2)
+    node._dp = CONFIG
+    monkeypatch.setattr("runtime.engine.loading.group_config", lambda *_: CONFIG)
+    with pytest.raises(SettingError, match="there are no GPUs"):
+        node._meet(2, 0, 0.0)

@@ -1,0 +1,93 @@
+"""Whether a group's members exchange through each other's memory (how: ``test_exchange.py``)."""
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import permutations
+
+import pytest
+
+from runtime.engine.peer_exchange import exchanges_by_peers
+from runtime.engine.sp_settings import SettingError
+
+GROUP = (4, 5, 6, 7)
+
+
+def everybody(_device: int, _peer: int) -> bool:
+    return True
+
+
+def connected(_devices: Sequence[int]) -> bool:
+    return True
+
+
+def apart(_devices: Sequence[int]) -> bool:
+    return False
+
+
+def nobody(*_: object) -> bool:
+    raise AssertionError("nobody asks")
+
+
+def all_but(*barred: tuple[int, int]) -> Callable[[int, int], bool]:
+    return lambda device, peer: (device, peer) not in barred
+
+
+@pytest.mark.parametrize("setting", ["auto", "peer"])
+def test_members_that_reach_each_other_do(setting: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = list[tuple[int, int]]()
+
+    def can_access(device: int, peer: int) -> bool:
+        asked.append((device, peer))
+        return True
+
+    caplog.set_level(logging.INFO)
+    assert exchanges_by_peers(setting, GROUP, can_access=can_access, by_nvlink=connected)
+    assert sorted(asked) == sorted(permutations(GROUP, 2)), "each pair, both ways, and no other"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("pair", list(permutations(GROUP, 2)))
+def test_one_pair_that_does_not_is_enough_and_is_named(
+    pair: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    can_access = all_but(pair)
+    caplog.set_level(logging.INFO)
+    assert not exchanges_by_peers("auto", GROUP, can_access=can_access, by_nvlink=connected)
+    problem = f"GPU {pair[0]} cannot access the memory of GPU {pair[1]}"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"steps by sequence of GPUs 4, 5, 6, 7 exchange by NCCL: {problem}"
+    )
+    with pytest.raises(SettingError) as error:
+        exchanges_by_peers("peer", GROUP, can_access=can_access, by_nvlink=connected)
+    assert str(error.value) == f"SHOAL_SP_EXCHANGE=peer: {problem}"
+
+
+def test_a_pair_of_another_group_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    can_access = all_but((3, 4), (4, 3))
+    assert exchanges_by_peers("auto", GROUP, can_access=can_access, by_nvlink=connected)
+    assert not caplog.records
+
+
+def test_without_nvlink_members_do_if_they_are_told_to(caplog: pytest.LogCaptureFixture) -> None:
+    """Peers on PCIe reach each other's memory, but need not have atomic operations on it."""
+    caplog.set_level(logging.INFO)
+    assert not exchanges_by_peers("auto", GROUP, can_access=everybody, by_nvlink=apart)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("by NCCL: NVLink does not connect every two of them")
+    assert exchanges_by_peers("peer", GROUP, can_access=everybody, by_nvlink=apart)
+
+
+def test_who_wants_collectives_has_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert not exchanges_by_peers("nccl", GROUP, can_access=nobody, by_nvlink=nobody)
+    assert not caplog.records
+
+
+def test_engines_on_cpus_have_nothing_to_reach(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert not exchanges_by_peers("auto", (), can_access=nobody, by_nvlink=nobody)
+    assert not caplog.records
+    with pytest.raises(SettingError, match="there are no GPUs"):
+        exchanges_by_peers("peer", (), can_access=nobody, by_nvlink=nobody)
