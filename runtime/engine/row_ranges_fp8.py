@@ -4,7 +4,8 @@ What ``row_ranges`` is for 16-bit weights, with a scale by tensor or by token of
 one by tensor or by output channel of the weight, or with scales of blocks of both. QKV is three
 ranges of rows. A row-parallel layer is one range of rows that are parts of longer ones, which
 vLLM's CUTLASS kernels cannot read: they take every weight for packed. A step of few tokens is one
-launch of our kernel; a step of many is a GEMM for each range, vLLM's where it reads the range.
+launch of our kernel; a step of many is a GEMM, vLLM's where it reads the range, of several ranges
+after a copy into one.
 
 To ``torch.compile`` it is one opaque operator. The choice is made where it runs or is captured.
 """
@@ -108,12 +109,12 @@ def _on_cuda(
     output = _empty(x, x_scale, weights, scales, biases, dtype, block)
     tile = tile_for(x.shape[0], output.shape[1], x.dtype, block)
     if tile is None:
-        return multiply_each(x, x_scale, weights, scales, biases, dtype, block)
+        return by_gemm(x, x_scale, weights, scales, biases, dtype, block)
     multiply(x, weights, biases, output, tile, Scales(x_scale, scales[0], block))
     return output
 
 
-def multiply_each(
+def by_gemm(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -122,7 +123,16 @@ def multiply_each(
     dtype: torch.dtype,
     block: int = 0,
 ) -> torch.Tensor:
-    """Return what ``linear`` returns, by a GEMM for each range and, of several, a copy."""
+    """Return what ``linear`` returns, by one GEMM; with scales of blocks by one for each range.
+
+    Several ranges are copied into one weight before: of QKV's GEMMs two are narrow, and all three
+    take longer than a wide one, by more than it takes to read and write the weight once.
+    """
+    if not block and len(weights) > 1:
+        # As bytes: those any PyTorch copies.
+        joined = torch.cat([weight.view(torch.uint8) for weight in weights])
+        weights, biases = [joined.view(x.dtype)], [torch.cat(list(biases))] if biases else []
+        scales = [torch.cat(list(scales)) if scales[0].numel() > 1 else scales[0]]
     outputs = []
     for index, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         gemm = scaled_mm
@@ -136,7 +146,7 @@ def multiply_each(
 
 
 # As a decorator it would leave None in the function's place, which the one for GPUs calls.
-torch.library.impl("shoal::row_ranges_fp8_linear", "cpu", multiply_each)
+torch.library.impl("shoal::row_ranges_fp8_linear", "cpu", by_gemm)
 
 
 def _cutlass_mm(

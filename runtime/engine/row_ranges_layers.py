@@ -225,7 +225,7 @@ class Fp8Layers(Layers):
             x, self.packed[layer].t(), scale, self.packed_scales[layer], bf16
         )
         if self.ranges[0][0].is_contiguous():
-            ways["cutlass-each"] = lambda layer: row_ranges_fp8.multiply_each(
+            ways["cutlass-copied"] = lambda layer: row_ranges_fp8.by_gemm(
                 x, scale, self.ranges[layer], self.scales[layer], [], bf16
             )
         else:

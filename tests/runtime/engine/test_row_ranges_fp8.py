@@ -160,7 +160,19 @@ def test_it_is_opaque_to_a_compiler() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_step_of_many_tokens_is_a_gemm_for_each_range_by_its_name(bias: bool) -> None:
-    """The operator for GPUs calls it so: a decorator had left nothing there."""
-    given = arguments(5, bias=bias)
-    assert_close(row_ranges_fp8.multiply_each(*given), reference(given))
+@pytest.mark.parametrize(("by_token", "by_row"), SCALES)
+def test_a_step_of_many_tokens_is_one_gemm(
+    by_token: bool, by_row: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(5, by_token=by_token, by_row=by_row, bias=bias)
+    multiplied = []
+    scaled_mm = row_ranges_fp8.scaled_mm
+
+    def counted(*args: Any) -> torch.Tensor:
+        multiplied.append(args)
+        return scaled_mm(*args)
+
+    monkeypatch.setattr(row_ranges_fp8, "scaled_mm", counted)
+    # By its name: the operator for GPUs calls it so, and a decorator had left nothing there.
+    assert_close(row_ranges_fp8.by_gemm(*given), reference(given))
+    assert len(multiplied) == 1
