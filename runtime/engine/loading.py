@@ -124,7 +124,7 @@ class LayoutLoader:
         del layout
         communicators = self._communicators.pop(degree, None)
         # Models and their runners refer to each other; graphs hold GPU memory until they go.
-        gc.collect()
+        collect_frozen()
         if communicators is not None:
             communicators.destroy()
         if current_platform.is_cuda():
@@ -213,3 +213,13 @@ class LayoutLoader:
         with self.memory.phase(name):
             yield
         self.phases[name] = time.monotonic() - start
+
+
+def collect_frozen() -> None:
+    """Free all that nothing refers to, also of what a worker's warm-up took from the collector.
+
+    It leaves the collector nothing to look at, as that did (``vllm.utils.gc_utils``).
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
