@@ -204,14 +204,19 @@ class SymmetricMemory:
         device: this member's.
 
     Raises:
-        RuntimeError: a member's memory cannot be read by another one.
+        RuntimeError: a member's memory cannot be read by another one; it says what helps.
     """
 
     def __init__(self, group: Any, words: int, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        memory = symmetric.empty(2 * words, dtype=WORD, device=device)
-        self._handle = symmetric.rendezvous(memory, group.group_name)
+        try:
+            memory = symmetric.empty(2 * words, dtype=WORD, device=device)
+            self._handle = symmetric.rendezvous(memory, group.group_name)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            text = f"memory cannot be shared ({reason}); {EXCHANGE}=nccl goes without"
+            raise RuntimeError(text) from error
         self._slots = [self._slot(group, words, offset, device) for offset in (0, words)]
         self._published = 0
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 
 import pytest
+import torch
+from torch.distributed import _symmetric_memory
 
-from runtime.engine.peer_exchange import exchanges_by_peers
+from runtime.engine.peer_exchange import SymmetricMemory, exchanges_by_peers
 from runtime.engine.sp_settings import SettingError
 
 GROUP = (4, 5, 6, 7)
@@ -91,3 +93,18 @@ def test_engines_on_cpus_have_nothing_to_reach(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
     with pytest.raises(SettingError, match="there are no GPUs"):
         exchanges_by_peers("peer", (), can_access=nobody, by_nvlink=nobody)
+
+
+def test_memory_that_cannot_be_shared_is_one_line_that_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def empty(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA driver error: no such handle\nException raised from ...")
+
+    monkeypatch.setattr(_symmetric_memory, "empty", empty)
+    with pytest.raises(RuntimeError) as raised:
+        SymmetricMemory(object(), 16, torch.device("cpu"))
+    assert str(raised.value) == (
+        "memory cannot be shared (CUDA driver error: no such handle); "
+        "SHOAL_SP_EXCHANGE=nccl goes without"
+    )
