@@ -14,7 +14,8 @@ the degree, while an all-reduce carries all tokens through every member.
 The host launches the exchanges of such a step one by one, without CUDA graphs, and takes as long
 for a layer whatever the number of tokens. Launches run ahead of the device, so the longer of the
 two counts, over all layers; the overhead lies before the first and after the last one, and is part
-of both.
+of both. A step in TP above the largest CUDA graph waits for its host too, which is not modelled: so
+``policies.shift`` compares the modes by ``device_seconds``, which leaves out every host.
 """
 
 import enum
@@ -200,9 +201,17 @@ class CostModel:
         return min(same, key=distance, default=Correction(degree, kind, mode))
 
     def roofline_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the time before any correction (Seesaw, A.1, times the number of layers)."""
+        """Return the time before any correction, in seconds: no less than a host in SP takes."""
+        host = self._host_seconds(self._sp_degree(degree, mode))
+        return max(self.device_seconds(degree, batch, mode), host) + self.hardware.overhead_seconds
+
+    def device_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
+        """Return what devices and links take, in seconds, before any correction.
+
+        Without any host's time and the overhead (Seesaw, A.1, times the number of layers).
+        """
         shape, hardware = self.shape, self.hardware
-        sp = min(degree, self.max_sp) if mode is Mode.SP else 1
+        sp = self._sp_degree(degree, mode)
         tp, tokens = degree // sp, -(-batch.tokens // sp)
         weights = shape.parameters * shape.weight_bytes
         linear = max(
@@ -219,8 +228,11 @@ class CostModel:
             attend / degree / hardware.flops_per_second,
         )
         network = self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
-        device = linear / tp + attention + network
-        return max(device, self._host_seconds(sp)) + hardware.overhead_seconds
+        return linear / tp + attention + network
+
+    def _sp_degree(self, degree: int, mode: Mode) -> int:
+        """Return among how many members such a step's tokens are divided."""
+        return min(degree, self.max_sp) if mode is Mode.SP else 1
 
     def _host_seconds(self, sp: int) -> float:
         """Return the time in which the host launches the layers of a step by sequence."""

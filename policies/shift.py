@@ -4,6 +4,10 @@ Shift Parallelism (3.3) takes one fixed number of tokens. Where the node knows i
 number can come from the cost model: the step from which on SP is the faster one. It is the roofline
 that says so, without its corrections: each mode is measured only on its own side of the threshold,
 so a correction would confirm the threshold that there is.
+
+Nor does the host count, which the model knows of steps in SP alone: these replay CUDA graphs
+between two layers' attention, while steps in TP of as many tokens have none, and wait longer for
+it. Where graphs are turned off, SP may need more tokens to be faster: set a number there.
 """
 
 import enum
@@ -25,7 +29,7 @@ class ShiftRule(enum.StrEnum):
     """What a threshold may be instead of a number of tokens."""
 
     AUTO = "auto"
-    """What the cost model says."""
+    """What the cost model says that devices and links take."""
     OFF = "off"
     """Every step is run in TP."""
 
@@ -81,13 +85,13 @@ def tokens_for(
 def _crossover(model: CostModel, degree: int) -> int | None:
     """Return the most tokens of a step that TP computes at least as fast; None: any number.
 
-    What SP saves never shrinks as a step gets longer, but for a member's padding: not while its
-    device is what takes the time, and as long as its host is, only TP's step gets longer.
+    By what devices and links take alone (see above). What SP saves never shrinks as a step gets
+    longer, but for a member's padding.
     """
 
     def sp_is_faster(tokens: int) -> bool:
         batch = Batch(prefill_tokens=tokens)
-        tp, sp = (model.roofline_seconds(degree, batch, mode) for mode in Mode)
+        tp, sp = (model.device_seconds(degree, batch, mode) for mode in Mode)
         return sp < tp
 
     if not sp_is_faster(MOST_TOKENS):

@@ -239,6 +239,24 @@ def test_no_step_in_sp_is_faster_than_its_host_and_none_in_tp_waits_for_it(
     assert in_sp == pytest.approx(max(device, 10 * host if runs_sp else 0.0))
 
 
+@given(
+    degree=st.sampled_from((1, 2, 4, 8)),
+    max_sp=st.sampled_from((1, 2, 4, 8)),
+    batch=st.builds(Batch, COUNTS, COUNTS, COUNTS, COUNTS),
+    host=st.floats(0.0, 0.1),
+    mode=st.sampled_from(Mode),
+)
+def test_what_devices_take_has_neither_host_nor_overhead(
+    degree: int, max_sp: int, batch: Batch, host: float, mode: Mode
+) -> None:
+    slow = replace(HARDWARE, sp_layer_host_seconds=host, overhead_seconds=1.0)
+    waiting, free = (CostModel(SHAPE, h, max_sp=max_sp) for h in (slow, HARDWARE))
+    assert HARDWARE.overhead_seconds == 0.0
+    device = free.roofline_seconds(degree, batch, mode)
+    assert waiting.device_seconds(degree, batch, mode) == device
+    assert waiting.roofline_seconds(degree, batch, mode) >= device + 1.0
+
+
 def test_measurements_correct_their_mode_only() -> None:
     model = replace(MODEL, max_sp=4)
     model = model.observe(4, EVERY, model.step_seconds(4, EVERY))
