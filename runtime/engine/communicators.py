@@ -6,8 +6,7 @@ in a layout means having its groups in those globals.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,9 +65,9 @@ class Communicators:
         self._finding_groups: list[Any] = []
         self._backend = backend
         self._rendezvous = rendezvous
-        # vLLM keeps one workspace per process, replaced by each worker's start and locked by its
-        # graph capture: each layout needs its own.
-        self._workspace: Any = None
+        self.workspace: Any = None
+        """vLLM keeps one per process, replaced by each worker's start and locked by its graph
+        capture: each layout needs its own."""
 
     @property
     def tensor_parallel(self) -> Any:
@@ -111,25 +110,41 @@ class Communicators:
         for group in extra:
             torch.distributed.destroy_process_group(group)
 
-    @contextmanager
-    def active(self, *, starts: bool = False) -> Iterator[None]:
-        """Make this layout's groups and workspace vLLM's current ones.
+    def active(self, *, starts: bool = False) -> "Active":
+        """Make this layout's groups and workspace vLLM's current ones, in a ``with``.
 
         Args:
             starts: leave vLLM's world what it is outside, the node: a worker that starts checks it.
         """
-        state = parallel_state.__dict__
         groups = {name: self._groups[name] for name in GROUP_GLOBALS} if starts else self._groups
-        saved = {name: state[name] for name in groups}
-        saved_workspace = workspace._manager
-        state.update(groups)
-        workspace._manager = self._workspace
-        try:
-            yield
-        finally:
-            self._workspace = workspace._manager
-            workspace._manager = saved_workspace
-            state.update(saved)
+        return Active(self, groups)
+
+
+class Active:
+    """See ``Communicators.active``. A step by sequence enters it twice: it is made to be quick.
+
+    Args:
+        layout: whose workspace it is.
+        groups: by the names of vLLM's globals.
+    """
+
+    __slots__ = ("_groups", "_layout", "_saved", "_saved_workspace")
+
+    def __init__(self, layout: Communicators, groups: dict[str, Any]) -> None:
+        self._layout = layout
+        self._groups = groups
+
+    def __enter__(self) -> None:
+        state = parallel_state.__dict__
+        self._saved = {name: state[name] for name in self._groups}
+        self._saved_workspace = workspace._manager
+        state.update(self._groups)
+        workspace._manager = self._layout.workspace
+
+    def __exit__(self, *_: object) -> None:
+        self._layout.workspace = workspace._manager
+        workspace._manager = self._saved_workspace
+        parallel_state.__dict__.update(self._saved)
 
 
 def _drop_broadcaster(group: Any) -> None:

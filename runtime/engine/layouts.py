@@ -4,8 +4,8 @@ The DP layout comes first: it owns the weights and allocates the KV buffer; ever
 both. A layout is known by its degree (the number of engines that form one instance in it).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -105,6 +105,24 @@ def _engine_config(
     return config
 
 
+_AS_IT_IS = nullcontext()
+
+
+class _Instead:
+    """While entered, a model runner has another model."""
+
+    __slots__ = ("_model", "_own", "_runner")
+
+    def __init__(self, runner: Any, model: SequenceParallelModel) -> None:
+        self._runner, self._model, self._own = runner, model, runner.model
+
+    def __enter__(self) -> None:
+        self._runner.model = self._model
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.model = self._own
+
+
 class Layout:
     """One layout on one runner: its communicators, its stock worker, its block map.
 
@@ -158,11 +176,9 @@ class Layout:
         """vLLM's model runner of this layout."""
         return self._worker.worker.model_runner
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Be in this layout: its groups and workspace are vLLM's current ones."""
-        with self._communicators.active():
-            yield
+        return self._communicators.active()
 
     def create_worker(self, init_method: str) -> None:
         """Create the stock worker and its runner's buffers.
@@ -260,21 +276,13 @@ class Layout:
         if self._by_sequence is not None:
             self._by_sequence.entering = entering
 
-    @contextmanager
-    def _in_mode(self, mode: Mode) -> Iterator[None]:
+    def _in_mode(self, mode: Mode) -> AbstractContextManager[None]:
         """Let vLLM's model runner find the model that runs a step in ``mode``."""
         if mode is Mode.TP:
-            yield
-            return
+            return _AS_IT_IS
         if self._by_sequence is None:
             raise RuntimeError(f"TP-{self.degree} was not started to run steps by sequence")
-        runner = self.model_runner
-        own = runner.model
-        runner.model = self._by_sequence
-        try:
-            yield
-        finally:
-            runner.model = own
+        return _Instead(self.model_runner, self._by_sequence)
 
     def sample(self, grammar_output: Any) -> Any:
         """Sample the step that ``execute`` ran (``Worker.sample_tokens``)."""

@@ -8,7 +8,7 @@ exchanges back. So a step may run either way, and no weight, cache or graph is a
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -303,26 +303,61 @@ class SequenceParallelModel:
             return ids, positions
         return captured.input_ids.copy_(ids), captured.positions.copy_(positions)
 
-    @contextmanager
-    def _entered(self, num_tokens: int, captured: CapturedStep | None) -> Iterator[None]:
+    def _entered(self, num_tokens: int, captured: CapturedStep | None) -> "_BySequence":
         """Be in a step by sequence of so many tokens: the base's groups, exchanged attention."""
-        exchange = self._exchange
-        exchange.begin(num_tokens, captured.descriptor.num_tokens if captured else None)
-        # The step's own context changes and changes back: with the caches cold, as they are between
-        # two steps, another one would take as long as all the rest.
-        context = vars(get_forward_context())
-        before = context.copy()
+        self._exchange.begin(num_tokens, captured.descriptor.num_tokens if captured else None)
         # Of the base's graphs, those between attention layers: in whole ones is its own attention.
         mode = CUDAGraphMode.PIECEWISE if captured else CUDAGraphMode.NONE
-        context.update(
-            no_compile_layers=self._layers,
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=captured.descriptor if captured else _descriptor(exchange.share),
-            # That of all tokens does not fit, and routers of experts alone would read one.
-            is_padding=None,
+        descriptor = captured.descriptor if captured else _descriptor(self._exchange.share)
+        return _BySequence(self._layers, mode, descriptor, self._in_base())
+
+
+class _BySequence:
+    """While entered, vLLM's context of the step is that of a step by sequence.
+
+    The step's own context changes and changes back: with the caches cold, as they are between two
+    steps, another one would take as long as all the rest.
+
+    Args:
+        layers: see ``exchanged_layers``.
+        mode: which graphs are replayed.
+        descriptor: of which number of tokens.
+        in_base: makes the base layout's groups vLLM's current ones.
+    """
+
+    __slots__ = ("_context", "_former", "_in_base", "_now")
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        in_base: AbstractContextManager[None],
+    ) -> None:
+        # The mask of all tokens does not fit, and routers of experts alone would read one.
+        self._now = (layers, mode, descriptor, None)
+        self._in_base = in_base
+
+    def __enter__(self) -> None:
+        self._in_base.__enter__()
+        context = self._context = get_forward_context()
+        self._former = (
+            context.no_compile_layers,
+            context.cudagraph_runtime_mode,
+            context.batch_descriptor,
+            context.is_padding,
         )
-        try:
-            with self._in_base():
-                yield
-        finally:
-            context.update(before)
+        self._set(self._now)
+
+    def __exit__(self, *error: Any) -> None:
+        self._set(self._former)
+        self._in_base.__exit__(*error)
+
+    def _set(self, values: tuple[Any, ...]) -> None:
+        context = self._context
+        (
+            context.no_compile_layers,
+            context.cudagraph_runtime_mode,
+            context.batch_descriptor,
+            context.is_padding,
+        ) = values
