@@ -112,11 +112,12 @@ class LayoutLoader:
             self.layouts[degree].create_worker(self._init_method)
             self._load_weights(degree)
         except Exception:
-            self._drop(degree)
+            # The error still refers to it: it goes with the next collection after that.
+            self._drop(degree, freeze=False)
             raise
         return self.layouts[degree]
 
-    def _drop(self, degree: int) -> None:
+    def _drop(self, degree: int, *, freeze: bool = True) -> None:
         """Free what a layout has to itself. Its peers may be dead: none of them is waited for."""
         layout = self.layouts.pop(degree, None)
         if layout is not None:
@@ -124,7 +125,7 @@ class LayoutLoader:
         del layout
         communicators = self._communicators.pop(degree, None)
         # Models and their runners refer to each other; graphs hold GPU memory until they go.
-        collect_frozen()
+        collect_frozen(freeze=freeze)
         if communicators is not None:
             communicators.destroy()
         if current_platform.is_cuda():
@@ -215,11 +216,13 @@ class LayoutLoader:
         self.phases[name] = time.monotonic() - start
 
 
-def collect_frozen() -> None:
+def collect_frozen(*, freeze: bool = True) -> None:
     """Free all that nothing refers to, also of what a worker's warm-up took from the collector.
 
-    It leaves the collector nothing to look at, as that did (``vllm.utils.gc_utils``).
+    Args:
+        freeze: take from it all that is left, as that did (``vllm.utils.gc_utils``).
     """
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    if freeze:
+        gc.freeze()

@@ -131,7 +131,8 @@ class VllmCore:
                 output.request_id for output in client_outputs.outputs if output.finished
             ]
             self._outputs.append(CoreOutputs(client_index, self._encoder.encode(client_outputs)))
-        if self._deferred is not None:
+        # Of a step that was scheduled ahead, the tokens of the one before are still to come.
+        if self._deferred is not None and self._in_flight[0] is self._deferred:
             deferred, self._deferred = self._deferred, None
             grammar = self._scheduler.get_grammar_bitmask(deferred.scheduled)
             self._executor.sample_step(deferred.seq, grammar)
@@ -145,22 +146,29 @@ class VllmCore:
     def dispatch_ahead(self) -> bool:
         """See ``interface.Core.dispatch_ahead``.
 
-        To vLLM's scheduler it is one more step in flight, as it has them with pipeline parallelism;
-        runners have no more than before. With many requests, scheduling a step takes the host about
-        as long as what the outcome of one leads to (``Scheduler.update_from_output``, answers), and
-        together with what runners prepare longer than a wide group's device computes.
+        To vLLM's scheduler it is a third step in flight, to runners the second as ever. With many
+        requests, scheduling a step takes the host about as long as what the outcome of one leads to
+        (``Scheduler.update_from_output``, answers), and together with what runners prepare longer
+        than a wide group's device computes.
         """
         return self._can_go_ahead() and self._dispatch(ended=1)
 
     def _can_go_ahead(self) -> bool:
-        steps = self._in_flight
-        if len(self._scheduler.running) < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
+        steps, running = self._in_flight, len(self._scheduler.running)
+        if running < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
             return False
         ended = steps[0].future
         if not ended.done() or ended.exception() is not None:
             return False
-        # A first token is not to wait for anything.
-        return not any(step.work.prefill_tokens for step in steps)
+        # A first token is not to wait for anything, and nobody to be preempted for a step in vain.
+        if any(step.work.prefill_tokens for step in steps):
+            return False
+        if self.block_pool.get_num_free_blocks() < running:
+            return False
+        # Where the later step left a request out, for want of blocks say, runners would be given
+        # its tokens anew, as far as they are known here: without that of the step that has ended.
+        older, newer = steps[0].scheduled, steps[-1].scheduled
+        return older.num_scheduled_tokens.keys() <= newer.num_scheduled_tokens.keys()
 
     def pause(self) -> None:
         """See ``interface.Core.pause``: nothing to do, steps are queued one by one."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.preloaded import know_models
-from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock, make_model
+from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock, make_model
 
 MOST_TOKENS = 250
 """Output tokens of the longest comparison."""
@@ -27,7 +27,7 @@ def stock(llama: Path) -> Stock:
     """Return what says what stock vLLM generates: for which of the prompts, how many tokens."""
     from tests.runtime.engine.real_node import stock_tokens  # slow: vLLM
 
-    prompts = PROMPTS + SHARED
+    prompts = PROMPTS + SHARED + MANY
     known = dict(zip(map(tuple, prompts), stock_tokens(llama, prompts, MOST_TOKENS), strict=True))
 
     def tokens(wanted: Sequence[Sequence[int]], length: int) -> list[list[int]]:

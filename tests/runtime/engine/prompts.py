@@ -43,3 +43,6 @@ SHARED = [
     for shared, tail in zip((200, 200, 128), random_prompts((20, 70, 33), seed=8), strict=True)
 ]
 """Prompts that begin like the longest one: prefix cache hits, whole and in part."""
+
+MANY = random_prompts((5, 17, 31, 33, 64, 65, 5, 17, 31, 33, 64, 65, 5, 17, 31, 33), seed=11)
+"""As many as a node of the tests runs at once."""

@@ -14,10 +14,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from runtime import messages as m
 from runtime.messages import Mode
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
+from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock
 from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script, steps_ahead
 
+BLOCK_TOKENS = 32
 GROUP = (0, 1)
 UNITS = [(0,), (1,)]
 
@@ -71,12 +72,34 @@ def test_tokens_are_stocks_where_steps_are_scheduled_ahead(node: RealNode, stock
 
 
 def test_a_grammar_has_the_token_of_every_step(node: RealNode, llama: Path, stock: Stock) -> None:
-    """Beside requests that would be scheduled ahead."""
-    beside = node.submit((0,), PROMPTS[1:4], max_tokens=200)
+    """Beside requests whose steps go ahead, and of a prompt that is cached but for one token."""
+    prompt = PROMPTS[4]
+    assert len(prompt) == BLOCK_TOKENS + 1
+    alone = structured(node, (0,), prompt)
+    beside = node.submit((0,), PROMPTS[:4], max_tokens=400)
     node.wait_for_tokens(beside, 2)
-    alone = structured(node, (1,), PROMPTS[0])
-    assert structured(node, (0,), PROMPTS[0]) == alone
-    assert [tokens[:32] for tokens in node.wait(beside)] == stock(PROMPTS, 32)[1:4]
+    for _ in range(3):
+        assert structured(node, (0,), prompt) == alone
+    assert not node.finished.keys() & set(beside)
+    assert [tokens[:32] for tokens in node.wait(beside)] == stock(PROMPTS, 32)[:4]
+
+
+def test_tokens_are_stocks_where_blocks_run_out(llama: Path, stock: Stock) -> None:
+    """Requests are preempted between steps that go ahead, and come back."""
+    counts = range(45, 45 + 7 * len(MANY), 7)
+    expected = stock(MANY, counts[-1])
+    with RealNode(
+        llama, 2, max_sp=2, async_scheduling=True, kv_cache_memory_bytes=1_200_000
+    ) as node:
+        for _ in range(2):
+            requests = [
+                node.submit((0,), [prompt], max_tokens=count)
+                for prompt, count in zip(MANY, counts, strict=True)
+            ]
+            found = [node.wait(request)[0] for request in requests]
+            assert found == [e[:count] for e, count in zip(expected, counts, strict=True)]
+        assert steps_ahead(node.config, 0) > 0
+        assert node.audit() == []
 
 
 def test_tokens_are_stocks_however_steps_run(node: RealNode, stock: Stock) -> None:

@@ -58,18 +58,28 @@ DECODES = Work(steps=1, decodes=64, context_tokens=64)
 PROMPT = Work(steps=1, prefill_tokens=64, prefill_pairs=64)
 
 
-def in_flight(work: Work, *, ended: bool = False, error: Exception | None = None) -> InFlight:
+def in_flight(
+    work: Work, *, ended: bool = False, error: Exception | None = None, requests: str = "ab"
+) -> InFlight:
     future: Future[Any] = Future()
     if error is not None:
         future.set_exception(error)
     elif ended:
         future.set_result(None)
-    return InFlight(0, SchedulerOutput.make_empty(), future, Mode.TP, work)
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.num_scheduled_tokens = dict.fromkeys(requests, 1)
+    return InFlight(0, scheduled, future, Mode.TP, work)
 
 
-def goes_ahead(*steps: InFlight, running: int = AHEAD_REQUESTS, depth: int = 2) -> bool:
-    scheduler = SimpleNamespace(running=[object()] * running)
-    core = SimpleNamespace(_in_flight=deque(steps), _scheduler=scheduler, _depth=depth)
+def goes_ahead(
+    *steps: InFlight, running: int = AHEAD_REQUESTS, depth: int = 2, free: int = AHEAD_REQUESTS
+) -> bool:
+    core = SimpleNamespace(
+        _in_flight=deque(steps),
+        _scheduler=SimpleNamespace(running=[object()] * running),
+        _depth=depth,
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: free),
+    )
     return VllmCore._can_go_ahead(core)  # type: ignore[arg-type]
 
 
@@ -99,3 +109,14 @@ def test_nothing_goes_ahead_of_a_first_token() -> None:
 
 def test_nothing_goes_ahead_of_an_error() -> None:
     assert not goes_ahead(in_flight(DECODES, error=RuntimeError("dead")), in_flight(DECODES))
+
+
+def test_nobody_is_preempted_for_a_step_that_goes_ahead() -> None:
+    steps = in_flight(DECODES, ended=True), in_flight(DECODES)
+    assert not goes_ahead(*steps, free=AHEAD_REQUESTS - 1)
+
+
+def test_nothing_goes_ahead_of_a_token_that_the_later_step_has_no_use_for() -> None:
+    """A later one would tell runners the request's tokens anew, without this one."""
+    assert not goes_ahead(in_flight(DECODES, ended=True), in_flight(DECODES, requests="a"))
+    assert goes_ahead(in_flight(DECODES, ended=True), in_flight(DECODES, requests="abc"))
