@@ -167,8 +167,8 @@ class VllmCore:
             return False
         # Where the later step left a request out, for want of blocks say, runners would be given
         # its tokens anew, as far as they are known here: without that of the step that has ended.
-        older, newer = steps[0].scheduled, steps[-1].scheduled
-        return older.num_scheduled_tokens.keys() <= newer.num_scheduled_tokens.keys()
+        older, newer = (step.scheduled.num_scheduled_tokens for step in (steps[0], steps[-1]))
+        return bool(older.keys() <= newer.keys())
 
     def pause(self) -> None:
         """See ``interface.Core.pause``: nothing to do, steps are queued one by one."""
