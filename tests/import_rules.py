@@ -28,6 +28,7 @@ MODEL_LIBRARIES = frozenset({"torch", "transformers", "triton", "vllm"})
 MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     {
         "runtime.engine.captured",
+        "runtime.engine.seeded",
         "runtime.engine.communicators",
         "runtime.engine.device_memory",
         "runtime.engine.exchange",

@@ -24,6 +24,7 @@ from runtime.engine.communicators import Communicators, SpGroups, size_of
 from runtime.engine.exchange import HeadExchange
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
 from runtime.engine.peer_exchange import PeerExchange, SymmetricMemory, needed_words
+from runtime.engine.seeded import thrown_away_unseeded
 from runtime.engine.share_captures import capture_also
 from runtime.engine.ulysses import (
     Entering,
@@ -286,7 +287,7 @@ class Layout:
 
     def sample(self, grammar_output: Any) -> Any:
         """Sample the step that ``execute`` ran (``Worker.sample_tokens``)."""
-        with self.active():
+        with self.active(), thrown_away_unseeded(self.model_runner):
             return self._worker.sample_tokens(grammar_output)
 
     def _available_memory(self) -> int:

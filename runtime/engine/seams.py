@@ -67,6 +67,7 @@ SEAMS = (
     Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", "captured"),
     Seam(_DISPATCHER, "CudagraphDispatcher.initialize_cudagraph_keys", "share_captures"),
     Seam(_DISPATCHER, "CudagraphDispatcher.dispatch", "share_captures"),
+    Seam(_V1_RUNNER, "GPUModelRunner._bookkeeping_sync", "seeded"),
     Seam(_V1_RUNNER, "GPUModelRunner.capture_model", "share_captures"),
     Seam(_V1_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "share_captures"),
     Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "share_captures"),

@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from runtime import messages as m
 from runtime.messages import Mode
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock
+from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock, random_prompts
 from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script, steps_ahead
 
@@ -170,6 +170,18 @@ def test_a_json_schema_holds_in_a_group_though_sampling_is_deferred(
         assert set(answer) == set(SCHEMA["required"])
         assert answer["engine"] in ("first", "second")
     assert node.audit() == []
+
+
+def test_a_seed_says_the_same_of_a_prompt_in_parts(node: RealNode) -> None:
+    """On CPUs vLLM's runner would die of the parts; what is thrown away draws nothing."""
+    prompt = random_prompts((300,), seed=12)
+    sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    in_parts = node.generate((0,), prompt, **sampling)
+    # The second time all but a few tokens are cached.
+    assert node.generate((0,), prompt, **sampling) == in_parts
+    with node.bound(GROUP):
+        assert node.generate(GROUP, prompt, **sampling) == in_parts
+    assert node.generate((0,), prompt, **sampling | {"seed": 6}) != in_parts
 
 
 def test_a_request_with_a_wrong_grammar_ends_with_an_error(node: RealNode) -> None:

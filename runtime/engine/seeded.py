@@ -1,0 +1,31 @@
+"""Requests with a seed whose prompt is computed in parts, on CPUs.
+
+A step samples a token for every request, also for one whose prompt goes on in the next. vLLM throws
+that token away and turns the request's generator back (``GPUModelRunner._bookkeeping_sync``), which
+generators on CPUs refuse with an error: the engine would die of such a request.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.platforms import current_platform
+
+
+@contextmanager
+def thrown_away_unseeded(model_runner: Any) -> Iterator[None]:
+    """While active, let tokens that are thrown away come from no request's own generator.
+
+    So there is nothing to turn back. Only on CPUs; V2 model runners have none of it.
+    """
+    batch: Any = getattr(model_runner, "input_batch", None)
+    generators = getattr(batch, "generators", None)
+    if not generators or not current_platform.is_cpu():
+        yield
+        return
+    thrown_away = model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+    aside = {index: generators.pop(index) for index in thrown_away if index in generators}
+    try:
+        yield
+    finally:
+        generators.update(aside)
