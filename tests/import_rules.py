@@ -28,7 +28,6 @@ MODEL_LIBRARIES = frozenset({"torch", "transformers", "triton", "vllm"})
 MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     {
         "runtime.engine.captured",
-        "runtime.engine.seeded",
         "runtime.engine.communicators",
         "runtime.engine.device_memory",
         "runtime.engine.exchange",
@@ -49,6 +48,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "runtime.engine.row_ranges_layers",
         "runtime.engine.runner",
         "runtime.engine.seams",
+        "runtime.engine.seeded",
         "runtime.engine.share_captures",
         "runtime.engine.shards",
         "runtime.engine.ulysses",

@@ -29,12 +29,18 @@ LINE_BYTES = 128
 """Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
 
 
+def _by_nvlink(devices: Sequence[int]) -> bool:
+    """Return whether NVLink connects every two, as vLLM asks for its custom all-reduce."""
+    physical = current_platform.visible_device_id_to_physical_device_id
+    return bool(current_platform.is_fully_connected([physical(device) for device in devices]))
+
+
 def exchanges_by_peers(
     setting: str,
     devices: Sequence[int],
     *,
     can_access: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
-    by_nvlink: Callable[[Sequence[int]], bool] | None = None,
+    by_nvlink: Callable[[Sequence[int]], bool] = _by_nvlink,
 ) -> bool:
     """Return whether a group exchanges through its members' memory, not by collectives.
 
@@ -58,7 +64,7 @@ def exchanges_by_peers(
         problem = "there are no GPUs"
     elif barred is not None:
         problem = "GPU {} cannot access the memory of GPU {}".format(*barred)
-    elif setting == "auto" and not (by_nvlink or _by_nvlink)(devices):
+    elif setting == "auto" and not by_nvlink(devices):
         # Members wait for each other by atomic operations, which peers on PCIe need not have.
         problem = "NVLink does not connect every two of them"
     if problem and setting == "peer":
@@ -67,12 +73,6 @@ def exchanges_by_peers(
         names = ", ".join(map(str, devices))
         log.info("steps by sequence of GPUs %s exchange by NCCL: %s", names, problem)
     return not problem
-
-
-def _by_nvlink(devices: Sequence[int]) -> bool:
-    """Return whether NVLink connects every two, as vLLM asks for its custom all-reduce."""
-    physical = current_platform.visible_device_id_to_physical_device_id
-    return bool(current_platform.is_fully_connected([physical(device) for device in devices]))
 
 
 class Slot(NamedTuple):

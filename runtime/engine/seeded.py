@@ -6,23 +6,29 @@ generators on CPUs refuse with an error: the engine would die of such a request.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from vllm.platforms import current_platform
 
+_NOTHING = nullcontext()
 
-@contextmanager
-def thrown_away_unseeded(model_runner: Any) -> Iterator[None]:
-    """While active, let tokens that are thrown away come from no request's own generator.
+
+def thrown_away_unseeded(model_runner: Any) -> AbstractContextManager[None]:
+    """While entered, let tokens that are thrown away come from no request's own generator.
 
     So there is nothing to turn back. Only on CPUs; V2 model runners have none of it.
     """
+    if not current_platform.is_cpu():
+        return _NOTHING
     batch: Any = getattr(model_runner, "input_batch", None)
-    generators = getattr(batch, "generators", None)
-    if not generators or not current_platform.is_cpu():
-        yield
-        return
+    return _put_aside(model_runner) if getattr(batch, "generators", None) else _NOTHING
+
+
+@contextmanager
+def _put_aside(model_runner: Any) -> Iterator[None]:
+    batch = model_runner.input_batch
+    generators = batch.generators
     thrown_away = model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
     aside = {index: generators.pop(index) for index in thrown_away if index in generators}
     try:
