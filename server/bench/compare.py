@@ -27,6 +27,7 @@ from server.bench.systems import (
     CHECK,
     COMPARED,
     SHOAL,
+    STOCK_BETWEEN,
     Settings,
     System,
     all_systems,
@@ -128,6 +129,14 @@ def _parser(benchmark: str) -> argparse.ArgumentParser:
     add("--engines", type=int, required=True, choices=ENGINE_COUNTS, help="GPUs to use")
     add("--out", type=Path, required=True, metavar="DIR", help="results, report, logs")
     add("--systems", type=_names(*COMPARED, CHECK), help=f"only these of {', '.join(COMPARED)}")
+    add(
+        "--degrees",
+        type=_integers,
+        default=(),
+        metavar="N,...",
+        help="degrees of TP between one GPU and all of them, measured too: stock replicas of N "
+        "GPUs each, and Shoal's groups of N",
+    )
     add("--measures", type=_names(*MEASURES), help=f"only these of {', '.join(MEASURES)}")
     add("--budget-seconds", type=float, default=540.0, help="(default: %(default)s)")
     add("--step-seconds", type=float, default=150.0, help="start no system with less time left")
@@ -240,7 +249,18 @@ def _settings(args: Namespace, options: Sequence[str]) -> Settings:
         api_servers=args.api_servers or args.engines,
         options=tuple(options),
         shoal_options=tuple(args.shoal_option),
+        degrees=_degrees(args),
     )
+
+
+def _degrees(args: Namespace) -> tuple[int, ...]:
+    for degree in args.degrees:
+        if degree not in STOCK_BETWEEN or degree >= args.engines:
+            raise UserError(
+                f"--degrees {degree}: it must be one of "
+                f"{', '.join(map(str, STOCK_BETWEEN))}, and less than --engines {args.engines}"
+            )
+    return tuple(sorted(set(args.degrees)))
 
 
 def _sizes(args: Namespace) -> Sizes:

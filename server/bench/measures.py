@@ -212,7 +212,7 @@ async def numerics(bench: Bench) -> dict[str, Any]:
 async def switch_idle(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
     """Return the durations of binds and releases with no request on the node."""
     binds, releases = [], []
-    alone, together = system.layouts
+    alone, together = system.layouts[0], system.layouts[-1]
     for _ in range(sizes.switches):
         binds.append(await switch(client, together, "sequential"))
         releases.append(await switch(client, alone, "sequential"))
@@ -226,7 +226,7 @@ async def switch_loaded(client: Client, system: System, sizes: Sizes) -> dict[st
     the group forms and is the first that the group runs. From the decision to its token it takes
     the bind, one step of four tokens in the group, and the way back to the client.
     """
-    alone, together = system.layouts
+    alone, together = system.layouts[0], system.layouts[-1]
     bench = Bench(client, system, together, sizes, random.Random(1))
     await switch(client, together, "sequential")
     idle = [await client.generate(bench.prompt(4), 1) for _ in range(IDLE_REQUESTS)]

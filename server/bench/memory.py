@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from server.bench.facts import GIB
 from server.bench.model import kv_bytes_per_token
 from server.bench.results import Results, SystemResults
-from server.bench.systems import STOCK_TP
+from server.bench.systems import STOCK_BETWEEN, STOCK_TP
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ def gpu_memory(results: Results, system: str) -> GpuMemory | None:
         return None
     start, ready = kept.starts[-1], kept.memory.get("ready")
     # A layout of one engine tells the bytes of a GPU directly, a wider one those of its members.
-    degree = results.settings.engines if system == STOCK_TP else 1
+    degrees = {name: degree for degree, name in STOCK_BETWEEN.items()}
+    degree = results.settings.engines if system == STOCK_TP else degrees.get(system, 1)
     tokens = kv_tokens(kept, degree)
     each = kv_bytes_per_token(results.config) / degree / GIB
     return GpuMemory(

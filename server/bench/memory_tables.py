@@ -2,7 +2,7 @@
 
 from server.bench.memory import GpuMemory, by_kind, gpu_memory
 from server.bench.results import Results
-from server.bench.systems import SHOAL, STOCK_DP, STOCK_TP
+from server.bench.systems import COMPARED, SHOAL, STOCK_DP
 from server.bench.text import number, rows
 
 _NOTE = (
@@ -19,7 +19,7 @@ _KINDS_NOTE = (
 
 def memory_tables(results: Results) -> list[str]:
     """Return the lines of both tables, as far as anything is known."""
-    found = {name: gpu_memory(results, name) for name in (STOCK_DP, STOCK_TP, SHOAL)}
+    found = {name: gpu_memory(results, name) for name in COMPARED}
     measured = {name: memory for name, memory in found.items() if memory is not None}
     if not measured:
         return []

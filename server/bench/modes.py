@@ -45,8 +45,8 @@ def pure_ways(system: System) -> list[Way]:
     """Return those in which every step has the same mode, if it can."""
     found = [Way(layout.name, layout) for layout in system.layouts]
     if system.shifts:
-        group = system.layouts[-1]
-        found.append(Way(f"sp{len(group.units[0])}", group, 1))
+        groups = [layout for layout in system.layouts if len(layout.units[0]) > 1]
+        found += [Way(f"sp{len(group.units[0])}", group, 1) for group in groups]
     return found
 
 

@@ -18,7 +18,9 @@ ADMIN_PORT = "{admin_port}"
 
 STOCK_DP, STOCK_TP, SHOAL, CHECK = "stock-dp", "stock-tp", "shoal", "shoal-check"
 """Names of the systems; the last serves another, real checkpoint, for numerics alone."""
-COMPARED = (STOCK_DP, STOCK_TP, SHOAL)
+STOCK_BETWEEN = {2: "stock-tp2", 4: "stock-tp4"}
+"""Stock vLLM in replicas of several GPUs each, by their degree of TP (``Settings.degrees``)."""
+COMPARED = (STOCK_DP, *STOCK_BETWEEN.values(), STOCK_TP, SHOAL)
 CHECK_MODEL_LEN = 1024
 """Longest context of the real checkpoint: small ones take no more than a few thousand."""
 
@@ -42,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True):
     """More options for every server."""
     shoal_options: tuple[str, ...] = ()
     """More options for Shoal alone."""
+    degrees: tuple[int, ...] = ()
+    """Degrees of TP between one engine and all of them, measured too: groups side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +125,11 @@ def dp_layout(engines: int, *, pinned: bool) -> Layout:
     return Layout("dp", tuple((engine,) for engine in range(engines)), pinned and engines > 1)
 
 
-def tp_layout(engines: int) -> Layout:
-    """Return the layout in which all engines are one unit."""
-    return Layout(f"tp{engines}", (tuple(range(engines)),))
+def tp_layout(engines: int, degree: int | None = None, *, pinned: bool = False) -> Layout:
+    """Return the layout in which all engines are one unit, or units of ``degree`` engines each."""
+    degree = degree or engines
+    units = tuple(tuple(range(i, i + degree)) for i in range(0, engines, degree))
+    return Layout(f"tp{degree}", units, pinned and len(units) > 1)
 
 
 def recording(system: System, directory: Path) -> System:
@@ -143,13 +149,15 @@ def all_systems(settings: Settings, model: str, check_model: str | None = None) 
     engines = settings.engines
     dummy = ["--load-format", "dummy", *_quantization(settings)]
     check = ["--max-model-len", str(CHECK_MODEL_LEN)]
-    shoal_layouts = (dp_layout(engines, pinned=False), tp_layout(engines))
+    between = [tp_layout(engines, degree) for degree in settings.degrees]
+    shoal_layouts = (dp_layout(engines, pinned=False), *between, tp_layout(engines))
     found = [
         System(
             STOCK_DP,
             _stock(settings, model, [*dummy, "--data-parallel-size", str(engines)]),
             (dp_layout(engines, pinned=True),),
         ),
+        *(_replicas(settings, model, dummy, degree) for degree in settings.degrees),
         System(
             STOCK_TP,
             _stock(settings, model, [*dummy, "--tensor-parallel-size", str(engines)]),
@@ -162,6 +170,14 @@ def all_systems(settings: Settings, model: str, check_model: str | None = None) 
             System(CHECK, _shoal(settings, check_model, check), shoal_layouts, switches=True)
         )
     return found
+
+
+def _replicas(settings: Settings, model: str, own: Sequence[str], degree: int) -> System:
+    """Return stock vLLM in replicas of ``degree`` GPUs each."""
+    replicas = str(settings.engines // degree)
+    sizes = ["--tensor-parallel-size", str(degree), "--data-parallel-size", replicas]
+    layout = tp_layout(settings.engines, degree, pinned=True)
+    return System(STOCK_BETWEEN[degree], _stock(settings, model, [*own, *sizes]), (layout,))
 
 
 def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from server.bench.rates_tables import rates_table
 from server.bench.results import Results, SystemResults
 from server.bench.serving_tables import serving_sections
 from server.bench.switch_tables import switch_table
-from server.bench.systems import COMPARED, SHOAL, STOCK_DP, STOCK_TP
+from server.bench.systems import COMPARED, SHOAL, STOCK_BETWEEN, STOCK_DP, STOCK_TP
 from server.bench.text import MISSING, ms, number, ratio, rows
 
 Figure = float | None
@@ -44,6 +44,7 @@ def markdown(results: Results) -> str:
     sections = [
         _head(results),
         _section("Ratios to stock vLLM", _ratio_table(results)),
+        _section("Ratios to stock vLLM, by degree of TP", _degree_table(results)),
         _section("Memory per GPU, GiB", memory_tables(results)),
         _section("Start-up", _startup_table(results)),
         _section("Switches", switch_table(results)),
@@ -91,19 +92,23 @@ def _ratio_table(results: Results) -> list[str]:
     return rows(head, [row.cells for row in ratio_rows(results)])
 
 
+def _degree_table(results: Results) -> list[str]:
+    """Return the same ratios for the degrees of TP between one GPU and all of them."""
+    body = []
+    for degree in results.settings.degrees:
+        stock, layout = STOCK_BETWEEN[degree], f"tp{degree}"
+        for name, path, show in _measured(results):
+            figures = [_figure(results, system, layout, path) for system in (stock, SHOAL)]
+            if any(figure is not None for figure in figures):
+                line = (show(figure) for figure in figures)
+                body.append([f"TP{degree}: {name}", *line, ratio(figures[1], figures[0])])
+    return rows(["", "stock", "Shoal", "ratio"], body) if body else []
+
+
 def ratio_rows(results: Results) -> Iterator[Row]:
     """Yield the rows of the first table."""
-    for batch in results.sizes.batches:
-        name = f"TPOT, {batch} per unit, ms"
-        yield _row(results, name, ("decode", str(batch), "tpot"), ms)
-    for tokens in results.sizes.prompts:
-        name = f"TTFT, {tokens} tokens, ms"
-        yield _row(results, name, ("prefill", str(tokens), "ttft"), ms)
-    for name in ("first", "last"):
-        title = f"TTFT, 16 tokens, {name} of {FIRST_ROUNDS} after the start, ms"
-        yield _row(results, title, ("first", name), ms)
-    rate = ("saturation", "output_tokens_per_second")
-    yield _row(results, "output tokens/s, all batches full", rate, number)
+    for name, path, show in _measured(results):
+        yield _row(results, name, path, show)
     engines = results.settings.engines
     dp, shoal_dp = (_kv(results, name, 1) for name in (STOCK_DP, SHOAL))
     tp, shoal_tp = (_kv(results, name, engines) for name in (STOCK_TP, SHOAL))
@@ -115,18 +120,35 @@ def ratio_rows(results: Results) -> Iterator[Row]:
         yield Row(f"{title}, s (Shoal: of all layouts)", dp, tp, shoal, shoal, number)
 
 
+def _measured(results: Results) -> Iterator[tuple[str, Sequence[str], Callable[[Figure], str]]]:
+    """Yield what is measured in every layout: its title, its path, and how it is printed.
+
+    A path is the measure's name, then keys within what it found.
+    """
+    for batch in results.sizes.batches:
+        yield f"TPOT, {batch} per unit, ms", ("decode", str(batch), "tpot"), ms
+    for tokens in results.sizes.prompts:
+        yield f"TTFT, {tokens} tokens, ms", ("prefill", str(tokens), "ttft"), ms
+    for name in ("first", "last"):
+        title = f"TTFT, 16 tokens, {name} of {FIRST_ROUNDS} after the start, ms"
+        yield title, ("first", name), ms
+    rate = ("saturation", "output_tokens_per_second")
+    yield "output tokens/s, all batches full", rate, number
+
+
+def _figure(results: Results, system: str, layout: str, path: Sequence[str]) -> Figure:
+    found: Any = results.found(system, path[0]).get(layout, {})
+    for key in path[1:]:
+        found = found.get(key, {})
+    return float(found) if isinstance(found, int | float) else None
+
+
 def _row(results: Results, name: str, path: Sequence[str], show: Callable[[Figure], str]) -> Row:
-    """Return the row of a figure: the measure's name, then keys within what it found."""
     tp = f"tp{results.settings.engines}"
-
-    def of(system: str, layout: str) -> Figure:
-        found: Any = results.found(system, path[0]).get(layout, {})
-        for key in path[1:]:
-            found = found.get(key, {})
-        return float(found) if isinstance(found, int | float) else None
-
     columns = ((STOCK_DP, "dp"), (STOCK_TP, tp), (SHOAL, "dp"), (SHOAL, tp))
-    dp, tp_stock, shoal_dp, shoal_tp = (of(system, layout) for system, layout in columns)
+    dp, tp_stock, shoal_dp, shoal_tp = (
+        _figure(results, system, layout, path) for system, layout in columns
+    )
     return Row(name, dp, tp_stock, shoal_dp, shoal_tp, show)
 
 

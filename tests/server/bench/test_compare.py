@@ -131,6 +131,8 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
         (["--model-shape", "gpt-5"], "--model-shape gpt-5: No such file"),
         (["--measures", "trace"], "needs --trace"),
         (["--saturation", "1,2"], "--saturation"),
+        (["--degrees", "2"], "--degrees 2: .* less than --engines 2"),
+        (["--degrees", "3"], "--degrees 3: it must be one of 2, 4"),
         (["--policy", "fish"], "no policy 'fish'"),
         (["--trace", "none.csv"], "cannot read none.csv"),
         (["--measures", "rates", "--rate-request", "8000"], "PROMPT,OUTPUT"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.bench import tables
@@ -81,6 +82,16 @@ def test_a_start_with_the_caches_of_the_first_is_compared_with_one_of_its_kind()
     assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["1.500", "1.125"]
     again = found["start-up again, s (Shoal: of all layouts)"]
     assert again == ["-", "50", "60", "60", "-", "1.200"]
+
+
+def test_degrees_between_are_compared_with_replicas_of_that_degree() -> None:
+    results = made_up()
+    assert "by degree of TP" not in tables.markdown(results)
+    settings = msgspec.structs.replace(results.settings, engines=4, degrees=(2,))
+    results = msgspec.structs.replace(results, settings=settings)
+    replicas = SystemResults([], measures={"decode": {"tp2": {"1": {"tpot": 0.003}}}})
+    results.systems["stock-tp2"] = replicas
+    assert "| TP2: TPOT, 1 per unit, ms | 3.00 | 3.60 | 1.200 |" in tables.markdown(results)
 
 
 def test_nothing_measured_is_no_figure() -> None:
