@@ -177,6 +177,12 @@ def _add_size_options(group: Any) -> None:
         help="requests per GPU, their prompt and output tokens",
     )
     add("--long-prompts", type=_integers, help="prompt tokens of modes and breakdown")
+    add(
+        "--throughput-repeats",
+        type=int,
+        default=sizes.throughput_repeats,
+        help="runs of modes' throughputs, of which the best counts (default: %(default)s)",
+    )
     add("--switches", type=int, default=sizes.switches, help="binds, idle and loaded")
     add("--load", type=int, default=sizes.load, help="requests that every engine decodes")
     add("--load-tokens", type=int, default=sizes.load_tokens, help="output of each")
@@ -269,6 +275,8 @@ def _sizes(args: Namespace) -> Sizes:
     sizes = Sizes()
     if args.switches < 1:
         raise UserError(f"--switches {args.switches}: it must be at least 1")
+    if args.throughput_repeats < 1:
+        raise UserError(f"--throughput-repeats {args.throughput_repeats}: it must be at least 1")
     return Sizes(
         batches=args.batches,
         prompts=args.prompts,
@@ -276,6 +284,7 @@ def _sizes(args: Namespace) -> Sizes:
         switches=args.switches,
         load=args.load,
         load_tokens=args.load_tokens,
+        throughput_repeats=args.throughput_repeats,
         long_prompts=args.long_prompts
         or tuple(n for n in sizes.long_prompts if n < args.max_model_len),
     )
