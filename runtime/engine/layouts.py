@@ -23,7 +23,12 @@ from runtime.engine.captured import CapturedSteps, largest_share
 from runtime.engine.communicators import Communicators, SpGroups, size_of
 from runtime.engine.exchange import HeadExchange
 from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
-from runtime.engine.peer_exchange import PeerExchange, SymmetricMemory, needed_words
+from runtime.engine.peer_exchange import (
+    PeerExchange,
+    SymmetricMemory,
+    needed_words,
+    shared_memory,
+)
 from runtime.engine.seeded import thrown_away_unseeded
 from runtime.engine.share_captures import capture_also
 from runtime.engine.ulysses import (
@@ -223,18 +228,23 @@ class Layout:
             if isinstance(module, TorchCompileWithNoGuardsWrapper):
                 module.cleanup()
 
-    def enable_sp(self, base: "Layout", groups: SpGroups, *, by_peers: bool) -> None:
+    def enable_sp(
+        self, base: "Layout", groups: SpGroups, *, by_peers: bool, required: bool
+    ) -> None:
         """Let steps of this layout run by sequence. Collective over its group.
 
         Args:
             base: the layout whose model runs then; both are loaded.
             groups: in which this member exchanges.
-            by_peers: whether that is through the members' memory.
+            by_peers: whether that is through the members' memory, if it can be shared.
+            required: whether it has to be.
 
         Raises:
+            NotSharedError: it cannot, and it has to be.
             UnexchangeableAttention: the layers' heads do not fit the groups.
         """
-        exchange = self._peer_exchange(base, groups) if by_peers else HeadExchange(groups)
+        memory = self._peer_memory(base, groups, required=required) if by_peers else None
+        exchange = HeadExchange(groups) if memory is None else PeerExchange(groups, memory)
         layers = exchanged_layers(self.config, base.config, exchange)
         # Connecting takes memory, which vLLM's profiling then finds in use.
         exchange.connect(next(self.model.parameters()).device)
@@ -242,16 +252,18 @@ class Layout:
             self.model, base.model, base.active, exchange, layers, base.captures
         )
 
-    def _peer_exchange(self, base: "Layout", groups: SpGroups) -> PeerExchange:
+    def _peer_memory(
+        self, base: "Layout", groups: SpGroups, *, required: bool
+    ) -> SymmetricMemory | None:
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
         tokens = largest_share(base.config, len(members), base.captures.larger)
         bytes_of_token = exchanged_bytes(base.config, size_of(groups.within))
-        memory = SymmetricMemory(
+        return shared_memory(
             self._communicators.finding_group(members),
             needed_words(tokens, bytes_of_token),
             next(self.model.parameters()).device,
+            required=required,
         )
-        return PeerExchange(groups, memory)
 
     def call(
         self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -202,7 +202,9 @@ class LayoutLoader:
         kv_heads = self._dp.model_config.get_total_num_kv_heads()
         base = self.layouts[base_of(degree, max_sp).tp]
         groups = sp_groups(narrow, max_sp, kv_heads)
-        self.layouts[degree].enable_sp(base, groups, by_peers=self._by_peers[degree])
+        self.layouts[degree].enable_sp(
+            base, groups, by_peers=self._by_peers[degree], required=self._exchange == "peer"
+        )
 
     @property
     def _init_method(self) -> str:

@@ -195,6 +195,10 @@ def _by_token(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride()[1:] == (size, 1) else tensor.contiguous()
 
 
+class NotSharedError(RuntimeError):
+    """A member cannot reach another one's memory; the message is one line."""
+
+
 class SymmetricMemory:
     """``PeerMemory`` on GPUs that NVLink connects (``torch.distributed._symmetric_memory``).
 
@@ -204,7 +208,8 @@ class SymmetricMemory:
         device: this member's.
 
     Raises:
-        RuntimeError: a member's memory cannot be read by another one; it says what helps.
+        NotSharedError: this member's memory, or its access to the others', is refused. In a
+            container that may be the host's: it takes ``pidfd_getfd``, which needs SYS_PTRACE.
     """
 
     def __init__(self, group: Any, words: int, device: torch.device) -> None:
@@ -215,8 +220,7 @@ class SymmetricMemory:
             self._handle = symmetric.rendezvous(memory, group.group_name)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            text = f"memory cannot be shared ({reason}); {EXCHANGE}=nccl goes without"
-            raise RuntimeError(text) from error
+            raise NotSharedError(f"memory cannot be shared ({reason})") from error
         self._slots = [self._slot(group, words, offset, device) for offset in (0, words)]
         self._published = 0
 
@@ -234,6 +238,35 @@ class SymmetricMemory:
         """See ``PeerMemory``."""
         self._handle.barrier()
         self._published += 1
+
+
+def shared_memory(
+    group: Any, words: int, device: torch.device, *, required: bool
+) -> SymmetricMemory | None:
+    """Return memory of a group's members, or None if any of them cannot share it: all say why.
+
+    Args:
+        group: see ``SymmetricMemory``, as of the others. Collective: all come to the same.
+        words: of a slot.
+        device: this member's.
+        required: whether there is nothing else to exchange by.
+
+    Raises:
+        NotSharedError: it cannot be shared and is required; it says what helps.
+    """
+    memory, problem = None, "a peer cannot share its memory"
+    try:
+        memory = SymmetricMemory(group, words, device)
+    except NotSharedError as error:
+        problem = str(error)
+        if required:
+            raise NotSharedError(f"{problem}; {EXCHANGE}=nccl goes without") from error
+    shared = torch.tensor([int(memory is not None)])
+    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN, group=group)
+    if shared.item():
+        return memory
+    log.warning("steps by sequence exchange by NCCL, which takes longer: %s", problem)
+    return None
 
 
 def needed_words(tokens: int, bytes_of_token: int) -> int:

@@ -1,15 +1,21 @@
 """Whether a group's members exchange through each other's memory (how: ``test_exchange.py``)."""
 
+import io
 import logging
 from collections.abc import Callable, Sequence
 from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
-from runtime.engine.peer_exchange import SymmetricMemory, exchanges_by_peers
+from policies.partition import Group
+from runtime.engine.peer_exchange import NotSharedError, exchanges_by_peers, shared_memory
 from runtime.engine.sp_settings import SettingError
+from tests.runtime.engine.test_rendezvous import PAIR, Engine, ask, make
 
 GROUP = (4, 5, 6, 7)
 
@@ -95,16 +101,62 @@ def test_engines_on_cpus_have_nothing_to_reach(caplog: pytest.LogCaptureFixture)
         exchanges_by_peers("peer", (), can_access=nobody, by_nvlink=nobody)
 
 
-def test_memory_that_cannot_be_shared_is_one_line_that_says_what_helps(
+REFUSED = "memory cannot be shared (pidfd_getfd: Operation not permitted)"
+
+
+class Reached:
+    """What torch's handle of a group's memory is asked for at once."""
+
+    def get_buffer(self, _member: int, shape: tuple[int], dtype: torch.dtype, _: int) -> Any:
+        return torch.empty(shape, dtype=dtype)
+
+
+def torch_that(shares: bool, patch: pytest.MonkeyPatch) -> None:
+    def empty(words: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(words, dtype=dtype, device=device)
+
+    def rendezvous(*_: object) -> Reached:
+        if not shares:
+            raise RuntimeError("pidfd_getfd: Operation not permitted\nException raised from ...")
+        return Reached()
+
+    patch.setattr(_symmetric_memory, "empty", empty)
+    patch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+
+
+def share(
+    directory: Path, engine: int, groups: dict[Group, Any], group: Group, barred: int | None
+) -> str:
+    """Return by what an engine exchanges and what it logs; ``barred`` is refused by its host."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("shoal.engine").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        torch_that(engine != barred, patch)
+        memory = shared_memory(groups[group], 16, torch.device("cpu"), required=False)
+    logging.getLogger("shoal.engine").removeHandler(handler)
+    return f"{'NCCL' if memory is None else 'peers'}: {log.getvalue()}"
+
+
+def test_all_members_go_without_memory_that_one_cannot_share(tmp_path: Path) -> None:
+    pair = [Engine(tmp_path, engine) for engine in PAIR]
+    try:
+        ask(pair, make, PAIR, 0)
+        assert ask(pair, share, PAIR, None) == ["peers: "] * 2
+        told = "NCCL: steps by sequence exchange by NCCL, which takes longer: "
+        assert ask(pair, share, PAIR, PAIR[1]) == [
+            f"{told}a peer cannot share its memory\n",
+            f"{told}{REFUSED}\n",
+        ]
+    finally:
+        for engine in pair:
+            engine.kill()
+
+
+def test_memory_that_is_wanted_and_cannot_be_shared_is_one_line_that_says_what_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def empty(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("CUDA driver error: no such handle\nException raised from ...")
-
-    monkeypatch.setattr(_symmetric_memory, "empty", empty)
-    with pytest.raises(RuntimeError) as raised:
-        SymmetricMemory(object(), 16, torch.device("cpu"))
-    assert str(raised.value) == (
-        "memory cannot be shared (CUDA driver error: no such handle); "
-        "SHOAL_SP_EXCHANGE=nccl goes without"
-    )
+    torch_that(False, monkeypatch)
+    with pytest.raises(NotSharedError) as raised:
+        shared_memory(SimpleNamespace(group_name=""), 16, torch.device("cpu"), required=True)
+    assert str(raised.value) == f"{REFUSED}; SHOAL_SP_EXCHANGE=nccl goes without"
