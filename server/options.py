@@ -218,7 +218,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         "(default: %(default)s)",
     )
     add_access_options(group)
-    add_shift_options(group)
+    add_shift_options(group, automatic=True)
     add_bounds_options(group)
     add_connection_options(group)
     group.add_argument(

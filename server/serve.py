@@ -34,7 +34,7 @@ from server.options import (
     prepare_environment,
 )
 from server.promises import node_cost_model, promised
-from server.shifting import check_shift
+from server.shifting import AUTO, automatic_max_sp, check_shift
 
 log = logging.getLogger("shoal.serve")
 
@@ -143,6 +143,10 @@ def _configure(
     check_model(args.model)
     vllm_args = frontend.engine_args(args, default_of)
     vllm_config = frontend.make_vllm_config(vllm_args)
+    if args.max_sp == AUTO:
+        on_gpus = gpus > 0 and not args.fake_engine
+        args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=on_gpus)
+        check_shift(args, [args.policy], max_group)
     config = NodeConfig(
         engines=engines,
         max_group=max_group,

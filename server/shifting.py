@@ -2,6 +2,7 @@
 
 from argparse import ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Collection
+from typing import Any
 
 from policies.partition import degrees
 from policies.shift import (
@@ -13,16 +14,28 @@ from policies.shift import (
 )
 from server.errors import UserError
 
+AUTO = "auto"
+"""``--max-sp``: left to ``automatic_max_sp``."""
+BY_SEQUENCE = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures that steps by sequence are tested on, token by token: others have to be asked for.
+What keeps a model's attention from being exchanged is told by engines, when they have loaded it."""
 
-def add_shift_options(group: _ActionsContainer) -> None:
-    """Add ``--max-sp`` and ``--shift-threshold``."""
+
+def add_shift_options(group: _ActionsContainer, *, automatic: bool) -> None:
+    """Add ``--max-sp`` and ``--shift-threshold``.
+
+    Args:
+        group: to add them to.
+        automatic: whether ``--max-sp auto`` is known, and the default.
+    """
+    rule = f"; {AUTO}: on GPUs the largest group, for the models it is tested on, else 1"
     group.add_argument(
         "--max-sp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="largest sequence-parallel degree of a group's steps; 1: none is run in SP "
-        "(default: %(default)s)",
+        type=_max_sp if automatic else int,
+        default=AUTO if automatic else 1,
+        metavar=f"N|{AUTO}" if automatic else "N",
+        help="largest sequence-parallel degree of a group's steps; 1: none is run in SP"
+        f"{rule if automatic else ''} (default: %(default)s)",
     )
     group.add_argument(
         "--shift-threshold",
@@ -32,6 +45,27 @@ def add_shift_options(group: _ActionsContainer) -> None:
         help="steps that batch more tokens are run in SP; auto: by the cost model "
         "(default: %(default)s)",
     )
+
+
+def _max_sp(text: str) -> int | str:
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
+
+
+def automatic_max_sp(model: Any, max_group: int, *, on_gpus: bool) -> int:
+    """Return the largest degree of SP of a node that was told none.
+
+    On CPUs it gains nothing: there is no host to wait for, nor links to save.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+        max_group: largest group of the node.
+        on_gpus: whether real engines run on GPUs.
+    """
+    known = model.architecture in BY_SEQUENCE and not model.enable_prompt_embeds
+    return max_group if on_gpus and known else 1
 
 
 def _threshold(text: str) -> ShiftThreshold:
@@ -44,6 +78,8 @@ def _threshold(text: str) -> ShiftThreshold:
 def check_shift(args: Namespace, policies: Collection[str], max_group: int) -> None:
     """Refuse what no group of the node can do.
 
+    Nothing is refused while ``--max-sp`` is still to be chosen.
+
     Args:
         args: the parsed arguments.
         policies: names of those that are to decide.
@@ -52,6 +88,8 @@ def check_shift(args: Namespace, policies: Collection[str], max_group: int) -> N
     Raises:
         UserError: ``--max-sp`` is no degree of the node's groups, or lacking.
     """
+    if args.max_sp == AUTO:
+        return
     if args.max_sp not in degrees(max_group):
         allowed = ", ".join(map(str, degrees(max_group)))
         raise UserError(f"--max-sp {args.max_sp}: with groups of up to {max_group} it is {allowed}")

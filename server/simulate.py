@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         help="size of the largest CUDA graph: a step in SP batches more tokens, whatever the "
         "threshold (default: %(default)s)",
     )
-    add_shift_options(parser)
+    add_shift_options(parser, automatic=False)
     add_target_option(parser)
     add_workload_options(parser)
     return parser

@@ -72,7 +72,10 @@ def main(argv: Sequence[str]) -> int:
         raise StopRequestedError
 
     return serve.run(
-        [*serve_argv, "--port", "0"], on_ready, lambda line: print(line, file=sys.stderr)
+        # What is fitted is what a step takes in TP, whatever its length.
+        ["--max-sp", "1", *serve_argv, "--port", "0"],
+        on_ready,
+        lambda line: print(line, file=sys.stderr),
     )
 
 

@@ -189,7 +189,9 @@ def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...
 
 def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
     run = [sys.executable, "-m", "server.cli", "serve", model, "--policy", "manual"]
-    engines = ["--engines", str(settings.engines), "--admin-port", ADMIN_PORT]
+    number = str(settings.engines)
+    # As ``shoal serve`` has it on GPUs, but said: what is measured depends on it.
+    engines = ["--engines", number, "--max-sp", number, "--admin-port", ADMIN_PORT]
     return (
         *(*run, *_common(settings), *own, *engines),
         *(*settings.options, *settings.shoal_options),

@@ -1,25 +1,69 @@
 """What options and callers say of the shift between TP and SP becomes what the node does."""
 
 from argparse import ArgumentError, ArgumentParser, Namespace
+from dataclasses import dataclass
 
 import pytest
 
 from policies.shift import DEFAULT_THRESHOLD, ShiftRule
 from server.admin import BadRequestError, parse_shift_request
 from server.errors import UserError
-from server.shifting import add_shift_options, check_shift
+from server.shifting import AUTO, add_shift_options, automatic_max_sp, check_shift
 
 
 def parsed(*argv: str) -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
-    add_shift_options(parser.add_argument_group("Shoal"))
+    add_shift_options(parser.add_argument_group("Shoal"), automatic=False)
     return parser.parse_args(argv)
 
 
-def test_sp_is_off_unless_asked_for() -> None:
+def served(*argv: str) -> Namespace:
+    parser = ArgumentParser(exit_on_error=False)
+    add_shift_options(parser.add_argument_group("Shoal"), automatic=True)
+    return parser.parse_args(argv)
+
+
+def test_a_simulated_node_has_no_sp_unless_asked_for() -> None:
     args = parsed()
     assert (args.max_sp, args.shift_threshold) == (1, DEFAULT_THRESHOLD)
     check_shift(args, ["flying"], 8)
+
+
+def test_a_node_is_refused_nothing_until_its_sp_is_chosen() -> None:
+    args = served("--shift-threshold", "512")
+    assert args.max_sp == AUTO
+    check_shift(args, ["shift"], 4)
+    args.max_sp = 1
+    with pytest.raises(UserError, match="--shift-threshold needs --max-sp"):
+        check_shift(args, ["shift"], 4)
+
+
+def test_a_node_may_be_told_its_degree() -> None:
+    assert served("--max-sp", "2").max_sp == 2
+    with pytest.raises(ArgumentError, match="'many' is neither a number nor auto"):
+        served("--max-sp", "many")
+
+
+@dataclass
+class Model:
+    architecture: str = "Qwen3ForCausalLM"
+    enable_prompt_embeds: bool = False
+
+
+def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
+    assert automatic_max_sp(Model(), 4, on_gpus=True) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "on_gpus"),
+    [
+        pytest.param(Model(), False, id="on CPUs, or with fake engines"),
+        pytest.param(Model("BloomForCausalLM"), True, id="an architecture nobody has tested"),
+        pytest.param(Model(enable_prompt_embeds=True), True, id="inputs that are not tokens"),
+    ],
+)
+def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:
+    assert automatic_max_sp(model, 4, on_gpus=on_gpus) == 1
 
 
 @pytest.mark.parametrize(
