@@ -22,6 +22,7 @@ from runtime.messages import SHUTTING_DOWN
 from server.access import Access, MetricsAccess
 from server.admin import admin_router
 from server.admin_answers import readiness_json
+from server.bodies import DecodedBodyRouter
 from server.bounds import DEFAULTS as BOUNDS
 from server.bounds import Bounds, check_body
 from server.errors import error_response
@@ -197,11 +198,12 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
 
 
 def _only(router: APIRouter, paths: Iterable[str]) -> APIRouter:
-    chosen = APIRouter()
+    chosen, served = APIRouter(), DecodedBodyRouter()
     chosen.routes.extend(
         route for route in router.routes if isinstance(route, APIRoute) and route.path in paths
     )
-    return chosen
+    served.include_router(chosen)
+    return served
 
 
 def _health_router(backstage: Backstage) -> APIRouter:

@@ -168,8 +168,8 @@ LOCAL_TOOLS = frozenset({"function", "custom", "namespace"})
 """Types of tools that the client runs itself; the others would have the server call out."""
 
 
-def check_body(body: bytes, bounds: Bounds) -> None:
-    """Check the body of any route of the OpenAI API.
+def check_body(body: bytes, bounds: Bounds) -> dict[str, Any]:
+    """Check the body of any route of the OpenAI API, and return what it says.
 
     Args:
         body: all of it.
@@ -189,7 +189,9 @@ def check_body(body: bytes, bounds: Bounds) -> None:
     _check_integers(fields)
     _check_named_tool(fields)
     _check_choices(fields, bounds)
-    _check_text(fields, bounds)
+    if len(body) > bounds.text_chars:  # a character of JSON has at least a byte
+        _check_text(fields, bounds)
+    return fields
 
 
 def decode_object(body: bytes, nesting: int) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def decode_object(body: bytes, nesting: int) -> dict[str, Any]:
         raise BoundsError(None, f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BoundsError(None, "the body must be a JSON object")
-    if _is_deeper(fields, nesting):
+    if body.count(b"[") + body.count(b"{") > nesting and _is_deeper(fields, nesting):
         raise BoundsError(None, f"the body is nested more than {nesting} deep")
     return fields
 

@@ -70,6 +70,7 @@ from server.connections import (
     Cutoff,
     prepare_listener,
 )
+from server.decode_streams import shorten_prompt
 from server.errors import UserError, one_line
 from server.grammars import MEMORY_BYTES as GRAMMAR_MEMORY_BYTES
 from server.grammars import GrammarCheck, GrammarCompiler
@@ -215,6 +216,9 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 traces.start(request)
             if terms != Terms():
                 request.trace_headers = terms.added_to(request.trace_headers)
+            state = self.output_processor.request_states.get(request.request_id)
+            if state is not None:
+                shorten_prompt(state.detokenizer, request.prompt_token_ids)
             try:
                 await send(request)
             except BaseException:

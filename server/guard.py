@@ -1,11 +1,13 @@
 """ASGI middleware that turns away what is too large before anything works on it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.bodies import DECODED_BODY
 from server.bounds import Bounds, BoundsError
 from server.errors import error_response
 from server.placement import CountRejection, Rejection
@@ -74,10 +76,13 @@ class BodyMiddleware:
     Args:
         app: the application behind this middleware.
         limit: bytes of a body.
-        check: raises ``BoundsError`` for a body that is refused; an empty one is left to its route.
+        check: raises ``BoundsError`` for a body that is refused, and returns what it says, if it
+            has found out; an empty one is left to its route.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, check: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, limit: int, check: Callable[[bytes], dict[str, Any] | None]
+    ) -> None:
         self._app = app
         self._limit = limit
         self._check = check
@@ -89,17 +94,16 @@ class BodyMiddleware:
             return
         try:
             body, receive = await read_body(receive, self._limit)
-            if body:
-                self._check(body)
+            decoded = self._check(body) if body else None
         except TooLargeError as error:
             await error_response(413, str(error), {"Connection": "close"})(scope, receive, send)
         except BoundsError as error:
             await error_response(400, str(error), param=error.param)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self._app({**scope, DECODED_BODY: decoded}, receive, send)
 
 
-async def read_body(receive: Receive, limit: int | None = None) -> tuple[bytes, Receive]:
+async def read_body(receive: Receive, limit: int) -> tuple[bytes, Receive]:
     """Return a request's body, and a ``receive`` that tells it again.
 
     Raises:
@@ -107,10 +111,10 @@ async def read_body(receive: Receive, limit: int | None = None) -> tuple[bytes, 
     """
     messages = [await receive()]
     size = len(messages[-1].get("body", b""))
-    while messages[-1].get("more_body", False) and (limit is None or size <= limit):
+    while messages[-1].get("more_body", False) and size <= limit:
         messages.append(await receive())
         size += len(messages[-1].get("body", b""))
-    if limit is not None and size > limit:
+    if size > limit:
         raise TooLargeError(f"the body is larger than {limit} bytes")
     told = iter(messages)
 

@@ -7,8 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.clock import Clock, monotonic
 from runtime.wire import Terms
+from server.bodies import DECODED_BODY
 from server.errors import error_response, refusal_response
-from server.guard import read_body
 from server.keys import ApiKey, KeyRing
 from server.placement import CountRejection, Placements, Rejection, route_path
 from server.pool_door import PoolDoor
@@ -93,7 +93,8 @@ class TermsMiddleware:
 
     vLLM ignores a priority header that is no integer, and takes any that is. Here a wrong one is
     refused, and the effective priority goes to vLLM in the header, which overrides the body's (see
-    ``GenerateBaseServing._get_priority``). Runs inside ``PlacementMiddleware``, which it tells.
+    ``GenerateBaseServing._get_priority``). Runs inside ``PlacementMiddleware``, which it tells, and
+    ``BodyMiddleware``, which has decoded the body.
 
     Args:
         app: the application behind this middleware.
@@ -125,11 +126,10 @@ class TermsMiddleware:
             await self._app(scope, receive, send)
             return
         arrival = self._clock()
-        body, receive = await read_body(receive)
         caller: Caller | None = scope.get(_CALLER)
         key = None if caller is None else caller.key
         try:
-            asked = read_terms(Headers(scope=scope), body, key)
+            asked = read_terms(Headers(scope=scope), scope.get(DECODED_BODY) or {}, key)
         except BadTermsError as error:
             await error_response(400, str(error))(scope, receive, send)
             return

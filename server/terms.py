@@ -1,10 +1,11 @@
 """What a caller asks of the task pool: priority and deadline, read from an HTTP request."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import msgspec
 from starlette.datastructures import Headers
 
 from server.keys import ApiKey
@@ -24,13 +25,6 @@ class BadTermsError(ValueError):
     """A priority or deadline that is none; the message names the header or field."""
 
 
-class BodyPeek(msgspec.Struct, frozen=True):
-    """The fields of a generating route's body that matter before vLLM reads it."""
-
-    priority: msgspec.Raw = msgspec.Raw(b"0")
-    background: msgspec.Raw = msgspec.Raw(b"false")
-
-
 @dataclass(frozen=True)
 class Asked:
     """What one HTTP request asks for."""
@@ -43,27 +37,28 @@ class Asked:
     """Whether the response does not wait for what the request generates."""
 
 
-def read_terms(headers: Headers, body: bytes, key: ApiKey | None) -> Asked:
-    """Return what a request asks for; a body that is no JSON object is left to vLLM to refuse.
+def read_terms(headers: Headers, fields: Mapping[str, Any], key: ApiKey | None) -> Asked:
+    """Return what a request asks for.
+
+    Args:
+        headers: its headers.
+        fields: what its body says.
+        key: its caller's.
 
     Raises:
         BadTermsError: its priority or its deadline is not valid.
     """
-    try:
-        peek = msgspec.json.decode(body, type=BodyPeek)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        peek = BodyPeek()
     values = headers.getlist(PRIORITY_HEADER)
     if values:
         priority = _priority("X-Vllm-Priority", values)
     else:
-        priority = _priority("priority", [bytes(peek.priority).decode()])
+        priority = _priority("priority", [json.dumps(fields.get("priority", 0))])
     if key is not None and key.min_priority is not None:
         priority = max(priority, key.min_priority)
     return Asked(
         priority=priority,
         deadline_seconds=_deadline(headers.getlist(DEADLINE_HEADER)),
-        in_background=bytes(peek.background) == b"true",
+        in_background=fields.get("background") is True,
     )
 
 

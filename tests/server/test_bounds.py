@@ -267,6 +267,15 @@ def test_json_may_nest_as_deep_as_it_is_said() -> None:
         decode_object(b'{"a": ' + b"[" * 12 + b"]" * 12 + b"}", 12)
 
 
+def test_brackets_in_text_are_no_nesting() -> None:
+    text = "[{" * 50
+    assert decode_object(json.dumps({"a": text}).encode(), 12) == {"a": text}
+
+
+def test_what_a_body_says_is_returned() -> None:
+    assert check_body(b'{"prompt": [1, 2], "n": 1}', SMALL) == {"prompt": [1, 2], "n": 1}
+
+
 def test_of_a_field_that_is_given_twice_the_last_one_counts_as_it_does_for_vllm() -> None:
     body = b'{"n": 1, "n": 99}'
     assert json.loads(body) == decode_object(body, 4) == {"n": 99}

@@ -6,7 +6,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from server.bodies import DECODED_BODY
 from server.bounds import DEFAULTS, BoundsError
 from server.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
 from server.placement import Rejection
@@ -88,6 +90,20 @@ async def test_no_more_of_a_body_is_read_than_is_allowed() -> None:
     await BodyMiddleware(APP, 50, refuse_no)(scope, receive, send)  # type: ignore[arg-type]
     assert asked == 3
     assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("said", [{"prompt": [1]}, None])
+async def test_what_a_body_says_goes_on_with_it(said: dict[str, object] | None) -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope[DECODED_BODY])
+        await APP(scope, receive, send)
+
+    async with client(BodyMiddleware(app, 50, lambda _: said)) as http:
+        assert (await http.post("/x", content=b"text")).text == "text"
+        assert (await http.post("/x")).text == ""
+    assert seen == [said, None]
 
 
 async def test_a_get_has_no_body_to_check() -> None:

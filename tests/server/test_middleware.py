@@ -1,4 +1,6 @@
 import asyncio
+import json
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +13,7 @@ from starlette.routing import Route
 from runtime.clock import ManualClock
 from runtime.messages import Outcome, PoolLimits
 from runtime.wire import Terms
+from server.guard import BodyMiddleware
 from server.keys import ApiKey, KeyRing, digest_of, plain_key
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
 from server.placement import PlacementMiddleware, Placements, Rejection
@@ -166,6 +169,15 @@ async def test_callers_find_only_their_own_prefixes_unless_they_share() -> None:
 # --- what is asked of the task pool ---
 
 
+def decoded(body: bytes) -> dict[str, Any] | None:
+    """Return the JSON object that a body is, and refuse none."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) else None
+
+
 class Echo:
     """An application behind the middleware of generating routes that answers what it was asked."""
 
@@ -183,7 +195,8 @@ class Echo:
         )
         self.rejected: list[Rejection] = []
         count = self.rejected.append
-        self.app: object = PlacementMiddleware(inner, self.placements, ["/v1/x"], count)
+        checked = BodyMiddleware(inner, 1000, decoded)
+        self.app: object = PlacementMiddleware(checked, self.placements, ["/v1/x"], count)
         if keys:
             ring, quotas = KeyRing(keys), Quotas(clock=self.clock)
             self.app = ApiKeyMiddleware(self.app, ring, quotas, [], count)  # type: ignore[arg-type]
