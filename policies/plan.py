@@ -47,6 +47,8 @@ class Policy:
     """Whether the policy sets targets: then nobody else may."""
     shifts: bool = True
     """Whether groups run steps in SP under it, if the node can at all."""
+    forms_groups: bool = True
+    """Whether engines ever work together under it: else no request may need more than one."""
 
 
 class PlanFunction(Protocol):

@@ -118,7 +118,7 @@ def _all_tp(snapshot: Snapshot) -> Plan:
 MANUAL = Policy("manual", _keep, decides_layout=False)
 """Keeps the partition that an operator sets."""
 
-STATIC_DP = Policy("static-dp", _all_dp, decides_layout=True)
+STATIC_DP = Policy("static-dp", _all_dp, decides_layout=True, forms_groups=False)
 """Every engine alone."""
 
 STATIC_TP = Policy("static-tp", _all_tp, decides_layout=True, shifts=False)

@@ -38,6 +38,8 @@ class Capacity:
         self._pool = pool
         self.cost_model: CostModel | None = config.cost_model
         """Corrected by what is measured (``observe``)."""
+        self.forms_groups = True
+        """See ``Policy.forms_groups``."""
         self._lengths = Lengths()
         self._units: dict[Group, tuple[Uncounted, UnitState]] = {}
         """The latest states of units, and the requests from which each was found."""
@@ -226,7 +228,8 @@ class Capacity:
         """Yield the groups that can be formed, or will be when engines are back."""
         lost, refused = self._book.lost, self._book.refused
         for group in self._possible_groups:
-            if not lost.intersection(group) and group not in refused:
+            formed = self.forms_groups or len(group) == 1
+            if formed and not lost.intersection(group) and group not in refused:
                 yield group
 
     @cached_property

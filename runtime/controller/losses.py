@@ -40,6 +40,9 @@ REMEMBERED_SECONDS = 10.0
 """An engine that lives so long after a request's end has sent its last outputs."""
 
 
+_NO_ROOM = "no group of the engines that are left holds the request"
+
+
 class Losses:
     """Takes dead engines out of the books, and their requests to other ones.
 
@@ -188,12 +191,12 @@ class Losses:
         for client, attempts in questions.items():
             self._transport.to_control(front_identity(client), m.Interrupted(attempts))
 
-    def give_up_unholdable(self) -> None:
-        """End the waiting requests that no group holds any more."""
+    def give_up_unholdable(self, reason: str = _NO_ROOM) -> None:
+        """End the waiting requests that no group will hold any more, for which ``reason`` it is."""
         lost = [r for r in self._pool.all() if not self._capacity.holds(r.seen)]
         for request in lost:
             self._pool.remove(request.id)
-        self._admission.fail(lost, Outcome.LOST, 500, _NO_ROOM)
+        self._admission.fail(lost, Outcome.LOST, 500, reason)
 
     def received(self, message: m.Received) -> None:
         """Take a front end's word on how far its requests have come, asked for or not."""
@@ -272,7 +275,6 @@ class Losses:
             self._book.clear(request_id)
 
 
-_NO_ROOM = "no group of the engines that are left holds the request"
 _TOKENS_LOST = "an engine died with the request's last tokens"
 _CANNOT_CONTINUE = (
     "the engine died, and the request cannot go on elsewhere: it has a seed, penalties, structured "

@@ -134,6 +134,7 @@ class Controller:
         self._pauses = Pauses(config, self.book, self._admission, transport, clock)
         self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
         self._adviser = Adviser(config.policy, self._statistics, clock)
+        self._capacity.forms_groups = self._adviser.policy.forms_groups
         self._shifting = Shifting(config, self.book, transport, self._adviser.policy)
         self._rejoin = Rejoin(
             config,
@@ -425,6 +426,8 @@ class Controller:
             self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
             return
         self._shifting.follow(self._adviser.policy)
+        self._capacity.forms_groups = self._adviser.policy.forms_groups
+        self._losses.give_up_unholdable(f"no unit of policy {message.policy} holds the request")
         self._transport.to_control(peer, self._layout(message.call))
 
     def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:

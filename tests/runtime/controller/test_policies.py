@@ -89,6 +89,42 @@ def test_the_policy_changes_live() -> None:
     node.assert_exact()
 
 
+NARROW = FakeSettings(num_blocks=8, block_tokens=4, max_num_seqs=4, max_model_len=60)
+"""An engine alone holds 32 tokens."""
+
+
+def test_what_needs_a_group_is_refused_where_none_is_ever_formed() -> None:
+    node = LoopbackNode(2, policy="static-dp", settings=NARROW)
+    node.settle()
+    node.send("long", 40, 1)
+    node.settle()
+    assert node.ended()["long"].outcome is m.Outcome.TOO_LONG
+    assert "holds 32" in node.ended()["long"].message
+
+    node.call(m.SetPolicy, "static-tp")
+    node.settle()
+    node.send("again", 40, 1)
+    node.settle()
+    assert node.placed()["again"] == (0, 1)
+    assert node.missing == []
+    node.assert_exact()
+
+
+def test_what_waits_for_a_group_ends_where_none_is_formed_any_more() -> None:
+    node = LoopbackNode(2, settings=NARROW)
+    node.settle()
+    node.send("long", 40, 1)
+    node.settle()
+    assert node.missing == ["long"], "an operator may form it"
+    node.call(m.SetPolicy, "static-dp")
+    node.send("short", 10, 1)
+    node.settle()
+    ended = node.ended()["long"]
+    assert (ended.outcome, ended.status) == (m.Outcome.LOST, 500)
+    assert ended.message == "no unit of policy static-dp holds the request"
+    assert node.placed()["short"] in ((0,), (1,))
+
+
 def test_a_policy_that_is_none_changes_nothing() -> None:
     node = LoopbackNode(2)
     node.settle()
