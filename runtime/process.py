@@ -109,22 +109,17 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
-        self._end_group()
-        return self._process.is_alive()
-
-    def _end_group(self) -> None:
-        """Kill what the process has left, if it has ended.
-
-        Before anybody asks for its exit code: from then on its id may be another's.
-        """
+        """Whether the process runs; what one that has ended has left is killed."""
         try:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
-            return
-        if ended is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            return self._process.is_alive()
+        if ended is None:
+            return True  # nobody may ask for its exit code: it might have ended just now
+        # Before anybody does: from then on its id may be another's.
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return self._process.is_alive()
 
     @property
     def is_stopped(self) -> bool:

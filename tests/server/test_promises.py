@@ -44,7 +44,7 @@ class Model(SimpleNamespace):
 def parsed(*argv: str, policy: str = "slo") -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
     add_promise_options(parser.add_argument_group("Shoal"))
-    add_shift_options(parser)
+    add_shift_options(parser, automatic=False)
     return parser.parse_args(argv, Namespace(policy=policy))
 
 

@@ -1,0 +1,66 @@
+"""A process of the node, and what it has started."""
+
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.process import Child, choose_context, signals_held
+
+
+class Helped:
+    """A target that starts a process, says which, and waits for its end."""
+
+    def __init__(self, pid_file: Path) -> None:
+        self._pid_file = pid_file
+
+    def __call__(self, ready: Callable[[], None]) -> None:
+        self._pid_file.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        ready()
+        while True:
+            signal.pause()
+
+
+def helped(tmp_path: Path) -> tuple[Child, int]:
+    """Return a child that is ready, and a file descriptor of the process that it has started."""
+    with signals_held():
+        child = Child(choose_context(), "helped", Helped(tmp_path / "pid"))
+    while not child.is_ready:
+        assert select.select([child.reports], [], [], 60.0)[0], "it is ready"
+        child.read_report()
+    return child, os.pidfd_open(int((tmp_path / "pid").read_text()))
+
+
+def has_ended(helper: int) -> bool:
+    return bool(select.select([helper], [], [], 30.0)[0])
+
+
+def test_what_a_process_has_left_is_killed_when_it_is_found_to_have_ended(tmp_path: Path) -> None:
+    child, helper = helped(tmp_path)
+    assert child.is_alive
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.join(30.0)
+    assert has_ended(helper)
+
+
+def test_it_is_if_the_process_ends_while_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, helper = helped(tmp_path)
+    waitid = os.waitid
+
+    def ends_after(kind: int, pid: int, options: int) -> os.waitid_result | None:
+        found = waitid(kind, pid, options)
+        os.kill(child.pid, signal.SIGKILL)
+        waitid(kind, pid, os.WEXITED | os.WNOWAIT)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "waitid", ends_after)
+        assert child.is_alive, "it was"
+    assert not child.is_alive
+    assert has_ended(helper)
