@@ -94,6 +94,9 @@ class Child:
             name=f"shoal {name}",
         )
         self._process.start()
+        # Before each start it asks all that it knows for their exit codes (see ``is_alive``).
+        known: Any = multiprocessing.process
+        known._children.discard(self._process)
         writer.close()
 
     @property

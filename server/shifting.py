@@ -64,8 +64,9 @@ def automatic_max_sp(model: Any, max_group: int, *, on_gpus: bool) -> int:
         max_group: largest group of the node.
         on_gpus: whether real engines run on GPUs.
     """
-    known = model.architecture in BY_SEQUENCE and not model.enable_prompt_embeds
-    return max_group if on_gpus and known else 1
+    known = model.architecture in BY_SEQUENCE and model.get_head_size() % 8 == 0
+    tokens = not (model.enable_prompt_embeds or model.uses_mrope)
+    return max_group if on_gpus and known and tokens else 1
 
 
 def _threshold(text: str) -> ShiftThreshold:

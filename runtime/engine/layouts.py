@@ -229,21 +229,27 @@ class Layout:
                 module.cleanup()
 
     def enable_sp(
-        self, base: "Layout", groups: SpGroups, *, by_peers: bool, required: bool
-    ) -> None:
+        self, base: "Layout", groups: SpGroups, *, by_peers: bool, tried: bool, required: bool
+    ) -> bool:
         """Let steps of this layout run by sequence. Collective over its group.
 
         Args:
             base: the layout whose model runs then; both are loaded.
             groups: in which this member exchanges.
             by_peers: whether that is through the members' memory, if it can be shared.
+            tried: whether it could not for a narrower layout.
             required: whether it has to be.
+
+        Returns:
+            Whether it is through the members' memory.
 
         Raises:
             NotSharedError: it cannot, and it has to be.
             UnexchangeableAttention: the layers' heads do not fit the groups.
         """
-        memory = self._peer_memory(base, groups, required=required) if by_peers else None
+        memory = None
+        if by_peers:
+            memory = self._peer_memory(base, groups, tried=tried, required=required)
         exchange = HeadExchange(groups) if memory is None else PeerExchange(groups, memory)
         layers = exchanged_layers(self.config, base.config, exchange)
         # Connecting takes memory, which vLLM's profiling then finds in use.
@@ -251,9 +257,10 @@ class Layout:
         self._by_sequence = SequenceParallelModel(
             self.model, base.model, base.active, exchange, layers, base.captures
         )
+        return memory is not None
 
     def _peer_memory(
-        self, base: "Layout", groups: SpGroups, *, required: bool
+        self, base: "Layout", groups: SpGroups, *, tried: bool, required: bool
     ) -> SymmetricMemory | None:
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
         tokens = largest_share(base.config, len(members), base.captures.larger)
@@ -262,6 +269,7 @@ class Layout:
             self._communicators.finding_group(members),
             needed_words(tokens, bytes_of_token),
             next(self.model.parameters()).device,
+            tried=tried,
             required=required,
         )
 

@@ -62,6 +62,8 @@ class LayoutLoader:
         self._buffer = SharedKVBuffer()
         self._communicators: dict[int, Communicators] = {}
         self._by_peers: dict[int, bool] = {}
+        self._cannot_share = False
+        """Whether members that could reach each other's memory were not let."""
         self._dp: VllmConfig
         by_sequence = node.max_sp > 1
         self._exchange = exchange_setting() if by_sequence else ""
@@ -202,9 +204,11 @@ class LayoutLoader:
         kv_heads = self._dp.model_config.get_total_num_kv_heads()
         base = self.layouts[base_of(degree, max_sp).tp]
         groups = sp_groups(narrow, max_sp, kv_heads)
-        self.layouts[degree].enable_sp(
-            base, groups, by_peers=self._by_peers[degree], required=self._exchange == "peer"
+        by_peers, required = self._by_peers[degree], self._exchange == "peer"
+        shares = self.layouts[degree].enable_sp(
+            base, groups, by_peers=by_peers, tried=self._cannot_share, required=required
         )
+        self._cannot_share |= by_peers and not shares
 
     @property
     def _init_method(self) -> str:

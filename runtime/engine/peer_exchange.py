@@ -13,6 +13,7 @@ is one kernel of our own (``peer_exchange_kernel.py``) and the barrier.
 
 import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import permutations
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,8 @@ from runtime.engine.sp_settings import EXCHANGE, SettingError
 
 log = logging.getLogger("shoal.engine")
 
+SHARING_SECONDS = 60.0
+"""How long members that have begun together wait for each other; they are done within moments."""
 LINE_BYTES = 128
 """Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
 
@@ -210,13 +213,14 @@ class SymmetricMemory:
     Raises:
         NotSharedError: this member's memory, or its access to the others', is refused. In a
             container that may be the host's: it takes ``pidfd_getfd``, which needs SYS_PTRACE.
+        RuntimeError: there is no memory left for it.
     """
 
     def __init__(self, group: Any, words: int, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
+        memory = symmetric.empty(2 * words, dtype=WORD, device=device)
         try:
-            memory = symmetric.empty(2 * words, dtype=WORD, device=device)
             self._handle = symmetric.rendezvous(memory, group.group_name)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
@@ -241,7 +245,7 @@ class SymmetricMemory:
 
 
 def shared_memory(
-    group: Any, words: int, device: torch.device, *, required: bool
+    group: Any, words: int, device: torch.device, *, tried: bool, required: bool
 ) -> SymmetricMemory | None:
     """Return memory of a group's members, or None if any of them cannot share it: all say why.
 
@@ -249,24 +253,51 @@ def shared_memory(
         group: see ``SymmetricMemory``, as of the others. Collective: all come to the same.
         words: of a slot.
         device: this member's.
+        tried: whether a narrower group of this member could not. Then no wider one tries: torch
+            numbers what members tell each other, and one that failed has told less.
         required: whether there is nothing else to exchange by.
 
     Raises:
-        NotSharedError: it cannot be shared and is required; it says what helps.
+        NotSharedError: it cannot be shared and is required, or not all members have come as far; it
+            says what helps.
+        RuntimeError: there is no memory left for it.
     """
     memory, problem = None, "a peer cannot share its memory"
-    try:
-        memory = SymmetricMemory(group, words, device)
-    except NotSharedError as error:
-        problem = str(error)
-        if required:
-            raise NotSharedError(f"{problem}; {EXCHANGE}=nccl goes without") from error
-    shared = torch.tensor([int(memory is not None)])
-    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN, group=group)
-    if shared.item():
-        return memory
+    # They may have loaded their weights minutes apart.
+    if _all_agree(group, not tried, seconds=None):
+        try:
+            memory = SymmetricMemory(group, words, device)
+        except NotSharedError as error:
+            problem = str(error)
+            if required:
+                raise NotSharedError(f"{problem}; {EXCHANGE}=nccl goes without") from error
+        if _all_agree(group, memory is not None, seconds=SHARING_SECONDS):
+            return memory
     log.warning("steps by sequence exchange by NCCL, which takes longer: %s", problem)
     return None
+
+
+def _all_agree(group: Any, value: bool, *, seconds: float | None) -> bool:
+    """Return whether all members say yes.
+
+    Args:
+        group: theirs, gloo's.
+        value: whether this one does.
+        seconds: how long to wait for the others; None: as long as the group does.
+
+    Raises:
+        NotSharedError: one said nothing: it waits for memory that another one cannot share.
+    """
+    answers = torch.tensor([int(value)])
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp.MIN
+    answer = group.allreduce([answers], options)
+    try:
+        answer.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
+    except RuntimeError as error:
+        text = f"not all members of a group can share memory; {EXCHANGE}=nccl goes without"
+        raise NotSharedError(text) from error
+    return bool(answers.item())
 
 
 def needed_words(tokens: int, bytes_of_token: int) -> int:

@@ -254,9 +254,16 @@ def _settings(args: Namespace, options: Sequence[str]) -> Settings:
         prefix_caching=args.prefix_caching,
         api_servers=args.api_servers or args.engines,
         options=tuple(options),
-        shoal_options=tuple(args.shoal_option),
+        shoal_options=_shoal_options(args),
         degrees=_degrees(args),
     )
+
+
+def _shoal_options(args: Namespace) -> tuple[str, ...]:
+    options = tuple(args.shoal_option)
+    if "--max-sp=auto" in options:
+        raise UserError("--shoal-option=--max-sp=auto: say a number, on which figures depend")
+    return options
 
 
 def _degrees(args: Namespace) -> tuple[int, ...]:

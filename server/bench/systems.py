@@ -101,13 +101,7 @@ class System:
         return int(value) if value.isdecimal() else value
 
     def _option(self, name: str) -> str | None:
-        """Return the value of one of the command's options: of several, the last counts."""
-        found = None
-        for word, following in pairwise((*self.command, "")):
-            key, _, value = word.partition("=")
-            if key == name:
-                found = value or following
-        return found
+        return _last(self.command, name)
 
     @property
     def ready_path(self) -> str:
@@ -118,6 +112,16 @@ class System:
         """Return the command that serves on ``port``, and the admin API on the other."""
         ports = {PORT: str(port), ADMIN_PORT: str(admin_port)}
         return [ports.get(word, word) for word in self.command]
+
+
+def _last(words: Sequence[str], name: str) -> str | None:
+    """Return the value of an option in a command: of several, the last counts."""
+    found = None
+    for word, following in pairwise((*words, "")):
+        key, _, value = word.partition("=")
+        if key == name:
+            found = value or following
+    return found
 
 
 def dp_layout(engines: int, *, pinned: bool) -> Layout:
@@ -189,9 +193,9 @@ def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...
 
 def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
     run = [sys.executable, "-m", "server.cli", "serve", model, "--policy", "manual"]
-    number = str(settings.engines)
     # As ``shoal serve`` has it on GPUs, but said: what is measured depends on it.
-    engines = ["--engines", number, "--max-sp", number, "--admin-port", ADMIN_PORT]
+    largest = _last(settings.shoal_options, "--max-group") or str(settings.engines)
+    engines = ["--engines", str(settings.engines), "--admin-port", ADMIN_PORT, "--max-sp", largest]
     return (
         *(*run, *_common(settings), *own, *engines),
         *(*settings.options, *settings.shoal_options),

@@ -47,6 +47,19 @@ def test_what_a_process_has_left_is_killed_when_it_is_found_to_have_ended(tmp_pa
     assert has_ended(helper)
 
 
+def test_it_is_if_another_process_is_started_before(tmp_path: Path) -> None:
+    child, helper = helped(tmp_path)
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    (tmp_path / "other").mkdir()
+    other, others_helper = helped(tmp_path / "other")
+    assert not child.is_alive
+    assert has_ended(helper)
+    other.kill()
+    assert other.join(30.0)
+    assert has_ended(others_helper)
+
+
 def test_it_is_if_the_process_ends_while_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,11 @@ def test_a_node_may_be_told_its_degree() -> None:
 class Model:
     architecture: str = "Qwen3ForCausalLM"
     enable_prompt_embeds: bool = False
+    uses_mrope: bool = False
+    head_size: int = 128
+
+    def get_head_size(self) -> int:
+        return self.head_size
 
 
 def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
@@ -60,6 +65,8 @@ def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
         pytest.param(Model(), False, id="on CPUs, or with fake engines"),
         pytest.param(Model("BloomForCausalLM"), True, id="an architecture nobody has tested"),
         pytest.param(Model(enable_prompt_embeds=True), True, id="inputs that are not tokens"),
+        pytest.param(Model(uses_mrope=True), True, id="positions of several dimensions"),
+        pytest.param(Model("LlamaForCausalLM", head_size=100), True, id="heads of odd sizes"),
     ],
 )
 def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:

@@ -125,6 +125,22 @@ def test_what_waits_for_a_group_ends_where_none_is_formed_any_more() -> None:
     assert node.placed()["short"] in ((0,), (1,))
 
 
+def test_what_comes_back_from_a_group_ends_where_none_is_formed_any_more() -> None:
+    node = LoopbackNode(2, settings=NARROW)
+    node.settle()
+    node.switch((0, 1))
+    node.send("long", 36, 15)
+    for _ in range(8):
+        node.controller.turn()
+        for engine in node.agents:
+            node.turn_agent(engine)
+    node.switch((0,), (1,), treatment=m.Treatment.HARD)
+    node.call(m.SetPolicy, "static-dp")
+    node.run_for(60.0, tick=1.0)
+    assert node.missing == []
+    assert node.ended()["long"].message == "no unit of policy static-dp holds the request"
+
+
 def test_a_policy_that_is_none_changes_nothing() -> None:
     node = LoopbackNode(2)
     node.settle()

@@ -111,6 +111,15 @@ class Reached:
         return torch.empty(shape, dtype=dtype)
 
 
+class Alone:
+    """A group of one member."""
+
+    group_name = ""
+
+    def allreduce(self, _answers: list[torch.Tensor], _options: object) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
 def torch_that(shares: bool, patch: pytest.MonkeyPatch) -> None:
     def empty(words: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(words, dtype=dtype, device=device)
@@ -125,15 +134,27 @@ def torch_that(shares: bool, patch: pytest.MonkeyPatch) -> None:
 
 
 def share(
-    directory: Path, engine: int, groups: dict[Group, Any], group: Group, barred: int | None
+    directory: Path,
+    engine: int,
+    groups: dict[Group, Any],
+    group: Group,
+    barred: int | None,
+    tried: int | None = None,
 ) -> str:
-    """Return by what an engine exchanges and what it logs; ``barred`` is refused by its host."""
+    """Return by what an engine exchanges and what it logs.
+
+    Args:
+        barred: is refused by its host.
+        tried: could not, in a narrower group.
+    """
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("shoal.engine").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         torch_that(engine != barred, patch)
-        memory = shared_memory(groups[group], 16, torch.device("cpu"), required=False)
+        memory = shared_memory(
+            groups[group], 16, torch.device("cpu"), tried=engine == tried, required=False
+        )
     logging.getLogger("shoal.engine").removeHandler(handler)
     return f"{'NCCL' if memory is None else 'peers'}: {log.getvalue()}"
 
@@ -148,6 +169,8 @@ def test_all_members_go_without_memory_that_one_cannot_share(tmp_path: Path) -> 
             f"{told}a peer cannot share its memory\n",
             f"{told}{REFUSED}\n",
         ]
+        unasked = f"{told}a peer cannot share its memory\n"
+        assert ask(pair, share, PAIR, None, PAIR[0]) == [unasked] * 2, "nobody tries again"
     finally:
         for engine in pair:
             engine.kill()
@@ -158,5 +181,5 @@ def test_memory_that_is_wanted_and_cannot_be_shared_is_one_line_that_says_what_h
 ) -> None:
     torch_that(False, monkeypatch)
     with pytest.raises(NotSharedError) as raised:
-        shared_memory(SimpleNamespace(group_name=""), 16, torch.device("cpu"), required=True)
+        shared_memory(Alone(), 16, torch.device("cpu"), tried=False, required=True)
     assert str(raised.value) == f"{REFUSED}; SHOAL_SP_EXCHANGE=nccl goes without"

@@ -65,4 +65,6 @@ def test_every_degree_is_measured_by_sequence_too() -> None:
     with_sp = settings(8, "--max-sp=8", degrees=(2, 4))
     assert names(with_sp) == ["dp", "tp2", "tp4", "tp8", "sp2", "sp4", "sp8", "shift"]
     assert names(settings(8, "--max-sp=1", degrees=(2,))) == ["dp", "tp2", "tp8"]
+    (system,) = (s for s in all_systems(settings(4, "--max-group=2"), "model") if s.switches)
+    assert system.max_sp == 2, "no more than groups have"
     assert names(settings(4)) == ["dp", "tp4", "sp4", "shift"], "as served by default"
