@@ -70,10 +70,7 @@ def test_group_takes_the_blocks_of_paused_requests_when_it_has_none() -> None:
     node = started()
     for k in range(8):
         node.send(f"own-{k}", 190, 10)
-    for _ in range(3):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(3)
     node.switch((0, 1))
     paused = set(node.missing)
     assert len(paused) == 8

@@ -20,19 +20,11 @@ def started(engines: int = 2, **settings) -> LoopbackNode:
     return node
 
 
-def turns(node: LoopbackNode, count: int) -> None:
-    """Give everybody so many turns: with steps of no time, about one token each."""
-    for _ in range(count):
-        node.controller.turn()
-        for engine in list(node.agents):
-            node.turn_agent(engine)
-
-
 def running(tokens: int = 40, turned: int = 8, **settings) -> LoopbackNode:
     """Return a node whose engine 0 has one request, in the middle; its tokens are not read yet."""
     node = started(**settings)
     node.send("r", 10, tokens)
-    turns(node, turned)
+    node.turns(turned)
     assert node.placed()["r"] == (0,)
     return node
 
@@ -80,11 +72,11 @@ def test_the_last_outputs_die_with_the_engine(keep: int) -> None:
 def test_before_the_first_output() -> None:
     node = started(settings=FakeSettings(step_seconds=1.0))
     node.send("r", 10, 5)
-    turns(node, 3)
+    node.turns(3)
     assert node.backends[0].core((0,)).in_flight
     node.kill(0)
     for _ in range(20):
-        turns(node, 2)
+        node.turns(2)
         node.collect()
         node.clock.advance(0.5)
     assert node.placed()["r"] == (1,)
@@ -109,7 +101,7 @@ def test_after_the_last_output_before_the_controller_knows() -> None:
 def test_after_the_last_output_that_nobody_read() -> None:
     node = started()
     node.send("r", 10, 6)
-    turns(node, 3)
+    node.turns(3)
     while node.backends[0].core((0,)).num_requests:
         node.turn_agent(0)
     node.network.to_controller.clear()
@@ -148,9 +140,9 @@ def test_late_outputs_are_dropped_and_counted() -> None:
     late = node.hold_outputs(0, keep=2)
     node.collect()
     node.kill(0)
-    turns(node, 1)
+    node.turns(1)
     node.collect()
-    turns(node, 6)
+    node.turns(6)
     node.deliver(late)
     node.settle()
     assert node.fronts[0].late == len(late)
@@ -184,7 +176,7 @@ def test_outputs_that_are_read_before_the_answer_count() -> None:
 def test_a_moved_request_goes_on_from_all_of_its_tokens() -> None:
     node = running(tokens=60, engines=4)
     node.set_layout((0, 1), (2, 3), treatment=SOFT)
-    turns(node, 20)
+    node.turns(20)
     node.collect()
     group = node.placed()["r"]
     assert len(group) == 2
@@ -204,7 +196,7 @@ def test_tokens_of_a_moved_request_are_lost_that_has_ended_elsewhere(forgotten: 
     node.collect()
     node.set_layout((0, 1), treatment=SOFT)
     for _ in range(4):
-        turns(node, 1)
+        node.turns(1)
         node.hold_outputs(0)
     node.settle()
     assert node.missing == ["r"]
@@ -225,7 +217,7 @@ def test_tokens_of_a_moved_request_are_lost_that_has_ended_elsewhere(forgotten: 
 def test_the_report_of_the_end_comes_and_the_last_outputs_do_not(kept: int) -> None:
     node = started()
     node.send("r", 10, 6)
-    turns(node, 12)
+    node.turns(12)
     assert outcomes(node) == {Outcome.FINISHED: 1}
     node.hold_outputs(0, keep=kept)
     node.kill(0)
@@ -238,16 +230,16 @@ def test_tokens_that_are_lost_after_a_move_are_computed_again() -> None:
     node = running(tokens=60, settings=FakeSettings(step_seconds=0.5), turned=3)
     for _ in range(4):
         node.clock.advance(0.5)
-        turns(node, 2)
+        node.turns(2)
     node.hold_outputs(0, keep=2)
     node.collect()
     node.set_layout((0, 1), treatment=SOFT)
     for _ in range(4):
-        turns(node, 2)
+        node.turns(2)
         node.hold_outputs(0)
         node.clock.advance(0.5)
     for _ in range(200):
-        turns(node, 2)
+        node.turns(2)
         node.collect()
         node.fronts[0].interruptions.begin_overdue_again()
         node.clock.advance(0.5)
@@ -261,11 +253,11 @@ def test_paused_requests_go_on_elsewhere_and_are_not_to_blame() -> None:
     node.switch((0, 1), (2, 3))
     for k in range(4):
         node.send(f"r{k}", 12, 30)
-    turns(node, 6)
+    node.turns(6)
     node.switch((0,), (1,), (2,), (3,), treatment=HARD)
     paused = [r for r, unit in node.placed().items() if unit == (0, 1)]
     node.kill(1)
-    turns(node, 2)
+    node.turns(2)
     node.collect()
     interrupted = [node.controller.book.interrupted.get(r) for r in paused]
     assert all(request is None or request.deaths == 0 for request in interrupted)
@@ -278,11 +270,11 @@ def test_paused_requests_go_on_elsewhere_and_are_not_to_blame() -> None:
 def test_a_request_of_another_front_end() -> None:
     node = started()
     node.send("r", 10, 40, client=1)
-    turns(node, 8)
+    node.turns(8)
     late = node.hold_outputs(0, keep=1)
     node.collect()
     node.kill(0)
-    turns(node, 1)
+    node.turns(1)
     node.collect()
     node.deliver(late)
     node.settle()
@@ -294,14 +286,14 @@ def test_it_keeps_its_place_in_the_pool() -> None:
     node = started(settings=FakeSettings(max_num_seqs=1), queued_ahead=0)
     for name in ("a", "b", "c", "d"):
         node.send(name, 10, 40)
-        turns(node, 2)
+        node.turns(2)
         node.clock.advance(1.0)
     node.collect()
     assert set(node.placed()) == {"a", "b"}
     node.kill(0)
-    turns(node, 2)
+    node.turns(2)
     node.collect()
-    turns(node, 1)
+    node.turns(1)
     assert [request.id for request in node.controller.pool.all()] == ["a", "c", "d"]
     node.settle()
     assert_whole(node)
@@ -322,7 +314,7 @@ def test_what_cannot_go_on_ends_with_a_reason(sampling: dict[str, object]) -> No
     node = started()
     node.send("pinned", 10, 40, **sampling)
     node.send("free", 10, 40)
-    turns(node, 8)
+    node.turns(8)
     node.collect()
     node.kill(0)
     node.settle()
@@ -337,7 +329,7 @@ def test_what_cannot_go_on_ends_with_a_reason(sampling: dict[str, object]) -> No
 def test_it_is_run_again_when_its_client_has_nothing(sampling: dict[str, object]) -> None:
     node = started()
     node.send("pinned", 10, 40, **sampling)
-    turns(node, 8)
+    node.turns(8)
     node.hold_outputs(0)
     node.kill(0)
     node.settle()
@@ -348,7 +340,7 @@ def test_what_no_group_holds_any_more_ends_with_a_reason() -> None:
     node = started(settings=FakeSettings(num_blocks=8, block_tokens=4, max_model_len=60))
     node.switch((0, 1))
     node.send("long", 40, 10)
-    turns(node, 6)
+    node.turns(6)
     node.collect()
     node.kill(1)
     node.agents.pop(0)
@@ -374,7 +366,7 @@ def test_a_request_that_kills_engines_twice_is_failed_alone(first: bool) -> None
         send_poison(node)
     for k in range(12):
         node.send(f"r{k}", 10, 30)
-    turns(node, 4)
+    node.turns(4)
     if not first:
         send_poison(node)
     node.settle()
@@ -399,12 +391,12 @@ def test_suspects_start_one_at_a_time_in_a_unit() -> None:
     node = started(4)
     for k in range(12):
         node.send(f"r{k}", 10, 40)
-    turns(node, 6)
+    node.turns(6)
     node.collect()
     node.kill(0)
     most = 0
     for _ in range(60):
-        turns(node, 1)
+        node.turns(1)
         node.collect()
         cores = node.controller.book.cores.values()
         most = max(most, *(sum(r.suspect for r in c.requests.values()) for c in cores))
@@ -417,7 +409,7 @@ def test_whom_the_engine_never_computed_is_no_suspect() -> None:
     node = started(settings=FakeSettings(max_num_seqs=1))
     for k in range(4):
         node.send(f"r{k}", 10, 40)
-    turns(node, 6)
+    node.turns(6)
     node.collect()
     waiting = [r for r in ("r0", "r1", "r2", "r3") if not node.tokens.get(r)]
     assert len(waiting) == 2
@@ -436,9 +428,9 @@ def test_retries_are_bounded() -> None:
     node.send("r", 10, 60)
     for _ in range(2):
         for _ in range(6):
-            turns(node, 1)
+            node.turns(1)
             node.collect()
-        turns(node, 1)
+        node.turns(1)
         node.kill(node.placed()["r"][0])
     node.settle()
     note = node.ended()["r"]

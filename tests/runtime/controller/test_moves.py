@@ -18,14 +18,6 @@ def started(**settings) -> LoopbackNode:
     return node
 
 
-def turns(node: LoopbackNode, count: int) -> None:
-    """Give everybody so many turns: with steps of no time, about one token each."""
-    for _ in range(count):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
-
-
 def assert_sound(node: LoopbackNode) -> None:
     assert node.missing == []
     node.assert_exact()
@@ -37,7 +29,7 @@ def test_a_soft_bind_moves_what_runs_into_the_group() -> None:
     node = started()
     for k in range(8):
         node.send(f"r{k}", 10, 40)
-    turns(node, 12)
+    node.turns(12)
     node.collect()
     half = {r: len(tokens) for r, tokens in node.tokens.items()}
     assert len(half) == 8
@@ -54,7 +46,7 @@ def test_a_soft_release_moves_what_runs_out_of_the_group() -> None:
     node.switch((0, 1, 2, 3))
     for k in range(6):
         node.send(f"r{k}", 20, 40)
-    turns(node, 10)
+    node.turns(10)
     assert {node.controller.book.where(f"r{k}") for k in range(6)} == {(0, 1, 2, 3)}
     view = node.switch(*ALONE, treatment=SOFT)
     assert view.moved == 6
@@ -66,7 +58,7 @@ def test_requests_paused_in_other_groups_move_too() -> None:
     node.switch((0, 1), (2,), (3,))
     for k in range(4):
         node.send(f"r{k}", 12, 30)
-    turns(node, 8)
+    node.turns(8)
     assert node.switch(*ALONE, treatment=HARD).paused > 0
     node.switch((0, 1, 2, 3), treatment=SOFT)
     assert_sound(node)
@@ -76,7 +68,7 @@ def test_a_request_can_move_again_and_again() -> None:
     node = started()
     node.send("r", 10, 60)
     for k in range(6):
-        turns(node, 8)
+        node.turns(8)
         units = [(0, 1, 2, 3)] if k % 2 == 0 else ALONE
         node.set_layout(*units, treatment=SOFT)
     node.settle()
@@ -92,7 +84,7 @@ def test_a_request_that_cannot_move_is_waited_for() -> None:
     node.prompts["pinned"] = ([7] * 10, 30)
     node.network.front_sends(0, wire.RequestType.ADD, [msgspec.msgpack.encode(fields)])
     node.send("free", 10, 30)
-    turns(node, 8)
+    node.turns(8)
     view = node.switch((0, 1, 2, 3), treatment=SOFT)
     assert (view.moved, view.drained) == (1, 1)
     assert_sound(node)
@@ -101,7 +93,7 @@ def test_a_request_that_cannot_move_is_waited_for() -> None:
 def test_a_moved_request_can_be_withdrawn() -> None:
     node = started()
     node.send("r", 10, 60)
-    turns(node, 8)
+    node.turns(8)
     node.set_layout((0, 1, 2, 3), treatment=SOFT)
     node.abort("r")
     node.settle()

@@ -20,10 +20,7 @@ def node_with_requests(*layout: tuple[int, ...], policy: str = "manual") -> Loop
     for k in range(3):
         node.send(f"r{k}", 10, 40)
     node.send("pinned", 10, 40, presence_penalty=0.5)
-    for _ in range(8):
-        node.controller.turn()
-        for engine in list(node.agents):
-            node.turn_agent(engine)
+    node.turns(8)
     if policy != "manual":
         node.call(m.SetPolicy, policy)
     node.collect()
@@ -115,10 +112,7 @@ def test_each_pause_counts_from_its_own_start() -> None:
         node.run_for(MANUAL_PAUSE_SECONDS - 5.0, tick=1.0)
         assert "r0" in node.missing
         node.set_layout(TOGETHER)
-        for _ in range(6):
-            node.controller.turn()
-            for engine in list(node.agents):
-                node.turn_agent(engine)
+        node.turns(6)
     node.settle()
     assert node.missing == []
     assert node.view().moves_total == 0

@@ -31,10 +31,7 @@ def let_pass(node: LoopbackNode, seconds: float, tick: float = 0.05) -> None:
     """Let time pass while steps take theirs."""
     for _ in range(round(seconds / tick)):
         node.clock.advance(tick)
-        for _ in range(4):
-            node.controller.turn()
-            for engine in node.agents:
-                node.turn_agent(engine)
+        node.turns(4)
         node.collect()
 
 
@@ -130,10 +127,7 @@ def test_what_comes_back_from_a_group_ends_where_none_is_formed_any_more() -> No
     node.settle()
     node.switch((0, 1))
     node.send("long", 36, 15)
-    for _ in range(8):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(8)
     node.switch((0,), (1,), treatment=m.Treatment.HARD)
     node.call(m.SetPolicy, "static-dp")
     node.run_for(60.0, tick=1.0)

@@ -121,10 +121,7 @@ def test_requests_wait_for_engines_that_come_back() -> None:
     node = make_node(2)
     node.switch([0, 1])
     node.send("running", max_tokens=200)
-    for _ in range(20):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(20)
     kill(node, 0)
     node.send("new")
     node.run_for(1.0)
@@ -194,10 +191,7 @@ def test_an_engine_is_back_only_when_no_lease_has_blocks_of_its_former_life(
 ) -> None:
     node.switch(*PAIR)
     node.send("paused", max_tokens=100)
-    for _ in range(20):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(20)
     node.switch(*SINGLES)
     assert node.controller.leases.opened[0, 1] > 0
     node.hung.add(0)  # the leader, who has the lease

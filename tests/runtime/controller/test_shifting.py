@@ -73,10 +73,7 @@ def test_a_node_without_sp_shows_none() -> None:
 
 
 def turns(node: LoopbackNode, count: int = 4) -> None:
-    for _ in range(count):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(count)
     node.collect()
 
 

@@ -25,17 +25,10 @@ def started(engines: int = 4, **settings) -> LoopbackNode:
     return node
 
 
-def turns(node: LoopbackNode, count: int = 2) -> None:
-    for _ in range(count):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
-
-
 def busy(node: LoopbackNode, requests: int = 8, tokens: int = 40) -> None:
     for k in range(requests):
         node.send(f"busy-{k}", 10, tokens)
-    turns(node, 4)
+    node.turns(4)
     assert len(node.missing) == requests
 
 
@@ -109,7 +102,7 @@ def test_a_bind_that_is_given_up_is_aborted_and_has_no_phases() -> None:
 def test_a_member_that_dies_in_a_commit_loses_the_bind() -> None:
     node = started()
     node.set_layout((0, 1), (2,), (3,))
-    turns(node, 1)
+    node.turns(1)
     node.hung = {1}
     node.settle()
     node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
@@ -121,7 +114,7 @@ def test_a_release_is_kept_or_lost() -> None:
     node = started()
     node.switch((0, 1, 2, 3))
     node.send("long", 10, 60)
-    turns(node)
+    node.turns(2)
     node.set_layout(*ALONE, treatment=SEQUENTIAL, timeout=2.0)
     node.controller.turn()
     node.clock.advance(2.0)
@@ -210,7 +203,7 @@ def test_a_request_queues_until_a_unit_has_it_and_once() -> None:
     node = started(2)
     node.send("normal", 10, 40, priority=0)
     node.send("urgent", 10, 40, priority=-2)
-    turns(node, 3)
+    node.turns(3)
     node.clock.advance(3.0)
     node.switch((0, 1), treatment=SOFT)
     assert node.value("shoal_moved_requests_total") == 2
@@ -244,7 +237,7 @@ def test_a_stop_string_is_no_abort() -> None:
     node = started(2)
     for name in ("stopped", "aborted", "runs"):
         node.send(name, 10, 60)
-    turns(node, 3)
+    node.turns(3)
     node.abort("aborted")
     node.aborted.add("stopped")
     node.network.control_sends("front-0", m.Stopped(["stopped", "unknown"]))
@@ -257,10 +250,10 @@ def test_a_stop_string_is_no_abort() -> None:
 def test_a_stop_string_ends_a_request_that_moves() -> None:
     node = started(2)
     node.send("stopped", 10, 60)
-    turns(node, 3)
+    node.turns(3)
     node.hung = {1}
     node.set_layout((0, 1), treatment=SOFT)
-    turns(node, 2)
+    node.turns(2)
     assert "stopped" in node.controller.pool
     node.aborted.add("stopped")
     node.network.control_sends("front-0", m.Stopped(["stopped"]))
@@ -281,7 +274,7 @@ def test_idle_members_of_a_group_show_nothing_and_their_leader_all() -> None:
     assert all(0 < engine.kv_cache_usage < 1 for engine in before)
     node.switch((0, 1), treatment=HARD)
     node.send("group", 10, 40)
-    turns(node, 3)
+    node.turns(3)
     bound = gauges(node)
     assert [(e.running, e.waiting, e.deferred) for e in bound] == [(1, 0, 3), (0, 0, 3)]
     node.switch((0,), (1,), treatment=SEQUENTIAL)
@@ -294,7 +287,7 @@ def test_a_group_uses_the_blocks_of_every_member() -> None:
     node = started(2, settings=FakeSettings(num_blocks=64, block_tokens=4, max_model_len=400))
     node.switch((0, 1))
     node.send("group", 60, 40)
-    turns(node, 4)
+    node.turns(4)
     group = node.controller.book.core((0, 1))
     assert group.load is not None
     used = node.controller.leases.opened[0, 1] - group.load.free_blocks
@@ -306,7 +299,7 @@ def test_what_waits_in_the_pool_is_spread_over_the_engines() -> None:
     node = started(2, settings=SMALL)
     for k in range(25):
         node.send(f"r{k}", 10, 40)
-    turns(node, 4)
+    node.turns(4)
     waiting = len(node.controller.pool)
     assert waiting > 2
     shown = gauges(node)
@@ -326,7 +319,7 @@ def test_a_lost_engine_has_no_share_of_the_pool_and_no_layout() -> None:
     assert node.value("shoal_engines", state="dead") == 1
     for k in range(20):
         node.send(f"r{k}", 10, 40)
-    turns(node, 4)
+    node.turns(4)
     assert [engine.waiting > 0 for engine in gauges(node)] == [True, False]
 
 
@@ -357,7 +350,7 @@ def test_the_layout_of_an_engine_is_a_timeline() -> None:
 def test_tokens_that_a_move_computes_again_are_steps_tokens() -> None:
     node = started(2)
     node.send("r", 10, 40)
-    turns(node, 8)
+    node.turns(8)
     node.switch((0, 1), treatment=SOFT)
     node.settle()
     assert node.finish.keys() == {"r"}
@@ -376,7 +369,7 @@ def test_step_seconds_are_the_time_with_a_step_in_flight() -> None:
     node = started(2, settings=FakeSettings(step_seconds=0.1, num_blocks=64, block_tokens=4))
     node.send("r", 10, 5)
     for _ in range(20):
-        turns(node, 1)
+        node.turns(1)
         node.clock.advance(0.1)
     node.collect()
     assert node.missing == []
@@ -404,7 +397,7 @@ def test_while_units_change_no_counter_goes_back_and_no_series_vanishes() -> Non
     for k in range(12):
         for j in range(4):
             node.send(f"r{k}-{j}", 12, 20, priority=j - 1, terms=Terms(caller="c"))
-        turns(node, 4)
+        node.turns(4)
         treatment = (HARD, SOFT, SEQUENTIAL)[k % 3]
         if k == 9:
             node.kill(3)

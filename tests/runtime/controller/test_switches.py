@@ -23,10 +23,7 @@ def busy(node: LoopbackNode, requests: int = 8, tokens: int = 12) -> None:
     """Have requests of every engine inside their first steps."""
     for k in range(requests):
         node.send(f"busy-{len(node.prompts)}-{k}", 10, tokens)
-    for _ in range(2):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(2)
     assert len(node.missing) >= requests
 
 
@@ -89,10 +86,7 @@ def test_new_requests_wait_in_the_pool_while_their_units_switch() -> None:
     busy(node, tokens=40)
     node.set_layout((0, 1, 2, 3), treatment=SEQUENTIAL)
     node.send("later", 10, 3)
-    for _ in range(5):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(5)
     assert "later" in node.controller.pool
     node.settle()
     assert node.placed()["later"] == (0, 1, 2, 3)
@@ -104,10 +98,7 @@ def test_hard_release_pauses_in_the_group_until_it_is_back() -> None:
     node.switch((0, 1), (2,), (3,))
     for k in range(4):
         node.send(f"g{k}", 12, 30)
-    for _ in range(8):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
+    node.turns(8)
     in_group = {r for r, unit in node.placed().items() if unit == (0, 1)}
     released = node.switch(*ALONE)
     assert in_group

@@ -16,13 +16,6 @@ def started(*, tracing: bool) -> LoopbackNode:
     return node
 
 
-def turns(node: LoopbackNode, count: int) -> None:
-    for _ in range(count):
-        node.controller.turn()
-        for engine in node.agents:
-            node.turn_agent(engine)
-
-
 def placed(node: LoopbackNode) -> list[m.Placed]:
     return [n for n in node.network.control_replies["front-0"] if isinstance(n, m.Placed)]
 
@@ -35,7 +28,7 @@ def test_a_request_s_wait_is_told_at_every_placement() -> None:
     node = started(tracing=True)
     arrival = node.clock.now
     node.send("r", 10, 40)
-    turns(node, 6)
+    node.turns(6)
     node.clock.advance(2.0)
     node.switch((0, 1), treatment=SOFT)
     node.settle()
@@ -51,7 +44,7 @@ def test_a_switch_is_told_as_it_begins_and_when_it_has_ended() -> None:
     node = started(tracing=True)
     began = node.clock.now
     node.send("r", 10, 40)
-    turns(node, 6)
+    node.turns(6)
     view = node.switch((0, 1), treatment=HARD)
     begin, end = (note.trace for note in told(node))
     assert isinstance(begin, SwitchTrace)
@@ -77,7 +70,7 @@ def test_a_switch_is_told_as_it_begins_and_when_it_has_ended() -> None:
 def test_without_tracing_notes_carry_no_more(treatment: m.Treatment) -> None:
     node = started(tracing=False)
     node.send("r", 10, 40)
-    turns(node, 6)
+    node.turns(6)
     node.switch((0, 1), treatment=treatment)
     node.switch(*ALONE, treatment=treatment)
     node.settle()
