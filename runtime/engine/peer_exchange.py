@@ -28,6 +28,7 @@ log = logging.getLogger("shoal.engine")
 
 SHARING_SECONDS = 60.0
 """How long members that have begun together wait for each other; they are done within moments."""
+_WITHOUT = f"{EXCHANGE}=nccl goes without"
 LINE_BYTES = 128
 """Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
 
@@ -270,7 +271,7 @@ def shared_memory(
         except NotSharedError as error:
             problem = str(error)
             if required:
-                raise NotSharedError(f"{problem}; {EXCHANGE}=nccl goes without") from error
+                raise NotSharedError(f"{problem}; {_WITHOUT}") from error
         if _all_agree(group, memory is not None, seconds=SHARING_SECONDS):
             return memory
     log.warning("steps by sequence exchange by NCCL, which takes longer: %s", problem)
@@ -293,10 +294,10 @@ def _all_agree(group: Any, value: bool, *, seconds: float | None) -> bool:
     options.reduceOp = torch.distributed.ReduceOp.MIN
     answer = group.allreduce([answers], options)
     try:
-        answer.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
+        answer.wait() if seconds is None else answer.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
-        text = f"not all members of a group can share memory; {EXCHANGE}=nccl goes without"
-        raise NotSharedError(text) from error
+        text = "not all members of a group can share memory"
+        raise NotSharedError(f"{text}; {_WITHOUT}") from error
     return bool(answers.item())
 
 

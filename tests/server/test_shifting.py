@@ -2,6 +2,7 @@
 
 from argparse import ArgumentError, ArgumentParser, Namespace
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -11,16 +12,13 @@ from server.errors import UserError
 from server.shifting import AUTO, add_shift_options, automatic_max_sp, check_shift
 
 
-def parsed(*argv: str) -> Namespace:
+def parsed(*argv: str, automatic: bool = False) -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
-    add_shift_options(parser.add_argument_group("Shoal"), automatic=False)
+    add_shift_options(parser.add_argument_group("Shoal"), automatic=automatic)
     return parser.parse_args(argv)
 
 
-def served(*argv: str) -> Namespace:
-    parser = ArgumentParser(exit_on_error=False)
-    add_shift_options(parser.add_argument_group("Shoal"), automatic=True)
-    return parser.parse_args(argv)
+served = partial(parsed, automatic=True)
 
 
 def test_a_simulated_node_has_no_sp_unless_asked_for() -> None:
