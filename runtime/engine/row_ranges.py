@@ -32,11 +32,38 @@ def linear(
 
     Args:
         x: ``[..., depth]``.
-        weights: ``[rows, depth]`` each: at most ``MAX_RANGES`` ranges of rows of one tensor.
-        biases: the same ranges of one tensor ``[rows]``; empty without a bias.
+        weights: at most ``MAX_RANGES`` ranges of rows of one tensor, ``[rows, depth]`` each, or as
+            ``paired`` gives them.
+        biases: the same ranges of one tensor ``[rows]``, in the same way; empty without a bias.
     """
     output: torch.Tensor = torch.ops.shoal.row_ranges_linear(x, list(weights), list(biases))
     return output
+
+
+def paired(ranges: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return three ranges of one tensor with the last two as one view ``[2, rows, ...]`` of it.
+
+    To make that view in every step would take the host longer than to launch what reads it. Other
+    ranges are returned as they are.
+    """
+    if len(ranges) != MAX_RANGES or not _are_pair(*ranges[1:]):
+        return list(ranges)
+    query, first, second = ranges
+    distance = second.storage_offset() - first.storage_offset()
+    return [query, first.as_strided((2, *first.shape), (distance, *first.stride()))]
+
+
+def _are_pair(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether these are ranges of one tensor, of one size, the first before the second."""
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return False
+    return bool(first.shape == second.shape and first.storage_offset() < second.storage_offset())
+
+
+def _apart(ranges: Sequence[torch.Tensor], dimensions: int) -> list[torch.Tensor]:
+    """Return ranges of so many dimensions, of which some may be ``paired``."""
+    alone = ([range_] if range_.dim() == dimensions else range_.unbind() for range_ in ranges)
+    return [range_ for several in alone for range_ in several]
 
 
 def warm_up(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
@@ -57,7 +84,10 @@ def _empty(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],  # noqa: ARG001 - the operator's signature
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
+    columns = 0
+    for weight in weights:
+        columns += weight.shape[0] if weight.dim() == 2 else 2 * weight.shape[1]
+    return x.new_empty((*x.shape[:-1], columns))
 
 
 @torch.library.impl("shoal::row_ranges_linear", "cpu")  # type: ignore[untyped-decorator]
@@ -81,7 +111,7 @@ def _on_cuda(
     if tile is None:
         multiply_each(rows, weights, biases, out)
     else:
-        multiply(rows, weights, biases, out, tile)
+        multiply(rows, _apart(weights, 2), _apart(biases, 1), out, tile)
     return output
 
 
@@ -95,38 +125,33 @@ def multiply_each(
 
     Args:
         x: ``[tokens, depth]``.
-        weights: ``[rows, depth]`` each: ranges of rows of one tensor, in its order.
+        weights: ranges of rows of one tensor, in its order, ``[rows, depth]`` each; those that are
+            ``paired``, ``[2, rows, depth]``, are one batched GEMM.
         biases: the same ranges of one tensor ``[rows]``, or none.
         out: ``[tokens, sum of rows]``; a GEMM writes to a range of its columns.
     """
-    sizes = [weight.shape[0] for weight in weights]
-    columns = list(out.split(sizes, dim=1))
-    alone = len(weights)
-    if alone == MAX_RANGES and all(map(_are_pair, (weights, biases or weights))):
-        alone = 1
-        bias = _pair(biases[1:]).unsqueeze(1) if biases else None
-        both = out[:, sizes[0] :].unflatten(1, (2, sizes[1])).transpose(0, 1)
-        _multiply_pair(x.expand(2, -1, -1), _pair(weights[1:]).transpose(1, 2), bias, both)
-    for index in range(alone):
-        if biases:
-            torch.addmm(biases[index], x, weights[index].t(), out=columns[index])
+    tokens, width = out.shape
+    begin, offset = 0, out.storage_offset()
+    for index, weight in enumerate(weights):
+        bias = biases[index] if biases else None
+        if weight.dim() == 2:
+            rows = weight.shape[0]
+            _multiply(x, weight.t(), bias, out[:, begin : begin + rows])
+            begin += rows
         else:
-            torch.mm(x, weights[index].t(), out=columns[index])
+            rows = weight.shape[1]
+            columns = out.as_strided((2, tokens, rows), (rows, width, 1), offset + begin)
+            _multiply_pair(x.expand(2, -1, -1), weight.transpose(1, 2), bias, columns)
+            begin += 2 * rows
 
 
-def _are_pair(ranges: Sequence[torch.Tensor]) -> bool:
-    """Return whether the last two are ranges of one tensor, of one size, the first before."""
-    _, first, second = ranges
-    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
-        return False
-    return bool(first.shape == second.shape and first.storage_offset() < second.storage_offset())
-
-
-def _pair(ranges: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return two ranges of one tensor, of equal size, as one view ``[2, ...]``."""
-    first, second = ranges
-    distance = second.storage_offset() - first.storage_offset()
-    return first.as_strided((2, *first.shape), (distance, *first.stride()))
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)
 
 
 def _multiply_pair(
@@ -135,4 +160,4 @@ def _multiply_pair(
     if bias is None:
         torch.bmm(x, weights, out=out)
     else:
-        torch.baddbmm(bias, x, weights, out=out)
+        torch.baddbmm(bias.unsqueeze(1), x, weights, out=out)

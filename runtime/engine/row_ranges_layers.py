@@ -141,6 +141,7 @@ class Qkv(Layers):
         members = _rows_of_ranks(shape, degree, new)
         self.ranges = [[weight[rows] for rows in ranges] for weight, ranges in members]
         self.packed = [torch.cat(ranges) for ranges in self.ranges]
+        self._paired = [row_ranges.paired(ranges) for ranges in self.ranges]
 
     def input(self, tokens: int) -> Input:
         """Return random activations."""
@@ -172,7 +173,7 @@ class Qkv(Layers):
 
     def operator(self, given: Input) -> Way:
         """Return what a layout calls."""
-        return lambda layer: row_ranges.linear(given.x, self.ranges[layer], [])
+        return lambda layer: row_ranges.linear(given.x, self._paired[layer], [])
 
     def _each(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.columns)
@@ -183,7 +184,7 @@ class Qkv(Layers):
 
     def _batched(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.columns)
-        row_ranges.multiply_each(x, self.ranges[layer], [], out)
+        row_ranges.multiply_each(x, self._paired[layer], [], out)
         return out
 
 

@@ -404,8 +404,22 @@ def _choose_method(layer: nn.Module) -> None:
     if fp8.is_fp8(layer):
         fp8.bind_kernels(layer)
     elif hasattr(layer, "parts"):
-        method = RowRangesLinear if _in_one_launch(layer) else SplitLinear
-        layer.quant_method = method(meta=True)
+        if _in_one_launch(layer):
+            _pair_parts(layer)
+            layer.quant_method = RowRangesLinear(meta=True)
+        else:
+            layer.quant_method = SplitLinear(meta=True)
+
+
+def _pair_parts(layer: nn.Module) -> None:
+    """Make two of the parts of QKV one, where ``row_ranges`` can read them as one tensor."""
+    weights, biases = (row_ranges.paired(ranges) for ranges in _ranges(layer))
+    layer.parts = nn.ModuleList()
+    for index, weight in enumerate(weights):
+        part = Part()
+        part.weight = nn.Parameter(weight, requires_grad=False)
+        part.bias = nn.Parameter(biases[index], requires_grad=False) if biases else None
+        layer.parts.append(part)
 
 
 def _in_one_launch(layer: nn.Module) -> bool:

@@ -52,11 +52,44 @@ def test_it_is_one_layer_over_all_ranges(shape: tuple[int, ...], bias: bool) -> 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_its_declaration_is_true(bias: bool) -> None:
+@pytest.mark.parametrize("shape", [(1, DEPTH), (7, DEPTH), (2, 3, DEPTH)])
+def test_it_takes_two_ranges_as_one(shape: tuple[int, ...], bias: bool) -> None:
+    x, arguments = torch.randn(shape), parts(bias=bias)
+    joined = [row_ranges.paired(ranges) for ranges in arguments]
+    assert [weight.shape for weight in joined[0]] == [(40, DEPTH), (2, 20, DEPTH)]
+    assert {weight.data_ptr() for weight in joined[0]} < {w.data_ptr() for w in arguments[0]}
+    torch.testing.assert_close(row_ranges.linear(x, *joined), reference(x, *arguments))
+
+
+def test_it_writes_to_a_part_of_a_tensor() -> None:
+    x, (weights_, biases) = torch.randn(7, DEPTH), parts(bias=True)
+    whole = torch.zeros(9, 80)
+    joined = [row_ranges.paired(ranges) for ranges in (weights_, biases)]
+    row_ranges.multiply_each(x, *joined, whole[1:8])
+    torch.testing.assert_close(whole[1:8], reference(x, weights_, biases))
+    assert not whole[[0, 8]].any()
+
+
+def test_what_are_no_two_ranges_of_one_size_stays_apart() -> None:
+    query, key, value = parts(bias=False)[0]
+    for ranges in (
+        [key, value],
+        [query, value, key],
+        [query, key, value[:10]],
+        [query, key, value.clone()],
+    ):
+        assert all(map(torch.Tensor.is_set_to, row_ranges.paired(ranges), ranges))
+        assert len(row_ranges.paired(ranges)) == len(ranges)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_declaration_is_true(bias: bool, joined: bool) -> None:
     """The schema (nothing is changed) and the shapes that compilers are told."""
     operator = torch.ops.shoal.row_ranges_linear.default
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, (torch.randn(5, DEPTH), *parts(bias=bias)), test_utils=checks)
+    arguments = [row_ranges.paired(a) if joined else a for a in parts(bias=bias)]
+    torch.library.opcheck(operator, (torch.randn(5, DEPTH), *arguments), test_utils=checks)
 
 
 def test_it_is_opaque_to_a_compiler() -> None:
@@ -203,6 +236,22 @@ def test_both_methods_of_a_fused_layer_agree(bias: bool) -> None:
     ]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(outputs[0], reference(x, *parts(bias=bias)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_keys_and_values_are_one_part_of_a_layer(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
+    """As a layout's are on a GPU; nothing is copied."""
+    monkeypatch.setattr(weights, "_in_one_launch", lambda _: True)
+    layer, x = Fused(bias=bias), torch.randn(4, DEPTH)
+    begins = [part.weight.data_ptr() for part in layer.parts]
+    weights._choose_method(layer)
+    assert isinstance(layer.quant_method, weights.RowRangesLinear)
+    assert [part.weight.data_ptr() for part in layer.parts] == begins[:2]
+    torch.testing.assert_close(
+        layer.quant_method.apply(layer, x), reference(x, *parts(bias=bias))
+    )
 
 
 def test_kernels_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
