@@ -106,10 +106,11 @@ def _on_cuda(
 ) -> torch.Tensor:
     from runtime.engine.row_ranges_kernel import Scales, multiply, tile_for
 
-    output = _empty(x, x_scale, weights, scales, biases, dtype, block)
-    tile = tile_for(x.shape[0], output.shape[1], x.dtype, block)
+    columns = sum(weight.shape[0] for weight in weights)
+    tile = tile_for(x.shape[0], columns, x.dtype, block)
     if tile is None:
         return by_gemm(x, x_scale, weights, scales, biases, dtype, block)
+    output = x.new_empty((x.shape[0], columns), dtype=dtype)
     multiply(x, weights, biases, output, tile, Scales(x_scale, scales[0], block))
     return output
 
@@ -213,8 +214,11 @@ def scaled_mm(
     """
     tokens, rows = x.shape[0], weight.shape[0]
     if scale.numel() > 1 or x_scale.numel() > 1:  # by token and by row: one of each, all given
-        x_scale = x_scale.reshape(-1, 1).expand(tokens, 1).contiguous()
-        scale = scale.reshape(1, -1).expand(1, rows).contiguous()
+        if x_scale.numel() != tokens:
+            x_scale = x_scale.reshape(1, 1).expand(tokens, 1).contiguous()
+        if scale.numel() != rows:
+            scale = scale.reshape(1, 1).expand(1, rows).contiguous()
+        x_scale, scale = x_scale.reshape(-1, 1), scale.reshape(1, -1)
     else:
         x_scale, scale = x_scale.view(1), scale.view(1)
     # Accumulates fast on Hopper, as vLLM's CUTLASS kernels do.
