@@ -31,6 +31,7 @@ from server.bench.systems import (
     Settings,
     System,
     all_systems,
+    last_value,
     recording,
 )
 from server.bench.workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
@@ -261,8 +262,9 @@ def _settings(args: Namespace, options: Sequence[str]) -> Settings:
 
 def _shoal_options(args: Namespace) -> tuple[str, ...]:
     options = tuple(args.shoal_option)
-    if "--max-sp=auto" in options:
-        raise UserError("--shoal-option=--max-sp=auto: say a number, on which figures depend")
+    largest = last_value(options, "--max-sp")
+    if largest is not None and not largest.isdecimal():
+        raise UserError(f"--shoal-option=--max-sp={largest}: say a number, on which figures depend")
     return options
 
 

@@ -101,7 +101,7 @@ class System:
         return int(value) if value.isdecimal() else value
 
     def _option(self, name: str) -> str | None:
-        return _last(self.command, name)
+        return last_value(self.command, name)
 
     @property
     def ready_path(self) -> str:
@@ -114,7 +114,7 @@ class System:
         return [ports.get(word, word) for word in self.command]
 
 
-def _last(words: Sequence[str], name: str) -> str | None:
+def last_value(words: Sequence[str], name: str) -> str | None:
     """Return the value of an option in a command: of several, the last counts."""
     found = None
     for word, following in pairwise((*words, "")):
@@ -194,7 +194,7 @@ def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...
 def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
     run = [sys.executable, "-m", "server.cli", "serve", model, "--policy", "manual"]
     # As ``shoal serve`` has it on GPUs, but said: what is measured depends on it.
-    largest = _last(settings.shoal_options, "--max-group") or str(settings.engines)
+    largest = last_value(settings.shoal_options, "--max-group") or str(settings.engines)
     engines = ["--engines", str(settings.engines), "--admin-port", ADMIN_PORT, "--max-sp", largest]
     return (
         *(*run, *_common(settings), *own, *engines),
