@@ -101,10 +101,7 @@ async def settled_counts(
     timeout: float = SETTLE_SECONDS,
     pause: float = POLL_SECONDS,
 ) -> list[Count]:
-    """Return what both sides counted of a run, once the server's counters have settled.
-
-    A server may count the end of a request after its client has seen it. So it is asked until it
-    agrees twice in a row with nothing counted in between, or its time is over.
+    """Return what both sides counted of a run, once ``settled_counters`` are.
 
     Args:
         client: the server.
@@ -116,14 +113,34 @@ async def settled_counts(
     Raises:
         ClientError: see ``read_counters``.
     """
+    after = await settled_counters(client, exchanges, before, timeout=timeout, pause=pause)
+    return compare(exchanges, after.since(before))
+
+
+async def settled_counters(
+    client: Client,
+    exchanges: Sequence[Exchange],
+    before: ServerCounters,
+    *,
+    timeout: float = SETTLE_SECONDS,
+    pause: float = POLL_SECONDS,
+) -> ServerCounters:
+    """Return a server's counters when it has counted these requests.
+
+    It may count the end of one after its client has seen it. So it is asked until it agrees twice
+    in a row with nothing counted in between, or its time is over. The arguments are those of
+    ``settled_counts``.
+
+    Raises:
+        ClientError: see ``read_counters``.
+    """
     deadline = asyncio.get_running_loop().time() + timeout
     last: ServerCounters | None = None
     while True:
         after = await read_counters(client)
-        counts = compare(exchanges, after.since(before))
-        settled = after == last and all(count.agrees for count in counts)
-        if settled or asyncio.get_running_loop().time() >= deadline:
-            return counts
+        agreed = all(count.agrees for count in compare(exchanges, after.since(before)))
+        if (after == last and agreed) or asyncio.get_running_loop().time() >= deadline:
+            return after
         last = after
         await asyncio.sleep(pause)
 

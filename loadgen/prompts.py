@@ -53,11 +53,18 @@ class Prompts:
         pieces: token ids or texts, each of one token wherever it stands in a prompt.
         seed: of what is drawn.
         overhead: tokens that the server puts around a prompt.
+        probes: requests that were sent to learn this.
     """
 
     def __init__(
-        self, pieces: Sequence[int] | Sequence[str], seed: int, *, overhead: int = 0
+        self,
+        pieces: Sequence[int] | Sequence[str],
+        seed: int,
+        *,
+        overhead: int = 0,
+        probes: Sequence[Exchange] = (),
     ) -> None:
+        self.probes = probes
         self._pieces = pieces
         self._seed = seed
         self._overhead = overhead
@@ -116,7 +123,7 @@ async def text_prompts(client: Client, seed: int, tokenizer: Path | None = None)
         raise ClientError(
             f"a first request ended as {probe.outcome}: {probe.error or 'it tells no usage'}"
         )
-    return Prompts(words, seed, overhead=probe.prompt_tokens - _REPEATS)
+    return Prompts(words, seed, overhead=probe.prompt_tokens - _REPEATS, probes=[probe])
 
 
 async def _single_tokens(count: CountTokens, seed: int) -> list[str]:

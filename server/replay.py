@@ -16,7 +16,7 @@ import uvloop
 
 from loadgen import page, tables
 from loadgen.client import Client, ClientError, Endpoint, Settings
-from loadgen.counters import Count, read_counters, settled_counts
+from loadgen.counters import Count, read_counters, settled_counters, settled_counts
 from loadgen.progress import StatusLine
 from loadgen.prompts import Prompts, text_prompts, token_prompts
 from loadgen.replay import EventLoopClock, Replay, Run
@@ -176,8 +176,10 @@ async def _replay(args: Namespace, workload: Workload) -> Finished:
     clock = EventLoopClock()
     async with Client(_settings(args), clock.now) as client:
         model = await client.find_model(args.model)
-        prompts = await _prompts(args, client)
         before = await read_counters(client) if args.check_metrics else None
+        prompts = await _prompts(args, client)
+        if before is not None and prompts.probes:
+            before = await settled_counters(client, prompts.probes, before)
         replay = Replay(client, prompts, workload, clock, grace_seconds=args.grace)
         run = await _run(replay)
         counts: list[Count] = []

@@ -22,6 +22,16 @@ SHORT = ("--trace", "poisson", "--rate", "50", "--requests", "8")
 SMALL = ("--prompt-tokens", "5:40", "--output-tokens", "2:9")
 
 
+COUNTERS = """\
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{{engine="0"}} {tokens}.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{engine="0"}} {tokens}.0
+# TYPE vllm:request_success_total counter
+vllm:request_success_total{{engine="0",finished_reason="length"}} {requests}.0
+"""
+
+
 async def start(server: StandIn, *arguments: str) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "server.cli", "replay", "--base-url", server.url),
@@ -105,6 +115,33 @@ async def test_ctrl_c_still_reports(tmp_path: Path) -> None:
     outcomes = json.loads(figures.read_text())["outcomes"]
     assert outcomes["ok"] == 2
     assert outcomes["cancelled"] >= 1
+
+
+async def test_a_request_of_before_the_run_is_not_counted_as_one_of_it() -> None:
+    """That which texts are made by; the server counts it when it has been asked once more."""
+    counted = 0
+
+    async def metrics(_: web.Request) -> web.Response:
+        nonlocal counted
+        text = COUNTERS.format(requests=counted, tokens=2 * counted)
+        counted = len(server.requests)
+        return web.Response(text=text)
+
+    async def tokenize(request: web.Request) -> web.Response:
+        words = (await request.json())["prompt"].split()
+        return web.json_response({"tokens": list(range(len(words)))})
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await stream(request, *events(2, 2))
+
+    async with stand_in() as server:
+        server.routes |= {"/metrics": metrics, "/tokenize": tokenize}
+        server.answer = answer
+        process = await start(server, *SHORT, "--text-prompts", "--check-metrics")
+        out, _ = await process.communicate()
+    assert len(server.requests) == 9
+    assert out.count(b"  agrees") == 3, out.decode()
+    assert b"DIFFERS" not in out
 
 
 async def test_an_api_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
