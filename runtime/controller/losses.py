@@ -41,6 +41,7 @@ REMEMBERED_SECONDS = 10.0
 
 
 _NO_ROOM = "no group of the engines that are left holds the request"
+_NO_GROUP = "no unit of the policy, which forms no groups, holds the request"
 
 
 class Losses:
@@ -191,12 +192,26 @@ class Losses:
         for client, attempts in questions.items():
             self._transport.to_control(front_identity(client), m.Interrupted(attempts))
 
-    def give_up_unholdable(self, reason: str = _NO_ROOM) -> None:
-        """End the waiting requests that no group will hold any more, for which ``reason`` it is."""
+    def give_up_unholdable(self) -> None:
+        """End the waiting requests that no group will hold any more."""
         lost = [r for r in self._pool.all() if not self._capacity.holds(r.seen)]
         for request in lost:
             self._pool.remove(request.id)
-        self._admission.fail(lost, Outcome.LOST, 500, reason)
+        self._admission.fail(lost, Outcome.LOST, 500, self._no_room)
+
+    def moved(self, request: Request) -> None:
+        """Let a request that its unit has given back wait in its old place, if it is any use.
+
+        The groups that hold it may have been lost while its unit wrote.
+        """
+        if self._capacity.holds(request.seen):
+            self._pool.add(request)
+        else:
+            self._admission.fail([request], Outcome.LOST, 500, self._no_room)
+
+    @property
+    def _no_room(self) -> str:
+        return _NO_ROOM if self._capacity.forms_groups else _NO_GROUP
 
     def received(self, message: m.Received) -> None:
         """Take a front end's word on how far its requests have come, asked for or not."""
@@ -232,7 +247,7 @@ class Losses:
             return f"{request.deaths} engines died while they had this request"
         if not request.can_continue:
             return _CANNOT_CONTINUE
-        return None if self._capacity.holds(request.seen) else _NO_ROOM
+        return None if self._capacity.holds(request.seen) else self._no_room
 
     # --- requests whose tokens were lost on the way -------------------------------------------
 

@@ -320,9 +320,9 @@ class Controller:
         for request_id, tokens in message.tokens.items():
             request = self.book.remove(request_id, led_by=message.engine)
             if request is not None:
-                self.pool.add(continued(request, [*request.tokens, *tokens], self._clock()))
+                tokens = [*request.tokens, *tokens]
+                self._losses.moved(continued(request, tokens, self._clock()))
                 self._statistics.moved.add()
-        self._give_up_groups()
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
         if isinstance(message, m.Resumed):
@@ -428,14 +428,8 @@ class Controller:
             return
         self._shifting.follow(self._adviser.policy)
         self._capacity.forms_groups = self._adviser.policy.forms_groups
-        self._give_up_groups()
+        self._losses.give_up_unholdable()
         self._transport.to_control(peer, self._layout(message.call))
-
-    def _give_up_groups(self) -> None:
-        """Under a policy that forms none, end the requests that wait for a group."""
-        if not self._capacity.forms_groups:
-            policy = self._adviser.policy.name
-            self._losses.give_up_unholdable(f"no unit of policy {policy} holds the request")
 
     def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:
         try:

@@ -348,6 +348,20 @@ def test_what_no_group_holds_any_more_ends_with_a_reason() -> None:
     assert node.ended()["long"].outcome is Outcome.LOST
 
 
+def test_what_a_unit_gives_back_when_no_group_holds_it_ends_with_a_reason() -> None:
+    """The last group that holds it cannot be formed any more by the time its unit has written."""
+    node = started(settings=FakeSettings(num_blocks=8, block_tokens=4, max_model_len=60))
+    node.switch((0, 1))
+    node.send("long", 36, 15)
+    node.turns(8)
+    node.set_layout((0,), (1,), treatment=SOFT)
+    node.controller.book.refused[0, 1] = "its members do not meet"
+    node.settle()
+    assert node.missing == []
+    assert node.ended()["long"].outcome is Outcome.LOST
+    assert node.view().moves_total == 1
+
+
 # --- who is to blame ---
 
 

@@ -118,7 +118,7 @@ def test_what_waits_for_a_group_ends_where_none_is_formed_any_more() -> None:
     node.settle()
     ended = node.ended()["long"]
     assert (ended.outcome, ended.status) == (m.Outcome.LOST, 500)
-    assert ended.message == "no unit of policy static-dp holds the request"
+    assert ended.message == "no unit of the policy, which forms no groups, holds the request"
     assert node.placed()["short"] in ((0,), (1,))
 
 
@@ -132,7 +132,7 @@ def test_what_comes_back_from_a_group_ends_where_none_is_formed_any_more() -> No
     node.call(m.SetPolicy, "static-dp")
     node.run_for(60.0, tick=1.0)
     assert node.missing == []
-    assert node.ended()["long"].message == "no unit of policy static-dp holds the request"
+    assert node.ended()["long"].message == "no unit of the policy, which forms no groups, holds the request"
 
 
 def test_a_policy_that_is_none_changes_nothing() -> None:
