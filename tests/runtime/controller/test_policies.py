@@ -86,6 +86,7 @@ def test_the_policy_changes_live() -> None:
     node.assert_exact()
 
 
+NO_GROUP = "no unit of the policy, which forms no groups, holds the request"
 NARROW = FakeSettings(num_blocks=8, block_tokens=4, max_num_seqs=4, max_model_len=60)
 """An engine alone holds 32 tokens."""
 
@@ -118,7 +119,7 @@ def test_what_waits_for_a_group_ends_where_none_is_formed_any_more() -> None:
     node.settle()
     ended = node.ended()["long"]
     assert (ended.outcome, ended.status) == (m.Outcome.LOST, 500)
-    assert ended.message == "no unit of the policy, which forms no groups, holds the request"
+    assert ended.message == NO_GROUP
     assert node.placed()["short"] in ((0,), (1,))
 
 
@@ -132,7 +133,7 @@ def test_what_comes_back_from_a_group_ends_where_none_is_formed_any_more() -> No
     node.call(m.SetPolicy, "static-dp")
     node.run_for(60.0, tick=1.0)
     assert node.missing == []
-    assert node.ended()["long"].message == "no unit of the policy, which forms no groups, holds the request"
+    assert node.ended()["long"].message == NO_GROUP
 
 
 def test_a_policy_that_is_none_changes_nothing() -> None:

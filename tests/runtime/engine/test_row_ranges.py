@@ -249,9 +249,7 @@ def test_keys_and_values_are_one_part_of_a_layer(
     weights._choose_method(layer)
     assert isinstance(layer.quant_method, weights.RowRangesLinear)
     assert [part.weight.data_ptr() for part in layer.parts] == begins[:2]
-    torch.testing.assert_close(
-        layer.quant_method.apply(layer, x), reference(x, *parts(bias=bias))
-    )
+    torch.testing.assert_close(layer.quant_method.apply(layer, x), reference(x, *parts(bias=bias)))
 
 
 def test_kernels_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
