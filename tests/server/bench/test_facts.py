@@ -40,6 +40,23 @@ def test_every_figure_of_a_log_is_read_in_order() -> None:
     assert found["phases"] == {}
 
 
+def test_what_vllm_chose_is_read_once_each() -> None:
+    line = "(Worker pid=7) INFO Using {} all-reduce backends (in dispatch order) for group '{}' out"
+    log = "\n".join(
+        [
+            line.format("['CUSTOM', 'PYNCCL']", "tp:0") + " of potential backends: ['SYMM_MEM'].",
+            line.format("['CUSTOM', 'PYNCCL']", "tp:1"),
+            line.format("['PYNCCL']", "tp:2"),
+            "INFO Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].",
+        ]
+    )
+    assert facts.read_log(log)["choices"] == {
+        "all-reduce": ["CUSTOM, PYNCCL", "PYNCCL"],
+        "attention": ["FLASH_ATTN"],
+    }
+    assert facts.read_log(STOCK)["choices"] == {"all-reduce": [], "attention": []}
+
+
 def test_graphs_are_added_up_over_the_layouts_of_a_process() -> None:
     line = "(shoal engine {} runner pid={}) INFO Graph capturing finished in 8 secs, took {} GiB\n"
     log = line.format(0, 4, 0.5) + line.format(0, 4, 0.75) + line.format(1, 5, 0.5)

@@ -62,6 +62,21 @@ def cells(results: Results) -> dict[str, list[str]]:
     return {row.name: row.cells[1:] for row in tables.ratio_rows(results)}
 
 
+def test_what_vllm_chose_is_a_table_of_the_systems_that_tell() -> None:
+    results = made_up()
+    assert "What vLLM chose" not in tables.markdown(results)
+    for name, ways in ((STOCK_TP, ["CUSTOM"]), (SHOAL, ["CUSTOM, PYNCCL", "PYNCCL"])):
+        choices = {"all-reduce": ways, "attention": []}
+        results.systems[name].starts[-1]["choices"] = choices
+    report = tables.markdown(results)
+    section = report.split("## What vLLM chose\n\n")[1].split("\n\n")[0].splitlines()
+    assert section[0] == "|  | all-reduce | attention |"
+    assert section[2:] == [
+        "| stock-tp | CUSTOM | - |",
+        "| shoal | CUSTOM, PYNCCL; PYNCCL | - |",
+    ]
+
+
 def test_each_layout_is_compared_with_the_stock_system_of_its_kind() -> None:
     found = cells(made_up())
     assert found["TPOT, 1 per unit, ms"] == ["5.00", "3.50", "5.05", "3.60", "1.010", "1.029"]
