@@ -220,16 +220,22 @@ class Capacity:
         idle = [self._idle(group) for group in self._lasting_groups()]
         return max((min(i.max_model_len, i.total_blocks * i.block_tokens) for i in idle), default=0)
 
-    def holds(self, request: PoolRequest) -> bool:
-        """Return whether some group could hold the request that is there, or will be."""
-        return any(self._idle(group).can_hold(request) for group in self._lasting_groups())
+    def holds(self, request: PoolRequest, *, formed: bool = False) -> bool:
+        """Return whether some group could hold the request that is there, or will be.
 
-    def _lasting_groups(self) -> Iterator[Group]:
+        Args:
+            request: that.
+            formed: whether groups count that the policy does not form.
+        """
+        groups = self._lasting_groups(formed=formed)
+        return any(self._idle(group).can_hold(request) for group in groups)
+
+    def _lasting_groups(self, *, formed: bool = False) -> Iterator[Group]:
         """Yield the groups that can be formed, or will be when engines are back."""
         lost, refused = self._book.lost, self._book.refused
         for group in self._possible_groups:
-            formed = self.forms_groups or len(group) == 1
-            if formed and not lost.intersection(group) and group not in refused:
+            is_formed = formed or self.forms_groups or len(group) == 1
+            if is_formed and not lost.intersection(group) and group not in refused:
                 yield group
 
     @cached_property

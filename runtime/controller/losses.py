@@ -194,10 +194,13 @@ class Losses:
 
     def give_up_unholdable(self) -> None:
         """End the waiting requests that no group will hold any more."""
-        lost = [r for r in self._pool.all() if not self._capacity.holds(r.seen)]
-        for request in lost:
-            self._pool.remove(request.id)
-        self._admission.fail(lost, Outcome.LOST, 500, self._no_room)
+        lost: defaultdict[str, list[Request]] = defaultdict(list)
+        for request in list(self._pool.all()):
+            if not self._capacity.holds(request.seen):
+                self._pool.remove(request.id)
+                lost[self._no_room(request)].append(request)
+        for reason, requests in lost.items():
+            self._admission.fail(requests, Outcome.LOST, 500, reason)
 
     def moved(self, request: Request) -> None:
         """Let a request that its unit has given back wait in its old place, if it is any use.
@@ -207,11 +210,12 @@ class Losses:
         if self._capacity.holds(request.seen):
             self._pool.add(request)
         else:
-            self._admission.fail([request], Outcome.LOST, 500, self._no_room)
+            self._admission.fail([request], Outcome.LOST, 500, self._no_room(request))
 
-    @property
-    def _no_room(self) -> str:
-        return _NO_ROOM if self._capacity.forms_groups else _NO_GROUP
+    def _no_room(self, request: Request) -> str:
+        """Return why nothing will hold a request: the policy, if some group could."""
+        could = self._capacity.holds(request.seen, formed=True)
+        return _NO_GROUP if could else _NO_ROOM
 
     def received(self, message: m.Received) -> None:
         """Take a front end's word on how far its requests have come, asked for or not."""
@@ -247,7 +251,7 @@ class Losses:
             return f"{request.deaths} engines died while they had this request"
         if not request.can_continue:
             return _CANNOT_CONTINUE
-        return None if self._capacity.holds(request.seen) else self._no_room
+        return None if self._capacity.holds(request.seen) else self._no_room(request)
 
     # --- requests whose tokens were lost on the way -------------------------------------------
 

@@ -60,8 +60,8 @@ def _are_pair(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(first.shape == second.shape and first.storage_offset() < second.storage_offset())
 
 
-def _apart(ranges: Sequence[torch.Tensor], dimensions: int) -> list[torch.Tensor]:
-    """Return ranges of so many dimensions, of which some may be ``paired``."""
+def unpaired(ranges: Sequence[torch.Tensor], dimensions: int) -> list[torch.Tensor]:
+    """Return each range alone, of so many dimensions; ``paired`` ones have one more."""
     alone = ([range_] if range_.dim() == dimensions else range_.unbind() for range_ in ranges)
     return [range_ for several in alone for range_ in several]
 
@@ -99,10 +99,10 @@ def _on_cpu(
     return output
 
 
-@torch.library.impl("shoal::row_ranges_linear", "cuda")  # type: ignore[untyped-decorator]
-def _on_cuda(
+def on_gpu(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
 ) -> torch.Tensor:
+    """Return what ``linear`` does, by our kernel or by GEMMs, as the number of tokens says."""
     from runtime.engine.row_ranges_kernel import multiply, tile_for
 
     output = _empty(x, weights, biases)
@@ -111,8 +111,12 @@ def _on_cuda(
     if tile is None:
         multiply_each(rows, weights, biases, out)
     else:
-        multiply(rows, _apart(weights, 2), _apart(biases, 1), out, tile)
+        multiply(rows, unpaired(weights, 2), unpaired(biases, 1), out, tile)
     return output
+
+
+# As a decorator it would leave None in the function's place, which tests call.
+torch.library.impl("shoal::row_ranges_linear", "cuda", on_gpu)
 
 
 def multiply_each(
@@ -128,10 +132,11 @@ def multiply_each(
         weights: ranges of rows of one tensor, in its order, ``[rows, depth]`` each; those that are
             ``paired``, ``[2, rows, depth]``, are one batched GEMM.
         biases: the same ranges of one tensor ``[rows]``, or none.
-        out: ``[tokens, sum of rows]``; a GEMM writes to a range of its columns.
+        out: ``[tokens, sum of rows]``; a GEMM writes to a range of its columns, which are
+            contiguous.
     """
-    tokens, width = out.shape
-    begin, offset = 0, out.storage_offset()
+    tokens, width, offset = out.shape[0], out.stride(0), out.storage_offset()
+    begin = 0
     for index, weight in enumerate(weights):
         bias = biases[index] if biases else None
         if weight.dim() == 2:

@@ -208,7 +208,7 @@ def scaled_mm(
         x: ``[tokens, depth]``.
         x_scale: one for each token, or one for all.
         weight: ``[rows, depth]``, rows contiguous; they may be parts of longer ones.
-        scale: one for each row, or one for all.
+        scale: one for each row, or one for all. Both kinds are contiguous.
         bias: ``[rows]`` or none.
         dtype: the output's type.
     """

@@ -36,6 +36,8 @@ _NAMES: Sequence[tuple[str, Kind]] = (
     (r"reshape_and_cache", Kind.OTHER),
     (r"all_?reduce|cross_device_reduce", Kind.ALL_REDUCE),
     (r"sendrecv|all_?to_?all", Kind.ALL_TO_ALL),
+    # Those of runtime/engine/peer_exchange_kernel.py; to wait for members is torch's barrier.
+    (r"^_(give|take)_kernel$", Kind.ALL_TO_ALL),
     (r"all_?gather", Kind.ALL_GATHER),
     (r"^nccl|^c10d::|^gloo:", Kind.COMMUNICATION),
     (

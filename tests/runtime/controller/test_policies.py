@@ -136,6 +136,19 @@ def test_what_comes_back_from_a_group_ends_where_none_is_formed_any_more() -> No
     assert node.ended()["long"].message == NO_GROUP
 
 
+def test_what_engines_took_away_is_not_the_policys_doing() -> None:
+    node = LoopbackNode(2, policy="static-dp", settings=NARROW)
+    node.settle()
+    node.send("one", 10, 15)
+    node.turns(6)
+    node.kill(0)
+    node.kill(1)
+    node.settle()
+    assert node.missing == []
+    message = node.ended()["one"].message
+    assert message == "no group of the engines that are left holds the request"
+
+
 def test_a_policy_that_is_none_changes_nothing() -> None:
     node = LoopbackNode(2)
     node.settle()

@@ -1,6 +1,7 @@
 """The kernels of ``row_ranges`` through Triton's interpreter, which Triton must be imported with.
 
-Run as ``python -m tests.runtime.engine.row_ranges_main`` with ``wide``, ``fp8`` or ``blocks``.
+Run as ``python -m tests.runtime.engine.row_ranges_main`` with ``wide``, ``operator``, ``fp8`` or
+``blocks``.
 Writes to standard output, as JSON, how far each case is off, and whether the counters of arrived
 splits are zero again.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from runtime.engine import row_ranges
 from runtime.engine.row_ranges_kernel import Scales, Tile, arrival_counters, multiply
 
 TILES = (
@@ -70,6 +72,25 @@ def wide(draw: torch.Generator) -> Iterator[dict[str, Any]]:
                 "error": (out - expected).abs().max().item(),
                 "counters": arrival_counters(x.device).abs().sum().item(),
             }
+
+
+def operator(draw: torch.Generator) -> Iterator[dict[str, Any]]:
+    """Yield cases of the operator as a GPU's, in fp16 (the interpreter has no bf16): tiles and GEMMs."""
+    weight = torch.randn(200, 256, generator=draw).to(torch.float16)
+    bias = torch.randn(200, generator=draw).to(torch.float16)
+    ranges = (slice(16, 56), slice(100, 120), slice(170, 190))
+    for tokens, has_bias in itertools.product((1, 5, 33, 129), (False, True)):
+        x = torch.randn(tokens, 256, generator=draw).to(torch.float16)
+        weights = [weight[rows] for rows in ranges]
+        biases = [bias[rows] for rows in ranges] if has_bias else []
+        expected = x.float() @ torch.cat(weights).float().T
+        expected += torch.cat(biases).float() if has_bias else 0
+        out = row_ranges.on_gpu(x, row_ranges.paired(weights), row_ranges.paired(biases))
+        yield {
+            "case": f"{tokens} tokens, {has_bias=}",
+            "error": (out - expected).abs().max().item() / expected.abs().max().item(),
+            "counters": arrival_counters(x.device).abs().sum().item(),
+        }
 
 
 def fp8(draw: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -130,7 +151,7 @@ def blocks(draw: torch.Generator) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    cases = {"wide": wide, "fp8": fp8, "blocks": blocks}[sys.argv[1]]
+    cases = {"wide": wide, "operator": operator, "fp8": fp8, "blocks": blocks}[sys.argv[1]]
     json.dump(list(cases(torch.Generator().manual_seed(3))), sys.stdout)
 
 

@@ -63,20 +63,23 @@ def test_it_takes_two_ranges_as_one(shape: tuple[int, ...], bias: bool) -> None:
 
 def test_it_writes_to_a_part_of_a_tensor() -> None:
     x, (weights_, biases) = torch.randn(7, DEPTH), parts(bias=True)
-    whole = torch.zeros(9, 80)
+    whole = torch.zeros(9, 100)
     joined = [row_ranges.paired(ranges) for ranges in (weights_, biases)]
-    row_ranges.multiply_each(x, *joined, whole[1:8])
-    torch.testing.assert_close(whole[1:8], reference(x, weights_, biases))
-    assert not whole[[0, 8]].any()
+    row_ranges.multiply_each(x, *joined, whole[1:8, 10:90])
+    torch.testing.assert_close(whole[1:8, 10:90], reference(x, weights_, biases))
+    whole[1:8, 10:90] = 0
+    assert not whole.any()
 
 
 def test_what_are_no_two_ranges_of_one_size_stays_apart() -> None:
     query, key, value = parts(bias=False)[0]
+    beyond = parts(bias=False)[0][2]
+    assert beyond.storage_offset() > key.storage_offset(), "in order, and of another tensor"
     for ranges in (
         [key, value],
         [query, value, key],
         [query, key, value[:10]],
-        [query, key, value.clone()],
+        [query, key, beyond],
     ):
         assert all(map(torch.Tensor.is_set_to, row_ranges.paired(ranges), ranges))
         assert len(row_ranges.paired(ranges)) == len(ranges)
@@ -137,6 +140,14 @@ def test_the_kernels_compute_it() -> None:
     assert len(results) == 90
     for result in results:
         assert result["error"] < 1e-4, result
+        assert result["counters"] == 0, result
+
+
+def test_of_keys_and_values_in_one_the_operator_finds_each() -> None:
+    results = interpreted("operator")
+    assert len(results) == 8
+    for result in results:
+        assert result["error"] < 0.01, result
         assert result["counters"] == 0, result
 
 

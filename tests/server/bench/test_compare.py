@@ -135,6 +135,7 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
         (["--throughput-repeats", "0"], "--throughput-repeats 0: it must be at least 1"),
         (["--shoal-option=--max-sp=auto"], "--max-sp=auto: say a number"),
         (["--shoal-option=--max-sp", "--shoal-option=auto"], "--max-sp=auto: say a number"),
+        (["--shoal-option=--max-sp=some"], "--max-sp=some: say a number"),
         (["--degrees", "3"], "--degrees 3: it must be one of 2, 4"),
         (["--policy", "fish"], "no policy 'fish'"),
         (["--trace", "none.csv"], "cannot read none.csv"),

@@ -24,6 +24,8 @@ NAMES = {
     Kind.ALL_TO_ALL: [
         "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
         "ncclKernel_AllToAll_RING_LL(ncclWorkElem)",
+        "_give_kernel",
+        "_take_kernel",
         "c10d::alltoall_base_",
         "gloo:all_to_all",
     ],
