@@ -75,7 +75,7 @@ def wide(draw: torch.Generator) -> Iterator[dict[str, Any]]:
 
 
 def operator(draw: torch.Generator) -> Iterator[dict[str, Any]]:
-    """Yield cases of the operator as a GPU's, in fp16 (the interpreter has no bf16): tiles and GEMMs."""
+    """Yield cases of the operator as a GPU's, tiles and GEMMs; the interpreter has no bf16."""
     weight = torch.randn(200, 256, generator=draw).to(torch.float16)
     bias = torch.randn(200, generator=draw).to(torch.float16)
     ranges = (slice(16, 56), slice(100, 120), slice(170, 190))
