@@ -93,30 +93,6 @@ async def read_counters(client: Client) -> ServerCounters:
     return ServerCounters(prompt_tokens, output_tokens, succeeded, outcomes)
 
 
-async def settled_counts(
-    client: Client,
-    exchanges: Sequence[Exchange],
-    before: ServerCounters,
-    *,
-    timeout: float = SETTLE_SECONDS,
-    pause: float = POLL_SECONDS,
-) -> list[Count]:
-    """Return what both sides counted of a run, once ``settled_counters`` are.
-
-    Args:
-        client: the server.
-        exchanges: every request of the run.
-        before: the server's counters before the run.
-        timeout: seconds that they may take.
-        pause: seconds between two looks at them.
-
-    Raises:
-        ClientError: see ``read_counters``.
-    """
-    after = await settled_counters(client, exchanges, before, timeout=timeout, pause=pause)
-    return compare(exchanges, after.since(before))
-
-
 async def settled_counters(
     client: Client,
     exchanges: Sequence[Exchange],
@@ -128,8 +104,14 @@ async def settled_counters(
     """Return a server's counters when it has counted these requests.
 
     It may count the end of one after its client has seen it. So it is asked until it agrees twice
-    in a row with nothing counted in between, or its time is over. The arguments are those of
-    ``settled_counts``.
+    in a row with nothing counted in between, or its time is over.
+
+    Args:
+        client: the server.
+        exchanges: every request since ``before``.
+        before: the server's counters before them.
+        timeout: seconds that they may take.
+        pause: seconds between two looks at them.
 
     Raises:
         ClientError: see ``read_counters``.

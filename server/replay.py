@@ -16,7 +16,7 @@ import uvloop
 
 from loadgen import page, tables
 from loadgen.client import Client, ClientError, Endpoint, Settings
-from loadgen.counters import Count, read_counters, settled_counters, settled_counts
+from loadgen.counters import Count, compare, read_counters, settled_counters
 from loadgen.progress import StatusLine
 from loadgen.prompts import Prompts, text_prompts, token_prompts
 from loadgen.replay import EventLoopClock, Replay, Run
@@ -186,7 +186,8 @@ async def _replay(args: Namespace, workload: Workload) -> Finished:
         uncounted = None
         if before is not None:
             try:
-                counts = await settled_counts(client, run.exchanges, before)
+                after = await settled_counters(client, run.exchanges, before)
+                counts = compare(run.exchanges, after.since(before))
             except ClientError as error:  # the run has been made: it is reported anyway
                 uncounted = str(error)
     result = Result(

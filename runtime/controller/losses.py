@@ -40,10 +40,6 @@ REMEMBERED_SECONDS = 10.0
 """An engine that lives so long after a request's end has sent its last outputs."""
 
 
-_NO_ROOM = "no group of the engines that are left holds the request"
-_NO_GROUP = "no unit of the policy, which forms no groups, holds the request"
-
-
 class Losses:
     """Takes dead engines out of the books, and their requests to other ones.
 
@@ -196,9 +192,9 @@ class Losses:
         """End the waiting requests that no group will hold any more."""
         lost: defaultdict[str, list[Request]] = defaultdict(list)
         for request in list(self._pool.all()):
-            if not self._capacity.holds(request.seen):
+            if reason := self._reason_unheld(request):
                 self._pool.remove(request.id)
-                lost[self._no_room(request)].append(request)
+                lost[reason].append(request)
         for reason, requests in lost.items():
             self._admission.fail(requests, Outcome.LOST, 500, reason)
 
@@ -207,15 +203,17 @@ class Losses:
 
         The groups that hold it may have been lost while its unit wrote.
         """
-        if self._capacity.holds(request.seen):
+        reason = self._reason_unheld(request)
+        if reason is None:
             self._pool.add(request)
         else:
-            self._admission.fail([request], Outcome.LOST, 500, self._no_room(request))
+            self._admission.fail([request], Outcome.LOST, 500, reason)
 
-    def _no_room(self, request: Request) -> str:
-        """Return why nothing will hold a request: the policy, if some group could."""
-        could = self._capacity.holds(request.seen, formed=True)
-        return _NO_GROUP if could else _NO_ROOM
+    def _reason_unheld(self, request: Request) -> str | None:
+        """Return why no group will hold a request: the policy, if some could; None if one will."""
+        if self._capacity.holds(request.seen):
+            return None
+        return _NO_GROUP if self._capacity.holds(request.seen, formed=True) else _NO_ROOM
 
     def received(self, message: m.Received) -> None:
         """Take a front end's word on how far its requests have come, asked for or not."""
@@ -251,7 +249,7 @@ class Losses:
             return f"{request.deaths} engines died while they had this request"
         if not request.can_continue:
             return _CANNOT_CONTINUE
-        return None if self._capacity.holds(request.seen) else self._no_room(request)
+        return self._reason_unheld(request)
 
     # --- requests whose tokens were lost on the way -------------------------------------------
 
@@ -294,6 +292,8 @@ class Losses:
             self._book.clear(request_id)
 
 
+_NO_ROOM = "no group of the engines that are left holds the request"
+_NO_GROUP = "no unit of the policy, which forms no groups, holds the request"
 _TOKENS_LOST = "an engine died with the request's last tokens"
 _CANNOT_CONTINUE = (
     "the engine died, and the request cannot go on elsewhere: it has a seed, penalties, structured "

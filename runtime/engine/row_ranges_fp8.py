@@ -110,7 +110,7 @@ def _on_cuda(
     tile = tile_for(x.shape[0], columns, x.dtype, block)
     if tile is None:
         return by_gemm(x, x_scale, weights, scales, biases, dtype, block)
-    output = x.new_empty((x.shape[0], columns), dtype=dtype)
+    output = _empty(x, x_scale, weights, scales, biases, dtype, block)
     multiply(x, weights, biases, output, tile, Scales(x_scale, scales[0], block))
     return output
 

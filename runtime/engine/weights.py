@@ -417,8 +417,8 @@ def _pair_parts(layer: nn.Module) -> None:
     layer.parts = nn.ModuleList()
     for index, weight in enumerate(weights):
         part = Part()
-        part.weight = nn.Parameter(weight, requires_grad=False)
-        part.bias = nn.Parameter(biases[index], requires_grad=False) if biases else None
+        part.weight = Parameter(weight, requires_grad=False)
+        part.bias = Parameter(biases[index], requires_grad=False) if biases else None
         layer.parts.append(part)
 
 

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from loadgen.client import Client, ClientError, Settings
-from loadgen.counters import Count, ServerCounters, compare, read_counters, settled_counts
+from loadgen.counters import Count, ServerCounters, compare, read_counters, settled_counters
 from loadgen.exchange import Exchange, Outcome
 from loadgen.workload import Arrival
 from tests.loadgen.stand_in import stand_in
@@ -124,10 +124,9 @@ async def settle(*counted: int, timeout: float) -> tuple[list[Count], int]:
         server.routes["/metrics"] = metrics
         async with Client(Settings(server.url), time.monotonic) as client:
             exchanges = [exchange(Outcome.OK) for _ in range(3)]
-            counts = await settled_counts(
-                client, exchanges, ServerCounters(), timeout=timeout, pause=0
-            )
-    return counts, asked
+            before = ServerCounters()
+            after = await settled_counters(client, exchanges, before, timeout=timeout, pause=0)
+    return compare(exchanges, after.since(before)), asked
 
 
 async def test_counters_that_trail_are_waited_for() -> None:
