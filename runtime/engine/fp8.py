@@ -7,8 +7,8 @@ and as its online quantisation makes them. DP keeps vLLM's method and kernel. In
 - a range of inputs is not. vLLM's CUTLASS kernels take the weight for packed without looking at its
   strides and would read other members' inputs, with no error, so another kernel multiplies it:
   ``row_ranges_fp8``'s in steps of few tokens;
-- QKV is one layer over three ranges of outputs (``row_ranges_fp8``), or where scales are block-wise
-  one product for each, of an input that is quantised once.
+- QKV is one layer over three ranges of outputs (``row_ranges_fp8``); with a kernel of vLLM's that
+  takes inputs as they are, one product for each.
 
 A kernel that keeps weights in a form of its own (repacked, padded) is refused by name.
 """
@@ -206,19 +206,26 @@ class SplitFp8(ViewedFp8):
         scale = data
         if kernel.apply_input_quant:
             data, scale = kernel.quant_fp8(data, None, None, use_triton=kernel.use_triton)
+        output = self._multiply_blocks(kernel, layer, data, scale)
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    def _multiply_blocks(
+        self, kernel: Any, layer: nn.Module, data: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the outputs for an input that ``kernel`` quantised."""
         outputs = []
         for part in layer.parts:
             weight_scale = FP8BlockParams.from_layer(part).block_scale
             output = kernel.apply_block_scaled_mm(A=data, B=part.weight, As=scale, Bs=weight_scale)
             outputs.append(output if part.bias is None else output + part.bias)
-        joined = torch.cat(outputs, dim=-1).to(kernel.config.out_dtype)
-        return joined.view(*x.shape[:-1], joined.shape[-1])
+        return torch.cat(outputs, dim=-1).to(kernel.config.out_dtype)
 
 
 class RowRangesFp8(SplitFp8):
     """A fused layer as one operator over the ranges of rows of ``layer.parts``.
 
-    Per-tensor and per-channel scales, for what vLLM multiplies with CUTLASS.
+    Per-tensor and per-channel scales, for what vLLM multiplies with CUTLASS; block-wise ones that
+    our kernel knows.
     """
 
     def _multiply(
@@ -232,15 +239,39 @@ class RowRangesFp8(SplitFp8):
         output = row_ranges_fp8.linear(data, scale, *_ranges(layer), dtype)
         return output.view(*shape[:-1], output.shape[1])
 
+    def _multiply_blocks(
+        self, kernel: Any, layer: nn.Module, data: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        dtype, block = kernel.config.out_dtype, row_ranges_fp8.BLOCK
+        return row_ranges_fp8.linear(data, scale, *_block_ranges(layer), dtype, block)
 
-def _ranges(layer: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return the weights ``[rows, depth]``, scales and biases of a fused layer's parts."""
+
+Ranges = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Weights ``[rows, depth]``, scales and biases."""
+
+
+def _ranges(layer: nn.Module) -> Ranges:
+    """Return those of a fused layer's parts, whose scales are by tensor or by channel."""
+    weights = [part.weight.t() for part in layer.parts]
+    return weights, [part.weight_scale for part in layer.parts], _biases(layer)
+
+
+def _block_ranges(layer: nn.Module) -> Ranges:
+    """Return those of a fused layer's parts, whose scales are block-wise."""
+    params = [FP8BlockParams.from_layer(part) for part in layer.parts]
+    return [part.weight for part in params], [part.block_scale for part in params], _biases(layer)
+
+
+def _biases(layer: nn.Module) -> list[torch.Tensor]:
     biases = [part.bias for part in layer.parts]
-    return (
-        [part.weight.t() for part in layer.parts],
-        [part.weight_scale for part in layer.parts],
-        [] if biases[0] is None else biases,
-    )
+    return [] if biases[0] is None else biases
+
+
+def _knows(kernel: Fp8BlockScaledMMLinearKernel, scales: list[torch.Tensor]) -> bool:
+    """Return whether our kernel knows a layer's blocks, and the form of a weight's scales."""
+    on = row_ranges.ENABLED and row_ranges_fp8.BLOCKS_ENABLED
+    known = tuple(kernel.weight_group_shape) == (row_ranges_fp8.BLOCK,) * 2
+    return on and known and all(scale.dtype == torch.float32 for scale in scales)
 
 
 class InputRangeKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -270,7 +301,7 @@ class InputRangeKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
 
 
 class BlockInputRangeKernel(TritonFp8BlockScaledMMKernel):  # type: ignore[misc]
-    """The same for block-wise scales, which is vLLM's Triton kernel unless ours is switched on."""
+    """The same for block-wise scales; what our kernel does not know is vLLM's Triton kernel's."""
 
     def apply_block_scaled_mm(
         self,
@@ -280,16 +311,10 @@ class BlockInputRangeKernel(TritonFp8BlockScaledMMKernel):  # type: ignore[misc]
         Bs: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return ``(As * A) @ (Bs * B).T``; ``A`` is ``[tokens, inputs]``."""
-        if not self.in_one_launch(As, Bs):
+        if not _knows(self, [As, Bs]):
             return super().apply_block_scaled_mm(A, B, As, Bs)
         dtype, block = self.config.out_dtype, row_ranges_fp8.BLOCK
         return row_ranges_fp8.linear(A, As, [B], [Bs], [], dtype, block)
-
-    def in_one_launch(self, *scales: torch.Tensor) -> bool:
-        """Return whether our kernel knows these blocks and scales."""
-        on = row_ranges.ENABLED and row_ranges_fp8.BLOCKS_ENABLED
-        known = tuple(self.weight_group_shape) == (row_ranges_fp8.BLOCK,) * 2
-        return on and known and all(scale.dtype == torch.float32 for scale in scales)
 
 
 _INPUT_RANGE_KERNELS: Mapping[type, type] = {
@@ -317,21 +342,27 @@ def bind_kernels(layer: nn.Module) -> None:
     elif isinstance(layer, RowParallelLinear):
         _bind_input_range(layer)
     else:
-        _fit(_owner(layer).fp8_linear, layer.weight)
+        _note_loaded(_owner(layer).fp8_linear, layer)
 
 
 def _bind_parts(layer: nn.Module) -> None:
     kernel = _owner(layer).fp8_linear
+    fits = len(layer.parts) <= row_ranges.MAX_RANGES and _in_one_launch(layer, kernel)
+    layer.quant_method = (RowRangesFp8 if fits else SplitFp8)(layer.quant_method.method)
     for part in layer.parts:
-        part.kernel = copy.copy(kernel)
         part.input_scale = getattr(part, "input_scale", None)
-        _fit(part.kernel, part.weight)
-    in_one_launch = (
-        row_ranges.ENABLED
-        and isinstance(kernel, CutlassFP8ScaledMMLinearKernel)
-        and len(layer.parts) <= row_ranges.MAX_RANGES
-    )
-    layer.quant_method = (RowRangesFp8 if in_one_launch else SplitFp8)(layer.quant_method.method)
+        if not fits:
+            part.kernel = copy.copy(kernel)
+            part.weight_block_size = layer.weight_block_size
+            _note_loaded(part.kernel, part)
+
+
+def _in_one_launch(layer: nn.Module, kernel: Any) -> bool:
+    """Return whether our kernel can stand for vLLM's on a fused layer's parts."""
+    if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+        # One that takes inputs as they are has a way of its own to quantise them.
+        return kernel.apply_input_quant and _knows(kernel, _block_ranges(layer)[1])
+    return row_ranges.ENABLED and isinstance(kernel, CutlassFP8ScaledMMLinearKernel)
 
 
 def _bind_input_range(layer: nn.Module) -> None:
@@ -358,13 +389,14 @@ def launches(layer: nn.Module) -> list[Launch]:
     if not row_ranges.ENABLED or not is_fp8(layer):
         return []
     kernel = _owner(layer).fp8_linear
-    dtype = kernel.config.out_dtype
+    dtype, block = kernel.config.out_dtype, row_ranges_fp8.BLOCK
     if isinstance(layer.quant_method, RowRangesFp8):
+        if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+            return [(*_block_ranges(layer), dtype, block)]
         return [(*_ranges(layer), dtype, 0)]
     if isinstance(kernel, BlockInputRangeKernel):
         scale = FP8BlockParams.from_layer(layer).block_scale
-        known = kernel.in_one_launch(scale)
-        return [([layer.weight], [scale], [], dtype, row_ranges_fp8.BLOCK)] if known else []
+        return [([layer.weight], [scale], [], dtype, block)] if _knows(kernel, [scale]) else []
     if isinstance(kernel, InputRangeKernel):
         biases = [[]] if layer.bias is None else [[], [layer.bias]]
         return [([layer.weight.t()], [layer.weight_scale], bias, dtype, 0) for bias in biases]
@@ -381,10 +413,14 @@ def warm_up(layer: nn.Module, seen: set[Any]) -> None:
             row_ranges_fp8.warm_up(weights, scales, biases, dtype, block)
 
 
-def _fit(kernel: Any, weight: torch.Tensor) -> None:
+def _note_loaded(kernel: Any, layer: nn.Module) -> None:
+    """Note what a kernel's ``process_weights_after_loading`` does, besides changing weights."""
+    kernel = getattr(kernel, "fallback", kernel)  # of the kernel that picks one of two
     if isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
-        # What its process_weights_after_loading notes besides padding.
-        kernel.logical_output_size = weight.shape[1]
+        kernel.logical_output_size = layer.weight.shape[1]
+    elif isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
+        # Else vLLM compiles its kernels for the layout's shapes when a request first needs one.
+        layer.deep_gemm_warmup_provider = kernel
 
 
 def _spread_scale(layer: nn.Module, kernel: Any) -> None:

@@ -1,9 +1,9 @@
 """How long layers of TP take: on weights of their own, as in stock vLLM, and on views of DP's.
 
-``python -m runtime.engine.row_ranges_bench [--dtype fp8]`` needs one GPU, PyTorch and Triton, no
-vLLM. Every figure is a replay of a CUDA graph of calls that each have a weight of their own, so
-that weights come from memory as in a model's step. What is fastest goes into the tables of
-``row_ranges_kernel``.
+``python -m runtime.engine.row_ranges_bench [--dtype fp8]`` needs one GPU, PyTorch and Triton; with
+vLLM it times vLLM's FP8 kernels too. Every figure is a replay of a CUDA graph of calls that each
+have a weight of their own, so that weights come from memory as in a model's step. What is fastest
+goes into the tables of ``row_ranges_kernel``.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from runtime.engine.row_ranges_layers import (
 TOKENS = {
     "bf16": (1, 8, 16, 32, 64, 128, 256, 1024),
     "fp8": (1, 8, 16, 32, 64, 128, 512, 4096, 8192),
-    "fp8-block": (1, 8, 16, 32, 64, 128),
+    "fp8-block": (1, 8, 16, 32, 64, 128, 512, 4096, 8192),
 }
 REPLAYS = 15
 WORST_ERROR = 0.02

@@ -11,7 +11,7 @@ To ``torch.compile`` it is one opaque operator. The choice is made where it runs
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,9 +24,8 @@ torch.library.define(
 BLOCK = 128
 """Rows and inputs that share a scale where scales are those of blocks: what the kernel can."""
 
-BLOCKS_ENABLED = os.environ.get("SHOAL_ROW_RANGES_BLOCKS", "0") != "0"
-"""Whether layers with scales of blocks use the operator. By default not: how long it takes beside
-vLLM's Triton kernel, which they use else, is not measured yet."""
+BLOCKS_ENABLED = os.environ.get("SHOAL_ROW_RANGES_BLOCKS", "1") != "0"
+"""Whether layers with scales of blocks use the operator; else they use vLLM's Triton kernel."""
 
 
 def linear(
@@ -124,26 +123,22 @@ def by_gemm(
     dtype: torch.dtype,
     block: int = 0,
 ) -> torch.Tensor:
-    """Return what ``linear`` returns, by one GEMM; with scales of blocks by one for each range.
+    """Return what ``linear`` returns, by one GEMM.
 
     Several ranges are copied into one weight before: of QKV's GEMMs two are narrow, and all three
     take longer than a wide one, by more than it takes to read and write the weight once.
     """
-    if not block and len(weights) > 1:
+    weight, scale, bias = weights[0], scales[0], biases[0] if biases else None
+    if len(weights) > 1:
         # As bytes: those any PyTorch copies.
-        joined = torch.cat([weight.view(torch.uint8) for weight in weights])
-        weights, biases = [joined.view(x.dtype)], [torch.cat(list(biases))] if biases else []
-        scales = [torch.cat(list(scales)) if scales[0].numel() > 1 else scales[0]]
-    outputs = []
-    for index, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
-        gemm = scaled_mm
-        if block:
-            gemm = _block_mm if x.is_cuda else _block_mm_on_cpu
-        elif x.is_cuda and weight.is_contiguous():
-            gemm = _cutlass_mm
-        bias = biases[index] if biases else None
-        outputs.append(gemm(x, x_scale, weight, scale, bias, dtype))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        weight = torch.cat([part.view(torch.uint8) for part in weights]).view(x.dtype)
+        bias = torch.cat(list(biases)) if biases else None
+        scale = torch.cat(list(scales)) if scale.numel() > 1 or block else scale
+    if block:
+        output = _block_gemm(x, weight)(x, x_scale, weight, scale, dtype)
+        return output if bias is None else output + bias
+    gemm = _cutlass_mm if x.is_cuda and weight.is_contiguous() else scaled_mm
+    return gemm(x, x_scale, weight, scale, bias, dtype)
 
 
 # As a decorator it would leave None in the function's place, which the one for GPUs calls.
@@ -166,19 +161,47 @@ def _cutlass_mm(
     return output
 
 
-def _block_mm(
+BlockGemm = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor
+]
+
+
+def _block_gemm(x: torch.Tensor, weight: torch.Tensor) -> BlockGemm:
+    """Return vLLM's fastest that reads the weight."""
+    if not x.is_cuda:
+        return _block_mm_on_cpu
+    from vllm.model_executor.layers.quantization.utils.w8a8_utils import (
+        CUTLASS_BLOCK_FP8_SUPPORTED,
+    )
+
+    packed = CUTLASS_BLOCK_FP8_SUPPORTED and weight.is_contiguous()
+    return _cutlass_block_mm if packed else _triton_block_mm
+
+
+def _cutlass_block_mm(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    # vLLM's Triton kernel looks at strides.
+    # It takes every token's scale of one block to lie beside the next token's.
+    by_block = x_scale.t().contiguous().t()
+    return _cutlass_mm(x, by_block, weight, scale.t(), None, dtype)
+
+
+def _triton_block_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    # It looks at strides.
     output: torch.Tensor = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
         x, weight, x_scale, scale, [BLOCK, BLOCK], dtype
     )
-    return output if bias is None else output + bias
+    return output
 
 
 def _block_mm_on_cpu(
@@ -186,12 +209,11 @@ def _block_mm_on_cpu(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     output = (x.float() * x_scale.repeat_interleave(BLOCK, 1)) @ (weight.float() * spread).t()
-    return (output if bias is None else output + bias).to(dtype)
+    return output.to(dtype)
 
 
 def scaled_mm(

@@ -23,6 +23,9 @@ MOST_LAYERS = 128
 Way = Callable[[int], torch.Tensor]
 """Computes the layer of an index."""
 
+BlockGemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The product of an input with a weight and its scales."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -308,18 +311,62 @@ class _BlockScales(Fp8Layers):
         return given.values @ (self.packed[0].float() * scale).t()
 
     def ways(self, given: Input) -> Mapping[str, Way]:
-        """Return cuBLAS on packed weights, and a kernel with the tiles of vLLM's Triton kernel."""
-        x_scale = given.x_scale.t().contiguous().t()
-        return {
-            "stock": lambda layer: torch._scaled_mm(
-                given.x,
-                self.packed[layer].t(),
-                scale_a=x_scale,
-                scale_b=self.packed_scales[layer].t(),
-                out_dtype=torch.bfloat16,
-            ),
-            "vllm-triton": self.tiled(given, Tile(64, 128, BLOCK, warps=4, stages=2)),
-        }
+        """Return cuBLAS on packed weights and, of one range, on DP's; and what vLLM has, if there.
+
+        What reads only packed weights is also timed with a copy before.
+        """
+        x, x_scale = given.x, given.x_scale.t().contiguous().t()
+
+        def cublas(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return torch._scaled_mm(
+                x, weight.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16
+            )
+
+        ways: dict[str, Way] = {}
+        for name, gemm in {"stock": cublas, **_block_gemms_of_vllm(x, x_scale)}.items():
+            ways |= self._ways_of(name, gemm)
+        return ways
+
+    def _ways_of(self, name: str, gemm: BlockGemm) -> Mapping[str, Way]:
+        def packed(layer: int) -> torch.Tensor:
+            return gemm(self.packed[layer], self.packed_scales[layer])
+
+        def views(layer: int) -> torch.Tensor:
+            return gemm(self.ranges[layer][0], self.packed_scales[layer])
+
+        def copied(layer: int) -> torch.Tensor:
+            parts = [part.view(torch.uint8) for part in self.ranges[layer]]
+            return gemm(torch.cat(parts).view(torch.float8_e4m3fn), self.packed_scales[layer])
+
+        ways = {name: packed, f"{name}-views": views, f"{name}-copied": copied}
+        # CUTLASS takes every weight for packed, and no kernel takes three.
+        if name == "cutlass" or len(self.ranges[0]) > 1:
+            del ways[f"{name}-views"]
+        return ways
+
+
+def _block_gemms_of_vllm(x: torch.Tensor, x_scale: torch.Tensor) -> Mapping[str, BlockGemm]:
+    """Return what vLLM has, by name; nothing without vLLM."""
+    try:
+        from vllm._custom_ops import cutlass_scaled_mm
+        from vllm.model_executor.kernels.linear.scaled_mm import triton as registered  # noqa: F401
+        from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
+    except ImportError:
+        return {}
+    bf16 = torch.bfloat16
+
+    def deep_gemm(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], weight.shape[0], dtype=bf16)
+        fp8_gemm_nt((x, x_scale), (weight, scale), out)
+        return out
+
+    gemms: dict[str, BlockGemm] = {
+        "cutlass": lambda weight, scale: cutlass_scaled_mm(x, weight.t(), x_scale, scale.t(), bf16),
+        "triton": lambda weight, scale: torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
+            x, weight, x_scale, scale, [BLOCK, BLOCK], bf16
+        ),
+    }
+    return gemms | ({"deep-gemm": deep_gemm} if is_deep_gemm_supported() else {})
 
 
 class Fp8BlockQkv(_BlockScales):

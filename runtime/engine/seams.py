@@ -89,6 +89,9 @@ SEAMS = (
     ),
     Seam("vllm._custom_ops", "cutlass_scaled_mm", "row_ranges_fp8"),
     Seam(
+        f"{_LAYERS}.quantization.utils.w8a8_utils", "CUTLASS_BLOCK_FP8_SUPPORTED", "row_ranges_fp8"
+    ),
+    Seam(
         "vllm.v1.structured_output.request",
         "StructuredOutputRequest.is_grammar_ready",
         "vllm_core",

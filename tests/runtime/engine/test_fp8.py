@@ -21,6 +21,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
     Fp8BlockScaledMMLinearKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import (
@@ -42,6 +43,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
+from vllm.model_executor.warmup import deep_gemm_warmup
 from vllm.platforms import PlatformEnum
 
 from runtime.engine import fp8, row_ranges, row_ranges_fp8
@@ -56,6 +58,7 @@ from runtime.engine.weights import (
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 8, 4, 64
+QKV_OF_TWO = tuple(heads * HEAD_DIM // 2 for heads in (HEADS, KV_HEADS, KV_HEADS))
 LARGEST = 4
 BLOCK = 128
 
@@ -145,6 +148,22 @@ class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
         return (x @ (B.float() * scale).T).to(self.config.out_dtype)
 
 
+class QuantisingBlockKernel(ReferenceBlockKernel):
+    """One that takes inputs as they are."""
+
+    apply_input_quant = False
+
+    def apply_block_scaled_mm(
+        self,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        data, scale = self.quant_fp8(A, None, None)
+        return super().apply_block_scaled_mm(data, B, scale, Bs)
+
+
 class PackedKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
     """Multiplies as CUTLASS does: it takes the weight for packed, whatever its strides."""
 
@@ -200,8 +219,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM picks a block-wise kernel that a range of inputs is not for; our kernel is on."""
-    monkeypatch.setattr(row_ranges_fp8, "BLOCKS_ENABLED", True)
+    """vLLM picks a block-wise kernel that a range of inputs is not for."""
     kernel = fp8.BlockInputRangeKernel
     monkeypatch.setattr(kernel, "is_supported", ReferenceBlockKernel.is_supported)
     monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, ReferenceBlockKernel, kernel)
@@ -441,19 +459,77 @@ def test_ranges_of_rows_and_of_inputs_are_one_launch_each(
 ) -> None:
     monkeypatch.setattr(row_ranges, "ENABLED", in_one_launch)
     outputs(view(full(name), name, 1, 2), torch.randn(5, HIDDEN), 1, 2)
-    qkv = tuple(heads * HEAD_DIM // 2 for heads in (HEADS, KV_HEADS, KV_HEADS))
-    assert launched == ([qkv, (HIDDEN,), (HIDDEN,)] if in_one_launch else [])
+    assert launched == ([QKV_OF_TWO, (HIDDEN,), (HIDDEN,)] if in_one_launch else [])
 
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", BLOCK_WISE)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_range_of_inputs_with_block_wise_scales_is_one_launch(
+def test_ranges_with_block_wise_scales_are_one_launch_each(
     name: str, rank: int, launched: list[tuple[int, ...]]
 ) -> None:
     viewed = view(full(name, bias=True), name, rank, 2, bias=True)
     assert_like_stock(viewed, stock(name, rank, 2, bias=True), rank, 2)
-    assert launched == [(HIDDEN,), (HIDDEN,)]
+    assert launched == [QKV_OF_TWO, (HIDDEN,), (HIDDEN,)]
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCK_WISE)
+@pytest.mark.parametrize("reason", ["inputs as they are", "other blocks"])
+def test_qkv_that_our_kernel_does_not_know_is_a_product_for_each_part(
+    name: str, reason: str, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "inputs as they are":
+        kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
+        monkeypatch.setitem(kernels, PlatformEnum.CPU, [QuantisingBlockKernel])
+        monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, QuantisingBlockKernel, QuantisingBlockKernel)
+    else:
+        monkeypatch.setattr(row_ranges_fp8, "BLOCK", 64)
+    layer = view(full(name), name, 1, 2).qkv_proj
+    assert type(layer.quant_method) is fp8.SplitFp8
+    assert fp8.launches(layer) == []
+    layer.quant_method.apply(layer, torch.randn(5, HIDDEN))
+    assert launched == []
+
+
+@pytest.fixture
+def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM picks DeepGEMM, which it has for GPUs alone."""
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
+    monkeypatch.setitem(kernels, PlatformEnum.CPU, [DeepGemmFp8BlockScaledMMKernel])
+    supported = ReferenceBlockKernel.is_supported
+    for kernel in (DeepGemmFp8BlockScaledMMKernel, fp8.BlockInputRangeKernel):
+        monkeypatch.setattr(kernel, "is_supported", supported)
+    monkeypatch.setattr(DeepGemmFp8BlockScaledMMKernel, "can_implement", lambda _: (True, None))
+    multiply = ReferenceBlockKernel.apply_block_scaled_mm
+    for kernel in (DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel):
+        monkeypatch.setattr(kernel, "apply_block_scaled_mm", multiply)
+    monkeypatch.setattr(
+        deep_gemm_warmup, "get_mk_alignment_for_contiguous_layout", lambda: [BLOCK, BLOCK]
+    )
+
+
+@pytest.mark.usefixtures("deep_gemm")
+@pytest.mark.parametrize("in_one_launch", [False, True])
+@pytest.mark.parametrize("name", BLOCK_WISE)
+def test_vllm_warms_deep_gemm_up_for_what_a_layout_multiplies_with_it(
+    name: str, in_one_launch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_ranges, "ENABLED", in_one_launch)
+    warmed: list[tuple[int, ...]] = []
+
+    def warm_up(w: torch.Tensor, ws: torch.Tensor, **_: object) -> None:
+        assert ws.shape == tuple(size // BLOCK for size in w.shape)
+        assert w.is_contiguous()
+        warmed.append(tuple(w.shape))
+
+    monkeypatch.setattr(deep_gemm_warmup, "_deepgemm_fp8_gemm_nt_warmup", warm_up)
+    viewed = view(full(name), name, 1, 2)
+    assert_like_stock(viewed, stock(name, 1, 2), 1, 2)
+    deep_gemm_warmup.deepgemm_fp8_gemm_nt_warmup(viewed, 8192)
+    parts = [] if in_one_launch else [(size, HIDDEN) for size in QKV_OF_TWO]
+    columns = [(INTERMEDIATE, HIDDEN), (INTERMEDIATE // 2, HIDDEN), (HIDDEN, HIDDEN)]
+    assert warmed == parts + columns
 
 
 @pytest.mark.usefixtures("blocks")
@@ -486,9 +562,9 @@ def test_what_our_kernel_does_not_know_is_left_to_vllms(
     assert fp8.launches(layer) == []
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
 def test_other_kernels_keep_their_products(name: str, launched: list[tuple[int, ...]]) -> None:
-    """PyTorch's read any strides, and pad activations; block-wise scales are another kernel's."""
+    """PyTorch's read any strides, and pad activations."""
     outputs(view(full(name), name, 1, 2), torch.randn(5, HIDDEN), 1, 2)
     assert launched == []
 
@@ -524,7 +600,7 @@ def test_with_a_range_of_inputs_it_would_compute_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def keep_kernel(layer: nn.Module) -> None:
-        fp8._fit(layer.scheme.fp8_linear, layer.weight)
+        fp8._note_loaded(layer.scheme.fp8_linear, layer)
 
     monkeypatch.setattr(fp8, "_bind_input_range", keep_kernel)
     name = "compressed-tensors per channel"
@@ -544,18 +620,19 @@ def test_only_a_spread_scale_is_the_layouts_own(name: str) -> None:
 
 @pytest.mark.usefixtures("blocks")
 def test_kernels_for_blocks_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed: list[tuple[int, int]] = []
+    warmed: list[tuple[int, int, int, int]] = []
 
     def warm_up(weights: Any, scales: Any, biases: Any, _: torch.dtype, block: int) -> None:
-        assert not biases
-        assert scales[0].shape == tuple(size // block for size in weights[0].shape)
-        warmed.append((weights[0].shape[1], block))
+        for weight, scale in zip(weights, scales, strict=True):
+            assert scale.shape == tuple(size // block for size in weight.shape)
+        warmed.append((len(weights), weights[0].shape[1], len(biases), block))
 
     monkeypatch.setattr(row_ranges_fp8, "warm_up", warm_up)
     name = "fp8 block-wise"
     dp = full(name, bias=True)
     compile_kernels(nn.ModuleList([view(dp, name, rank, 2, bias=True) for rank in (0, 1)]))
-    assert sorted(warmed) == [(HEADS * HEAD_DIM // 2, BLOCK), (INTERMEDIATE // 2, BLOCK)]
+    depths = (HEADS * HEAD_DIM // 2, INTERMEDIATE // 2)
+    assert warmed == [(3, HIDDEN, 3, BLOCK), *((1, depth, 0, BLOCK) for depth in depths)]
 
 
 # --- what cannot be viewed ---

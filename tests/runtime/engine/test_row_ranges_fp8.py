@@ -1,9 +1,12 @@
 """One FP8 linear layer over ranges of rows: the operator. Its kernels: ``test_row_ranges``."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import vllm._custom_ops as vllm_ops
+from vllm.model_executor.layers.quantization.utils import w8a8_utils
 
 from runtime.engine import row_ranges_fp8
 from runtime.engine.row_ranges_fp8 import BLOCK
@@ -176,3 +179,55 @@ def test_a_step_of_many_tokens_is_one_gemm(
     # By its name: the operator for GPUs calls it so, and a decorator had left nothing there.
     assert_close(row_ranges_fp8.by_gemm(*given), reference(given))
     assert len(multiplied) == 1
+
+
+def cutlass(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """vLLM's product with scales of blocks, which takes operands to lie as it wants them."""
+    assert bias is None
+    (tokens, depth), rows = a.shape, b.shape[1]
+    a_scales = scale_a.as_strided((tokens, depth // BLOCK), (1, tokens)).contiguous()
+    b_scales = scale_b.as_strided((rows // BLOCK, depth // BLOCK), (depth // BLOCK, 1))
+    weight = b.as_strided((rows, depth), (depth, 1))
+    return block_reference((a, a_scales, [weight], [b_scales], [], out_dtype))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("by_block", [False, True], ids=["by token", "by block"])
+def test_of_blocks_too_it_is_one_gemm_as_cutlass_wants_it(
+    by_block: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way the scales of tokens lie."""
+    monkeypatch.setattr(vllm_ops, "cutlass_scaled_mm", cutlass)
+    chosen = []
+
+    def choose(_: torch.Tensor, weight: torch.Tensor) -> Any:
+        chosen.append(weight.shape)
+        return row_ranges_fp8._cutlass_block_mm
+
+    monkeypatch.setattr(row_ranges_fp8, "_block_gemm", choose)
+    x, x_scale, *rest = given = block_wise(bias=bias)
+    x_scale = x_scale.t().contiguous().t() if by_block else x_scale
+    assert_close(row_ranges_fp8.by_gemm(x, x_scale, *rest, BLOCK), block_reference(given))
+    assert chosen == [(3 * BLOCK, 2 * BLOCK)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_cutlass_multiplies_what_is_packed(
+    packed: bool, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another weight it would read other elements, without an error."""
+    monkeypatch.setattr(w8a8_utils, "CUTLASS_BLOCK_FP8_SUPPORTED", there)
+    weight = torch.empty(4, 4) if packed else torch.empty(4, 8)[:, :4]
+    gemm = row_ranges_fp8._block_gemm(cast(torch.Tensor, SimpleNamespace(is_cuda=True)), weight)
+    cutlass_is_right = packed and there
+    assert gemm is (
+        row_ranges_fp8._cutlass_block_mm if cutlass_is_right else row_ranges_fp8._triton_block_mm
+    )
