@@ -7,8 +7,7 @@ and as its online quantisation makes them. DP keeps vLLM's method and kernel. In
 - a range of inputs is not. vLLM's CUTLASS kernels take the weight for packed without looking at its
   strides and would read other members' inputs, with no error, so another kernel multiplies it:
   ``row_ranges_fp8``'s in steps of few tokens;
-- QKV is one layer over three ranges of outputs (``row_ranges_fp8``); with a kernel of vLLM's that
-  takes inputs as they are, one product for each.
+- QKV is one layer over three ranges of outputs (``row_ranges_fp8``).
 
 A kernel that keeps weights in a form of its own (repacked, padded) is refused by name.
 """
@@ -92,6 +91,15 @@ def _owner(layer: nn.Module) -> Any:
     return layer.scheme if isinstance(method, CompressedTensorsLinearMethod) else method
 
 
+def _quantising(kernel: Any) -> Any:
+    """Return the kernel that quantises inputs apart from the product, as ours want them.
+
+    It is the one for many tokens where vLLM's picks one of two by their number and leaves the
+    quantisation to them (``FlashInferFp8DeepGEMMDynamicBlockScaledKernel``).
+    """
+    return getattr(kernel, "fallback", kernel)
+
+
 def is_fp8(layer: nn.Module) -> bool:
     """Return whether ``axes`` knows the layer's tensors."""
     quantised = (ViewedFp8, CompressedTensorsLinearMethod, *_METHODS)
@@ -125,7 +133,10 @@ def axes(layer: nn.Module) -> dict[str, Axes]:
         }
     for key, shape in shapes.items():
         if tuple(getattr(layer, key).shape) != shape:
-            raise UnviewableWeights(f"{type(kernel).__name__} has changed the shape of {key}")
+            problem = f"{type(kernel).__name__} has changed the shape of {key}"
+            if isinstance(_quantising(kernel), DeepGemmFp8BlockScaledMMKernel):
+                problem += "; with VLLM_USE_DEEP_GEMM=0 vLLM takes another kernel"
+            raise UnviewableWeights(problem)
     return known | {"bias": Axes(0)}
 
 
@@ -239,6 +250,9 @@ class RowRangesFp8(SplitFp8):
         output = row_ranges_fp8.linear(data, scale, *_ranges(layer), dtype)
         return output.view(*shape[:-1], output.shape[1])
 
+    def _apply_block_wise(self, kernel: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return super()._apply_block_wise(_quantising(kernel), layer, x)
+
     def _multiply_blocks(
         self, kernel: Any, layer: nn.Module, data: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
@@ -267,8 +281,8 @@ def _biases(layer: nn.Module) -> list[torch.Tensor]:
     return [] if biases[0] is None else biases
 
 
-def _knows(kernel: Fp8BlockScaledMMLinearKernel, scales: list[torch.Tensor]) -> bool:
-    """Return whether our kernel knows a layer's blocks, and the form of a weight's scales."""
+def _can_launch(kernel: Fp8BlockScaledMMLinearKernel, scales: list[torch.Tensor]) -> bool:
+    """Return whether our kernel is on, and made for a layer's blocks and scales."""
     on = row_ranges.ENABLED and row_ranges_fp8.BLOCKS_ENABLED
     known = tuple(kernel.weight_group_shape) == (row_ranges_fp8.BLOCK,) * 2
     return on and known and all(scale.dtype == torch.float32 for scale in scales)
@@ -311,7 +325,7 @@ class BlockInputRangeKernel(TritonFp8BlockScaledMMKernel):  # type: ignore[misc]
         Bs: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return ``(As * A) @ (Bs * B).T``; ``A`` is ``[tokens, inputs]``."""
-        if not _knows(self, [As, Bs]):
+        if not _can_launch(self, [As, Bs]):
             return super().apply_block_scaled_mm(A, B, As, Bs)
         dtype, block = self.config.out_dtype, row_ranges_fp8.BLOCK
         return row_ranges_fp8.linear(A, As, [B], [Bs], [], dtype, block)
@@ -360,8 +374,8 @@ def _bind_parts(layer: nn.Module) -> None:
 def _in_one_launch(layer: nn.Module, kernel: Any) -> bool:
     """Return whether our kernel can stand for vLLM's on a fused layer's parts."""
     if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
-        # One that takes inputs as they are has a way of its own to quantise them.
-        return kernel.apply_input_quant and _knows(kernel, _block_ranges(layer)[1])
+        quantises: bool = _quantising(kernel).apply_input_quant
+        return quantises and _can_launch(kernel, _block_ranges(layer)[1])
     return row_ranges.ENABLED and isinstance(kernel, CutlassFP8ScaledMMLinearKernel)
 
 
@@ -374,6 +388,9 @@ def _bind_input_range(layer: nn.Module) -> None:
         _spread_scale(layer, kernel)
     elif replacement is not type(kernel):
         owner.fp8_linear = replacement(kernel.config)
+        # DeepGEMM's are powers of two: all layouts round inputs alike.
+        powers: bool = _quantising(kernel).quant_fp8.use_ue8m0
+        owner.fp8_linear.quant_fp8.use_ue8m0 = powers
 
 
 Launch = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.dtype, int]
@@ -396,7 +413,7 @@ def launches(layer: nn.Module) -> list[Launch]:
         return [(*_ranges(layer), dtype, 0)]
     if isinstance(kernel, BlockInputRangeKernel):
         scale = FP8BlockParams.from_layer(layer).block_scale
-        return [([layer.weight], [scale], [], dtype, block)] if _knows(kernel, [scale]) else []
+        return [([layer.weight], [scale], [], dtype, block)] if _can_launch(kernel, [scale]) else []
     if isinstance(kernel, InputRangeKernel):
         biases = [[]] if layer.bias is None else [[], [layer.bias]]
         return [([layer.weight.t()], [layer.weight_scale], bias, dtype, 0) for bias in biases]
@@ -415,7 +432,7 @@ def warm_up(layer: nn.Module, seen: set[Any]) -> None:
 
 def _note_loaded(kernel: Any, layer: nn.Module) -> None:
     """Note what a kernel's ``process_weights_after_loading`` does, besides changing weights."""
-    kernel = getattr(kernel, "fallback", kernel)  # of the kernel that picks one of two
+    kernel = _quantising(kernel)
     if isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
         kernel.logical_output_size = layer.weight.shape[1]
     elif isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):

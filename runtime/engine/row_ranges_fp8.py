@@ -73,11 +73,30 @@ def warm_up(
     first = weights[0]
     arrival_counters(first.device)
     depth = first.shape[1]
-    for tokens in token_counts(first.dtype, block):
-        blocks = depth // block if block else 1
+    for tokens in (*token_counts(first.dtype, block), *_long_steps(weights, block)):
+        blocks = -(-depth // block) if block else 1
         x_scale = torch.ones(tokens, blocks, dtype=torch.float32, device=first.device)
         x = torch.zeros(tokens, depth, dtype=first.dtype, device=first.device)
         linear(x, x_scale, weights, scales, biases, dtype, block)
+
+
+def _long_steps(weights: Sequence[torch.Tensor], block: int) -> list[int]:
+    """Return numbers of tokens that between them need every form of vLLM's Triton kernel.
+
+    It has one for each configuration that vLLM has found for numbers of tokens near it, or one for
+    all, and another where the number is no multiple of 16.
+    """
+    from runtime.engine.row_ranges_kernel import token_counts
+
+    first = weights[0]
+    if not block or len(weights) > 1 or _block_gemm(first, first) is not _triton_block_mm:
+        return []
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    shortest = max(token_counts(first.dtype, block)) + 16
+    configurations = fp8_utils.get_w8a8_block_fp8_configs(*first.shape, block, block) or {}
+    counts = [shortest, *(near for near in configurations if near > shortest)]
+    return [tokens + more for tokens in counts for more in (0, 1)]
 
 
 @torch.library.register_fake("shoal::row_ranges_fp8_linear")  # type: ignore[untyped-decorator]
@@ -167,7 +186,7 @@ BlockGemm = Callable[
 
 
 def _block_gemm(x: torch.Tensor, weight: torch.Tensor) -> BlockGemm:
-    """Return vLLM's fastest that reads the weight."""
+    """Return a product of vLLM's that reads the weight; CUTLASS takes every one for packed."""
     if not x.is_cuda:
         return _block_mm_on_cpu
     from vllm.model_executor.layers.quantization.utils.w8a8_utils import (

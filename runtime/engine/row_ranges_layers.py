@@ -302,7 +302,7 @@ class _BlockScales(Fp8Layers):
     block = BLOCK
 
     def input(self, tokens: int) -> Input:
-        """Return random activations; their scales lie as vLLM's quantisation leaves them."""
+        """Return random activations."""
         return Input(_random_fp8(tokens, self.depth), _random_scales(tokens, self.depth // BLOCK))
 
     def reference(self, given: Input) -> torch.Tensor:
@@ -385,6 +385,11 @@ class Fp8BlockQkv(_BlockScales):
             for _, ranges in members
         ]
         self.packed_scales = [torch.cat(scales) for scales in self.scales]
+
+    def input(self, tokens: int) -> Input:
+        """Return random activations; their scales lie as CUTLASS's quantisation leaves them."""
+        given = super().input(tokens)
+        return Input(given.x, given.x_scale.t().contiguous().t())
 
 
 class Fp8BlockRowParallel(_BlockScales, Fp8RowParallel):

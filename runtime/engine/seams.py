@@ -91,6 +91,7 @@ SEAMS = (
     Seam(
         f"{_LAYERS}.quantization.utils.w8a8_utils", "CUTLASS_BLOCK_FP8_SUPPORTED", "row_ranges_fp8"
     ),
+    Seam(f"{_LAYERS}.quantization.utils.fp8_utils", "get_w8a8_block_fp8_configs", "row_ranges_fp8"),
     Seam(
         "vllm.v1.structured_output.request",
         "StructuredOutputRequest.is_grammar_ready",

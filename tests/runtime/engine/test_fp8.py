@@ -164,6 +164,18 @@ class QuantisingBlockKernel(ReferenceBlockKernel):
         return super().apply_block_scaled_mm(data, B, scale, Bs)
 
 
+class EitherKernel(QuantisingBlockKernel):
+    """One that has another for many tokens, which is given inputs that are quantised."""
+
+    powers = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.fallback = ReferenceBlockKernel(config)
+        for kernel in (self, self.fallback):
+            kernel.quant_fp8.use_ue8m0 = self.powers
+
+
 class PackedKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
     """Multiplies as CUTLASS does: it takes the weight for packed, whatever its strides."""
 
@@ -475,6 +487,54 @@ def test_ranges_with_block_wise_scales_are_one_launch_each(
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", BLOCK_WISE)
+@pytest.mark.parametrize("bias", [False, True])
+def test_ranges_with_block_wise_scales_are_one_operator_each_to_a_compiler(
+    name: str, bias: bool
+) -> None:
+    viewed = view(full(name, bias=bias), name, 1, 2, bias=bias)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer, width in ((viewed.qkv_proj, HIDDEN), (viewed.o_proj, HEADS * HEAD_DIM // 2)):
+        graphs.clear()
+        torch.compiler.reset()  # all that the tests before compiled is of the same code
+        apply = layer.quant_method.apply
+        with torch.compiler.set_stance("default"):
+            compiled = torch.compile(
+                lambda x, layer=layer, apply=apply: apply(layer, x),
+                backend=backend,
+                fullgraph=True,
+                dynamic=True,
+            )
+            for tokens in (3, 8, 65):
+                x = torch.randn(tokens, width)
+                assert torch.equal(compiled(x), apply(layer, x))
+        (graph,) = graphs
+        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        assert sum("row_ranges_fp8_linear" in name for name in called) == 1, called
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCK_WISE)
+@pytest.mark.parametrize("powers", [False, True])
+def test_what_picks_one_of_two_kernels_leaves_the_quantisation_to_the_second(
+    name: str, powers: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
+    monkeypatch.setitem(kernels, PlatformEnum.CPU, [EitherKernel])
+    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, EitherKernel, fp8.BlockInputRangeKernel)
+    monkeypatch.setattr(EitherKernel, "powers", powers)
+    viewed = view(full(name), name, 1, 2)
+    assert_like_stock(viewed, stock(name, 1, 2), 1, 2)
+    assert launched == [QKV_OF_TWO, (HIDDEN,), (HIDDEN,)]
+    assert fp8._owner(viewed.o_proj).fp8_linear.quant_fp8.use_ue8m0 == powers
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCK_WISE)
 @pytest.mark.parametrize("reason", ["inputs as they are", "other blocks"])
 def test_qkv_that_our_kernel_does_not_know_is_a_product_for_each_part(
     name: str, reason: str, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
@@ -668,6 +728,22 @@ def test_a_padded_weight_is_named() -> None:
     dp.down_proj.weight = nn.Parameter(padded.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UnviewableWeights, match=r"^down_proj: .* changed the shape of weight$"):
         view(dp, name, 0, 2)
+
+
+@pytest.mark.usefixtures("deep_gemm")
+@pytest.mark.parametrize("name", BLOCK_WISE)
+def test_of_scales_that_deep_gemm_packed_the_way_out_is_named(name: str) -> None:
+    """As it does on Blackwell: four exponents in a word."""
+    dp = full(name)
+    scale = "weight_scale" if hasattr(dp.down_proj, "weight_scale") else "weight_scale_inv"
+    packed = torch.zeros(HIDDEN, INTERMEDIATE // (4 * BLOCK), dtype=torch.int32)
+    setattr(dp.down_proj, scale, nn.Parameter(packed, requires_grad=False))
+    with pytest.raises(UnviewableWeights) as raised:
+        view(dp, name, 0, 2)
+    assert str(raised.value) == (
+        f"down_proj: DeepGemmFp8BlockScaledMMKernel has changed the shape of {scale};"
+        " with VLLM_USE_DEEP_GEMM=0 vLLM takes another kernel"
+    )
 
 
 def test_another_quantisation_is_named() -> None:

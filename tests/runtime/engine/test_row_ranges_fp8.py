@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 import vllm._custom_ops as vllm_ops
-from vllm.model_executor.layers.quantization.utils import w8a8_utils
+from vllm.model_executor.layers.quantization.utils import fp8_utils, w8a8_utils
 
 from runtime.engine import row_ranges_fp8
 from runtime.engine.row_ranges_fp8 import BLOCK
@@ -199,11 +199,11 @@ def cutlass(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("by_block", [False, True], ids=["by token", "by block"])
+@pytest.mark.parametrize("scales_lie", ["by token", "by block", "by block, padded"])
 def test_of_blocks_too_it_is_one_gemm_as_cutlass_wants_it(
-    by_block: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    scales_lie: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever way the scales of tokens lie."""
+    """Whichever way the scales of tokens lie: DeepGEMM's quantisation pads them."""
     monkeypatch.setattr(vllm_ops, "cutlass_scaled_mm", cutlass)
     chosen = []
 
@@ -213,7 +213,9 @@ def test_of_blocks_too_it_is_one_gemm_as_cutlass_wants_it(
 
     monkeypatch.setattr(row_ranges_fp8, "_block_gemm", choose)
     x, x_scale, *rest = given = block_wise(bias=bias)
-    x_scale = x_scale.t().contiguous().t() if by_block else x_scale
+    if scales_lie != "by token":
+        padded = 3 if scales_lie == "by block, padded" else 0
+        x_scale = torch.nn.functional.pad(x_scale.t(), (0, padded))[:, : x.shape[0]].t()
     assert_close(row_ranges_fp8.by_gemm(x, x_scale, *rest, BLOCK), block_reference(given))
     assert chosen == [(3 * BLOCK, 2 * BLOCK)]
 
@@ -231,3 +233,37 @@ def test_cutlass_multiplies_what_is_packed(
     assert gemm is (
         row_ranges_fp8._cutlass_block_mm if cutlass_is_right else row_ranges_fp8._triton_block_mm
     )
+
+
+CONFIGURATIONS: dict[int, Any] = {64: {}, 128: {}, 256: {}, 3072: {}}
+
+
+@pytest.mark.parametrize(
+    ("configurations", "counts"),
+    [(None, [144, 145]), (CONFIGURATIONS, [144, 145, 256, 257, 3072, 3073])],
+)
+def test_warming_up_needs_every_form_of_vllms_kernel(
+    configurations: dict[int, Any] | None, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a request would else wait for one to be compiled."""
+    asked = []
+
+    def configured(*sizes: int) -> dict[int, Any] | None:
+        asked.append(sizes)
+        return configurations
+
+    monkeypatch.setattr(fp8_utils, "get_w8a8_block_fp8_configs", configured)
+    monkeypatch.setattr(row_ranges_fp8, "_block_gemm", lambda *_: row_ranges_fp8._triton_block_mm)
+    weights = block_wise()[2]
+    assert row_ranges_fp8._long_steps(weights[:1], BLOCK) == counts
+    assert asked == [(2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK)]
+
+
+@pytest.mark.parametrize("reason", ["no blocks", "several ranges", "packed"])
+def test_other_layers_have_no_such_forms(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = row_ranges_fp8._triton_block_mm
+    if reason == "packed":
+        gemm = row_ranges_fp8._cutlass_block_mm
+    monkeypatch.setattr(row_ranges_fp8, "_block_gemm", lambda *_: gemm)
+    weights = block_wise()[2][: 2 if reason == "several ranges" else 1]
+    assert row_ranges_fp8._long_steps(weights, 0 if reason == "no blocks" else BLOCK) == []
