@@ -145,6 +145,7 @@ class Qkv(Layers):
         self.ranges = [[weight[rows] for rows in ranges] for weight, ranges in members]
         self.packed = [torch.cat(ranges) for ranges in self.ranges]
         self._paired = [row_ranges.paired(ranges) for ranges in self.ranges]
+        self._beside = torch.cuda.Stream()
 
     def input(self, tokens: int) -> Input:
         """Return random activations."""
@@ -155,13 +156,17 @@ class Qkv(Layers):
         return given.values @ self.packed[0].float().t()
 
     def ways(self, given: Input) -> Mapping[str, Way]:
-        """Return one GEMM, three and a copy, three and none, and one and a batched one."""
+        """Return one GEMM, three and a copy, three and none, and one and a batched one.
+
+        The last two also side by side, on two streams.
+        """
         linear, x = torch.nn.functional.linear, given.x
         return {
             "stock": lambda layer: linear(x, self.packed[layer]),
             "cat": lambda layer: torch.cat([linear(x, part) for part in self.ranges[layer]], -1),
             "each": lambda layer: self._each(x, layer),
             "batched": lambda layer: self._batched(x, layer),
+            "side by side": lambda layer: self._side_by_side(x, layer),
         }
 
     def tiled(self, given: Input, tile: Tile) -> Way:
@@ -188,6 +193,17 @@ class Qkv(Layers):
     def _batched(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.columns)
         row_ranges.multiply_each(x, self._paired[layer], [], out)
+        return out
+
+    def _side_by_side(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self.columns)
+        query, pair = self._paired[layer]
+        main = torch.cuda.current_stream()
+        self._beside.wait_stream(main)
+        with torch.cuda.stream(self._beside):
+            row_ranges.multiply_each(x, [pair], [], out[:, query.shape[0] :])
+        row_ranges.multiply_each(x, [query], [], out[:, : query.shape[0]])
+        main.wait_stream(self._beside)
         return out
 
 
