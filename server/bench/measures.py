@@ -22,6 +22,8 @@ from server.bench.systems import Layout, System
 
 FIRST_TOKEN_ID, SMALLEST_VOCABULARY = 3, 2048
 """Prompts are drawn from these ids, which every vocabulary has."""
+MOST_REPEATS = 32
+"""Of a prompt."""
 STREAMS_PER_UNIT = 4
 """Requests of a batch whose tokens are timed: neither client nor front end shall be the limit."""
 POLL_SECONDS = 0.05
@@ -44,6 +46,9 @@ class Sizes(msgspec.Struct, frozen=True):
     prompts: tuple[int, ...] = (512, 4096, 16384)
     """Prompt tokens whose TTFT is measured."""
     prompt_repeats: int = 5
+    repeated_tokens: int = 16384
+    """Tokens that all prompts of a length have at least: short ones, which the host holds up now
+    and then, are repeated the more often."""
     saturation: tuple[int, int, int] = (256, 512, 128)
     """Requests per engine, their prompt tokens, their output tokens."""
     saturation_repeats: int = 3
@@ -67,6 +72,10 @@ class Sizes(msgspec.Struct, frozen=True):
     scored: tuple[int, int, int] = (8, 700, 24)
     """Prompts whose log probabilities are compared, their tokens, the tokens after them: more than
     the largest captured graph has, so that SP can compute them."""
+
+    def repeats_of(self, tokens: int) -> int:
+        """Return how often the TTFT of a prompt of so many tokens is measured."""
+        return max(self.prompt_repeats, min(MOST_REPEATS, self.repeated_tokens // tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,7 @@ async def prefill(bench: Bench) -> dict[str, Any]:
         rank = 0 if bench.layout.pinned else None
         answers = [
             await bench.client.generate(bench.prompt(tokens), 1, stream=True, rank=rank)
-            for _ in range(1 + bench.sizes.prompt_repeats)
+            for _ in range(1 + bench.sizes.repeats_of(tokens))
         ][1:]
         times = [answer.first - answer.sent for answer in answers]
         found[str(tokens)] = {

@@ -81,8 +81,10 @@ async def _measure(bench: Bench) -> dict[str, Any]:
             sizes, prompts=sizes.long_prompts, batches=(1,), prompt_repeats=sizes.long_repeats
         ),
     )
+    prompts = await measures.prefill(alone)
     return {
-        "ttft": {tokens: one["ttft"] for tokens, one in (await measures.prefill(alone)).items()},
+        "ttft": {tokens: one["ttft"] for tokens, one in prompts.items()},
+        "ttft_range": {tokens: (one["lowest"], one["highest"]) for tokens, one in prompts.items()},
         "tpot": (await measures.decode(alone))["1"]["tpot"],
         "prompt_tokens_per_second": await _throughput(bench, sizes.prompt_load),
         "combined_tokens_per_second": await _throughput(bench, sizes.combined_load),

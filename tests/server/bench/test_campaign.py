@@ -32,6 +32,7 @@ SIZES = Sizes(
     decode_repeats=1,
     prompts=(16,),
     prompt_repeats=1,
+    repeated_tokens=0,
     saturation=(4, 16, 4),
     saturation_repeats=1,
     switches=2,

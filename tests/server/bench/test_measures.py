@@ -72,3 +72,29 @@ def test_a_group_works_as_sp_where_it_may(options: tuple[str, ...], expected: li
     layouts = (dp_layout(4, pinned=False), tp_layout(4))
     system = System(SHOAL, ("serve", *options), layouts, switches=True)
     assert [way.name for way in ways(system, Sizes())] == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "repeats"), [(16, 32), (512, 32), (600, 27), (1024, 16), (4096, 5), (65536, 5)]
+)
+async def test_short_prompts_are_repeated_more_often(tokens: int, repeats: int) -> None:
+    class Slower:
+        """Takes longer each time."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        async def generate(self, prompt: Any, output: int, *, stream: bool, rank: Any) -> Answer:
+            assert (len(prompt), output, stream, rank) == (tokens, 1, True, None)
+            self.asked += 1
+            return Answer(sent=0.0, ended=99.0, progress=[(float(self.asked), 1)], unit="")
+
+    layout = tp_layout(2)
+    system = System(SHOAL, ("serve",), (layout,), switches=True)
+    sizes = Sizes(prompts=(tokens,))
+    found = await measures.prefill(Bench(Slower(), system, layout, sizes, random.Random(0)))  # type: ignore[arg-type]
+    # The first one is left out.
+    last = repeats + 1
+    assert found == {
+        str(tokens): {"ttft": (2 + last) / 2, "lowest": 2.0, "highest": float(last)},
+    }
