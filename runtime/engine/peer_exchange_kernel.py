@@ -26,6 +26,12 @@ def _one_form(kernel: Callable[..., None]) -> Any:
     return triton.jit(kernel, do_not_specialize=numbers)
 
 
+@triton.jit
+def _words(address):  # type: ignore[no-untyped-def]
+    """Return a pointer to the word at an address, which may be small enough for four bytes."""
+    return address.to(tl.int64).to(tl.pointer_type(tl.int64))
+
+
 @_one_form
 def _give_kernel(  # type: ignore[no-untyped-def]
     query,
@@ -54,16 +60,16 @@ def _give_kernel(  # type: ignore[no-untyped-def]
     width = query_words + key_words + value_words
     head = member // members_per_head
     row = token.to(tl.int64)
-    query_row = query.to(tl.pointer_type(tl.int64)) + row * query_stride + member * query_words
-    key_row = key.to(tl.pointer_type(tl.int64)) + row * key_stride + head * key_words
-    value_row = value.to(tl.pointer_type(tl.int64)) + row * value_stride + head * value_words
+    query_row = _words(query) + row * query_stride + member * query_words
+    key_row = _words(key) + row * key_stride + head * key_words
+    value_row = _words(value) + row * value_stride + head * value_words
     # Each word is of one of the three: where it is not, nothing is read.
     words = tl.load(query_row + word, mask=word < query_words, other=0)
     words |= tl.load(key_row + key_word, mask=(key_word >= 0) & (key_word < key_words), other=0)
     words |= tl.load(
         value_row + value_word, mask=(value_word >= 0) & (value_word < value_words), other=0
     )
-    slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + member).to(tl.pointer_type(tl.int64))
+    slot = _words(tl.load(_words(slots) + member))
     tl.store(slot + (place * tokens + row) * width + word, words, mask=word < width)
 
 
@@ -83,10 +89,10 @@ def _take_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     member = (place + 1 + tl.program_id(1)) % members
     word = tl.program_id(2) * tile + tl.arange(0, tile)
-    slot = tl.load(slots.to(tl.pointer_type(tl.int64)) + member).to(tl.pointer_type(tl.int64))
+    slot = _words(tl.load(_words(slots) + member))
     words = tl.load(slot + (first + row) * width + word, mask=word < width, other=0)
     start = row * out_stride + member.to(tl.int64) * member_stride
-    tl.store(out.to(tl.pointer_type(tl.int64)) + start + word, words, mask=word < width)
+    tl.store(_words(out) + start + word, words, mask=word < width)
 
 
 def give(

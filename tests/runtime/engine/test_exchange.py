@@ -1,6 +1,9 @@
 """The exchange of tokens for heads by all members at once, by collectives or peers' memory."""
 
 import itertools
+import mmap
+import platform
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +55,7 @@ class SharedSlots:
         self._published += 1
 
 
+WORDS = peer_exchange_kernel._words
 KERNELS = {
     "give": peer_exchange_kernel._give_kernel,
     "take": peer_exchange_kernel._take_kernel,
@@ -78,6 +82,7 @@ class Interpreted:
 def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kernel in KERNELS.items():
         monkeypatch.setattr(peer_exchange_kernel, f"_{name}_kernel", Interpreted(kernel))
+    monkeypatch.setattr(peer_exchange_kernel, "_words", InterpretedFunction(WORDS.fn))
 
 
 class Members:
@@ -312,12 +317,38 @@ def test_each_kernel_compiles_for_a_gpu_in_one_form(
 ) -> None:
     """Addresses have eight bytes, all else is a number of four, and nothing its value."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(peer_exchange_kernel, "_words", WORDS)
     kernel = KERNELS[name]
     addresses = {"query", "key", "value", "slots", "out"}
     assert set(kernel.do_not_specialize) == {*kernel.arg_names} - {"tile"}
     types = {argument: "i64" if argument in addresses else "i32" for argument in kernel.arg_names}
     source = ASTSource(kernel, types | {"tile": "constexpr"}, {"tile": peer_exchange_kernel._TILE})
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+def low(words: int) -> torch.Tensor:
+    """Return zeros at an address that four bytes hold, as those of a heap without randomisation."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40  # MAP_32BIT, which the module lacks
+    tensor = torch.frombuffer(mmap.mmap(-1, words * WORD.itemsize, flags=flags), dtype=WORD)
+    assert tensor.data_ptr() < 1 << 31
+    return tensor
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="no memory is low there"
+)
+def test_addresses_may_be_small_numbers() -> None:
+    """Which Triton takes for numbers of four bytes."""
+    slots = [low(6), low(6)]
+    addresses = torch.tensor([slot.data_ptr() for slot in slots])
+    query, key, value = (low(2).view(1, 2, 1) for _ in range(3))
+    for begin, tensor in zip((10, 20, 30), (query, key, value), strict=True):
+        tensor += torch.tensor([begin, begin + 1]).view(1, 2, 1)
+    peer_exchange_kernel.give([query, key, value], [1, 1, 1], addresses, 0, 1)
+    assert [slot.tolist()[:3] for slot in slots] == [[10, 20, 30], [11, 21, 31]]
+    out = low(2)
+    peer_exchange_kernel.take(out, 1, (2, 1), 1, addresses, 0, 2)
+    assert out.tolist() == [30, 31]
 
 
 def test_a_slot_holds_all_that_a_member_gives_of_its_tokens() -> None:
