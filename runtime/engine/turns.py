@@ -5,16 +5,41 @@ each member alone decides in which order it takes their steps. That cannot misma
 only the group's steps have any, and every member takes those in one order.
 """
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
 
 from runtime.engine import steps
+from runtime.engine.sp_settings import SettingError
 from runtime.transport import LONGEST_WAIT_SECONDS
 
 OWN = 1
 """Degree of an engine's own layout."""
+
+AWAKE = "SHOAL_AWAKE_SECONDS"
+MOST_AWAKE = 60.0
+
+
+def awake_seconds(environment: Mapping[str, str] = os.environ) -> float:
+    """Return how long a runner asks for its next step, again and again, before it sleeps.
+
+    A core that has slept is slow for the first milliseconds, which are all of a short prompt's
+    step; one that is awake is busy. vLLM's workers of TP are for a second (``SpinCondition``).
+
+    Raises:
+        SettingError: the variable says no number of seconds.
+    """
+    word = environment.get(AWAKE, "0")
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_AWAKE:
+        raise SettingError(f"{AWAKE}={word}: it may be 0 to {MOST_AWAKE:g} seconds")
+    return seconds
 
 
 class Turns:
@@ -66,11 +91,21 @@ class StepQueues:
     Args:
         queues: a PULL by the degree of the layout it is for.
         ratio: see ``Turns``.
+        awake: see ``awake_seconds``.
+        clock: seconds.
     """
 
-    def __init__(self, queues: "Mapping[int, zmq.Socket[bytes]]", ratio: int) -> None:
+    def __init__(
+        self,
+        queues: "Mapping[int, zmq.Socket[bytes]]",
+        ratio: int,
+        awake: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._queues = dict(queues)
         self._ratio = ratio
+        self._awake = awake
+        self._clock = clock
         self._bound = OWN
         self._turns: Turns | None = None
         self._unsampled: int | None = None
@@ -110,8 +145,10 @@ class StepQueues:
         for degree in degrees:
             poller.register(self._queues[degree], zmq.POLLIN)
         ready: dict[Any, int] = {}
+        sleeps_at = self._clock() + self._awake
         while not ready:
-            ready = dict(poller.poll(int(LONGEST_WAIT_SECONDS * 1000)))
+            awake = self._clock() < sleeps_at
+            ready = dict(poller.poll(0 if awake else int(LONGEST_WAIT_SECONDS * 1000)))
         return next(degree for degree in degrees if self._queues[degree] in ready)
 
     def _follow(self, degree: int, instruction: steps.Instruction) -> None:
