@@ -186,22 +186,17 @@ class SplitFp8(ViewedFp8):
             shape = x.shape
             first = layer.parts[0]
             data, scale = kernel.quant_fp8(x.view(-1, shape[-1]), first.input_scale, None)
-        return self._multiply(layer, data, scale, shape, kernel.config.out_dtype)
+        return self._multiply(layer, data, scale, shape)
 
     def _multiply(
-        self,
-        layer: nn.Module,
-        data: torch.Tensor,
-        scale: torch.Tensor,
-        shape: torch.Size,
-        dtype: torch.dtype,
+        self, layer: nn.Module, data: torch.Tensor, scale: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
         """Return the outputs for a quantised input that was of ``shape``."""
         outputs = [
             part.kernel.apply_scaled_mm(
                 A=data,
                 B=part.weight,
-                out_dtype=dtype,
+                out_dtype=part.kernel.config.out_dtype,
                 As=scale,
                 Bs=part.weight_scale,
                 bias=part.bias,
@@ -240,14 +235,9 @@ class RowRangesFp8(SplitFp8):
     """
 
     def _multiply(
-        self,
-        layer: nn.Module,
-        data: torch.Tensor,
-        scale: torch.Tensor,
-        shape: torch.Size,
-        dtype: torch.dtype,
+        self, layer: nn.Module, data: torch.Tensor, scale: torch.Tensor, shape: torch.Size
     ) -> torch.Tensor:
-        output = row_ranges_fp8.linear(data, scale, *_ranges(layer), dtype)
+        output = row_ranges_fp8.linear(data, scale, *_launch(layer))
         return output.view(*shape[:-1], output.shape[1])
 
     def _apply_block_wise(self, kernel: Any, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -256,29 +246,29 @@ class RowRangesFp8(SplitFp8):
     def _multiply_blocks(
         self, kernel: Any, layer: nn.Module, data: torch.Tensor, scale: torch.Tensor
     ) -> torch.Tensor:
-        dtype, block = kernel.config.out_dtype, row_ranges_fp8.BLOCK
-        return row_ranges_fp8.linear(data, scale, *_block_ranges(layer), dtype, block)
+        return row_ranges_fp8.linear(data, scale, *_launch(layer))
 
 
-Ranges = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
-"""Weights ``[rows, depth]``, scales and biases."""
+Launch = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.dtype, int]
+"""Weights ``[rows, depth]``, scales and biases, the output's type and the size of a scale's block:
+what ``row_ranges_fp8.linear`` is given besides an input."""
 
 
-def _ranges(layer: nn.Module) -> Ranges:
-    """Return those of a fused layer's parts, whose scales are by tensor or by channel."""
-    weights = [part.weight.t() for part in layer.parts]
-    return weights, [part.weight_scale for part in layer.parts], _biases(layer)
-
-
-def _block_ranges(layer: nn.Module) -> Ranges:
-    """Return those of a fused layer's parts, whose scales are block-wise."""
-    params = [FP8BlockParams.from_layer(part) for part in layer.parts]
-    return [part.weight for part in params], [part.block_scale for part in params], _biases(layer)
-
-
-def _biases(layer: nn.Module) -> list[torch.Tensor]:
+def _launch(layer: nn.Module) -> Launch:
+    """Return that of a fused layer's parts."""
+    kernel = _owner(layer).fp8_linear
+    weights = [part.weight for part in layer.parts]
     biases = [part.bias for part in layer.parts]
-    return [] if biases[0] is None else biases
+    if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+        scales, block = _block_scales(layer), row_ranges_fp8.BLOCK
+    else:
+        weights = [weight.t() for weight in weights]
+        scales, block = [part.weight_scale for part in layer.parts], 0
+    return weights, scales, [] if biases[0] is None else biases, kernel.config.out_dtype, block
+
+
+def _block_scales(layer: nn.Module) -> list[torch.Tensor]:
+    return [FP8BlockParams.from_layer(part).block_scale for part in layer.parts]
 
 
 def _can_launch(kernel: Fp8BlockScaledMMLinearKernel, scales: list[torch.Tensor]) -> bool:
@@ -375,7 +365,7 @@ def _in_one_launch(layer: nn.Module, kernel: Any) -> bool:
     """Return whether our kernel can stand for vLLM's on a fused layer's parts."""
     if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
         quantises: bool = _quantising(kernel).apply_input_quant
-        return quantises and _can_launch(kernel, _block_ranges(layer)[1])
+        return quantises and _can_launch(kernel, _block_scales(layer))
     return row_ranges.ENABLED and isinstance(kernel, CutlassFP8ScaledMMLinearKernel)
 
 
@@ -393,10 +383,6 @@ def _bind_input_range(layer: nn.Module) -> None:
         owner.fp8_linear.quant_fp8.use_ue8m0 = powers
 
 
-Launch = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.dtype, int]
-"""Weights, scales and biases, the output's type and the size of a scale's block."""
-
-
 def launches(layer: nn.Module) -> list[Launch]:
     """Return with what, besides activations, ``row_ranges_fp8`` is called for a bound layer.
 
@@ -408,9 +394,7 @@ def launches(layer: nn.Module) -> list[Launch]:
     kernel = _owner(layer).fp8_linear
     dtype, block = kernel.config.out_dtype, row_ranges_fp8.BLOCK
     if isinstance(layer.quant_method, RowRangesFp8):
-        if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
-            return [(*_block_ranges(layer), dtype, block)]
-        return [(*_ranges(layer), dtype, 0)]
+        return [_launch(layer)]
     if isinstance(kernel, BlockInputRangeKernel):
         scale = FP8BlockParams.from_layer(layer).block_scale
         return [([layer.weight], [scale], [], dtype, block)] if _can_launch(kernel, [scale]) else []

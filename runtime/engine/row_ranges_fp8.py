@@ -11,7 +11,7 @@ To ``torch.compile`` it is one opaque operator. The choice is made where it runs
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -89,7 +89,7 @@ def _long_steps(weights: Sequence[torch.Tensor], block: int) -> list[int]:
     from runtime.engine.row_ranges_kernel import token_counts
 
     first = weights[0]
-    if not block or len(weights) > 1 or _block_gemm(first, first) is not _triton_block_mm:
+    if not block or len(weights) > 1 or _cutlass_reads(first):
         return []
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
@@ -149,12 +149,11 @@ def by_gemm(
     """
     weight, scale, bias = weights[0], scales[0], biases[0] if biases else None
     if len(weights) > 1:
-        # As bytes: those any PyTorch copies.
-        weight = torch.cat([part.view(torch.uint8) for part in weights]).view(x.dtype)
+        weight = joined(weights)
         bias = torch.cat(list(biases)) if biases else None
         scale = torch.cat(list(scales)) if scale.numel() > 1 or block else scale
     if block:
-        output = _block_gemm(x, weight)(x, x_scale, weight, scale, dtype)
+        output = _block_mm(x, x_scale, weight, scale, dtype)
         return output if bias is None else output + bias
     gemm = _cutlass_mm if x.is_cuda and weight.is_contiguous() else scaled_mm
     return gemm(x, x_scale, weight, scale, bias, dtype)
@@ -162,6 +161,12 @@ def by_gemm(
 
 # As a decorator it would leave None in the function's place, which the one for GPUs calls.
 torch.library.impl("shoal::row_ranges_fp8_linear", "cpu", by_gemm)
+
+
+def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a copy of FP8 weights ``[rows, depth]`` each as one, ``[sum of rows, depth]``."""
+    # As bytes: those any PyTorch copies.
+    return torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
 
 
 def _cutlass_mm(
@@ -180,59 +185,36 @@ def _cutlass_mm(
     return output
 
 
-BlockGemm = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor
-]
-
-
-def _block_gemm(x: torch.Tensor, weight: torch.Tensor) -> BlockGemm:
-    """Return a product of vLLM's that reads the weight; CUTLASS takes every one for packed."""
-    if not x.is_cuda:
-        return _block_mm_on_cpu
-    from vllm.model_executor.layers.quantization.utils.w8a8_utils import (
-        CUTLASS_BLOCK_FP8_SUPPORTED,
-    )
-
-    packed = CUTLASS_BLOCK_FP8_SUPPORTED and weight.is_contiguous()
-    return _cutlass_block_mm if packed else _triton_block_mm
-
-
-def _cutlass_block_mm(
+def _block_mm(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    # It takes every token's scale of one block to lie beside the next token's.
-    by_block = x_scale.t().contiguous().t()
-    return _cutlass_mm(x, by_block, weight, scale.t(), None, dtype)
-
-
-def _triton_block_mm(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    # It looks at strides.
-    output: torch.Tensor = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
-        x, weight, x_scale, scale, [BLOCK, BLOCK], dtype
-    )
-    return output
-
-
-def _block_mm_on_cpu(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    if _cutlass_reads(weight):
+        # It takes every token's scale of one block to lie beside the next token's.
+        by_block = x_scale.t().contiguous().t()
+        return _cutlass_mm(x, by_block, weight, scale.t(), None, dtype)
+    if x.is_cuda:
+        # vLLM's Triton kernel looks at strides.
+        output: torch.Tensor = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
+            x, weight, x_scale, scale, [BLOCK, BLOCK], dtype
+        )
+        return output
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    output = (x.float() * x_scale.repeat_interleave(BLOCK, 1)) @ (weight.float() * spread).t()
-    return output.to(dtype)
+    product = (x.float() * x_scale.repeat_interleave(BLOCK, 1)) @ (weight.float() * spread).t()
+    return product.to(dtype)
+
+
+def _cutlass_reads(weight: torch.Tensor) -> bool:
+    """Return whether CUTLASS can take a weight with scales of blocks: it takes all for packed."""
+    if not (weight.is_cuda and weight.is_contiguous()):
+        return False
+    from vllm.model_executor.layers.quantization.utils import w8a8_utils
+
+    there: bool = w8a8_utils.CUTLASS_BLOCK_FP8_SUPPORTED
+    return there
 
 
 def scaled_mm(

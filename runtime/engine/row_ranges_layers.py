@@ -351,13 +351,12 @@ class _BlockScales(Fp8Layers):
             return gemm(self.ranges[layer][0], self.packed_scales[layer])
 
         def copied(layer: int) -> torch.Tensor:
-            parts = [part.view(torch.uint8) for part in self.ranges[layer]]
-            return gemm(torch.cat(parts).view(torch.float8_e4m3fn), self.packed_scales[layer])
+            return gemm(row_ranges_fp8.joined(self.ranges[layer]), self.packed_scales[layer])
 
-        ways = {name: packed, f"{name}-views": views, f"{name}-copied": copied}
+        ways = {name: packed, f"{name}-copied": copied}
         # CUTLASS takes every weight for packed, and no kernel takes three.
-        if name == "cutlass" or len(self.ranges[0]) > 1:
-            del ways[f"{name}-views"]
+        if name != "cutlass" and len(self.ranges[0]) == 1:
+            ways[f"{name}-views"] = views
         return ways
 
 

@@ -23,7 +23,7 @@ from server.bench.systems import Layout, System
 FIRST_TOKEN_ID, SMALLEST_VOCABULARY = 3, 2048
 """Prompts are drawn from these ids, which every vocabulary has."""
 MOST_REPEATS = 32
-"""Of a prompt."""
+"""Of a prompt, for the sake of ``Sizes.repeated_tokens``."""
 STREAMS_PER_UNIT = 4
 """Requests of a batch whose tokens are timed: neither client nor front end shall be the limit."""
 POLL_SECONDS = 0.05
@@ -47,8 +47,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """Prompt tokens whose TTFT is measured."""
     prompt_repeats: int = 5
     repeated_tokens: int = 16384
-    """Tokens that all prompts of a length have at least: short ones, which the host holds up now
-    and then, are repeated the more often."""
+    """Tokens that the prompts of a length shall have together: short ones, which the host holds up
+    now and then, are repeated more often, up to ``MOST_REPEATS`` times."""
     saturation: tuple[int, int, int] = (256, 512, 128)
     """Requests per engine, their prompt tokens, their output tokens."""
     saturation_repeats: int = 3
@@ -163,18 +163,23 @@ async def prefill(bench: Bench) -> dict[str, Any]:
     """Return the time to first token of single requests, by prompt tokens."""
     found: dict[str, Any] = {}
     for tokens in bench.sizes.prompts:
-        rank = 0 if bench.layout.pinned else None
-        answers = [
-            await bench.client.generate(bench.prompt(tokens), 1, stream=True, rank=rank)
-            for _ in range(1 + bench.sizes.repeats_of(tokens))
-        ][1:]
-        times = [answer.first - answer.sent for answer in answers]
+        times = await first_tokens(bench, tokens, bench.sizes.repeats_of(tokens))
         found[str(tokens)] = {
             "ttft": statistics.median(times),
             "lowest": min(times),
             "highest": max(times),
         }
     return found
+
+
+async def first_tokens(bench: Bench, tokens: int, repeats: int) -> list[float]:
+    """Return the times to first token of single requests, after one that does not count."""
+    rank = 0 if bench.layout.pinned else None
+    answers = [
+        await bench.client.generate(bench.prompt(tokens), 1, stream=True, rank=rank)
+        for _ in range(1 + repeats)
+    ][1:]
+    return [answer.first - answer.sent for answer in answers]
 
 
 async def saturation(bench: Bench) -> dict[str, Any]:

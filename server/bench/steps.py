@@ -25,7 +25,7 @@ from runtime.simulation.fit import START, Sample, fit, predicted
 from runtime.supervisor import StopRequestedError
 from server import serve
 from server.bench.client import Client
-from server.bench.measures import Bench, Sizes, decode_seconds
+from server.bench.measures import Bench, Sizes, decode_seconds, first_tokens
 from server.bench.systems import SHOAL, Layout, System
 from server.errors import UserError
 from server.files import write_file
@@ -137,11 +137,7 @@ async def _decodes(bench: Bench, batches: Sequence[int]) -> AsyncIterator[Sample
 
 async def _prompts(bench: Bench, prompts: Sequence[int]) -> AsyncIterator[Sample]:
     for tokens in prompts:
-        answers = [
-            await bench.client.generate(bench.prompt(tokens), 1, stream=True)
-            for _ in range(1 + bench.sizes.prompt_repeats)
-        ][1:]
-        times = [answer.first - answer.sent for answer in answers]
+        times = await first_tokens(bench, tokens, bench.sizes.prompt_repeats)
         batch = Batch(prefill_tokens=tokens, prefill_context=tokens // 2)
         yield Sample(_degree(bench.layout), (batch,), statistics.median(times), MESSAGES)
 

@@ -200,15 +200,20 @@ class PackedKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
         return (output if bias is None else output + bias).to(torch.bfloat16).view(output_shape)
 
 
+def pick_for_blocks(patch: pytest.MonkeyPatch, kernel: type, for_inputs: type) -> None:
+    """Let vLLM pick a kernel for block-wise scales, and us another for ranges of inputs."""
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
+    patch.setitem(kernels, PlatformEnum.CPU, [kernel])
+    patch.setitem(fp8._INPUT_RANGE_KERNELS, kernel, for_inputs)
+
+
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A model of bfloat16, and stand-ins for the operators that vLLM's CPU build lacks."""
     config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]
     monkeypatch.setattr(vllm_ops, "scaled_fp8_quant", quantise)
-    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
-    monkeypatch.setitem(kernels, PlatformEnum.CPU, [ReferenceBlockKernel])
-    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, ReferenceBlockKernel, ReferenceBlockKernel)
+    pick_for_blocks(monkeypatch, ReferenceBlockKernel, ReferenceBlockKernel)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     # vLLM compiles its online quantisation to blocks, for longer than all of it takes here.
@@ -234,7 +239,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM picks a block-wise kernel that a range of inputs is not for."""
     kernel = fp8.BlockInputRangeKernel
     monkeypatch.setattr(kernel, "is_supported", ReferenceBlockKernel.is_supported)
-    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, ReferenceBlockKernel, kernel)
+    pick_for_blocks(monkeypatch, ReferenceBlockKernel, kernel)
 
 
 # --- layers ---
@@ -523,9 +528,7 @@ def test_ranges_with_block_wise_scales_are_one_operator_each_to_a_compiler(
 def test_what_picks_one_of_two_kernels_leaves_the_quantisation_to_the_second(
     name: str, powers: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
-    monkeypatch.setitem(kernels, PlatformEnum.CPU, [EitherKernel])
-    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, EitherKernel, fp8.BlockInputRangeKernel)
+    pick_for_blocks(monkeypatch, EitherKernel, fp8.BlockInputRangeKernel)
     monkeypatch.setattr(EitherKernel, "powers", powers)
     viewed = view(full(name), name, 1, 2)
     assert_like_stock(viewed, stock(name, 1, 2), 1, 2)
@@ -540,9 +543,7 @@ def test_qkv_that_our_kernel_does_not_know_is_a_product_for_each_part(
     name: str, reason: str, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "inputs as they are":
-        kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
-        monkeypatch.setitem(kernels, PlatformEnum.CPU, [QuantisingBlockKernel])
-        monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, QuantisingBlockKernel, QuantisingBlockKernel)
+        pick_for_blocks(monkeypatch, QuantisingBlockKernel, QuantisingBlockKernel)
     else:
         monkeypatch.setattr(row_ranges_fp8, "BLOCK", 64)
     layer = view(full(name), name, 1, 2).qkv_proj
@@ -555,8 +556,7 @@ def test_qkv_that_our_kernel_does_not_know_is_a_product_for_each_part(
 @pytest.fixture
 def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM picks DeepGEMM, which it has for GPUs alone."""
-    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
-    monkeypatch.setitem(kernels, PlatformEnum.CPU, [DeepGemmFp8BlockScaledMMKernel])
+    pick_for_blocks(monkeypatch, DeepGemmFp8BlockScaledMMKernel, fp8.BlockInputRangeKernel)
     supported = ReferenceBlockKernel.is_supported
     for kernel in (DeepGemmFp8BlockScaledMMKernel, fp8.BlockInputRangeKernel):
         monkeypatch.setattr(kernel, "is_supported", supported)

@@ -1,7 +1,7 @@
 """One FP8 linear layer over ranges of rows: the operator. Its kernels: ``test_row_ranges``."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -207,17 +207,23 @@ def test_of_blocks_too_it_is_one_gemm_as_cutlass_wants_it(
     monkeypatch.setattr(vllm_ops, "cutlass_scaled_mm", cutlass)
     chosen = []
 
-    def choose(_: torch.Tensor, weight: torch.Tensor) -> Any:
+    def choose(weight: torch.Tensor) -> bool:
         chosen.append(weight.shape)
-        return row_ranges_fp8._cutlass_block_mm
+        return True
 
-    monkeypatch.setattr(row_ranges_fp8, "_block_gemm", choose)
+    monkeypatch.setattr(row_ranges_fp8, "_cutlass_reads", choose)
     x, x_scale, *rest = given = block_wise(bias=bias)
     if scales_lie != "by token":
         padded = 3 if scales_lie == "by block, padded" else 0
         x_scale = torch.nn.functional.pad(x_scale.t(), (0, padded))[:, : x.shape[0]].t()
     assert_close(row_ranges_fp8.by_gemm(x, x_scale, *rest, BLOCK), block_reference(given))
     assert chosen == [(3 * BLOCK, 2 * BLOCK)]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -227,12 +233,21 @@ def test_cutlass_multiplies_what_is_packed(
 ) -> None:
     """Of another weight it would read other elements, without an error."""
     monkeypatch.setattr(w8a8_utils, "CUTLASS_BLOCK_FP8_SUPPORTED", there)
-    weight = torch.empty(4, 4) if packed else torch.empty(4, 8)[:, :4]
-    gemm = row_ranges_fp8._block_gemm(cast(torch.Tensor, SimpleNamespace(is_cuda=True)), weight)
+    called = []
+    for kernels, name in (
+        (vllm_ops, "cutlass_scaled_mm"),
+        (torch.ops.vllm, "w8a8_triton_block_scaled_mm_func"),
+    ):
+        called_so = partial(lambda name, *_, **__: called.append(name), name)
+        monkeypatch.setattr(kernels, name, called_so, raising=False)
+    x, x_scale, (weight, _), (scale, _), _, dtype = block_wise()
+    weight = weight.contiguous() if packed else weight
+    given = [tensor.as_subclass(OnGpu) for tensor in (x, x_scale, weight, scale)]
+    row_ranges_fp8._block_mm(*given, dtype)
     cutlass_is_right = packed and there
-    assert gemm is (
-        row_ranges_fp8._cutlass_block_mm if cutlass_is_right else row_ranges_fp8._triton_block_mm
-    )
+    assert called == [
+        "cutlass_scaled_mm" if cutlass_is_right else "w8a8_triton_block_scaled_mm_func"
+    ]
 
 
 CONFIGURATIONS: dict[int, Any] = {64: {}, 128: {}, 256: {}, 3072: {}}
@@ -253,7 +268,7 @@ def test_warming_up_needs_every_form_of_vllms_kernel(
         return configurations
 
     monkeypatch.setattr(fp8_utils, "get_w8a8_block_fp8_configs", configured)
-    monkeypatch.setattr(row_ranges_fp8, "_block_gemm", lambda *_: row_ranges_fp8._triton_block_mm)
+    monkeypatch.setattr(row_ranges_fp8, "_cutlass_reads", lambda _: False)
     weights = block_wise()[2]
     assert row_ranges_fp8._long_steps(weights[:1], BLOCK) == counts
     assert asked == [(2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK)]
@@ -261,9 +276,6 @@ def test_warming_up_needs_every_form_of_vllms_kernel(
 
 @pytest.mark.parametrize("reason", ["no blocks", "several ranges", "packed"])
 def test_other_layers_have_no_such_forms(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gemm = row_ranges_fp8._triton_block_mm
-    if reason == "packed":
-        gemm = row_ranges_fp8._cutlass_block_mm
-    monkeypatch.setattr(row_ranges_fp8, "_block_gemm", lambda *_: gemm)
+    monkeypatch.setattr(row_ranges_fp8, "_cutlass_reads", lambda _: reason == "packed")
     weights = block_wise()[2][: 2 if reason == "several ranges" else 1]
     assert row_ranges_fp8._long_steps(weights, 0 if reason == "no blocks" else BLOCK) == []
