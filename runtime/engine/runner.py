@@ -31,7 +31,8 @@ from runtime.engine.kv_cache import BlockMap
 from runtime.engine.layouts import Layout
 from runtime.engine.loading import LayoutLoader
 from runtime.engine.seams import check_seams
-from runtime.engine.turns import OWN, StepQueues, awake_seconds
+from runtime.engine.settings import awake_seconds
+from runtime.engine.turns import OWN, StepQueues
 from runtime.runtime_dir import remove_former
 
 STARTUP_EPOCH = 0

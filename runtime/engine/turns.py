@@ -5,7 +5,6 @@ each member alone decides in which order it takes their steps. That cannot misma
 only the group's steps have any, and every member takes those in one order.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,33 +12,10 @@ from typing import Any
 import zmq
 
 from runtime.engine import steps
-from runtime.engine.sp_settings import SettingError
 from runtime.transport import LONGEST_WAIT_SECONDS
 
 OWN = 1
 """Degree of an engine's own layout."""
-
-AWAKE = "SHOAL_AWAKE_SECONDS"
-MOST_AWAKE = 60.0
-
-
-def awake_seconds(environment: Mapping[str, str] = os.environ) -> float:
-    """Return how long a runner asks for its next step, again and again, before it sleeps.
-
-    A core that has slept is slow for the first milliseconds, which are all of a short prompt's
-    step; one that is awake is busy. vLLM's workers of TP are for a second (``SpinCondition``).
-
-    Raises:
-        SettingError: the variable says no number of seconds.
-    """
-    word = environment.get(AWAKE, "0")
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MOST_AWAKE:
-        raise SettingError(f"{AWAKE}={word}: it may be 0 to {MOST_AWAKE:g} seconds")
-    return seconds
 
 
 class Turns:
@@ -91,7 +67,7 @@ class StepQueues:
     Args:
         queues: a PULL by the degree of the layout it is for.
         ratio: see ``Turns``.
-        awake: see ``awake_seconds``.
+        awake: see ``settings.awake_seconds``.
         clock: seconds.
     """
 

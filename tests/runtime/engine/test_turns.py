@@ -6,8 +6,7 @@ import pytest
 import zmq
 
 from runtime.engine import steps
-from runtime.engine.sp_settings import SettingError
-from runtime.engine.turns import AWAKE, OWN, StepQueues, Turns, awake_seconds
+from runtime.engine.turns import OWN, StepQueues, Turns
 
 GROUP = 2
 RATIO = 3
@@ -193,16 +192,3 @@ def test_a_runner_that_is_awake_finds_a_step_before_it_sleeps(
     assert received.receive() == (OWN, step(0))
     assert timeouts[0] == 0
     assert min(timeouts[1:]) > 0, "in the kernel"
-
-
-@pytest.mark.parametrize(
-    ("environment", "seconds"), [({}, 0.0), ({AWAKE: "0.5"}, 0.5), ({AWAKE: "1"}, 1.0)]
-)
-def test_how_long_it_is_awake_is_a_setting(environment: dict[str, str], seconds: float) -> None:
-    assert awake_seconds(environment) == seconds
-
-
-@pytest.mark.parametrize("word", ["-1", "long", "inf", "nan", ""])
-def test_another_word_is_refused_in_one_line(word: str) -> None:
-    with pytest.raises(SettingError, match=rf"^{AWAKE}={word}: it may be 0 to \d+ seconds$"):
-        awake_seconds({AWAKE: word})
