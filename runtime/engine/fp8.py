@@ -381,6 +381,9 @@ def _bind_input_range(layer: nn.Module) -> None:
         # DeepGEMM's are powers of two: all layouts round inputs alike.
         powers: bool = _quantising(kernel).quant_fp8.use_ue8m0
         owner.fp8_linear.quant_fp8.use_ue8m0 = powers
+        # As vLLM's CUTLASS and cuBLAS want them; our kernel and vLLM's in Triton look at strides.
+        owner.fp8_linear.quant_fp8.column_major_scales = True
+        _pack_scale(layer)
 
 
 def launches(layer: nn.Module) -> list[Launch]:
@@ -433,6 +436,16 @@ def _spread_scale(layer: nn.Module, kernel: Any) -> None:
     if by_token and layer.weight_scale.numel() == 1:
         spread = layer.weight_scale.data.reshape(1, 1).repeat(layer.weight.shape[1], 1)
         layer.weight_scale = Parameter(spread, requires_grad=False)
+
+
+def _pack_scale(layer: nn.Module) -> None:
+    """Copy a shard's scales of blocks, parts of longer rows: cuBLAS takes them for packed.
+
+    These few bytes, one in 4,096 of the shard's weights, are the layout's own.
+    """
+    name = FP8BlockParams.from_layer(layer).block_scale_attr
+    packed = getattr(layer, name).data.contiguous()
+    setattr(layer, name, Parameter(packed, requires_grad=False))
 
 
 # --- scales of the KV cache -----------------------------------------------------------------------

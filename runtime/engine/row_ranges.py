@@ -71,10 +71,10 @@ def warm_up(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> 
 
     Neither may happen while a graph is captured or a request waits.
     """
-    from runtime.engine.row_ranges_kernel import arrival_counters, token_counts
+    from runtime.engine.row_ranges_kernel import arrival_counters, tiles_of, token_counts
 
     arrival_counters(weights[0].device)
-    for tokens in token_counts(weights[0].dtype):
+    for tokens in token_counts(tiles_of(weights[0].dtype)):
         linear(weights[0].new_zeros(tokens, weights[0].shape[1]), weights, biases)
 
 
@@ -103,11 +103,11 @@ def on_gpu(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
 ) -> torch.Tensor:
     """Return what ``linear`` does, by our kernel or by GEMMs, as the number of tokens says."""
-    from runtime.engine.row_ranges_kernel import multiply, tile_for
+    from runtime.engine.row_ranges_kernel import multiply, tile_for, tiles_of
 
     output = _empty(x, weights, biases)
     rows, out = x.flatten(0, -2), output.flatten(0, -2)
-    tile = tile_for(rows.shape[0], out.shape[1], x.dtype)
+    tile = tile_for(tiles_of(x.dtype), rows.shape[0], out.shape[1], rows.shape[1])
     if tile is None:
         multiply_each(rows, weights, biases, out)
     else:

@@ -10,6 +10,7 @@ after a copy into one.
 To ``torch.compile`` it is one opaque operator. The choice is made where it runs or is captured.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -68,32 +69,35 @@ def warm_up(
 
     Neither may happen while a graph is captured or a request waits.
     """
-    from runtime.engine.row_ranges_kernel import arrival_counters, token_counts
+    from runtime.engine.row_ranges_kernel import arrival_counters, tiles_of, token_counts
 
     first = weights[0]
     arrival_counters(first.device)
     depth = first.shape[1]
-    for tokens in (*token_counts(first.dtype, block), *_long_steps(weights, block)):
+    short = token_counts(tiles_of(first.dtype, block, len(weights)))
+    for tokens in (*short, *_long_steps(weights, scales, block)):
         blocks = -(-depth // block) if block else 1
         x_scale = torch.ones(tokens, blocks, dtype=torch.float32, device=first.device)
         x = torch.zeros(tokens, depth, dtype=first.dtype, device=first.device)
         linear(x, x_scale, weights, scales, biases, dtype, block)
 
 
-def _long_steps(weights: Sequence[torch.Tensor], block: int) -> list[int]:
+def _long_steps(
+    weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block: int
+) -> list[int]:
     """Return numbers of tokens that between them need every form of vLLM's Triton kernel.
 
     It has one for each configuration that vLLM has found for numbers of tokens near it, or one for
     all, and another where the number is no multiple of 16.
     """
-    from runtime.engine.row_ranges_kernel import token_counts
+    from runtime.engine.row_ranges_kernel import tiles_of, token_counts
 
     first = weights[0]
-    if not block or len(weights) > 1 or _cutlass_reads(first):
+    if not block or len(weights) > 1 or _cutlass_reads(first) or _cublas_reads(first, scales[0]):
         return []
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    shortest = max(token_counts(first.dtype, block)) + 16
+    shortest = max(token_counts(tiles_of(first.dtype, block, ranges=1))) + 16
     configurations = fp8_utils.get_w8a8_block_fp8_configs(*first.shape, block, block) or {}
     counts = [shortest, *(near for near in configurations if near > shortest)]
     return [tokens + more for tokens in counts for more in (0, 1)]
@@ -122,15 +126,30 @@ def _on_cuda(
     dtype: torch.dtype,
     block: int,
 ) -> torch.Tensor:
-    from runtime.engine.row_ranges_kernel import Scales, multiply, tile_for
+    from runtime.engine.row_ranges_kernel import Scales, multiply, tile_for, tiles_of
 
     columns = sum(weight.shape[0] for weight in weights)
-    tile = tile_for(x.shape[0], columns, x.dtype, block)
-    if tile is None:
+    table = tiles_of(x.dtype, block, len(weights))
+    tile = tile_for(table, x.shape[0], columns, x.shape[1])
+    if tile is None or (block and _better_by_cublas(x.shape[0], weights, scales)):
         return by_gemm(x, x_scale, weights, scales, biases, dtype, block)
     output = _empty(x, x_scale, weights, scales, biases, dtype, block)
     multiply(x, weights, biases, output, tile, Scales(x_scale, scales[0], block))
     return output
+
+
+def _better_by_cublas(
+    tokens: int, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> bool:
+    """Return whether cuBLAS is faster than our kernel with scales of blocks, and can be taken.
+
+    From 33 tokens on, from 65 where a product is so narrow and deep that our kernel's splits of the
+    depth pay: what ``row_ranges_bench`` says of an 8B and a 70B Llama on an H200. Of several ranges
+    it is never, as they would have to be copied.
+    """
+    rows, depth = weights[0].shape
+    fewest = 64 if rows <= 4096 and depth > 3072 else 32
+    return len(weights) == 1 and tokens > fewest and _cublas_reads(weights[0], scales[0])
 
 
 def by_gemm(
@@ -196,6 +215,8 @@ def _block_mm(
         # It takes every token's scale of one block to lie beside the next token's.
         by_block = x_scale.t().contiguous().t()
         return _cutlass_mm(x, by_block, weight, scale.t(), None, dtype)
+    if _cublas_reads(weight, scale):
+        return _cublas_mm(x, x_scale, weight, scale, dtype)
     if x.is_cuda:
         # vLLM's Triton kernel looks at strides.
         output: torch.Tensor = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
@@ -215,6 +236,57 @@ def _cutlass_reads(weight: torch.Tensor) -> bool:
 
     there: bool = w8a8_utils.CUTLASS_BLOCK_FP8_SUPPORTED
     return there
+
+
+def _cublas_reads(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Return whether cuBLAS can take a weight with scales of blocks: it looks at strides of rows.
+
+    It takes a row's scales for padded to a multiple of four, and reads those of other rows where
+    they are not: PyTorch 2.11 lets it (pytorch/pytorch#166752).
+    """
+    if not (weight.is_cuda and scale.is_contiguous() and scale.shape[1] % 4 == 0):
+        return False
+    return _cublas_has_blocks()
+
+
+@functools.cache
+def _cublas_has_blocks() -> bool:
+    """Return whether ``torch._scaled_mm`` has scales of blocks: on Hopper, since CUDA 12.9."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability()[0] == 9
+
+
+def _cublas_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the product by ``torch._scaled_mm``, of up to three last tokens by our kernel.
+
+    cuBLAS wants every block's scales of the tokens, which lie side by side, to begin at a multiple
+    of 16 bytes.
+    """
+    from runtime.engine.row_ranges_kernel import Scales, multiply, tile_for, tiles_of
+
+    tokens, depth = x.shape
+    most = tokens - tokens % 4
+    output = x.new_empty(tokens, weight.shape[0], dtype=dtype)
+    torch._scaled_mm(
+        x[:most],
+        weight.t(),
+        scale_a=x_scale[:most].t().contiguous().t(),
+        scale_b=scale.t(),
+        out_dtype=dtype,
+        out=output[:most],
+    )
+    if most < tokens:
+        tile = tile_for(tiles_of(x.dtype, BLOCK, 1), tokens - most, weight.shape[0], depth)
+        assert tile is not None
+        given = Scales(x_scale[most:], scale, BLOCK)
+        multiply(x[most:], [weight], [], output[most:], tile, given)
+    return output
 
 
 def scaled_mm(

@@ -69,67 +69,110 @@ class Scales:
         return int(self.x.numel() > 1), int(self.weight.numel() > 1), 0, 0
 
 
-TILES: tuple[tuple[int, int, Tile], ...] = (
-    (1, 1 << 30, Tile(1, 1, 2048)),
-    (8, 1 << 30, Tile(16, 64, 128, splits=4)),
-    (16, 1 << 30, Tile(16, 32, 128, splits=4)),
-    (32, 3072, Tile(32, 32, 128, splits=4)),
-    (32, 1 << 30, Tile(32, 64, 128, splits=4, stages=3)),
-    (64, 1536, Tile(64, 32, 128, splits=4)),
-    (64, 3072, Tile(64, 64, 128, splits=2)),
-    (64, 1 << 30, Tile(64, 64, 64, splits=2, stages=6)),
-    (128, 3072, Tile(64, 64, 64, splits=2, stages=5)),
-)
-"""Most tokens, most output columns, and the tile for them; the first that fits is taken. Chosen by
-``row_ranges_bench`` on an H200 for bf16 layers of an 8B and a 70B Llama in TP2, TP4 and TP8: up to
-16 tokens at most what one GEMM over a copy takes, up to 64 at most 1.15 times that."""
+ANY = 1 << 30
+Table = tuple[tuple[int, int, int, Tile], ...]
+"""Most tokens, output columns and depth, and the tile for them; the first that fits is taken."""
 
-
-FP8_TILES: tuple[tuple[int, int, Tile], ...] = (
-    (1, 3072, Tile(1, 2, 4096)),
-    (1, 4096, Tile(1, 8, 1024)),
-    (1, 1 << 30, Tile(1, 2, 2048)),
-    (8, 1 << 30, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
-    (16, 1 << 30, Tile(16, 64, 256, splits=2, rows_first=True)),
-    (32, 1 << 30, Tile(32, 64, 256, splits=2, rows_first=True)),
-    (64, 3072, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
-    (64, 1 << 30, Tile(64, 64, 128, stages=6, rows_first=True)),
-    (128, 1 << 30, Tile(128, 64, 128, stages=5)),
+TILES: Table = (
+    (1, ANY, ANY, Tile(1, 1, 2048)),
+    (8, ANY, ANY, Tile(16, 64, 128, splits=4)),
+    (16, ANY, ANY, Tile(16, 32, 128, splits=4)),
+    (32, 3072, ANY, Tile(32, 32, 128, splits=4)),
+    (32, ANY, ANY, Tile(32, 64, 128, splits=4, stages=3)),
+    (64, 1536, ANY, Tile(64, 32, 128, splits=4)),
+    (64, 3072, ANY, Tile(64, 64, 128, splits=2)),
+    (64, ANY, ANY, Tile(64, 64, 64, splits=2, stages=6)),
+    (128, 3072, ANY, Tile(64, 64, 64, splits=2, stages=5)),
 )
-"""The same for FP8 with scales of tokens and rows. Chosen by ``row_ranges_bench`` on an H200 for
-layers of an 8B and a 70B Llama in TP2 and TP4, QKV (the fewest columns) and row-parallel ones: at
-most 1.13 times what the best tile tried takes; up to 64 tokens 0.31 to 0.94 times, up to 128 at
-most 1.02 times what ``torch._scaled_mm`` over a copy takes."""
+"""QKV in 16 bits. Chosen by ``row_ranges_bench`` on an H200, as all of these tables, for an 8B and
+a 70B Llama in TP2, TP4 and TP8: up to 16 tokens at most what one GEMM over a copy takes, up to 64
+at most 1.15 times that."""
 
-FP8_BLOCK_TILES: tuple[tuple[int, int, Tile], ...] = (
-    (8, 1 << 30, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
-    (16, 1 << 30, Tile(16, 64, 128, splits=4, stages=6, rows_first=True)),
-    (32, 1 << 30, Tile(32, 64, 128, splits=4, stages=5, rows_first=True)),
-    (64, 1 << 30, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
-    (128, 1 << 30, Tile(128, 64, 128, splits=2)),
+_FP8_TILES: Table = (
+    (8, ANY, ANY, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
+    (16, ANY, ANY, Tile(16, 64, 256, splits=2, rows_first=True)),
+    (32, ANY, ANY, Tile(32, 64, 256, splits=2, rows_first=True)),
 )
-"""The same for FP8 with scales of blocks of 128: layers of an 8B Llama in TP2 on an H200, at most
-1.18 times what the best tile tried takes; up to 64 tokens 0.54 to 0.99, up to 128 at most 1.23
-times what ``torch._scaled_mm`` over a copy takes."""
+
+FP8_QKV_TILES: Table = (
+    (1, 3072, ANY, Tile(1, 2, 4096)),
+    (1, ANY, ANY, Tile(1, 2, 2048)),
+    *_FP8_TILES,
+    (64, ANY, ANY, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
+    (128, ANY, ANY, Tile(128, 64, 128, stages=5)),
+)
+"""QKV in FP8 with scales of tokens and rows. With 1 and 64 tokens, in all five, at most 1.24 times
+what the best tile tried takes, otherwise (TP2 and TP4) 1.13."""
+
+FP8_INPUT_RANGE_TILES: Table = (
+    (1, 4096, ANY, Tile(1, 8, 512)),
+    (1, ANY, 1024, Tile(1, 8, 512)),
+    (1, ANY, 4096, Tile(1, 8, 1024)),
+    (1, ANY, ANY, Tile(1, 2, 2048)),
+    *_FP8_TILES,
+    (64, 4096, 4096, Tile(64, 64, 128, stages=6, rows_first=True)),
+    (64, 4096, ANY, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
+    (64, ANY, ANY, Tile(64, 64, 128, stages=6, rows_first=True)),
+    (128, ANY, ANY, Tile(128, 64, 128, stages=5)),
+)
+"""Row-parallel layers, the same way: 1.10 with 1 and 64 tokens, otherwise 1.13."""
+
+BLOCK_QKV_TILES: Table = (
+    (8, ANY, ANY, Tile(8, 64, 128, splits=8, rows_first=True)),
+    (16, ANY, ANY, Tile(16, 64, 128, splits=8, rows_first=True)),
+    (32, ANY, ANY, Tile(32, 64, 128, splits=4, stages=5, rows_first=True)),
+    (64, ANY, ANY, Tile(64, 64, 128, splits=4, rows_first=True)),
+    (128, 3072, ANY, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
+    (128, ANY, ANY, Tile(128, 64, 128, splits=2)),
+)
+"""QKV in FP8 with scales of blocks of 128: the best tile tried in all five, or within 1 % of it; at
+most 0.84 times what a copy and ``torch._scaled_mm`` take."""
+
+BLOCK_INPUT_RANGE_TILES: Table = (
+    (16, ANY, 1024, Tile(16, 64, 128, stages=6, rows_first=True)),
+    (8, ANY, ANY, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
+    (16, 4096, 3072, Tile(16, 64, 128, splits=2, stages=6, rows_first=True)),
+    (16, 4096, ANY, Tile(16, 64, 128, splits=4, stages=6, rows_first=True)),
+    (16, ANY, ANY, Tile(16, 64, 128, splits=2, stages=6, rows_first=True)),
+    (32, 4096, 3072, Tile(32, 64, 128, splits=2, stages=5, rows_first=True)),
+    (32, 4096, ANY, Tile(32, 64, 128, splits=4, stages=5, rows_first=True)),
+    (32, ANY, ANY, Tile(32, 64, 128, splits=2, stages=5, rows_first=True)),
+    (64, 4096, 3072, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
+    (64, 4096, ANY, Tile(64, 64, 128, splits=4, rows_first=True)),
+    (64, ANY, ANY, Tile(64, 64, 128, splits=2, stages=5)),
+    (128, 4096, ANY, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
+    (128, ANY, ANY, Tile(128, 64, 128, splits=2)),
+)
+"""Row-parallel layers, the same way: at most 1.09 times what the best tile tried takes."""
 
 _TABLES = {
-    (torch.bfloat16, 0): TILES,
-    (torch.float16, 0): TILES,
-    (torch.float8_e4m3fn, 0): FP8_TILES,
-    (torch.float8_e4m3fn, 128): FP8_BLOCK_TILES,
+    (torch.bfloat16, 0): (TILES, TILES),
+    (torch.float16, 0): (TILES, TILES),
+    (torch.float8_e4m3fn, 0): (FP8_INPUT_RANGE_TILES, FP8_QKV_TILES),
+    (torch.float8_e4m3fn, 128): (BLOCK_INPUT_RANGE_TILES, BLOCK_QKV_TILES),
 }
+"""By type and size of scales' blocks: the table of one range, and that of several."""
 
 
-def tile_for(tokens: int, columns: int, dtype: torch.dtype, block: int = 0) -> Tile | None:
+def tiles_of(dtype: torch.dtype, block: int = 0, ranges: int = 3) -> Table:
+    """Return the table for so many ranges of a type, with scales of blocks of a size."""
+    one, several = _TABLES.get((dtype, block), ((), ()))
+    return several if ranges > 1 else one
+
+
+def tile_for(table: Table, tokens: int, columns: int, depth: int) -> Tile | None:
     """Return the tile for a step, or None where GEMMs over the ranges are as fast."""
-    table = _TABLES.get((dtype, block), ())
-    fitting = (tile for most, widest, tile in table if tokens <= most and columns <= widest)
+    fitting = (
+        tile
+        for most, widest, deepest, tile in table
+        if tokens <= most and columns <= widest and depth <= deepest
+    )
     return next(fitting, None)
 
 
-def token_counts(dtype: torch.dtype, block: int = 0) -> list[int]:
+def token_counts(table: Table) -> list[int]:
     """Return numbers of tokens that between them need every tile of a layer."""
-    return sorted({most for most, _, _ in _TABLES.get((dtype, block), ())})
+    return sorted({most for most, *_ in table})
 
 
 @triton.jit

@@ -14,16 +14,17 @@ from torch import nn
 from runtime.engine import row_ranges, weights
 from runtime.engine.row_ranges_fp8 import BLOCK
 from runtime.engine.row_ranges_kernel import (
+    BLOCK_INPUT_RANGE_TILES,
+    BLOCK_QKV_TILES,
     COUNTERS,
-    FP8_BLOCK_TILES,
-    FP8_TILES,
+    FP8_INPUT_RANGE_TILES,
+    FP8_QKV_TILES,
     TILES,
-    Tile,
+    Table,
     tile_for,
+    tiles_of,
     token_counts,
 )
-
-Table = tuple[tuple[int, int, Tile], ...]
 
 DEPTH = 32
 RANGES = (slice(16, 56), slice(100, 120), slice(170, 190))
@@ -173,50 +174,75 @@ def test_of_blocks_they_compute_it_with_scales() -> None:
 
 
 TABLES = (
-    (torch.bfloat16, 0, TILES),
-    (torch.float8_e4m3fn, 0, FP8_TILES),
-    (torch.float8_e4m3fn, BLOCK, FP8_BLOCK_TILES),
+    (torch.bfloat16, 0, 3, TILES),
+    (torch.bfloat16, 0, 1, TILES),
+    (torch.float8_e4m3fn, 0, 3, FP8_QKV_TILES),
+    (torch.float8_e4m3fn, 0, 1, FP8_INPUT_RANGE_TILES),
+    (torch.float8_e4m3fn, BLOCK, 2, BLOCK_QKV_TILES),
+    (torch.float8_e4m3fn, BLOCK, 1, BLOCK_INPUT_RANGE_TILES),
 )
-of_every_table = pytest.mark.parametrize(("dtype", "block", "table"), TABLES)
 
 
-@of_every_table
-def test_long_steps_are_left_to_gemms(dtype: torch.dtype, block: int, table: Table) -> None:
-    longest = table[-1][0]
-    assert tile_for(longest, 512, dtype, block) is not None
-    assert tile_for(longest + 1, 512, dtype, block) is None
+@pytest.mark.parametrize(("dtype", "block", "ranges", "table"), TABLES)
+def test_each_kind_of_layer_has_a_table(
+    dtype: torch.dtype, block: int, ranges: int, table: Table
+) -> None:
+    assert tiles_of(dtype, block, ranges) is table
 
 
 @pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 0), (torch.float8_e4m3fn, 64)])
 def test_what_no_kernel_knows_is_left_to_gemms(dtype: torch.dtype, block: int) -> None:
-    assert tile_for(1, 512, dtype, block) is None
-    assert token_counts(dtype, block) == []
+    table = tiles_of(dtype, block)
+    assert tile_for(table, 1, 512, 512) is None
+    assert token_counts(table) == []
+
+
+of_every_table = pytest.mark.parametrize("table", [row[-1] for row in TABLES[1:]])
+SIZES = list(itertools.product((512, 768, 1280, 3072, 5120, 8192), (512, 2048, 4096, 14336)))
 
 
 @of_every_table
-@pytest.mark.parametrize("columns", [512, 768, 1280, 3072, 5120, 8192])
-def test_split_tiles_have_a_counter_each(
-    columns: int, dtype: torch.dtype, block: int, table: Table
-) -> None:
-    for tokens in range(1, table[-1][0] + 1):
-        tile = tile_for(tokens, columns, dtype, block)
+def test_long_steps_are_left_to_gemms(table: Table) -> None:
+    longest = table[-1][0]
+    assert tile_for(table, longest, 512, 512) is not None
+    assert tile_for(table, longest + 1, 512, 512) is None
+
+
+@of_every_table
+def test_of_several_tiles_the_first_that_fits_is_taken(table: Table) -> None:
+    """None is hidden by those before it."""
+    sizes = sorted({limit for row in table for limit in row[1:3]})
+    tokens = sorted({row[0] for row in table})
+    chosen = [
+        next(row for row in table if row[3] is tile)
+        for each in itertools.product(tokens, sizes, sizes)
+        if (tile := tile_for(table, *each)) is not None
+    ]
+    assert {id(row) for row in chosen} == {id(row) for row in table}
+
+
+@of_every_table
+def test_split_tiles_have_a_counter_each(table: Table) -> None:
+    for tokens, (columns, depth) in itertools.product(range(1, table[-1][0] + 1), SIZES):
+        tile = tile_for(table, tokens, columns, depth)
         if tile is not None and tile.splits > 1:
             tiles = math.ceil(tokens / tile.tokens) * math.ceil(columns / tile.columns)
             assert tiles <= COUNTERS
 
 
 @of_every_table
-def test_warming_up_needs_every_tile(dtype: torch.dtype, block: int, table: Table) -> None:
-    for columns in (512, 3072, 8192):
-        chosen = {tile_for(tokens, columns, dtype, block) for tokens in token_counts(dtype, block)}
+def test_warming_up_needs_every_tile(table: Table) -> None:
+    for size in SIZES:
+        chosen = {tile_for(table, tokens, *size) for tokens in token_counts(table)}
         tokens_of_all = range(1, table[-1][0] + 1)
-        assert chosen == {tile_for(tokens, columns, dtype, block) for tokens in tokens_of_all}
+        assert chosen == {tile_for(table, tokens, *size) for tokens in tokens_of_all}
 
 
-def test_a_tile_of_blocks_is_as_deep_as_they_are() -> None:
+@pytest.mark.parametrize("table", [BLOCK_QKV_TILES, BLOCK_INPUT_RANGE_TILES])
+def test_a_tile_of_blocks_is_as_deep_as_they_are(table: Table) -> None:
     """And is none of the matrix-vector kernel's, which knows no blocks."""
-    assert {tile.depth for _, _, tile in FP8_BLOCK_TILES} == {BLOCK}
-    assert min(tile.tokens for _, _, tile in FP8_BLOCK_TILES) > 1
+    assert {row[3].depth for row in table} == {BLOCK}
+    assert min(row[3].tokens for row in table) > 1
 
 
 # --- the layer ---

@@ -8,7 +8,7 @@ import torch
 import vllm._custom_ops as vllm_ops
 from vllm.model_executor.layers.quantization.utils import fp8_utils, w8a8_utils
 
-from runtime.engine import row_ranges_fp8
+from runtime.engine import row_ranges_fp8, row_ranges_kernel
 from runtime.engine.row_ranges_fp8 import BLOCK
 
 DEPTH = 64
@@ -82,10 +82,10 @@ def block_reference(given: Arguments) -> torch.Tensor:
     x, x_scale, weights, scales, biases, dtype = given
 
     def spread(scale: torch.Tensor) -> torch.Tensor:
-        return torch.kron(scale, torch.ones(BLOCK, BLOCK))
+        return torch.kron(scale.contiguous(), torch.ones(BLOCK, BLOCK))
 
     parts = [w.float() * spread(scale) for w, scale in zip(weights, scales, strict=True)]
-    values = x.float() * torch.kron(x_scale, torch.ones(1, BLOCK))
+    values = x.float() * torch.kron(x_scale.contiguous(), torch.ones(1, BLOCK))
     output = values @ torch.cat(parts).T
     return (output + torch.cat(biases).float() if biases else output).to(dtype)
 
@@ -226,6 +226,26 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
+@pytest.fixture
+def cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS has scales of blocks."""
+    monkeypatch.setattr(row_ranges_fp8, "_cublas_has_blocks", lambda: True)
+
+
+def input_range(tokens: int, blocks: int, rows: int = 2 * BLOCK) -> Arguments:
+    """A row-parallel layer's: one range, of inputs."""
+    draw = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=draw) + 0.5
+
+    depth = blocks * BLOCK
+    weight = (random(rows, 2 * depth) - 1).to(torch.float8_e4m3fn)[:, depth:]
+    x = (random(tokens, depth) * 4 - 4).to(torch.float8_e4m3fn)
+    scale = random(rows // BLOCK, blocks)
+    return x, random(tokens, blocks), [weight], [scale], [], torch.bfloat16
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("there", [False, True])
 def test_cutlass_multiplies_what_is_packed(
@@ -250,6 +270,105 @@ def test_cutlass_multiplies_what_is_packed(
     ]
 
 
+@pytest.mark.usefixtures("cublas")
+@pytest.mark.parametrize(
+    ("blocks", "reads"), [(4, True), (16, True), (1, False), (2, False), (14, False), (27, False)]
+)
+def test_cublas_is_left_out_where_it_would_read_other_scales(blocks: int, reads: bool) -> None:
+    """It pads a row's to a multiple of four; of other numbers it gave wrong products on an H200."""
+    weight, scale = input_range(5, blocks)[2:4]
+    on_gpu = weight[0].as_subclass(OnGpu)
+    assert row_ranges_fp8._cublas_reads(on_gpu, scale[0]) is reads
+    assert not row_ranges_fp8._cublas_reads(weight[0], scale[0])
+    part_of_longer_rows = torch.cat([scale[0]] * 2, dim=1)[:, :blocks]
+    assert not row_ranges_fp8._cublas_reads(on_gpu, part_of_longer_rows)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "has"),
+    [
+        ("12.9", (9, 0), True),
+        ("13.0", (9, 0), True),
+        ("12.8", (9, 0), False),
+        ("13.0", (10, 0), False),
+        ("13.0", (8, 9), False),
+        (None, (9, 0), False),
+    ],
+)
+def test_cublas_has_scales_of_blocks_on_hopper(
+    cuda: str | None, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert row_ranges_fp8._cublas_has_blocks.__wrapped__() is has
+
+
+def scaled_mm_of_blocks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
+    """cuBLAS's product, which takes scales to lie as it wants them and looks at a weight's rows."""
+    (tokens, depth), rows = x.shape, weight.shape[1]
+    blocks = depth // BLOCK
+    assert tokens % 4 == 0
+    assert scale_a.stride() == (1, tokens)
+    assert scale_b.stride() == (1, blocks)
+    assert scale_b.shape == (blocks, rows // BLOCK)
+    given = (x, scale_a, [weight.t()], [scale_b.t()], [], out_dtype)
+    out.copy_(block_reference(given))
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("tokens", [36, 37, 39])
+def test_cublas_multiplies_all_but_the_last_few_tokens(
+    tokens: int, by_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def multiply(
+        x: torch.Tensor, weights: Any, _: object, out: torch.Tensor, tile: Any, scales: Any
+    ) -> None:
+        rest.append(x.shape[0])
+        assert tile.tokens >= x.shape[0]
+        given = (x, scales.x, weights, [scales.weight], [], out.dtype)
+        out.copy_(block_reference(given))
+
+    rest: list[int] = []
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm_of_blocks)
+    monkeypatch.setattr(row_ranges_kernel, "multiply", multiply)
+    x, x_scale, (weight,), (scale,), _, dtype = given = input_range(tokens, 4)
+    x_scale = x_scale.t().contiguous().t() if by_block else x_scale
+    assert_close(
+        row_ranges_fp8._cublas_mm(x, x_scale, weight, scale, dtype), block_reference(given)
+    )
+    assert rest == ([tokens % 4] if tokens % 4 else [])
+
+
+@pytest.mark.usefixtures("cublas")
+@pytest.mark.parametrize(
+    ("rows", "blocks", "most"),
+    [(4096, 16, 32), (4096, 28, 64), (4096, 56, 64), (8192, 56, 32), (4096, 27, None)],
+)
+def test_our_kernel_is_left_where_cublas_is_faster(
+    rows: int, blocks: int, most: int | None
+) -> None:
+    """From other numbers on for narrow and deep layers, and only where cuBLAS can be taken."""
+    weight = torch.empty(rows, blocks * BLOCK, dtype=torch.float8_e4m3fn).as_subclass(OnGpu)
+    scale = torch.empty(rows // BLOCK, blocks)
+    longest = row_ranges_kernel.BLOCK_INPUT_RANGE_TILES[-1][0]
+    ours = [
+        tokens
+        for tokens in range(1, longest + 1)
+        if not row_ranges_fp8._better_by_cublas(tokens, [weight], [scale])
+    ]
+    assert ours == list(range(1, (most or longest) + 1))
+    several = [weight[:BLOCK], weight[BLOCK:]]
+    assert not row_ranges_fp8._better_by_cublas(longest, several, [scale, scale])
+
+
 CONFIGURATIONS: dict[int, Any] = {64: {}, 128: {}, 256: {}, 3072: {}}
 
 
@@ -269,13 +388,16 @@ def test_warming_up_needs_every_form_of_vllms_kernel(
 
     monkeypatch.setattr(fp8_utils, "get_w8a8_block_fp8_configs", configured)
     monkeypatch.setattr(row_ranges_fp8, "_cutlass_reads", lambda _: False)
-    weights = block_wise()[2]
-    assert row_ranges_fp8._long_steps(weights[:1], BLOCK) == counts
+    weights, scales = block_wise()[2:4]
+    assert row_ranges_fp8._long_steps(weights[:1], scales, BLOCK) == counts
     assert asked == [(2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK)]
 
 
-@pytest.mark.parametrize("reason", ["no blocks", "several ranges", "packed"])
+@pytest.mark.parametrize("reason", ["no blocks", "several ranges", "packed", "cuBLAS"])
 def test_other_layers_have_no_such_forms(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_ranges_fp8, "_cutlass_reads", lambda _: reason == "packed")
-    weights = block_wise()[2][: 2 if reason == "several ranges" else 1]
-    assert row_ranges_fp8._long_steps(weights, 0 if reason == "no blocks" else BLOCK) == []
+    monkeypatch.setattr(row_ranges_fp8, "_cublas_reads", lambda *_: reason == "cuBLAS")
+    weights, scales = block_wise()[2:4]
+    weights = weights[: 2 if reason == "several ranges" else 1]
+    block = 0 if reason == "no blocks" else BLOCK
+    assert row_ranges_fp8._long_steps(weights, scales, block) == []
