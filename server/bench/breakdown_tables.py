@@ -23,7 +23,7 @@ def breakdown_table(results: Results) -> list[str]:
 
 
 def _of_prompt(tokens: str, ways: dict[str, dict[str, Any]]) -> list[str]:
-    parts = {way: figures[tokens] for way, figures in ways.items()}
+    parts = {way: part for way, figures in ways.items() if (part := figures[tokens])}
     body = [
         [kind, *(_share(part["kinds"][kind], part["span"]) for part in parts.values())]
         for kind in Kind
@@ -61,5 +61,6 @@ _NOTE = (
     "of: GEMM, attention, the collectives, other kernels; host is what is left: no kernel ran. A "
     "collective's time is also what its member waits in it for the others. The shift's choice and "
     "message are medians of a loop in a runner; the ways in and out are timed in the steps "
-    "themselves, while nothing was recorded."
+    "themselves, while nothing was recorded. A prompt without a column for SP is one that runs as "
+    "TP."
 )

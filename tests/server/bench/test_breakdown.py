@@ -33,6 +33,7 @@ SYSTEM = System(
     SHOAL, ("serve", "--max-sp", "2"), (dp_layout(2, pinned=False), tp_layout(2)), switches=True
 )
 BESIDE, PROMPT = 4, 100
+SETTINGS = Settings("x", 2, "bfloat16", None, 32768, 256, 8192, 0.9, False, 1, ())
 
 
 def steps(*tokens: int, mode: Mode = Mode.TP) -> list[RecordedStep]:
@@ -79,8 +80,8 @@ class Engines:
     A step takes ten seconds more than its tokens' milliseconds. Alone, engines are taken by chance.
     """
 
-    def __init__(self, directory: Path, floor: int = 0) -> None:
-        self.directory, self.floor = directory, floor
+    def __init__(self, directory: Path, floor: int = 0, *, always: bool = False) -> None:
+        self.directory, self.floor, self.always = directory, floor, always
         self.together, self.threshold = False, 10**9
         self.now = 0.0
         self.recordings: dict[int, tuple[str, list[RecordedStep]]] = {}
@@ -96,7 +97,8 @@ class Engines:
     async def generate(self, prompt: list[int], tokens: int, **_: Any) -> Answer:
         assert tokens == 1
         engines = [0, 1] if self.together else [self._draw.randrange(2)]
-        shifts = self.together and len(prompt) > max(self.threshold, self.floor)
+        above = self.always or len(prompt) > max(self.threshold, self.floor)
+        shifts = self.together and above
         for engine in engines:
             self._look(engine)
             mode = Mode.SP if shifts else Mode.TP
@@ -139,6 +141,12 @@ def measured(directory: Path, **settings: Any) -> dict[str, Any]:
     return asyncio.run(breakdown(engines, recording(SYSTEM, directory), SIZES))
 
 
+def reported(found: dict[str, Any]) -> list[str]:
+    results = Results(SETTINGS, SIZES, read_shape("llama-3-8b"), {})
+    results.systems[SHOAL] = SystemResults([], measures={"breakdown": found})
+    return breakdown_table(results)
+
+
 def test_every_way_of_working_is_recorded(tmp_path: Path) -> None:
     found = measured(tmp_path)
     assert list(found["ways"]) == ["dp", "tp2", "sp2"]
@@ -155,17 +163,24 @@ def test_every_way_of_working_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_cannot_run_as_sp_is_no_figure_of_sp(tmp_path: Path) -> None:
-    with pytest.raises(NotRecordedError, match="sp2: a step of 100 tokens ran as tp"):
-        measured(tmp_path, floor=512)
+    """And of the other ways it is one."""
+    found = measured(tmp_path, floor=512)
+    assert [way for way, figures in found["ways"].items() if figures["100"]] == ["dp", "tp2"]
+    assert found["ways"]["sp2"] == {"100": None}
+    lines = reported(found)
+    assert "| 100 tokens, ms (of the runner's time) | dp | tp2 |" in lines
+    assert "| host | 1000.00 (25%) | 1000.00 (25%) |" in lines
+
+
+def test_a_prompt_that_should_run_as_tp_and_does_not_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotRecordedError, match="tp2: a step of 100 tokens ran as sp"):
+        measured(tmp_path, always=True)
     assert not request_file(tmp_path).exists()
 
 
 def test_the_report_has_a_column_for_each_way(tmp_path: Path) -> None:
-    settings = Settings("x", 2, "bfloat16", None, 32768, 256, 8192, 0.9, False, 1, ())
-    results = Results(settings, SIZES, read_shape("llama-3-8b"), {})
-    assert breakdown_table(results) == []
-    results.systems[SHOAL] = SystemResults([], measures={"breakdown": measured(tmp_path)})
-    lines = breakdown_table(results)
+    assert breakdown_table(Results(SETTINGS, SIZES, read_shape("llama-3-8b"), {})) == []
+    lines = reported(measured(tmp_path))
     assert "| 100 tokens, ms (of the runner's time) | dp | tp2 | sp2 |" in lines
     assert "| all-to-all | 0.00 (0%) | 0.00 (0%) | 1000.00 (25%) |" in lines
     assert "| host | 1000.00 (25%) | 1000.00 (25%) | 1000.00 (25%) |" in lines
