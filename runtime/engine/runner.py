@@ -31,7 +31,6 @@ from runtime.engine.kv_cache import BlockMap
 from runtime.engine.layouts import Layout
 from runtime.engine.loading import LayoutLoader
 from runtime.engine.seams import check_seams
-from runtime.engine.settings import awake_seconds
 from runtime.engine.turns import OWN, StepQueues
 from runtime.runtime_dir import remove_former
 
@@ -142,7 +141,7 @@ class Runner:
         self._responder = Responder(context, self._addresses, engine)
         self._random = RandomStates()
         queues = {degree: self._queue(layout.group) for degree, layout in loader.layouts.items()}
-        self._queues = StepQueues(queues, node.interleave_ratio, awake_seconds())
+        self._queues = StepQueues(queues, node.interleave_ratio)
         self._degree = OWN
         """Of the layout that the latest instruction was for."""
 

@@ -5,8 +5,7 @@ each member alone decides in which order it takes their steps. That cannot misma
 only the group's steps have any, and every member takes those in one order.
 """
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
@@ -67,21 +66,11 @@ class StepQueues:
     Args:
         queues: a PULL by the degree of the layout it is for.
         ratio: see ``Turns``.
-        awake: see ``settings.awake_seconds``.
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        queues: "Mapping[int, zmq.Socket[bytes]]",
-        ratio: int,
-        awake: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, queues: "Mapping[int, zmq.Socket[bytes]]", ratio: int) -> None:
         self._queues = dict(queues)
         self._ratio = ratio
-        self._awake = awake
-        self._clock = clock
         self._bound = OWN
         self._turns: Turns | None = None
         self._unsampled: int | None = None
@@ -121,10 +110,8 @@ class StepQueues:
         for degree in degrees:
             poller.register(self._queues[degree], zmq.POLLIN)
         ready: dict[Any, int] = {}
-        sleeps_at = self._clock() + self._awake
         while not ready:
-            awake = self._clock() < sleeps_at
-            ready = dict(poller.poll(0 if awake else int(LONGEST_WAIT_SECONDS * 1000)))
+            ready = dict(poller.poll(int(LONGEST_WAIT_SECONDS * 1000)))
         return next(degree for degree in degrees if self._queues[degree] in ready)
 
     def _follow(self, degree: int, instruction: steps.Instruction) -> None:

@@ -3,9 +3,7 @@
 import pytest
 
 from runtime.engine.settings import (
-    AWAKE,
     SettingError,
-    awake_seconds,
     exchange_setting,
     replays_graphs,
 )
@@ -41,16 +39,3 @@ def test_another_word_is_refused_in_one_line(word: str) -> None:
     with pytest.raises(SettingError) as error:
         replays_graphs({"SHOAL_SP_GRAPHS": word})
     assert str(error.value) == f"SHOAL_SP_GRAPHS={word}: it may be 1 or 0"
-
-
-@pytest.mark.parametrize(
-    ("environment", "seconds"), [({}, 0.0), ({AWAKE: "0.5"}, 0.5), ({AWAKE: "1"}, 1.0)]
-)
-def test_how_long_it_is_awake_is_a_setting(environment: dict[str, str], seconds: float) -> None:
-    assert awake_seconds(environment) == seconds
-
-
-@pytest.mark.parametrize("word", ["-1", "long", "inf", "nan", ""])
-def test_what_is_no_such_time_is_refused_in_one_line(word: str) -> None:
-    with pytest.raises(SettingError, match=rf"^{AWAKE}={word}: it may be 0 to \d+ seconds$"):
-        awake_seconds({AWAKE: word})

@@ -162,33 +162,3 @@ def test_a_replaced_queue_is_read_and_what_the_former_one_held_is_dropped(
     queues.send(OWN, steps.Attach((0, 1), 5))
     queues.send(GROUP, step(1))
     assert queues.take() == (GROUP, step(1))
-
-
-def test_a_runner_that_is_awake_finds_a_step_before_it_sleeps(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks until the step is there, or for so long; then it waits in the kernel."""
-    now, timeouts = 0.0, []
-    poll = zmq.Poller.poll
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.1
-        return now
-
-    def noted(poller: zmq.Poller, timeout: int) -> list[tuple[object, int]]:
-        timeouts.append(timeout)
-        if len(timeouts) == 3:
-            queues.send(OWN, step(0))
-            return poll(poller, 1000)
-        return poll(poller, 0)
-
-    monkeypatch.setattr(zmq.Poller, "poll", noted)
-    received = StepQueues(queues.received._queues, RATIO, awake=1.0, clock=clock)
-    assert received.receive() == (OWN, step(0))
-    assert timeouts == [0, 0, 0]
-    timeouts.clear()
-    received = StepQueues(queues.received._queues, RATIO, awake=0.15, clock=clock)
-    assert received.receive() == (OWN, step(0))
-    assert timeouts[0] == 0
-    assert min(timeouts[1:]) > 0, "in the kernel"
