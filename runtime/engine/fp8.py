@@ -439,9 +439,9 @@ def _spread_scale(layer: nn.Module, kernel: Any) -> None:
 
 
 def _pack_scale(layer: nn.Module) -> None:
-    """Copy a shard's scales of blocks, parts of longer rows: cuBLAS takes them for packed.
+    """Copy a shard's scales of blocks, which are parts of longer rows: cuBLAS wants them packed.
 
-    These few bytes, one in 4,096 of the shard's weights, are the layout's own.
+    These few bytes, one for 4,096 of the shard's weights, are the layout's own, on every device.
     """
     name = FP8BlockParams.from_layer(layer).block_scale_attr
     packed = getattr(layer, name).data.contiguous()

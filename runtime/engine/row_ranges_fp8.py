@@ -13,6 +13,7 @@ To ``torch.compile`` it is one opaque operator. The choice is made where it runs
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -75,15 +76,16 @@ def warm_up(
     arrival_counters(first.device)
     depth = first.shape[1]
     short = token_counts(tiles_of(first.dtype, block, len(weights)))
-    for tokens in (*short, *_long_steps(weights, scales, block)):
+    for tokens in (*short, *_long_steps(weights, scales, dtype, block)):
         blocks = -(-depth // block) if block else 1
-        x_scale = torch.ones(tokens, blocks, dtype=torch.float32, device=first.device)
+        # They lie as in a step: Triton compiles other forms for other strides.
+        x_scale = torch.ones(blocks, tokens, dtype=torch.float32, device=first.device).t()
         x = torch.zeros(tokens, depth, dtype=first.dtype, device=first.device)
         linear(x, x_scale, weights, scales, biases, dtype, block)
 
 
 def _long_steps(
-    weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block: int
+    weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype, block: int
 ) -> list[int]:
     """Return numbers of tokens that between them need every form of vLLM's Triton kernel.
 
@@ -93,7 +95,9 @@ def _long_steps(
     from runtime.engine.row_ranges_kernel import tiles_of, token_counts
 
     first = weights[0]
-    if not block or len(weights) > 1 or _cutlass_reads(first) or _cublas_reads(first, scales[0]):
+    if not block or len(weights) > 1:
+        return []
+    if _cutlass_reads(first) or _cublas_reads(first, scales[0], dtype):
         return []
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
@@ -116,8 +120,7 @@ def _empty(
     return x.new_empty((x.shape[0], sum(weight.shape[0] for weight in weights)), dtype=dtype)
 
 
-@torch.library.impl("shoal::row_ranges_fp8_linear", "cuda")  # type: ignore[untyped-decorator]
-def _on_cuda(
+def on_gpu(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weights: list[torch.Tensor],
@@ -126,20 +129,26 @@ def _on_cuda(
     dtype: torch.dtype,
     block: int,
 ) -> torch.Tensor:
+    """Return what ``linear`` does, by our kernel or by a GEMM, as the number of tokens says."""
     from runtime.engine.row_ranges_kernel import Scales, multiply, tile_for, tiles_of
 
+    tokens, depth = x.shape
     columns = sum(weight.shape[0] for weight in weights)
-    table = tiles_of(x.dtype, block, len(weights))
-    tile = tile_for(table, x.shape[0], columns, x.shape[1])
-    if tile is None or (block and _better_by_cublas(x.shape[0], weights, scales)):
+    tile = tile_for(tiles_of(x.dtype, block, len(weights)), tokens, columns, depth)
+    if tile is None or (block and _better_by_cublas(tokens, weights, scales, dtype)):
         return by_gemm(x, x_scale, weights, scales, biases, dtype, block)
     output = _empty(x, x_scale, weights, scales, biases, dtype, block)
     multiply(x, weights, biases, output, tile, Scales(x_scale, scales[0], block))
     return output
 
 
+@torch.library.impl("shoal::row_ranges_fp8_linear", "cuda")  # type: ignore[untyped-decorator]
+def _on_cuda(*given: Any) -> torch.Tensor:
+    return on_gpu(*given)
+
+
 def _better_by_cublas(
-    tokens: int, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+    tokens: int, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> bool:
     """Return whether cuBLAS is faster than our kernel with scales of blocks, and can be taken.
 
@@ -148,8 +157,8 @@ def _better_by_cublas(
     it is never, as they would have to be copied.
     """
     rows, depth = weights[0].shape
-    fewest = 64 if rows <= 4096 and depth > 3072 else 32
-    return len(weights) == 1 and tokens > fewest and _cublas_reads(weights[0], scales[0])
+    most = 64 if rows <= 4096 and depth > 3072 else 32
+    return len(weights) == 1 and tokens > most and _cublas_reads(weights[0], scales[0], dtype)
 
 
 def by_gemm(
@@ -178,7 +187,7 @@ def by_gemm(
     return gemm(x, x_scale, weight, scale, bias, dtype)
 
 
-# As a decorator it would leave None in the function's place, which the one for GPUs calls.
+# As a decorator it would leave None in the function's place, which ``on_gpu`` calls.
 torch.library.impl("shoal::row_ranges_fp8_linear", "cpu", by_gemm)
 
 
@@ -215,7 +224,7 @@ def _block_mm(
         # It takes every token's scale of one block to lie beside the next token's.
         by_block = x_scale.t().contiguous().t()
         return _cutlass_mm(x, by_block, weight, scale.t(), None, dtype)
-    if _cublas_reads(weight, scale):
+    if _cublas_reads(weight, scale, dtype):
         return _cublas_mm(x, x_scale, weight, scale, dtype)
     if x.is_cuda:
         # vLLM's Triton kernel looks at strides.
@@ -238,15 +247,17 @@ def _cutlass_reads(weight: torch.Tensor) -> bool:
     return there
 
 
-def _cublas_reads(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+def _cublas_reads(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether cuBLAS can take a weight with scales of blocks: it looks at strides of rows.
+
+    With outputs in bfloat16; others are not tried.
 
     It takes a row's scales for padded to a multiple of four, and reads those of other rows where
     they are not: PyTorch 2.11 lets it (pytorch/pytorch#166752).
     """
-    if not (weight.is_cuda and scale.is_contiguous() and scale.shape[1] % 4 == 0):
+    if not weight.is_cuda or dtype is not torch.bfloat16 or weight.shape[0] % 16:
         return False
-    return _cublas_has_blocks()
+    return scale.is_contiguous() and scale.shape[1] % 4 == 0 and _cublas_has_blocks()
 
 
 @functools.cache

@@ -101,7 +101,7 @@ FP8_QKV_TILES: Table = (
     (64, ANY, ANY, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
     (128, ANY, ANY, Tile(128, 64, 128, stages=5)),
 )
-"""QKV in FP8 with scales of tokens and rows. With 1 and 64 tokens, in all five, at most 1.24 times
+"""QKV in FP8 with scales of tokens and rows. With 1 and 64 tokens, in all six, at most 1.24 times
 what the best tile tried takes, otherwise (TP2 and TP4) 1.13."""
 
 FP8_INPUT_RANGE_TILES: Table = (
@@ -125,7 +125,7 @@ BLOCK_QKV_TILES: Table = (
     (128, 3072, ANY, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
     (128, ANY, ANY, Tile(128, 64, 128, splits=2)),
 )
-"""QKV in FP8 with scales of blocks of 128: the best tile tried in all five, or within 1 % of it; at
+"""QKV in FP8 with scales of blocks of 128: the best tile tried in all six, or within 1 % of it; at
 most 0.84 times what a copy and ``torch._scaled_mm`` take."""
 
 BLOCK_INPUT_RANGE_TILES: Table = (

@@ -74,11 +74,18 @@ async def breakdown(client: Client, system: System, sizes: Sizes) -> dict[str, A
     for way in pure_ways(system):
         await enter(client, system, way)
         bench = Bench(client, system, way.layout, sizes, Random(way.name))
-        found[way.name] = {
-            str(tokens): await _parts(session, bench, way, tokens) for tokens in sizes.long_prompts
-        }
+        parts = {tokens: await _parts(session, bench, way, tokens) for tokens in sizes.long_prompts}
+        _check_lengths(way.name, parts)
+        found[way.name] = {str(tokens): part for tokens, part in parts.items()}
     await leave(client, system)
     return {"ways": found, "shift": session.shift_cost()}
+
+
+def _check_lengths(way: str, parts: Mapping[int, Any]) -> None:
+    """Check that prompts which did not run as SP are the shortest: TP has CUDA graphs for those."""
+    without = [tokens for tokens, part in parts.items() if part is None]
+    if without and max(without) > min(parts.keys() - without, default=0):
+        raise NotRecordedError(f"{way}: a step of {max(without)} tokens ran as {Mode.TP}")
 
 
 async def _parts(session: "_Session", bench: Bench, way: Way, tokens: int) -> dict[str, Any] | None:

@@ -679,6 +679,40 @@ def test_only_a_spread_scale_is_the_layouts_own(name: str) -> None:
 
 
 @pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCK_WISE)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_blocks_only_row_parallel_scales_are_the_layouts_own(name: str, rank: int) -> None:
+    """They are packed, as cuBLAS wants them."""
+    dp = full(name)
+    viewed = view(dp, name, rank, 2)
+    scales = [
+        fp8.FP8BlockParams.from_layer(layer).block_scale
+        for layer in (viewed.o_proj, viewed.down_proj)
+    ]
+    assert all(scale.is_contiguous() for scale in scales)
+    assert owned_bytes(viewed, dp) == sum(4 * scale.numel() for scale in scales) > 0
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCK_WISE)
+def test_scales_of_inputs_lie_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuBLAS and CUTLASS want them, with no copy before a product."""
+
+    def noted(x: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> torch.Tensor:
+        orders.append((x.shape, x_scale.stride()))
+        return linear(x, x_scale, *rest)
+
+    orders: list[tuple[torch.Size, tuple[int, ...]]] = []
+    linear = row_ranges_fp8.linear
+    monkeypatch.setattr(row_ranges_fp8, "linear", noted)
+    viewed = view(full(name), name, 1, 2)
+    for layer in (viewed.o_proj, viewed.down_proj):
+        layer.quant_method.apply(layer, torch.randn(5, layer.input_size_per_partition))
+    assert [stride for _, stride in orders] == [(1, 5), (1, 5)]
+    assert min(shape[1] for shape, _ in orders) > 0
+
+
+@pytest.mark.usefixtures("blocks")
 def test_kernels_for_blocks_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[tuple[int, int, int, int]] = []
 

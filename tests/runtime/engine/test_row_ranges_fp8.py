@@ -278,10 +278,13 @@ def test_cublas_is_left_out_where_it_would_read_other_scales(blocks: int, reads:
     """It pads a row's to a multiple of four; of other numbers it gave wrong products on an H200."""
     weight, scale = input_range(5, blocks)[2:4]
     on_gpu = weight[0].as_subclass(OnGpu)
-    assert row_ranges_fp8._cublas_reads(on_gpu, scale[0]) is reads
-    assert not row_ranges_fp8._cublas_reads(weight[0], scale[0])
+    bf16 = torch.bfloat16
+    assert row_ranges_fp8._cublas_reads(on_gpu, scale[0], bf16) is reads
+    assert not row_ranges_fp8._cublas_reads(weight[0], scale[0], bf16)
+    assert not row_ranges_fp8._cublas_reads(on_gpu[:-8], scale[0], bf16)
+    assert not row_ranges_fp8._cublas_reads(on_gpu, scale[0], torch.float16)
     part_of_longer_rows = torch.cat([scale[0]] * 2, dim=1)[:, :blocks]
-    assert not row_ranges_fp8._cublas_reads(on_gpu, part_of_longer_rows)
+    assert not row_ranges_fp8._cublas_reads(on_gpu, part_of_longer_rows, bf16)
 
 
 @pytest.mark.parametrize(
@@ -349,24 +352,88 @@ def test_cublas_multiplies_all_but_the_last_few_tokens(
 
 @pytest.mark.usefixtures("cublas")
 @pytest.mark.parametrize(
-    ("rows", "blocks", "most"),
-    [(4096, 16, 32), (4096, 28, 64), (4096, 56, 64), (8192, 56, 32), (4096, 27, None)],
+    ("rows", "blocks", "dtype", "most"),
+    [
+        (4096, 16, torch.bfloat16, 32),
+        (4096, 28, torch.bfloat16, 64),
+        (4096, 56, torch.bfloat16, 64),
+        (8192, 56, torch.bfloat16, 32),
+        (4096, 27, torch.bfloat16, 128),
+        (4096, 16, torch.float16, 128),
+    ],
 )
 def test_our_kernel_is_left_where_cublas_is_faster(
-    rows: int, blocks: int, most: int | None
+    rows: int, blocks: int, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From other numbers on for narrow and deep layers, and only where cuBLAS can be taken."""
     weight = torch.empty(rows, blocks * BLOCK, dtype=torch.float8_e4m3fn).as_subclass(OnGpu)
     scale = torch.empty(rows // BLOCK, blocks)
-    longest = row_ranges_kernel.BLOCK_INPUT_RANGE_TILES[-1][0]
-    ours = [
-        tokens
-        for tokens in range(1, longest + 1)
-        if not row_ranges_fp8._better_by_cublas(tokens, [weight], [scale])
-    ]
-    assert ours == list(range(1, (most or longest) + 1))
-    several = [weight[:BLOCK], weight[BLOCK:]]
-    assert not row_ranges_fp8._better_by_cublas(longest, several, [scale, scale])
+    given = ([weight], [scale], dtype, BLOCK)
+    assert launched(monkeypatch, *given) == list(range(1, most + 1))
+    several = [weight[:BLOCK], weight[BLOCK : 2 * BLOCK]]
+    given = (several, [scale[:1], scale[1:2]], dtype, BLOCK)
+    assert launched(monkeypatch, *given) == list(range(1, 129))
+
+
+def launched(
+    monkeypatch: pytest.MonkeyPatch,
+    weights: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    dtype: torch.dtype,
+    block: int,
+) -> list[int]:
+    """Return the numbers of tokens, up to 200, of which a step is a launch of our kernel."""
+    found: list[int] = []
+    monkeypatch.setattr(row_ranges_fp8, "by_gemm", lambda *_: None)
+    monkeypatch.setattr(row_ranges_kernel, "multiply", lambda x, *_: found.append(x.shape[0]))
+    for tokens in range(1, 201):
+        x = torch.empty(tokens, weights[0].shape[1], dtype=weights[0].dtype)
+        row_ranges_fp8.on_gpu(x, torch.empty(1), weights, scales, [], dtype, block)
+    return found
+
+
+def test_a_step_with_scales_by_row_is_never_cublass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_ranges_fp8, "_cublas_reads", lambda *_: pytest.fail("asked"))
+    weight, scale = torch.empty(4096, 512, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)
+    given = ([weight], [scale], torch.bfloat16, 0)
+    assert launched(monkeypatch, *given) == list(range(1, 129))
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_cublas_comes_before_vllms_triton_kernel(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    monkeypatch.setattr(row_ranges_fp8, "_cublas_reads", lambda *_: fits)
+    monkeypatch.setattr(row_ranges_fp8, "_cublas_mm", lambda *_: called.append("cuBLAS"))
+    kernel = "w8a8_triton_block_scaled_mm_func"
+    triton = partial(lambda *_: called.append("Triton"))
+    monkeypatch.setattr(torch.ops.vllm, kernel, triton, raising=False)
+    x, x_scale, (weight,), (scale,), _, dtype = input_range(5, 4)
+    given = [tensor.as_subclass(OnGpu) for tensor in (x, x_scale, weight, scale)]
+    row_ranges_fp8._block_mm(*given, dtype)
+    assert called == ["cuBLAS" if fits else "Triton"]
+
+
+@pytest.mark.parametrize("block", [0, BLOCK])
+def test_scales_lie_as_in_a_step_when_kernels_are_compiled(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton has another form for each order of strides."""
+    strides = []
+
+    def linear(x: torch.Tensor, x_scale: torch.Tensor, *_: Any) -> None:
+        assert x_scale.shape == (x.shape[0], x.shape[1] // block if block else 1)
+        strides.append((x.shape[0], x_scale.stride()))
+
+    monkeypatch.setattr(row_ranges_fp8, "linear", linear)
+    monkeypatch.setattr(row_ranges_kernel, "arrival_counters", lambda _: None)
+    _, _, weights, scales, _, dtype = input_range(5, 4)
+    row_ranges_fp8.warm_up(weights, scales, [], dtype, block)
+    longest = max(tokens for tokens, _ in strides)
+    assert longest > 128 if block else longest == 128
+    assert {stride[0] for _, stride in strides} == {1}
+    assert all(stride[1] == tokens for tokens, stride in strides)
 
 
 CONFIGURATIONS: dict[int, Any] = {64: {}, 128: {}, 256: {}, 3072: {}}
@@ -389,7 +456,7 @@ def test_warming_up_needs_every_form_of_vllms_kernel(
     monkeypatch.setattr(fp8_utils, "get_w8a8_block_fp8_configs", configured)
     monkeypatch.setattr(row_ranges_fp8, "_cutlass_reads", lambda _: False)
     weights, scales = block_wise()[2:4]
-    assert row_ranges_fp8._long_steps(weights[:1], scales, BLOCK) == counts
+    assert row_ranges_fp8._long_steps(weights[:1], scales, torch.bfloat16, BLOCK) == counts
     assert asked == [(2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK)]
 
 
@@ -400,4 +467,4 @@ def test_other_layers_have_no_such_forms(reason: str, monkeypatch: pytest.Monkey
     weights, scales = block_wise()[2:4]
     weights = weights[: 2 if reason == "several ranges" else 1]
     block = 0 if reason == "no blocks" else BLOCK
-    assert row_ranges_fp8._long_steps(weights, scales, block) == []
+    assert row_ranges_fp8._long_steps(weights, scales, torch.bfloat16, block) == []

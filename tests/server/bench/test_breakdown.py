@@ -80,8 +80,10 @@ class Engines:
     A step takes ten seconds more than its tokens' milliseconds. Alone, engines are taken by chance.
     """
 
-    def __init__(self, directory: Path, floor: int = 0, *, always: bool = False) -> None:
-        self.directory, self.floor, self.always = directory, floor, always
+    def __init__(
+        self, directory: Path, floor: int = 0, ceiling: int = 10**9, *, always: bool = False
+    ) -> None:
+        self.directory, self.floor, self.ceiling, self.always = directory, floor, ceiling, always
         self.together, self.threshold = False, 10**9
         self.now = 0.0
         self.recordings: dict[int, tuple[str, list[RecordedStep]]] = {}
@@ -97,7 +99,7 @@ class Engines:
     async def generate(self, prompt: list[int], tokens: int, **_: Any) -> Answer:
         assert tokens == 1
         engines = [0, 1] if self.together else [self._draw.randrange(2)]
-        above = self.always or len(prompt) > max(self.threshold, self.floor)
+        above = self.always or max(self.threshold, self.floor) < len(prompt) <= self.ceiling
         shifts = self.together and above
         for engine in engines:
             self._look(engine)
@@ -136,9 +138,12 @@ class Engines:
         recording_file(self.directory, name, engine).write_bytes(written)
 
 
-def measured(directory: Path, **settings: Any) -> dict[str, Any]:
+def measured(
+    directory: Path, prompts: tuple[int, ...] = (PROMPT,), **settings: Any
+) -> dict[str, Any]:
     engines: Any = Engines(directory, **settings)
-    return asyncio.run(breakdown(engines, recording(SYSTEM, directory), SIZES))
+    sizes = msgspec.structs.replace(SIZES, long_prompts=prompts)
+    return asyncio.run(breakdown(engines, recording(SYSTEM, directory), sizes))
 
 
 def reported(found: dict[str, Any]) -> list[str]:
@@ -163,13 +168,27 @@ def test_every_way_of_working_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_cannot_run_as_sp_is_no_figure_of_sp(tmp_path: Path) -> None:
-    """And of the other ways it is one."""
-    found = measured(tmp_path, floor=512)
+    """And of the other ways it is one, as longer ones are of SP."""
+    found = measured(tmp_path, floor=512, prompts=(600, 100))
     assert [way for way, figures in found["ways"].items() if figures["100"]] == ["dp", "tp2"]
-    assert found["ways"]["sp2"] == {"100": None}
+    assert list(found["ways"]["sp2"]) == ["600", "100"]
     lines = reported(found)
     assert "| 100 tokens, ms (of the runner's time) | dp | tp2 |" in lines
+    assert "| 600 tokens, ms (of the runner's time) | dp | tp2 | sp2 |" in lines
     assert "| host | 1000.00 (25%) | 1000.00 (25%) |" in lines
+
+
+@pytest.mark.parametrize("prompts", [(100,), (300, 100)])
+def test_that_no_prompt_runs_as_sp_is_told(prompts: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(NotRecordedError, match=f"sp2: a step of {prompts[0]} tokens ran as tp"):
+        measured(tmp_path, floor=512, prompts=prompts)
+    assert not request_file(tmp_path).exists()
+
+
+def test_shorter_prompts_alone_may_run_as_tp(tmp_path: Path) -> None:
+    """A longer one beside one that ran as SP is a fault."""
+    with pytest.raises(NotRecordedError, match="sp2: a step of 900 tokens ran as tp"):
+        measured(tmp_path, ceiling=800, prompts=(600, 900))
 
 
 def test_a_prompt_that_should_run_as_tp_and_does_not_is_told(tmp_path: Path) -> None:
