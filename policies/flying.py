@@ -20,6 +20,7 @@ serves them faster by a good part: else all that runs would be computed again fo
 from dataclasses import dataclass
 
 from policies.cost_model import Batch, CostModel
+from policies.forecast import usual_prompt
 from policies.partition import Partition, groups_of
 from policies.plan import Plan, Policy, SwitchReason, TreatmentName
 from policies.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
@@ -49,7 +50,7 @@ class FlyingSettings:
     """The same on the way back."""
     sp_gain: float = 1.3
     """Where steps are run in SP: requests of DP to one of the widest layout, in the same time and
-    with every batch full, that make it worth while to go to DP for load."""
+    each in the batch that serves most, that make it worth while to go to DP for load."""
     sp_full_above: float = 0.85
     """There: part of the widest layout's time that the requests which come may take before DP."""
     sp_filling_above: float = 0.7
@@ -188,21 +189,27 @@ def _dp_is_better(snapshot: Snapshot, model: CostModel, settings: FlyingSettings
 
 
 def _engine_seconds(snapshot: Snapshot, model: CostModel, degree: int) -> float:
-    """Return the time that the mean request takes of one engine where every batch is full.
+    """Return the time that the mean request takes of one engine in the batch that serves most.
 
-    Full, though they are not yet: a load is to be met before it is there, and as few requests as
-    there are when it begins to rise say next to nothing of which layout will carry it.
+    That is a full one, though none is yet: a load is to be met before it is there, and as few
+    requests as there are when it begins to rise say next to nothing of which layout will carry it.
+    But where a prompt would have it run in SP, which is slower for short steps, it may be the
+    largest batch that a prompt leaves in TP.
     """
 
     def seconds(batch: Batch) -> float:
         return model.step_seconds(degree, batch, snapshot.mode(degree, batch))
 
-    prompt, output = round(snapshot.prompt_tokens), snapshot.output_tokens
-    decodes = _seats(snapshot, degree, prompt + output)
-    context = decodes * round(prompt + output / 2)
-    step = seconds(Batch(decodes, context))
-    longer = seconds(Batch(decodes, context, prompt, prompt // 2)) - step
-    return degree * (longer + output * step / decodes)
+    def share(decodes: int) -> float:
+        context = decodes * round(prompt + output / 2)
+        step = seconds(Batch(decodes, context))
+        longer = seconds(Batch(decodes, context, prompt, prompt // 2)) - step
+        return degree * (longer + output * step / decodes)
+
+    prompt, output = round(usual_prompt(snapshot)), snapshot.output_tokens
+    full = _seats(snapshot, degree, prompt + output)
+    in_tp = dict(snapshot.sp_above).get(degree, full + prompt) - prompt
+    return min(share(decodes) for decodes in {full, max(1, min(full, in_tp))})
 
 
 def _seats(snapshot: Snapshot, degree: int, tokens: float) -> int:

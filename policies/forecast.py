@@ -107,10 +107,8 @@ class Forecast:
     def __init__(self, snapshot: Snapshot, model: CostModel) -> None:
         self._snapshot = snapshot
         self._classes = _classes(snapshot, snapshot.targets or (NO_PROMISE,))
+        self._prompt = usual_prompt(snapshot)
         units = snapshot.units
-        known = snapshot.waiting_tokens + sum(unit.context_tokens for unit in units)
-        usual = USUAL * snapshot.prompt_tokens
-        self._prompt = (known + usual) / (snapshot.requests + USUAL)
         widths = {len(unit.group) for unit in units} | set(degrees(snapshot.max_group))
         self._paces = {degree: self._pace(model, degree) for degree in widths}
         # What runs has to be decoded, also when no more comes.
@@ -249,6 +247,12 @@ class Forecast:
             broken += soon * _risk(ttft + drain / 2, stalled, members.target)
             broken += later * _risk(ttft, tpot, members.target)
         return broken
+
+
+def usual_prompt(snapshot: Snapshot) -> float:
+    """Return the prompt tokens of the mean request, by those that are here and the latest ones."""
+    here = snapshot.waiting_tokens + sum(unit.context_tokens for unit in snapshot.units)
+    return (here + USUAL * snapshot.prompt_tokens) / (snapshot.requests + USUAL)
 
 
 def served(

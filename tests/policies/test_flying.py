@@ -20,10 +20,12 @@ RISING = int(SETTINGS.dp_above * 8) + 8
 
 
 def node(partition, requests: int = 0, *, pool=(), **fields) -> Snapshot:
-    """Return a node of eight engines that holds so many requests, evenly."""
+    """Return a node of eight engines that holds so many requests, evenly, with usual prompts."""
+    usual, room = fields.get("prompt_tokens", 0), {"slots": 64, "blocks": 500, "total_blocks": 500}
+    shares = [requests * len(group) // 8 for group in partition]
     units = [
-        unit(group, requests=requests * len(group) // 8, slots=64, blocks=500, total_blocks=500)
-        for group in partition
+        unit(group, requests=share, context_tokens=round(share * usual), **room)
+        for group, share in zip(partition, shares, strict=True)
     ]
     figures = {"smoothed_requests": float(requests), "waiting": len(pool)}
     return replace(snapshot(*units, pool=pool), **{**figures, **fields})
@@ -211,6 +213,48 @@ def test_they_are_kept_where_dp_is_hardly_faster() -> None:
 def test_a_layout_is_as_full_as_its_kv_allows() -> None:
     few = tuple(replace(seats, total_blocks=540) for seats in SEATS)
     assert target(answers(TP, BUSY, 1.0, layouts=few)) is None, "one seat in DP, eight in TP8"
+
+
+SHORT = {
+    "prompt_tokens": 300.0,
+    "output_tokens": 500.0,
+    "layouts": tuple(LayoutState(d, 256, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8)),
+    **LOADED,
+    "cost_model": replace(MODEL, hardware=replace(MODEL.hardware, sp_layer_host_seconds=5e-4)),
+}
+"""A prompt makes a step in SP of a full batch, 556 tokens, but not of 212 requests."""
+
+
+def carried(decodes: int) -> float:
+    """Return the requests per second that TP8 ends with so many in every batch, one by one."""
+    seen = node(TP, **SHORT)
+
+    def seconds(batch: Batch) -> float:
+        return SHORT["cost_model"].step_seconds(8, batch, seen.mode(8, batch))
+
+    context = decodes * 550
+    step = seconds(Batch(decodes, context))
+    return 1 / (seconds(Batch(decodes, context, 300, 150)) - step + 500 * step / decodes)
+
+
+def short(part: float, of: float) -> Snapshot:
+    """Return a busy group that is asked for this part of so many short requests per second."""
+    return node(TP, BUSY, **{**SHORT, "arrival_rate": part * of})
+
+
+def test_they_are_as_full_as_the_batch_that_serves_most_lets_them_be() -> None:
+    most = carried(212)
+    assert 0.75 * most > SETTINGS.sp_full_above * carried(256), "a full batch would serve too few"
+    assert target(short(0.75, most)) is None
+    assert target(short(1.0, most)) == DP
+
+
+def test_the_prompts_that_are_here_count_beside_those_that_were() -> None:
+    most = carried(212)
+    seen = replace(short(0.75, most), prompt_tokens=500.0)
+    assert target(seen) is None, "nearly all are of 300 tokens"
+    units = tuple(replace(u, context_tokens=500 * u.requests) for u in seen.units)
+    assert target(replace(seen, units=units)) == DP
 
 
 def test_the_way_back_is_open_when_they_would_have_room() -> None:
