@@ -34,8 +34,8 @@ from runtime.engine.rendezvous import (
     Rendezvous,
     agreed_minimum,
 )
-from runtime.engine.settings import exchange_setting, replays_graphs
 from runtime.engine.share_captures import sizes_are_chosen, wanted_sizes
+from runtime.engine.sp_settings import exchange_setting, replays_graphs
 from runtime.engine.turns import OWN
 from runtime.engine.ulysses import check_exchangeable
 from runtime.engine.weights import register_view_loader

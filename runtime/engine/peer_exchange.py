@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from runtime.engine.communicators import SpGroups
 from runtime.engine.exchange import WORD, HeadExchange, words_of
-from runtime.engine.settings import EXCHANGE, SettingError
+from runtime.engine.sp_settings import EXCHANGE, SettingError
 
 log = logging.getLogger("shoal.engine")
 

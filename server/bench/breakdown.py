@@ -28,7 +28,7 @@ from runtime.recording import (
 )
 from server.bench.client import Answer, Client
 from server.bench.kernels import Activity, Kind, divided, read_trace
-from server.bench.measures import Bench, Sizes, spread
+from server.bench.measures import Bench, Sizes, first_tokens, spread
 from server.bench.modes import Way, enter, leave, pure_ways
 from server.bench.systems import System
 
@@ -94,10 +94,7 @@ async def _parts(session: "_Session", bench: Bench, way: Way, tokens: int) -> di
     None if it should have run as SP and did not: TP has CUDA graphs for short prompts.
     """
     repeats = bench.sizes.long_repeats
-    plain = [
-        await bench.client.generate(bench.prompt(tokens), 1, stream=True)
-        for _ in range(1 + repeats)
-    ][1:]
+    plain = await first_tokens(bench, tokens, repeats)
     prefills = [await session.prefill(bench, way.name, tokens) for _ in range(repeats)]
     chosen = sorted(prefills, key=lambda prefill: prefill.span)[len(prefills) // 2]
     wanted = Mode.SP if way.name.startswith("sp") else Mode.TP
@@ -106,7 +103,7 @@ async def _parts(session: "_Session", bench: Bench, way: Way, tokens: int) -> di
             return None
         raise NotRecordedError(f"{way.name}: a step of {tokens} tokens ran as {chosen.mode}")
     return {
-        "ttft": statistics.median(answer.first - answer.sent for answer in plain),
+        "ttft": statistics.median(plain),
         "ttft_recorded": chosen.ttft,
         "span": chosen.span,
         "steps": chosen.steps,

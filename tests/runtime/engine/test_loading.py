@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode
 from runtime.config import NodeConfig
 from runtime.engine.layouts import CONNECTED_LAYOUT_BYTES, LARGER_CAPTURES_BYTES, LAYOUT_BYTES
 from runtime.engine.loading import LayoutLoader, collect_frozen
-from runtime.engine.settings import SettingError
+from runtime.engine.sp_settings import SettingError
 
 MAX_TOKENS = 3000
 OWN_SIZES = [1, 256, 512]

@@ -14,7 +14,7 @@ from torch.distributed import _symmetric_memory
 
 from policies.partition import Group
 from runtime.engine.peer_exchange import NotSharedError, exchanges_by_peers, shared_memory
-from runtime.engine.settings import SettingError
+from runtime.engine.sp_settings import SettingError
 from tests.runtime.engine.test_rendezvous import PAIR, Engine, ask, make
 
 GROUP = (4, 5, 6, 7)

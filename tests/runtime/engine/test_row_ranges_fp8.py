@@ -407,8 +407,7 @@ def test_cublas_comes_before_vllms_triton_kernel(
     monkeypatch.setattr(row_ranges_fp8, "_cublas_reads", lambda *_: fits)
     monkeypatch.setattr(row_ranges_fp8, "_cublas_mm", lambda *_: called.append("cuBLAS"))
     kernel = "w8a8_triton_block_scaled_mm_func"
-    triton = partial(lambda *_: called.append("Triton"))
-    monkeypatch.setattr(torch.ops.vllm, kernel, triton, raising=False)
+    monkeypatch.setattr(torch.ops.vllm, kernel, lambda *_: called.append("Triton"), raising=False)
     x, x_scale, (weight,), (scale,), _, dtype = input_range(5, 4)
     given = [tensor.as_subclass(OnGpu) for tensor in (x, x_scale, weight, scale)]
     row_ranges_fp8._block_mm(*given, dtype)

@@ -1,12 +1,8 @@
-"""What the environment may say about how engines work."""
+"""What the environment may say about steps by sequence."""
 
 import pytest
 
-from runtime.engine.settings import (
-    SettingError,
-    exchange_setting,
-    replays_graphs,
-)
+from runtime.engine.sp_settings import SettingError, exchange_setting, replays_graphs
 
 
 @pytest.mark.parametrize("word", ["auto", "peer", "nccl"])

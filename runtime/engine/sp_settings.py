@@ -1,4 +1,4 @@
-"""How engines work, as far as the environment says it: for operators who measure."""
+"""How steps by sequence run, as far as the environment says it: for operators who measure."""
 
 import os
 from collections.abc import Mapping
