@@ -272,9 +272,7 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
-        # What the tests run on CPUs, where V2 needs Triton; and no sampler that FlashInfer would
-        # compile at start. More: "Settings of every system" in docs/benchmarks/README.md.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # FlashInfer would compile its sampler when the server starts.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # One node: what its processes tell each other over TCP stays on this machine.
         "GLOO_SOCKET_IFNAME": LOOPBACK,

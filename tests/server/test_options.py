@@ -209,6 +209,15 @@ def test_the_environment_keeps_what_the_user_set(tmp_path: Path) -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in environ
 
 
+def test_vllm_chooses_its_model_runner_unless_the_user_does() -> None:
+    environ: dict[str, str] = {}
+    prepare_environment(environ, [])
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environ
+    environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    prepare_environment(environ, [])
+    assert environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
 @pytest.mark.parametrize(
     ("argv", "offline"),
     [
