@@ -7,7 +7,6 @@ There is no route and no message: whoever can write to the directory is who star
 Of binds runners write without being asked: a line each, when they are out of the group again.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -27,23 +26,10 @@ class RecordedStep(msgspec.Struct, frozen=True):
     mode: Mode
 
 
-class ShiftCost(msgspec.Struct, frozen=True):
-    """What a step costs on the host because it may run in either mode, in seconds."""
-
-    choice: float
-    """The leader's choice (``engine.shift.Shift.mode``): a median over many."""
-    message: float
-    """What the mode adds to writing the step's message once and reading it once: likewise."""
-    entering: Mapping[Mode, list[float]]
-    """A member's way into the mode and out of it, of every step that was taken while nothing was
-    recorded: whatever ``Layout`` and ``SequenceParallelModel`` do around the model."""
-
-
 class Recording(msgspec.Struct, frozen=True):
     """What one runner recorded. Its file is there once all of it is."""
 
     steps: list[RecordedStep]
-    shift: ShiftCost
 
 
 class BoundPhase(msgspec.Struct, frozen=True):

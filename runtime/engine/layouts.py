@@ -31,13 +31,7 @@ from runtime.engine.peer_exchange import (
 )
 from runtime.engine.seeded import thrown_away_unseeded
 from runtime.engine.share_captures import capture_also
-from runtime.engine.ulysses import (
-    Entering,
-    SequenceParallelModel,
-    entering,
-    exchanged_bytes,
-    exchanged_layers,
-)
+from runtime.engine.ulysses import SequenceParallelModel, exchanged_bytes, exchanged_layers
 from runtime.engine.weights import (
     VIEW_LOAD_FORMAT,
     WEIGHT_SCHEME,
@@ -165,7 +159,6 @@ class Layout:
         self._by_sequence: SequenceParallelModel | None = None
         self.captures = captures
         """What graphs there are of its model."""
-        self._entering: Entering = entering
 
     @property
     def group(self) -> Group:
@@ -288,14 +281,8 @@ class Layout:
         """Run one model step; block ids are virtual in a group (``Worker.execute_model``)."""
         if self.block_map is not None:
             scheduler_output = self.block_map.apply(scheduler_output)
-        with self.active(), self._entering(self._in_mode, mode):
+        with self.active(), self._in_mode(mode):
             return self._worker.execute_model(scheduler_output)
-
-    def enter_through(self, entering: Entering) -> None:
-        """Come by what enters a step's mode through ``entering``: it is measured."""
-        self._entering = entering
-        if self._by_sequence is not None:
-            self._by_sequence.entering = entering
 
     def _in_mode(self, mode: Mode) -> AbstractContextManager[None]:
         """Let vLLM's model runner find the model that runs a step in ``mode``."""

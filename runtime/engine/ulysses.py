@@ -229,14 +229,6 @@ def exchanged_bytes(base: VllmConfig, copies: int) -> int:
 
 _descriptor = lru_cache(maxsize=1024)(BatchDescriptor)
 
-Entering = Callable[..., AbstractContextManager[None]]
-"""Gives the context manager that a function makes of arguments, which come after it."""
-
-
-def entering(manager: Entering, *args: Any) -> AbstractContextManager[None]:
-    """Return ``manager(*args)``: what stands for it where somebody wants to know of it."""
-    return manager(*args)
-
 
 class SequenceParallelModel:
     """Stands in for a TP layout's model while a step runs by sequence.
@@ -267,8 +259,6 @@ class SequenceParallelModel:
         self._exchange = exchange
         self._layers = layers
         self._captured = captured
-        self.entering: Entering = entering
-        """How a step's ``entered`` is come by."""
 
     def __getattr__(self, name: str) -> Any:
         """Answer as the TP layout's model."""
@@ -284,7 +274,7 @@ class SequenceParallelModel:
         """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
         num_tokens = input_ids.shape[0]
         captured = self._captured.fitting(self._exchange.share_of(num_tokens))
-        with self.entering(self._entered, num_tokens, captured):
+        with self._entered(num_tokens, captured):
             ids, positions = self._own(input_ids, positions, captured)
             hidden = self._base(
                 input_ids=ids,

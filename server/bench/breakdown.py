@@ -28,7 +28,7 @@ from runtime.recording import (
 )
 from server.bench.client import Answer, Client
 from server.bench.kernels import Activity, Kind, divided, read_trace
-from server.bench.measures import Bench, Sizes, first_tokens, spread
+from server.bench.measures import Bench, Sizes, first_tokens
 from server.bench.modes import Way, enter, leave, pure_ways
 from server.bench.systems import System
 
@@ -63,7 +63,7 @@ class Prefill:
 
 
 async def breakdown(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
-    """Return the parts of a prefill's time by way of working, and what a shift costs a step.
+    """Return the parts of a prefill's time by way of working.
 
     Raises:
         NotRecordedError: engines have not recorded what they were asked to.
@@ -78,7 +78,7 @@ async def breakdown(client: Client, system: System, sizes: Sizes) -> dict[str, A
         _check_lengths(way.name, parts)
         found[way.name] = {str(tokens): part for tokens, part in parts.items()}
     await leave(client, system)
-    return {"ways": found, "shift": session.shift_cost()}
+    return {"ways": found}
 
 
 def _check_lengths(way: str, parts: Mapping[int, Any]) -> None:
@@ -121,7 +121,6 @@ class _Session:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._numbers = count(1)
-        self._recordings: list[Recording] = []
 
     async def prefill(self, bench: Bench, way: str, tokens: int) -> Prefill:
         """Return what the engines recorded while one of them, or all together, took a prompt."""
@@ -154,21 +153,7 @@ class _Session:
     def _read(self, name: str, engine: int) -> tuple[list[RecordedStep], list[Activity]]:
         content = recording_file(self._directory, name, engine).read_bytes()
         recording = msgspec.json.decode(content, type=Recording)
-        self._recordings.append(recording)
         return recording.steps, read_trace(trace_file(self._directory, name, engine))
-
-    def shift_cost(self) -> dict[str, Any]:
-        """Return what being able to shift costs a step, over all recordings, in seconds."""
-        costs = [recording.shift for recording in self._recordings]
-        entering = {
-            mode: spread([seconds for cost in costs for seconds in cost.entering.get(mode, [])])
-            for mode in Mode
-        }
-        return {
-            "choice": statistics.median(cost.choice for cost in costs),
-            "message": statistics.median(cost.message for cost in costs),
-            "entering": {str(mode): found for mode, found in entering.items() if found},
-        }
 
 
 def _engines_of(answer: Answer) -> list[int]:

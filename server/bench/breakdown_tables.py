@@ -1,4 +1,4 @@
-"""Tables of where a prefill's time goes, and of what a shift costs a step."""
+"""Tables of where a prefill's time goes."""
 
 from typing import Any
 
@@ -6,20 +6,18 @@ from server.bench.breakdown import BREAKDOWN
 from server.bench.kernels import Kind
 from server.bench.results import Results
 from server.bench.systems import SHOAL
-from server.bench.text import MISSING, ms, rows
-
-_MICRO = 1e6
+from server.bench.text import ms, rows
 
 
 def breakdown_table(results: Results) -> list[str]:
-    """Return the lines of all tables: one of every prompt length, and one of the shift."""
+    """Return the lines of all tables, one of every prompt length."""
     found = results.found(SHOAL, BREAKDOWN)
     if not found:
         return []
     ways: dict[str, dict[str, Any]] = found["ways"]
     prompts = next(iter(ways.values()))
     tables = [_of_prompt(tokens, ways) for tokens in prompts]
-    return [line for table in (*tables, _shift(found["shift"])) for line in [*table, ""]] + [_NOTE]
+    return [line for table in tables for line in [*table, ""]] + [_NOTE]
 
 
 def _of_prompt(tokens: str, ways: dict[str, dict[str, Any]]) -> list[str]:
@@ -41,26 +39,9 @@ def _share(seconds: float, whole: float | None) -> str:
     return ms(seconds) if not whole else f"{ms(seconds)} ({seconds / whole:.0%})"
 
 
-def _shift(cost: dict[str, Any]) -> list[str]:
-    body = [
-        ["the leader's choice", _us(cost["choice"]), MISSING, MISSING],
-        ["the mode in the step's message", _us(cost["message"]), MISSING, MISSING],
-    ]
-    for mode, spread in cost["entering"].items():
-        times = (_us(spread[name]) for name in ("p50", "p99", "max"))
-        body.append([f"a member's way into {mode.upper()} and out", *times])
-    return rows(["host time of a step, us", "p50", "p99", "max"], body)
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * _MICRO:.2f}"
-
-
 _NOTE = (
     "Of the engines of the unit, means. An instant in which several kinds ran counts for the first "
     "of: GEMM, attention, the collectives, other kernels; host is what is left: no kernel ran. A "
-    "collective's time is also what its member waits in it for the others. The shift's choice and "
-    "message are medians of a loop in a runner; the ways in and out are timed in the steps "
-    "themselves, while nothing was recorded. A prompt without a column for SP is one that runs as "
-    "TP."
+    "collective's time is also what its member waits in it for the others. A prompt without a "
+    "column for SP is one that runs as TP."
 )

@@ -1,8 +1,7 @@
-"""Recordings of a runner: when they begin and end, what they hold, and what is timed."""
+"""Recordings of a runner: when they begin and end, and what they hold."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from runtime.config import Addresses, NodeConfig
 from runtime.engine import recorder as recorder_module
 from runtime.engine import steps
 from runtime.engine.bound_phases import EventMarks, HostMarks
-from runtime.engine.recorder import Recorder, RecordingRunner, Stopwatch, shift_cost
+from runtime.engine.recorder import Recorder, RecordingRunner
 from runtime.messages import Mode
 from runtime.recording import (
     BoundPhase,
@@ -40,54 +39,7 @@ def step(tokens: int, mode: Mode = Mode.TP) -> steps.Step:
     return steps.Step(1, scheduled, None, sample=True, mode=mode)
 
 
-# --- the stopwatch ---
-
-
-class Hand:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-    @contextmanager
-    def slow(self, way_in: int, way_out: int) -> Iterator[None]:
-        """Take so many nanoseconds to be entered, and to be left."""
-        self.now += way_in
-        yield
-        self.now += way_out
-
-
-def test_the_ways_in_and_out_count_and_nothing_between() -> None:
-    hand = Hand()
-    watch = Stopwatch(hand)
-    with watch.timed(hand.slow, 3, 4):
-        hand.now += 1000
-        with watch.timed(hand.slow, 50, 60):
-            hand.now += 1000
-    assert watch.take() == pytest.approx(117e-9)
-    assert watch.take() == 0.0
-
-
-def test_what_fails_inside_fails_outside() -> None:
-    watch = Stopwatch(Hand())
-
-    def work() -> None:
-        with watch.timed(Hand().slow, 1, 1):
-            raise RuntimeError("the step failed")
-
-    with pytest.raises(RuntimeError, match="the step failed"):
-        work()
-
-
 # --- recordings ---
-
-
-@pytest.fixture(autouse=True)
-def _few_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "LOOPS", 5)
 
 
 def read(directory: Path, name: str) -> Recording:
@@ -127,26 +79,6 @@ def test_another_name_ends_one_recording_and_begins_the_next(tmp_path: Path) -> 
     assert [s.tokens for s in read(tmp_path, "b").steps] == [3]
 
 
-def test_ways_into_a_mode_are_kept_of_steps_that_are_not_recorded(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, ENGINE)
-    recorder.look(step(1))
-    recorder.entered(Mode.TP, 1e-6)
-    recorder.entered(Mode.SP, 2e-6)
-    request_file(tmp_path).write_text("a")
-    recorder.look(step(1))
-    recorder.entered(Mode.SP, 3.0)
-    request_file(tmp_path).unlink()
-    recorder.look(step(1))
-    assert read(tmp_path, "a").shift.entering == {Mode.TP: [1e-6], Mode.SP: [2e-6]}
-
-
-def test_a_step_without_its_mode_is_the_shorter_message() -> None:
-    cost = shift_cost(step(9, Mode.SP), {})
-    assert cost.choice > 0.0
-    assert cost.message >= 0.0
-    assert cost.entering == {}
-
-
 # --- the runner ---
 
 GROUP = (2, 3)
@@ -159,9 +91,6 @@ class LoggedLayout:
 
     def __init__(self, group: Group, log: list[str]) -> None:
         self.group, self._log = group, log
-
-    def enter_through(self, entering: object) -> None:
-        pass
 
     def execute(self, scheduled: SchedulerOutput, _mode: Mode) -> None:
         self._log.append(f"tp{len(self.group)} of {scheduled.total_num_scheduled_tokens}")

@@ -1,7 +1,7 @@
 """The model that runs a step by sequence, and which models it is refused for."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ from vllm.v1.attention.backend import AttentionType
 
 from runtime.engine.captured import CapturedSteps
 from runtime.engine.ulysses import (
-    Entering,
     SequenceParallelModel,
     UnexchangeableAttention,
     check_exchangeable,
@@ -63,7 +62,7 @@ def stand_in(base: Any, layers: dict[str, Any], captured: CapturedSteps | None =
     return SequenceParallelModel(nn.Module(), base, nullcontext, exchange, layers, captured)
 
 
-def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
+def test_the_base_runs_in_a_context_of_its_own() -> None:
     layers, seen = {"layers.0.attn": object()}, list[str]()
 
     def base(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -76,15 +75,7 @@ def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
         seen.append("base")
         return input_ids.float()
 
-    @contextmanager
-    def measured(manager: Entering, *args: Any) -> Iterator[None]:
-        seen.append("in")
-        with manager(*args):
-            yield
-        seen.append("out")
-
     model = stand_in(base, layers)
-    model.entering = measured
     outside = ForwardContext({}, {}, {}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
     outside.is_padding = torch.zeros(6, dtype=torch.bool)
     before = vars(outside).copy()
@@ -93,7 +84,7 @@ def test_the_base_runs_in_a_context_of_its_own_that_can_be_measured() -> None:
         assert get_forward_context() is outside
     assert vars(outside) == before
     assert hidden.tolist() == [0, 1, 2, 0, 1, 2]
-    assert seen == ["in", "base", "out"]
+    assert seen == ["base"]
 
 
 def test_a_step_that_fails_leaves_the_context_as_it_was() -> None:

@@ -14,7 +14,6 @@ from runtime.messages import Mode
 from runtime.recording import (
     RecordedStep,
     Recording,
-    ShiftCost,
     recording_file,
     request_file,
     trace_file,
@@ -133,8 +132,7 @@ class Engines:
         ]
         content = {"baseTimeNanoseconds": 0, "traceEvents": kernels}
         trace_file(self.directory, name, engine).write_text(json.dumps(content))
-        shift = ShiftCost(3e-7, 1e-6, {Mode.TP: [5e-6], Mode.SP: [2e-5, 4e-5]})
-        written = msgspec.json.encode(Recording(recorded, shift))
+        written = msgspec.json.encode(Recording(recorded))
         recording_file(self.directory, name, engine).write_bytes(written)
 
 
@@ -162,8 +160,6 @@ def test_every_way_of_working_is_recorded(tmp_path: Path) -> None:
         exchanged = part["kinds"][Kind.ALL_TO_ALL]
         assert exchanged == pytest.approx(1.0 if way == "sp2" else 0.0)
         assert part["kinds"][Kind.HOST] == pytest.approx(1.0)
-    assert found["shift"]["choice"] == 3e-7
-    assert found["shift"]["entering"]["sp"]["max"] == 4e-5
     assert not request_file(tmp_path).exists()
 
 
@@ -204,8 +200,6 @@ def test_the_report_has_a_column_for_each_way(tmp_path: Path) -> None:
     assert "| all-to-all | 0.00 (0%) | 0.00 (0%) | 1000.00 (25%) |" in lines
     assert "| host | 1000.00 (25%) | 1000.00 (25%) | 1000.00 (25%) |" in lines
     assert not any(line.startswith("| all-reduce") for line in lines)
-    assert "| the leader's choice | 0.30 | - | - |" in lines
-    assert "| a member's way into TP and out | 5.00 | 5.00 | 5.00 |" in lines
 
 
 def test_shoal_alone_is_started_to_record(tmp_path: Path) -> None:
