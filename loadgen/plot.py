@@ -1,21 +1,21 @@
-"""Pictures of runs over time, as SVG: requests on the node, its layout, throughput, and TTFT.
+"""Pictures of runs over time, as SVG: requests on the node, its layout, throughput, and TTFT."""
 
-Written by hand because a few step curves do not justify a plotting library among the dependencies.
-"""
-
-import math
+import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING
 
 from loadgen.report import Record, quantile
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""One per run: told apart by those who do not see all colours."""
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 150, 64, 36, 44
+"""One per run. People who do not see all colours can tell them apart (Okabe and Ito)."""
+_WIDTH_INCHES, _PANEL_INCHES = 10.0, 1.9
 _POINTS = 300
-_CHARACTER_WIDTH = 7
+_LEGEND_COLUMNS = 4
 
 Curve = list[tuple[float, float]]
 """Times, and the value from each of them on."""
@@ -39,9 +39,47 @@ def draw(title: str, timelines: Sequence[Timeline]) -> str:
 
     There is no panel of the layout if no run has one.
     """
+    from matplotlib import rc_context  # slow to import, and only pictures need it
+
+    # The same runs give the same bytes, and text stays text: people search and copy it.
+    with (
+        rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal"}),
+        io.StringIO() as document,
+    ):
+        figure(title, timelines).savefig(document, format="svg", metadata={"Date": None})
+        svg = document.getvalue()
+    return svg[svg.index("<svg") :]  # an HTML page takes the element without XML's prologue
+
+
+def figure(title: str, timelines: Sequence[Timeline]) -> "Figure":
+    """Return the figure that ``draw`` saves: one panel below the other, in seconds of the run."""
+    from matplotlib.figure import Figure
+
     ends = [r.ended for line in timelines for r in line.records if r.ended is not None]
     end = max(ends, default=1.0)
-    window = end / _POINTS
+    panels = _panels(timelines, end / _POINTS)
+    size = (_WIDTH_INCHES, 1.0 + _PANEL_INCHES * len(panels))
+    made = Figure(figsize=size, layout="constrained")
+    made.suptitle(title, parse_math=False)
+    for axes, (name, curves) in zip(made.subplots(len(panels), sharex=True), panels, strict=True):
+        axes.set_title(name, loc="left", fontsize="medium")
+        for number, (line, curve) in enumerate(zip(timelines, curves, strict=True)):
+            times, values = zip(*_until(curve, end), strict=True) if curve else ((), ())
+            colour = COLOURS[number % len(COLOURS)]
+            axes.step(times, values, where="post", color=colour, label=line.run, linewidth=1.2)
+        axes.set_xlim(0.0, end)
+        axes.set_ylim(bottom=0.0)
+        axes.grid(visible=True, color="#dddddd")
+    axes.set_xlabel("seconds since the start")
+    names = made.legend(
+        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=_LEGEND_COLUMNS
+    )
+    for text in names.get_texts():
+        text.set_parse_math(False)
+    return made
+
+
+def _panels(timelines: Sequence[Timeline], window: float) -> list[tuple[str, list[Curve]]]:
     panels = [
         ("requests on the node", [_concurrency(line.records, window) for line in timelines]),
         ("output tokens per second", [_throughput(line.tokens, 4 * window) for line in timelines]),
@@ -49,16 +87,13 @@ def draw(title: str, timelines: Sequence[Timeline]) -> str:
     ]
     if any(line.widths for line in timelines):
         panels.insert(1, ("engines per unit (mean)", [list(line.widths) for line in timelines]))
-    parts = [_text(_LEFT, 22, title, size=15), *_legend(timelines)]
-    for number, (name, curves) in enumerate(panels):
-        parts += _panel(_TOP + 20 + number * (_HEIGHT + _GAP), name, curves, end)
-    height = _TOP + 20 + len(panels) * (_HEIGHT + _GAP)
-    width = _LEFT + _WIDTH + 20
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    return panels
+
+
+def _until(curve: Curve, end: float) -> Curve:
+    """Return the curve with its last value kept until ``end``."""
+    time, value = curve[-1]
+    return [*curve, (max(time, end), value)]
 
 
 def _concurrency(records: Sequence[Record], window: float) -> Curve:
@@ -89,63 +124,3 @@ def _ttft(records: Sequence[Record], window: float) -> Curve:
         if record.ttft is not None:
             by_window[int(record.arrived / window)].append(record.ttft)
     return [(k * window, quantile(ttft, 0.9)) for k, ttft in sorted(by_window.items())]
-
-
-def _legend(timelines: Sequence[Timeline]) -> list[str]:
-    parts = []
-    x = float(_LEFT)
-    for number, line in enumerate(timelines):
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<rect x="{x:.0f}" y="30" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 17, 40, line.run))
-        x += 40 + _CHARACTER_WIDTH * len(line.run)
-    return parts
-
-
-def _panel(top: float, name: str, curves: Sequence[Curve], end: float) -> list[str]:
-    highest = _nice(max((value for curve in curves for _, value in curve), default=1.0))
-    bottom = top + _HEIGHT
-    parts = [_text(_LEFT, top - 6, name)]
-    for share in (0.0, 0.5, 1.0):
-        y = bottom - share * _HEIGHT
-        parts.append(_line(_LEFT, y, _LEFT + _WIDTH, y, "#dddddd"))
-        parts.append(_text(_LEFT - 6, y + 4, f"{share * highest:g}", anchor="end"))
-        x = _LEFT + share * _WIDTH
-        parts.append(_text(x, bottom + 15, f"{share * end:.0f} s", anchor="middle"))
-    for number, curve in enumerate(curves):
-        points = _steps(curve, end, highest, bottom)
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.4"/>'
-        )
-    return parts
-
-
-def _steps(curve: Curve, end: float, highest: float, bottom: float) -> str:
-    """Return the points of a curve that keeps each value until the next one."""
-    following = [*(time for time, _ in curve[1:]), end][: len(curve)]
-    points = []
-    for (time, value), until in zip(curve, following, strict=True):
-        y = bottom - value / highest * _HEIGHT
-        stretch = (time, max(time, min(until, end)))
-        points += [f"{_LEFT + at / end * _WIDTH:.1f},{y:.1f}" for at in stretch]
-    return " ".join(points)
-
-
-def _nice(value: float) -> float:
-    """Return the next number above ``value`` that reads well at the end of an axis."""
-    if value <= 0:
-        return 1.0
-    unit: float = 10.0 ** math.floor(math.log10(value))
-    return next(unit * step for step in (1, 2, 4, 5, 8, 10) if unit * step >= value)
-
-
-def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">'
-        f"{escape(text)}</text>"
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'

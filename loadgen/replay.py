@@ -93,15 +93,15 @@ class Replay:
         self._workload = workload
         self._clock = clock
         self._grace_seconds = grace_seconds
-        self._start = 0.0
+        self._start: float | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._stop_at_once = asyncio.Event()
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
-        return self._clock.now() - self._start
+        """Seconds since the start; 0 before it."""
+        return 0.0 if self._start is None else self._clock.now() - self._start
 
     @property
     def running(self) -> int:
@@ -118,12 +118,12 @@ class Replay:
         """Send everything, and return when the last response has ended."""
         run = self.run_so_far
         has_layouts = await run.log.sample(self._client, 0.0)
-        self._start = self._clock.now()
+        self._start = start = self._clock.now()
         watchers = [asyncio.create_task(self._tick())]
         if has_layouts:
             watchers.append(asyncio.create_task(self._watch_layouts()))
         try:
-            await _until(self._stop, self._send_all())
+            await _until(self._stop, self._send_all(start))
             await _until(self._stop, self._drain())
             if self._stop.is_set():
                 run.interrupted = True
@@ -136,14 +136,14 @@ class Replay:
             await run.log.sample(self._client, run.duration)
         return run
 
-    async def _send_all(self) -> None:
+    async def _send_all(self, start: float) -> None:
         for index, arrival in enumerate(self._workload.arrivals):
             body = self._client.body(self._prompts.make(index, arrival), arrival.output_tokens)
             # Even if it is late already: responses must be read, too.
             await self._clock.sleep(max(0.0, arrival.at - self.elapsed))
             exchange = Exchange(index, arrival)
             self.run_so_far.exchanges.append(exchange)
-            task = asyncio.create_task(self._client.send(exchange, body, self._start))
+            task = asyncio.create_task(self._client.send(exchange, body, start))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

@@ -152,15 +152,24 @@ def test_the_status_line_tells_what_happens() -> None:
         assert part in text
 
 
-async def test_the_status_line_is_written_anew_and_leaves_nothing_behind() -> None:
+def test_before_the_start_no_time_has_passed() -> None:
+    """The clock's zero is the machine's start, which is no part of a run."""
+    line = status_line(Terminal())
+    assert line.text().startswith("0 s ")
+    assert "  0 chunks/s" in line.text(), "those of the first call are not told again"
+
+
+async def test_the_status_line_is_removed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     shown = asyncio.create_task(status_line(terminal).show())
     await asyncio.sleep(0)
     shown.cancel()
     await asyncio.wait({shown})
-    assert "sent 2/3" in terminal.getvalue()
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[2K")
+    *_, written = terminal.getvalue().partition("sent 2/3")
+    assert written.count("\n") == 1, "rich ends the line, and goes back to remove it"
+    assert "\x1b[1A\x1b[2K" in written
 
 
 async def test_without_a_terminal_there_is_no_status_line() -> None:
