@@ -72,7 +72,7 @@ def figure(title: str, timelines: Sequence[Timeline]) -> "Figure":
         axes.grid(visible=True, color="#dddddd")
     axes.set_xlabel("seconds since the start")
     names = made.legend(
-        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=_LEGEND_COLUMNS
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=_LEGEND_COLUMNS
     )
     for text in names.get_texts():
         text.set_parse_math(False)
