@@ -156,11 +156,12 @@ def errors() -> list[PanelBuilder]:
             "HTTP requests that no unit got. `pool_full`: more comes in than is served: add a "
             "node, or raise `--max-waiting-requests`. `caller_full`: one API key is at its limit. "
             "`unauthorized`, `invalid`, `too_long`: look at the client. `handed_back`: the node is "
-            "shutting down. Connections: clients that send or read too slowly, or are too many.",
+            "shutting down. Connections: clients that send or read too slowly, or are too many. "
+            "Those pushed out by more urgent ones are among `pool_full`.",
             Query(rate("shoal_rejected_requests_total", by="reason"), "{{reason}}"),
             Query(rate("shoal_client_cutoffs_total", by="reason"), "connection: {{reason}}"),
+            Query(rate("shoal_pushed_out_requests_total"), "pushed out"),
             unit="reqps",
-            stack=True,
         ),
         graph(
             "Stalled streams per second, by cause",

@@ -74,6 +74,10 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the API key."""
     max_waiting: int | None = None
     """How many requests of this caller may wait."""
+    family: int | None = None
+    """Its front end's number of the HTTP request, where several engine requests come of that."""
+    begun: bool = False
+    """Whether the response has begun, or may have: an error could not take its place any more."""
 
     def added_to(self, trace_headers: Mapping[str, str] | None) -> dict[str, str]:
         """Return a request's trace headers with these terms."""

@@ -466,20 +466,28 @@ def _check_named_tool(fields: Mapping[str, Any]) -> None:
 
 def _check_choices(fields: Mapping[str, Any], bounds: Bounds) -> None:
     """Bound the answers, and the tokens of prompts that are token ids."""
-    prompts = 1
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and prompt:
-        if isinstance(prompt[0], int):
-            prompt = [prompt]
-        prompts = len(prompt)
-        for ids in prompt:
-            if isinstance(ids, list):
-                _at_most("prompt", len(ids), bounds.prompt_tokens, "tokens")
-    n = fields.get("n")
-    answers = prompts * (n if isinstance(n, int) else 1)
+    prompts = _prompts(fields)
+    for ids in prompts:
+        if isinstance(ids, list):
+            _at_most("prompt", len(ids), bounds.prompt_tokens, "tokens")
+    answers = answers_of(fields)
     if answers > bounds.choices:
         most = f"at most {bounds.choices} are allowed"
-        raise BoundsError("n" if prompts == 1 else "prompt", f"{answers} answers, {most}")
+        raise BoundsError("prompt" if len(prompts) > 1 else "n", f"{answers} answers, {most}")
+
+
+def answers_of(fields: Mapping[str, Any]) -> int:
+    """Return the answers that a body asks for: ``n`` times the number of prompts."""
+    n = fields.get("n")
+    return max(1, len(_prompts(fields))) * (n if isinstance(n, int) else 1)
+
+
+def _prompts(fields: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts that are in a list; none where there is no list of them."""
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return []
+    return [prompt] if isinstance(prompt[0], int) else prompt
 
 
 def _check_text(fields: Mapping[str, Any], bounds: Bounds) -> None:

@@ -135,11 +135,11 @@ class TermsMiddleware:
             return
         placement.priority = asked.priority
         placement.in_background = asked.in_background
-        placement.terms = _terms(asked, key, arrival)
+        placement.terms = _terms(asked, key, arrival, placement.number)
         if caller is not None:
             placement.spend_tokens = caller.spend_tokens
             placement.tenant = None if self._share_prefix_cache else caller.key.tenant
-        refusal = await self._door.refusal(placement.terms.caller)
+        refusal = await self._door.refusal(placement.terms.caller, asked.priority)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -147,12 +147,14 @@ class TermsMiddleware:
         await self._app({**scope, "headers": headers}, receive, send)
 
 
-def _terms(asked: Asked, key: ApiKey | None, arrival: float) -> Terms:
+def _terms(asked: Asked, key: ApiKey | None, arrival: float, number: int) -> Terms:
     seconds = asked.deadline_seconds
     return Terms(
         deadline=None if seconds is None else arrival + seconds,
         caller=None if key is None else key.name,
         max_waiting=None if key is None else key.max_waiting,
+        family=number if asked.several else None,
+        begun=asked.in_background,
     )
 
 

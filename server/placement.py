@@ -11,7 +11,9 @@ import hashlib
 import json
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from itertools import count
 
+import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,6 +68,7 @@ class Placement:
 
     Attributes:
         arrival: when it came.
+        number: tells it from the others of this front end.
         request_ids: its engine requests.
         terms: what the task pool is told about them.
         priority: the effective one; None while it is not known.
@@ -76,8 +79,9 @@ class Placement:
         refused: why vLLM refused it after its response had begun, as that of a stream has.
     """
 
-    def __init__(self, arrival: float = 0.0) -> None:
+    def __init__(self, arrival: float = 0.0, number: int = 0) -> None:
         self.arrival = arrival
+        self.number = number
         self.request_ids: set[str] = set()
         self.terms = Terms()
         self.priority: int | None = None
@@ -153,6 +157,7 @@ class Placements:
         self._clock = clock
         self._current: ContextVar[Placement | None] = ContextVar("placement", default=None)
         self._by_request: dict[str, Placement] = {}
+        self._numbers = count(1)
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -170,7 +175,7 @@ class Placements:
 
     def open(self) -> Placement:
         """Start the placement of the HTTP request that the current context serves."""
-        placement = Placement(self._clock())
+        placement = Placement(self._clock(), next(self._numbers))
         self._current.set(placement)
         return placement
 
@@ -190,6 +195,8 @@ class Placements:
             return Terms()
         placement.expect(request_id)
         self._by_request[request_id] = placement
+        if placement.is_placed:
+            return msgspec.structs.replace(placement.terms, begun=True)
         return placement.terms
 
     def expect_again(self, request_id: str) -> None:

@@ -32,8 +32,13 @@ class PoolDoor:
         """Take a note of the controller."""
         self._limits = limits
 
-    async def refusal(self, caller: str | None) -> JSONResponse | None:
-        """Return the answer to a request that must be refused; None if it may come in."""
+    async def refusal(self, caller: str | None, priority: int) -> JSONResponse | None:
+        """Return the answer to a request that must be refused; None if it may come in.
+
+        Args:
+            caller: who sent it, if that has a name.
+            priority: its effective one.
+        """
         limits = self._limits
         if self.is_closed:
             await self._count(Outcome.HANDED_BACK)
@@ -41,7 +46,7 @@ class PoolDoor:
         if caller is not None and caller in limits.callers:
             await self._count(Outcome.CALLER_FULL)
             return refusal_response(429, limits.callers[caller], limits.retry_after)
-        if limits.full is not None:
+        if limits.full is not None and not limits.lets_in(priority):
             await self._count(Outcome.POOL_FULL)
             return refusal_response(503, limits.full, limits.retry_after)
         return None

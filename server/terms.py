@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from server.bounds import answers_of
 from server.keys import ApiKey
 
 PRIORITY_HEADER = "x-vllm-priority"
@@ -35,6 +36,8 @@ class Asked:
     """How long its engine requests may wait from now on."""
     in_background: bool
     """Whether the response does not wait for what the request generates."""
+    several: bool
+    """Whether it becomes several engine requests."""
 
 
 def read_terms(headers: Headers, fields: Mapping[str, Any], key: ApiKey | None) -> Asked:
@@ -59,6 +62,7 @@ def read_terms(headers: Headers, fields: Mapping[str, Any], key: ApiKey | None) 
         priority=priority,
         deadline_seconds=_deadline(headers.getlist(DEADLINE_HEADER)),
         in_background=fields.get("background") is True,
+        several=answers_of(fields) > 1,
     )
 
 

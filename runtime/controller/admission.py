@@ -1,13 +1,12 @@
 """Who may wait in the task pool: requests come in, are refused, are dropped or withdrawn here.
 
 A limit holds for what waits: a request that a unit can start at once is never refused. So the
-newcomers of a turn are checked when the policy has dispatched what it could, and those that would
-have to wait beyond a limit are refused, the latest first. The front ends are told when a limit is
-reached, and refuse what comes then before they have worked on it.
+newcomers of a turn are checked against the ``limits`` when the policy has dispatched what it could.
+The front ends are told when a limit is reached and who is let in all the same, and refuse all
+others before they have worked on them.
 """
 
 import logging
-from collections.abc import Iterator
 
 from policies.partition import leader_of
 from runtime import messages as m
@@ -17,6 +16,8 @@ from runtime.config import NodeConfig
 from runtime.controller.book import Book, Request, pool_request
 from runtime.controller.capacity import Capacity
 from runtime.controller.demand import Drain
+from runtime.controller.family import Families
+from runtime.controller.limits import Limits
 from runtime.controller.pool import TaskPool
 from runtime.messages import Outcome
 from runtime.transport import ControllerTransport, front_identity
@@ -58,9 +59,9 @@ class Admission:
         self._capacity = capacity
         self._transport = transport
         self._clock = clock
+        self._families = Families()
+        self._limits = Limits(config, pool, self._families, clock)
         self._newcomers: list[Request] = []
-        self._allowances: dict[str, int] = {}
-        """Requests that callers with a limit may have waiting, by caller."""
         self._drain = Drain(clock())
         self._told = m.PoolLimits()
 
@@ -80,14 +81,14 @@ class Admission:
             log.error("dropped request %s: there is one of this id", view.request_id)
             return 0
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
-        request = Request(view.request_id, view.client_index, frames, seen, view.terms)
+        terms = view.terms
+        family = self._families.join(view.client_index, terms.family, view.request_id)
+        request = Request(view.request_id, view.client_index, frames, seen, terms, family)
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
             return 0
         self._pool.add(request, deadline=request.terms.deadline)
         self._newcomers.append(request)
-        if request.terms.caller is not None and request.terms.max_waiting is not None:
-            self._allowances[request.terms.caller] = request.terms.max_waiting
         return seen.prompt_tokens
 
     def _is_here(self, request_id: str) -> bool:
@@ -173,64 +174,22 @@ class Admission:
     # --- limits -------------------------------------------------------------------------------
 
     def hold_limits(self, started: int) -> None:
-        """Refuse the newcomers that wait beyond a limit, and tell the front ends what is full.
+        """End the requests that may not wait (any more), and tell the front ends what is full.
 
         Args:
             started: requests that have left the pool for a unit since the last call.
         """
         newcomers, self._newcomers = self._newcomers, []
-        refused = list(self._take_excess(newcomers))
-        waiting = len(self._pool)
-        self._drain.see(self._clock(), started=started, waits=waiting > 0)
-        retry_after = self._drain.retry_after(waiting)
-        for request, outcome, status, message in refused:
-            self.fail([request], outcome, status, message, retry_after)
-        full, callers = self._full(waiting + 1, self._pool.tokens + 1), self._full_callers()
-        limits = m.PoolLimits(full, callers, retry_after)
-        if full is None and not callers:
-            limits = m.PoolLimits()
+        waiting = [new for new in newcomers if self._pool.get(new.id) is new]
+        refused = self._limits.hold(waiting)
+        waits = len(self._pool)
+        self._drain.see(self._clock(), started=started, waits=waits > 0)
+        retry_after = self._drain.retry_after(waits)
+        self._book.pushed_out = self._limits.pushed_out
+        for request, why in refused:
+            self.fail([request], why.outcome, why.status, why.message, retry_after)
+        limits = self._limits.told(retry_after)
         if limits != self._told:
             self._told = limits
             for index in range(self._config.api_servers):
                 self._transport.to_control(front_identity(index), limits)
-
-    def _take_excess(self, newcomers: list[Request]) -> Iterator[tuple[Request, Outcome, int, str]]:
-        """Take those out that wait beyond a limit; yield each with outcome, status and message."""
-        for request in reversed(newcomers):
-            if request.id not in self._pool:
-                continue
-            caller, allowed = request.terms.caller, request.terms.max_waiting
-            full = self._full(len(self._pool), self._pool.tokens)
-            if (
-                caller is not None
-                and allowed is not None
-                and self._pool.waiting_of(caller) > allowed
-            ):
-                self._pool.remove(request.id)
-                yield request, Outcome.CALLER_FULL, 429, _caller_full(allowed)
-            elif full is not None:
-                self._pool.remove(request.id)
-                yield request, Outcome.POOL_FULL, 503, full
-
-    def _full(self, requests: int, tokens: int) -> str | None:
-        """Return which limit so many waiting requests and prompt tokens break, if any."""
-        limits = (
-            ("requests", requests, self._config.max_waiting_requests),
-            ("prompt tokens", tokens, self._config.max_waiting_tokens),
-        )
-        for what, amount, limit in limits:
-            if limit is not None and amount > limit:
-                return f"the task pool is full: {limit} {what} may wait"
-        return None
-
-    def _full_callers(self) -> dict[str, str]:
-        """Return what to tell the callers who have as many requests waiting as they may."""
-        return {
-            caller: _caller_full(allowed)
-            for caller, allowed in self._allowances.items()
-            if self._pool.waiting_of(caller) >= allowed
-        }
-
-
-def _caller_full(allowed: int) -> str:
-    return f"{allowed} requests of this API key may wait, and so many do"

@@ -15,6 +15,7 @@ from policies.partition import Group, Partition, leader_of, singles
 from policies.snapshot import PoolRequest
 from runtime import messages as m
 from runtime import wire
+from runtime.controller.family import Family
 
 
 class EngineState(enum.StrEnum):
@@ -53,6 +54,8 @@ class Request(msgspec.Struct, frozen=True):
     """What policies see of it."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
+    family: Family | None = None
+    """The HTTP request that it came of, if others came of it, too."""
     moved_at: float | None = None
     """When it was last taken out of a unit, seconds."""
     tokens: tuple[int, ...] = ()
@@ -217,6 +220,8 @@ class Book:
         """Incarnations of the engines that a group was last formed of, if not the first ones."""
         self.ending = False
         """Whether the node is to end: it takes no requests."""
+        self.pushed_out = 0
+        """Those of them that waited, and made room in the task pool for more urgent ones."""
         self.stale = 0
         """Switch messages that came too late and were dropped."""
         self._where: dict[str, Group] = {}

@@ -64,6 +64,8 @@ class Dispatcher:
                 continue
             sent += 1
             self._pool.remove(request.id)
+            if request.family is not None:
+                request.family.started = True
             self._book.place(request, group)
             now = self._clock()
             self._statistics.placed(request, group, now)

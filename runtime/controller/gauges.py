@@ -73,6 +73,12 @@ class Gauges:
             {(outcome.value,): book.outcomes[outcome] for outcome in Outcome},
         )
         yield counter(
+            "shoal_pushed_out_requests_total",
+            "Requests that waited, and made room in the task pool for more urgent ones.",
+            (),
+            {(): book.pushed_out},
+        )
+        yield counter(
             "shoal_stale_messages_total",
             "Messages of switches that were over, dropped.",
             (),

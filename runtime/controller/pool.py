@@ -1,15 +1,17 @@
 """The task pool: the node's one queue. A request leaves it only when a unit can start it."""
 
 import heapq
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
+from collections.abc import Iterator
 from itertools import count, islice
 
 from policies.snapshot import PoolRequest
 from runtime.config import AGING_SECONDS
 from runtime.controller.book import Request
 
-_Key = tuple[float, int]
+_Key = tuple[float, float]
 """Rank, then order of coming in: unique, and in the order of service."""
 
 
@@ -29,6 +31,8 @@ class TaskPool:
         self._aging_seconds = aging_seconds
         self._serial = count()
         self._order: list[_Key] = []
+        self._replaceable: list[_Key] = []
+        """Those that may be pushed out, in the order of service."""
         self._by_key: dict[_Key, Request] = {}
         self._keys: dict[str, _Key] = {}
         self._deadlines: dict[str, float] = {}
@@ -52,6 +56,10 @@ class TaskPool:
         """Return the number of a caller's requests."""
         return self._callers[caller]
 
+    def rank(self, request: Request) -> float:
+        """Return what decides a request's place: those with a lower one are served before."""
+        return request.seen.priority * self._aging_seconds + request.seen.arrival
+
     def add(self, request: Request, *, deadline: float | None = None) -> None:
         """Queue a request; one that was here before gets the place that its arrival gives it.
 
@@ -59,8 +67,7 @@ class TaskPool:
             request: that.
             deadline: when to give it up if it still waits; None lets it wait for ever.
         """
-        rank = request.seen.priority * self._aging_seconds + request.seen.arrival
-        key = (rank, next(self._serial))
+        key = (self.rank(request), next(self._serial))
         insort(self._order, key)
         self._by_key[key] = request
         self._keys[request.id] = key
@@ -80,6 +87,7 @@ class TaskPool:
         if key is None:
             return None
         del self._order[bisect_left(self._order, key)]
+        self._keep(key)
         request = self._by_key.pop(key)
         self._deadlines.pop(request_id, None)
         self._count(request, -1)
@@ -97,6 +105,47 @@ class TaskPool:
     def all(self) -> list[Request]:
         """Return every request, in order."""
         return [self._by_key[key] for key in self._order]
+
+    # --- making room --------------------------------------------------------------------------
+
+    def let_in(self, request_id: str) -> None:
+        """Note that a request which is here may be pushed out for more urgent ones."""
+        insort(self._replaceable, self._keys[request_id])
+
+    def keep(self, request_id: str) -> None:
+        """Note that a request which is here may not be pushed out (any more)."""
+        self._keep(self._keys[request_id])
+
+    def _keep(self, key: _Key) -> None:
+        place = bisect_left(self._replaceable, key)
+        if self._replaceable[place : place + 1] == [key]:
+            del self._replaceable[place]
+
+    def behind(self, rank: float) -> int:
+        """Return the number of requests that are served after one of this rank."""
+        return len(self._order) - bisect_right(self._order, (rank, math.inf))
+
+    def replaceable(self, rank: float) -> Iterator[Request]:
+        """Yield those of them that may be pushed out, the last one first; it may be kept then."""
+        for key in reversed(self._replaceable):
+            if key[0] <= rank:
+                return
+            yield self._by_key[key]
+
+    def priority_before(self, now: float, kept: int) -> int | None:
+        """Return the least urgent priority with which a request could push one out.
+
+        Args:
+            now: when it would come.
+            kept: how many requests have to be behind it still.
+
+        Returns:
+            None if no request could.
+        """
+        if not self._replaceable or len(self._order) <= kept:
+            return None
+        rank = min(self._replaceable[-1][0], self._order[-1 - kept][0])
+        return math.ceil((rank - now) / self._aging_seconds) - 1
 
     # --- deadlines ----------------------------------------------------------------------------
 

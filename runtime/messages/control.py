@@ -245,6 +245,13 @@ class PoolLimits(Message, frozen=True):
     """The same for callers who have reached their own limit, by caller."""
     retry_after: int = 1
     """Seconds after which those who are refused may try again."""
+    let_in: int | None = None
+    """The least urgent priority that comes in all the same: it pushes another one out of
+    the full pool. None: no priority does."""
+
+    def lets_in(self, priority: int) -> bool:
+        """Return whether a request of this priority comes in although the pool is full."""
+        return self.let_in is not None and priority <= self.let_in
 
 
 class Switching(Message, frozen=True, omit_defaults=True):

@@ -309,6 +309,51 @@ async def test_a_full_pool_is_closed_to_everyone() -> None:
     assert (await echo.post()).status_code == 200
 
 
+@pytest.mark.parametrize(("priority", "status"), [("-3", 200), ("-2", 200), ("-1", 503)])
+async def test_a_full_pool_lets_those_in_who_are_urgent_enough(priority: str, status: int) -> None:
+    echo = Echo()
+    echo.door.update(PoolLimits(full="the task pool is full", let_in=-2))
+    response = await echo.post(headers={"X-Vllm-Priority": priority})
+    assert response.status_code == status
+    assert echo.reached == (status == 200)
+
+
+async def test_what_a_key_may_not_ask_for_does_not_open_a_full_pool() -> None:
+    echo = Echo(key("k", "batch", min_priority=0))
+    echo.door.update(PoolLimits(full="the task pool is full", let_in=-2))
+    headers = {"Authorization": "Bearer k", "X-Vllm-Priority": "-50"}
+    assert (await echo.post(headers=headers)).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("body", "several"),
+    [
+        ('{"n": 2, "prompt": "x"}', True),
+        ('{"prompt": ["x", "y"]}', True),
+        ('{"prompt": [[1, 2], [3]]}', True),
+        ('{"n": 1, "prompt": ["x"]}', False),
+        ('{"prompt": [1, 2, 3]}', False),
+        ('{"prompt": "x"}', False),
+    ],
+)
+async def test_the_requests_of_one_http_request_are_told_to_belong_together(
+    body: str, several: bool
+) -> None:
+    echo = Echo()
+    families = []
+    for _ in range(2):
+        await echo.post(body)
+        families.append(echo.terms.family)
+    assert len(set(families)) == (2 if several else 1)
+    assert (None in families) == (not several)
+
+
+async def test_a_background_response_is_told_to_have_begun() -> None:
+    echo = Echo()
+    await echo.post('{"background": true}')
+    assert echo.terms == Terms(begun=True)
+
+
 async def test_a_closed_door_stays_closed_whatever_the_pool_is_like() -> None:
     echo = Echo()
     echo.door.close()

@@ -70,6 +70,14 @@ async def test_the_head_of_a_stream_leaves_with_its_first_chunk_and_says_where_i
     assert [message.get("body") for message in sent] == [None, b"one", b"two"]
 
 
+def test_a_request_that_comes_of_one_that_ran_is_told_to_have_begun() -> None:
+    placements = Placements()
+    placements.open()
+    assert placements.expect("r1") == Terms()
+    placements.take(Placed("r1", (0,), "dp"))
+    assert placements.expect("r2") == Terms(begun=True)
+
+
 async def test_output_waits_for_a_note_that_is_on_its_way() -> None:
     placements = Placements()
 

@@ -153,6 +153,34 @@ async def test_a_full_pool_is_a_503_with_retry_after(busy: httpx.AsyncClient) ->
         pass
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_urgent_request_pushes_the_last_one_out_with_all_its_answers(
+    busy: httpx.AsyncClient, stream: bool
+) -> None:
+    before = await outcomes(busy)
+    body = ask() | {"stream": stream}
+
+    def post(body: dict[str, Any], **headers: str) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(busy.post("/v1/completions", json=body, headers=headers))
+
+    first = post(body)
+    await pool_of(busy, 1)
+    last = post(body | {"n": 2})
+    await pool_of(busy, LIMIT)
+    urgent = post(body, **{"X-Vllm-Priority": "-5"})
+    response = await last
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert "more urgent" in response.json()["error"]["message"]
+    await pool_of(busy, 2)
+    assert (await outcomes(busy))["pool_full"] == before["pool_full"] + 2
+    await leave([first, urgent])
+    await pool_of(busy, 0)
+    after = await outcomes(busy)
+    assert after["aborted"] == before["aborted"] + 2
+    assert sum(after.values()) == sum(before.values()) + 4
+
+
 async def test_a_burst_is_cut_at_the_limit_and_nobody_hangs(busy: httpx.AsyncClient) -> None:
     burst = [
         asyncio.create_task(busy.post("/v1/completions", json=ask() | {"stream": k % 2 == 0}))
