@@ -53,6 +53,8 @@ class Bounds:
     grammar_nesting: int = 32
     grammar_cpu_seconds: int = 5
     """What a grammar may take to compile."""
+    grammars_waiting: int = 64
+    """Grammars of one API key, or of all callers without one, that may wait to be compiled."""
     regex_chars: int = 4096
     """Of a regular expression, and of every ``pattern`` of a schema."""
 
@@ -84,6 +86,7 @@ def add_bounds_options(group: argparse._ArgumentGroup) -> None:
         ("--max-choices", DEFAULTS.choices, "answers that one request may ask for"),
         ("--max-grammar-bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
         ("--max-grammar-seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
+        ("--max-waiting-grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
     ):
         group.add_argument(
             flag, type=int, default=value, metavar="N", help=f"{what} (default: %(default)s)"
@@ -106,6 +109,7 @@ def bounds_of(args: Namespace, max_model_len: int) -> Bounds:
         logprobs=_unlimited(args.max_logprobs),
         grammar_bytes=args.max_grammar_bytes,
         grammar_cpu_seconds=args.max_grammar_seconds,
+        grammars_waiting=args.max_waiting_grammars,
     )
 
 
@@ -115,7 +119,10 @@ def check_bounds_options(args: Namespace) -> None:
     Raises:
         UserError: one is less than 1.
     """
-    for name in ("max_body_bytes", "max_choices", "max_grammar_bytes", "max_grammar_seconds"):
+    for name in (
+        *("max_body_bytes", "max_choices"),
+        *("max_grammar_bytes", "max_grammar_seconds", "max_waiting_grammars"),
+    ):
         value = getattr(args, name)
         if value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")

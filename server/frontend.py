@@ -72,6 +72,7 @@ from server.connections import (
 )
 from server.decode_streams import shorten_prompt
 from server.errors import UserError, one_line
+from server.grammar_queue import FIRST_SECONDS, GrammarQueue, QueueFullError
 from server.grammars import MEMORY_BYTES as GRAMMAR_MEMORY_BYTES
 from server.grammars import GrammarCheck, GrammarCompiler
 from server.http_protocol import BoundedHttpProtocol
@@ -80,7 +81,7 @@ from server.interruptions import Interruptions
 from server.model_kinds import check_model_config, check_quantisation
 from server.multiprocess_metrics import share_metrics
 from server.ordering import InOrder
-from server.placement import Placements, Rejection
+from server.placement import Placements, Refused, Rejection
 from server.pool_door import PoolDoor
 from server.request_metrics import RequestMetrics, RequestTimes
 from server.sandbox import Sandbox
@@ -197,11 +198,14 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         constraint = getattr(params, "structured_outputs", None)
         try:
             if constraint is not None:
-                await self._grammars.check(constraint)
+                await self._grammars.check(self._placements.holder, constraint)
             return await super().add_request(request_id, prompt, params, *rest, **more)
         except VLLMValidationError as error:
-            self._placements.refuse(str(error))
+            self._placements.refuse(Refused(400, str(error)))
             raise
+        except QueueFullError as error:
+            self._placements.refuse(Refused(429, str(error), FIRST_SECONDS))
+            raise VLLMValidationError(str(error), parameter="structured_outputs") from error
 
     def follow(self, placements: Placements, times: RequestTimes, traces: Traces | None) -> None:
         """Tell these of every request, the controller of its terms, and vLLM of its tenant."""
@@ -369,13 +373,13 @@ class Frontend:
             share_metrics(Path(self.config.runtime_dir, "prometheus"))
         set_ulimit()
         compiler = GrammarCompiler(self.vllm_config)
-        with Sandbox(
-            compiler,
-            compiler.prepare,
-            cpu_seconds=self.args.max_grammar_seconds,
-            memory_bytes=GRAMMAR_MEMORY_BYTES,
-        ) as sandbox:
-            uvloop.run(self._serve(ready, GrammarCheck(sandbox)))
+        with Sandbox(compiler, compiler.prepare, memory_bytes=GRAMMAR_MEMORY_BYTES) as sandbox:
+            queue = GrammarQueue(
+                sandbox.run,
+                cpu_seconds=self.args.max_grammar_seconds,
+                per_caller=self.args.max_waiting_grammars,
+            )
+            uvloop.run(self._serve(ready, GrammarCheck(queue)))
 
     async def _serve(self, ready: Callable[[], None], grammars: GrammarCheck) -> None:
         placements = Placements()

@@ -20,7 +20,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from server.sandbox import RefusedError, Sandbox
+from server.grammar_queue import Caller, GrammarQueue
+from server.sandbox import RefusedError
 
 REMEMBERED = 1024
 """Grammars whose verdict is kept."""
@@ -97,23 +98,28 @@ class GrammarCheck:
     """Says of every grammar, once, whether it may be used.
 
     Args:
-        sandbox: does the work of a ``GrammarCompiler``.
+        queue: has a ``GrammarCompiler`` do its work.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, queue: GrammarQueue) -> None:
+        self._queue = queue
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
 
-    async def check(self, constraint: Any) -> None:
+    async def check(self, caller: Caller, constraint: Any) -> None:
         """Return if this ``StructuredOutputsParams`` may be used.
+
+        Args:
+            caller: who asks.
+            constraint: that.
 
         Raises:
             VLLMValidationError: it is not valid, or costs too much to compile.
+            QueueFullError: the caller has too many that wait to be compiled.
         """
         job = encoded(constraint)
         digest = hashlib.sha256(job).digest()
         if digest not in self._verdicts:
-            verdict = await self._verdict(job)
+            verdict = await self._verdict(caller, job)
             self._verdicts[digest] = verdict
             if len(self._verdicts) > REMEMBERED:
                 self._verdicts.popitem(last=False)
@@ -123,9 +129,9 @@ class GrammarCheck:
         if verdict is not None:
             raise VLLMValidationError(verdict, parameter="structured_outputs")
 
-    async def _verdict(self, job: bytes) -> str | None:
+    async def _verdict(self, caller: Caller, job: bytes) -> str | None:
         try:
-            await self._sandbox.run(job)
+            await self._queue.run(caller, job)
         except RefusedError as error:
             return str(error)
         return None

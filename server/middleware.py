@@ -137,6 +137,7 @@ class TermsMiddleware:
         placement.in_background = asked.in_background
         placement.terms = _terms(asked, key, arrival, placement.number)
         if caller is not None:
+            placement.holder = caller.key.tenant
             placement.spend_tokens = caller.spend_tokens
             placement.tenant = None if self._share_prefix_cache else caller.key.tenant
         refusal = await self._door.refusal(placement.terms.caller, asked.priority)

@@ -120,7 +120,7 @@ _REASONS = {
     409: "another switch is running, or the policy decides the layout",
     413: "the body is too large",
     414: "the URL is too long",
-    429: "the API key is at one of its limits",
+    429: "the caller is at one of its limits",
     431: "the headers are too large",
     500: "the request failed in its engine",
     501: "the model cannot do this",

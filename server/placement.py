@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import count
 
 import msgspec
@@ -21,7 +22,7 @@ from policies.partition import Group
 from runtime.clock import Clock, monotonic
 from runtime.messages import Ended, Outcome, Placed
 from runtime.wire import Terms
-from server.errors import error_body, error_response, refusal_response
+from server.errors import error_body, refusal_response
 
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
@@ -30,8 +31,7 @@ PRIORITY_HEADER = "x-shoal-priority"
 _STREAM = "text/event-stream"
 _ERROR_EVENT = b'data: {"error"'
 """How the event begins that vLLM ends a stream with when its request fails."""
-_BAD_REQUEST = 400
-_CALLER_FULL = 429
+_TOO_MANY = 429
 """Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
 
 
@@ -47,7 +47,8 @@ class Rejection(enum.StrEnum):
     POOL_FULL = Outcome.POOL_FULL.value
     CALLER_FULL = Outcome.CALLER_FULL.value
     CALLER_LIMIT = "caller_limit"
-    """Its API key has as many requests in progress, or has used as much a minute, as it may."""
+    """Its caller has as many requests in progress, has as many grammars that wait to be compiled,
+    or has used as much a minute, as it may."""
     HANDED_BACK = Outcome.HANDED_BACK.value
 
 
@@ -58,6 +59,17 @@ _REJECTIONS = {
         Outcome.HANDED_BACK,
     )
 }
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a request is refused with before an engine has seen it."""
+
+    status: int
+    message: str
+    retry_after: int | None = None
+    """Seconds after which to try again; None where that would not help."""
+
 
 CountRejection = Callable[[Rejection], None]
 """Called for every refused request."""
@@ -73,10 +85,11 @@ class Placement:
         terms: what the task pool is told about them.
         priority: the effective one; None while it is not known.
         in_background: whether the response does not wait for what is generated.
+        holder: of the API key; None: there is none.
         tenant: whose prefixes it may find in the cache; None: those of all who have no tenant.
         spend_tokens: counts tokens of its prompts and answers.
         ended: the controller's word on the first engine request that it refused or dropped.
-        refused: why vLLM refused it after its response had begun, as that of a stream has.
+        refused: why it was refused after its response had begun, as that of a stream has.
     """
 
     def __init__(self, arrival: float = 0.0, number: int = 0) -> None:
@@ -86,10 +99,11 @@ class Placement:
         self.terms = Terms()
         self.priority: int | None = None
         self.in_background = False
+        self.holder: str | None = None
         self.tenant: str | None = None
         self.spend_tokens: Callable[[int], None] = _spend_nothing
         self.ended: Ended | None = None
-        self.refused: str | None = None
+        self.refused: Refused | None = None
         self._units: list[tuple[Group, str]] = []
         self._awaited: set[str] = set()
         self._noted = asyncio.Event()
@@ -168,6 +182,12 @@ class Placements:
         return self._current.get()
 
     @property
+    def holder(self) -> str | None:
+        """Who holds the API key of the HTTP request that the current context serves, if any."""
+        placement = self.current
+        return None if placement is None else placement.holder
+
+    @property
     def arrival(self) -> float:
         """When the HTTP request came that the current context serves; now if there is none."""
         placement = self.current
@@ -214,11 +234,11 @@ class Placements:
         if placement is not None and placement.ended is None:
             placement.expect(request_id)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, refused: Refused) -> None:
         """Note why the HTTP request of the current context is refused without an engine."""
         placement = self._current.get()
         if placement is not None:
-            placement.refused = reason
+            placement.refused = refused
 
     def give_up(self, request_id: str) -> None:
         """Await no note of an engine request: it never reached the controller."""
@@ -311,7 +331,9 @@ def _rejection(status: int, placement: Placement) -> Rejection | None:
     if ended is not None:
         ran = ended.outcome is Outcome.HANDED_BACK and placement.is_placed
         return None if ran else _REJECTIONS.get(ended.outcome)
-    invalid = 400 <= status < 500 and status != _CALLER_FULL
+    if placement.refused is not None and placement.refused.status == _TOO_MANY:
+        return Rejection.CALLER_LIMIT
+    invalid = 400 <= status < 500 and status != _TOO_MANY
     return Rejection.INVALID if invalid else None
 
 
@@ -369,17 +391,19 @@ class _HeldHead:
             await placement.wait(for_all=not streams)
         ended, held, self._held = placement.ended, self._held, []
         if ended is not None and ended.status is not None:
-            self._replaced, self.status = True, ended.status
-            response = refusal_response(ended.status, ended.message, ended.retry_after)
-            response.headers.update(placement.headers)
-            await response(self._scope, self._receive, self._send)
+            await self._replace(Refused(ended.status, ended.message, ended.retry_after))
             return
-        if streams and placement.refused is not None and not placement.request_ids:
-            self._replaced, self.status = True, _BAD_REQUEST
-            response = error_response(self.status, placement.refused, placement.headers)
-            await response(self._scope, self._receive, self._send)
+        refused, self.status = placement.refused, held[0]["status"]
+        if refused is not None and not placement.request_ids and refused.status != self.status:
+            await self._replace(refused)
             return
-        self.status = held[0]["status"]
         MutableHeaders(raw=held[0]["headers"]).update(placement.headers)
         for message in held:
             await self._send(message)
+
+    async def _replace(self, refused: Refused) -> None:
+        """Send an error in the place of the response."""
+        self._replaced, self.status = True, refused.status
+        response = refusal_response(refused.status, refused.message, refused.retry_after)
+        response.headers.update(self._placement.headers)
+        await response(self._scope, self._receive, self._send)

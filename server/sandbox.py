@@ -33,6 +33,10 @@ class RefusedError(ValueError):
     """A job was wrong, or needed more than it may; the message is one line."""
 
 
+class KilledError(RefusedError):
+    """A job was killed at its limits."""
+
+
 class Sandbox:
     """A process that forks another one for every job. A context manager that ends it.
 
@@ -42,9 +46,7 @@ class Sandbox:
     Args:
         work: what is done with a job.
         prepare: called once, in the sandbox, when the first job comes.
-        cpu_seconds: CPU time of one job; the next whole second counts.
         memory_bytes: memory of one job, beyond what there is after ``prepare``.
-        at_once: jobs that may run side by side; others wait.
     """
 
     def __init__(
@@ -52,18 +54,14 @@ class Sandbox:
         work: Work,
         prepare: Callable[[], None] = lambda: None,
         *,
-        cpu_seconds: int,
         memory_bytes: int,
-        at_once: int = 2,
     ) -> None:
-        self._cpu_seconds = cpu_seconds
-        self._at_once = asyncio.Semaphore(at_once)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
             code = 1
             try:
-                _serve(theirs, work, prepare, _Limits(cpu_seconds, memory_bytes))
+                _serve(theirs, work, prepare, memory_bytes)
                 code = 0
             except Exception:  # noqa: BLE001 - told where the process's own errors are told
                 traceback.print_exc()
@@ -84,23 +82,27 @@ class Sandbox:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    async def run(self, job: bytes) -> None:
-        """Have a job done.
+    async def run(self, job: bytes, cpu_seconds: int) -> None:
+        """Have a job done, beside all others.
+
+        Args:
+            job: that.
+            cpu_seconds: CPU time that it may take; the next whole second counts.
 
         Raises:
-            RefusedError: it is wrong, or was killed at its limits.
+            RefusedError: it is wrong.
+            KilledError: it was killed at its limits.
             OSError: the sandbox is gone.
         """
-        async with self._at_once:
-            near, far = socket.socketpair()
-            with near:
-                with far:
-                    socket.send_fds(self._control, [b"job"], [far.fileno()])
-                answer = await _exchange(near, job)
+        near, far = socket.socketpair()
+        with near:
+            with far:
+                socket.send_fds(self._control, [b"%d" % cpu_seconds], [far.fileno()])
+            answer = await _exchange(near, job)
         if answer.startswith(_REFUSED):
             raise RefusedError(answer.removeprefix(_REFUSED).decode(errors="replace"))
         if answer != _ACCEPTED:
-            raise RefusedError(f"it took more than {self._cpu_seconds} s, or too much memory")
+            raise KilledError(f"it took more than {cpu_seconds} s, or too much memory")
 
 
 class _Limits:
@@ -141,7 +143,7 @@ async def _exchange(near: socket.socket, job: bytes) -> bytes:
 
 
 def _serve(
-    control: socket.socket, work: Work, prepare: Callable[[], None], limits: _Limits
+    control: socket.socket, work: Work, prepare: Callable[[], None], memory_bytes: int
 ) -> None:
     """Fork a process for every job, until the other side has closed the control connection."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -152,7 +154,7 @@ def _serve(
     os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     prepared = False
     while True:
-        _, connections, _, _ = socket.recv_fds(control, 16, 1)
+        cpu_seconds, connections, _, _ = socket.recv_fds(control, 16, 1)
         if not connections:
             return
         if not prepared:
@@ -161,6 +163,7 @@ def _serve(
         if os.fork() == 0:
             control.close()
             with socket.socket(fileno=connections[0]) as connection:
+                limits = _Limits(int(cpu_seconds), memory_bytes)
                 connection.sendall(_answer(connection, work, limits))
             os._exit(0)
         os.close(connections[0])

@@ -5,6 +5,7 @@ grammars there is vLLM's own code. Tests of single parts stand beside them where
 """
 
 import ast
+import asyncio
 import json
 import socket
 from argparse import ArgumentParser
@@ -40,7 +41,8 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     with served_node(
         tmp_path_factory.mktemp("node"),
-        *("--api-key", KEY, "--max-model-len", "256", "--max-grammar-seconds", "1"),
+        *("--api-key", KEY, "--max-model-len", "256"),
+        *("--max-grammar-seconds", "1", "--max-waiting-grammars", "1"),
         last_line="try it:",
     ) as served:
         yield served
@@ -243,14 +245,32 @@ def test_cve_2025_48944_a_broken_tool_hurts_nobody(
         assert http.post("/v1/chat/completions", json=body).status_code < 500
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_caller_with_too_many_grammars_that_wait_is_told_so(
+    node: ServedNode, stream: bool
+) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=node.url, headers=headers, timeout=60) as client:
+        heavy = [{"enum": [f"{stream} {which} {k}" for k in range(10_000)]} for which in "ab"]
+        bodies = [{**BODY, "stream": stream, "structured_outputs": {"json": h}} for h in heavy]
+        sent = [client.post("/v1/completions", json=body) for body in bodies]
+        compiled, too_many = sorted(await asyncio.gather(*sent), key=lambda r: r.status_code)
+        page = (await client.get("/metrics")).text
+    assert "more than 1 s" in refused(compiled)
+    assert refused(too_many, 429) == "1 grammars of this API key wait to be compiled: no more may"
+    assert too_many.headers["retry-after"] == "1"
+    count = 1 + stream
+    assert f'shoal_rejected_requests_total{{reason="caller_limit"}} {float(count)}' in page
+
+
 async def test_cve_2025_29770_what_is_remembered_of_grammars_is_bounded() -> None:
     class Accepting:
-        async def run(self, job: bytes) -> None:
-            del job
+        async def run(self, caller: str | None, job: bytes) -> None:
+            del caller, job
 
     grammars = GrammarCheck(Accepting())  # type: ignore[arg-type]
     for k in range(REMEMBERED + 50):
-        await grammars.check(StructuredOutputsParams(regex=f"a{k}"))
+        await grammars.check(None, StructuredOutputsParams(regex=f"a{k}"))
     assert len(grammars._verdicts) == REMEMBERED
 
 

@@ -9,6 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from server import frontend
+from server.grammar_queue import GrammarQueue
 from server.grammars import MEMORY_BYTES, GrammarCheck, GrammarCompiler
 from server.options import DEMO_CHECKPOINT
 from server.sandbox import Sandbox
@@ -20,12 +21,16 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 def sandbox() -> Iterator[Sandbox]:
     fields = {"model": str(DEMO_CHECKPOINT), "enforce_eager": True, "dtype": "float32"}
     compiler = GrammarCompiler(frontend.make_vllm_config(fields))
-    with Sandbox(compiler, compiler.prepare, cpu_seconds=2, memory_bytes=MEMORY_BYTES) as sandbox:
+    with Sandbox(compiler, compiler.prepare, memory_bytes=MEMORY_BYTES) as sandbox:
         yield sandbox
 
 
+def checks(sandbox: Sandbox) -> GrammarCheck:
+    return GrammarCheck(GrammarQueue(sandbox.run, cpu_seconds=2, per_caller=20))
+
+
 def check(sandbox: Sandbox, **constraint: Any) -> None:
-    asyncio.run(GrammarCheck(sandbox).check(StructuredOutputsParams(**constraint)))
+    asyncio.run(checks(sandbox).check(None, StructuredOutputsParams(**constraint)))
 
 
 @pytest.mark.parametrize(
@@ -70,15 +75,37 @@ def test_one_that_is_wrong_or_costs_too_much_is_refused(
 
 async def test_a_grammar_is_compiled_once() -> None:
     class Counting:
-        jobs = 0
+        def __init__(self) -> None:
+            self.jobs: list[str | None] = []
 
-        async def run(self, job: bytes) -> None:
-            self.jobs += 1
+        async def run(self, caller: str | None, job: bytes) -> None:
+            self.jobs.append(caller)
 
     counting = Counting()
     grammars = GrammarCheck(counting)  # type: ignore[arg-type]
-    for _ in range(3):
-        await grammars.check(StructuredOutputsParams(json=OBJECT))
-    assert counting.jobs == 1
-    await grammars.check(StructuredOutputsParams(regex="a"))
-    assert counting.jobs == 2
+    for caller in ("a", "b", None):
+        await grammars.check(caller, StructuredOutputsParams(json=OBJECT))
+    assert counting.jobs == ["a"]
+    await grammars.check("b", StructuredOutputsParams(regex="a"))
+    assert counting.jobs == ["a", "b"]
+
+
+async def test_a_small_grammar_is_done_before_another_caller_s_heavy_ones(
+    sandbox: Sandbox,
+) -> None:
+    grammars, ended = checks(sandbox), []
+
+    async def ask(caller: str, name: str, schema: dict[str, Any]) -> None:
+        try:
+            await grammars.check(caller, StructuredOutputsParams(json=schema))
+            ended.append(f"{name} is good")
+        except VLLMValidationError as error:
+            ended.append(f"{name}: {error}")
+
+    heavy = [{"enum": [f"{which} {k}" for k in range(200_000)]} for which in range(3)]
+    requests = [ask("greedy", "heavy", schema) for schema in heavy]
+    await asyncio.gather(*requests, ask("modest", "small", OBJECT))
+    first, *others = ended
+    assert first == "small is good"
+    assert len(others) == 3
+    assert all("heavy: it took more than 2 s" in other for other in others)

@@ -161,9 +161,11 @@ async def test_callers_find_only_their_own_prefixes_unless_they_share() -> None:
     shared = Echo(key("a", "one"), share_prefix_cache=True)
     await shared.post(headers={"Authorization": "Bearer a"})
     assert (shared.salt, shared.own_salt) == (None, "mine")
+    assert shared.holder == "one"  # for the queue of grammars they stay apart
     keyless = Echo()
     await keyless.post()
     assert (keyless.salt, keyless.own_salt) == (None, "mine")
+    assert keyless.holder is None
 
 
 # --- what is asked of the task pool ---
@@ -207,6 +209,7 @@ class Echo:
     async def answer(self, request: Request) -> PlainTextResponse:
         self.reached += 1
         self.terms = self.placements.expect("r1")
+        self.holder = self.placements.holder
         self.placements.spend_tokens("r1", self.tokens)
         self.salt, self.own_salt = self.placements.salt(None), self.placements.salt("mine")
         self.placements.give_up("r1")

@@ -321,7 +321,10 @@ def test_what_processes_tell_each_other_stays_on_this_machine_unless_it_is_set()
     assert [environ[name] for name in names] == ["lo", "ib0", "127.0.0.1"]
 
 
-@pytest.mark.parametrize("option", ["--max-body-bytes", "--max-choices", "--max-grammar-seconds"])
+@pytest.mark.parametrize(
+    "option",
+    ["--max-body-bytes", "--max-choices", "--max-grammar-seconds", "--max-waiting-grammars"],
+)
 def test_a_bound_leaves_something(option: str) -> None:
     with pytest.raises(UserError, match=f"{option} 0"):
         check(parsed(option, "0"))

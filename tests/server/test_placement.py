@@ -7,7 +7,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.messages import Ended, Outcome, Placed
 from runtime.wire import Terms
-from server.placement import PlacementMiddleware, Placements, Rejection
+from server.placement import PlacementMiddleware, Placements, Refused, Rejection
 
 PATH = "/v1/completions"
 
@@ -114,6 +114,38 @@ async def test_a_request_that_is_handed_back_while_it_runs_waits_for_the_word_on
     assert sent[0]["status"] == 503
     assert headers(sent)["retry-after"] == "1"
     assert rejected == []  # a unit had it
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"), [("text/event-stream", 200), ("application/json", 400)]
+)
+async def test_a_caller_with_too_much_that_waits_gets_a_429_whatever_vllm_says(
+    content_type: str, status: int
+) -> None:
+    placements, rejected = Placements(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.refuse(Refused(429, "too many", 1))
+        type_header = (b"content-type", content_type.encode())
+        await send({**head(), "status": status, "headers": [type_header]})
+        await send(body(b"what vLLM says", more=False))
+
+    sent = await respond(app, placements, rejected=rejected)
+    assert sent[0]["status"] == 429
+    assert headers(sent)["retry-after"] == "1"
+    assert json.loads(sent[1]["body"])["error"]["message"] == "too many"
+    assert rejected == [Rejection.CALLER_LIMIT]
+
+
+async def test_vllm_s_own_refusal_stays_where_it_has_the_status() -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.refuse(Refused(400, "wrong"))
+        await send({**head(), "status": 400})
+        await send(body(b"what vLLM says", more=False))
+
+    assert (await respond(app, placements))[1]["body"] == b"what vLLM says"
 
 
 @pytest.mark.parametrize("content_type", ["text/event-stream; charset=utf-8", "application/json"])
