@@ -66,8 +66,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     policy: str
     runtime_dir: str
     """Private directory of the node's sockets; removed when the node ends."""
-    vllm_args: dict[str, Any]
-    """Fields of vLLM's ``AsyncEngineArgs`` that the user set."""
+    vllm: Any = None
+    """vLLM's configuration of every layout, a ``layout_configs.LayoutConfigs``; None without it."""
     api_servers: int = 1
     fake: FakeSettings | None = None
     prepare_timeout_seconds: float = 10.0

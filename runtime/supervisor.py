@@ -178,6 +178,9 @@ class Supervisor:
         while not all(child.is_ready for child in self._frontends):
             self._turn(None)
         self._say(f"  front end up after {time.monotonic() - started:.1f} s")
+        if len(set(view.lengths.values())) > 1:
+            held = ", ".join(f"{tokens} in {name}" for name, tokens in view.lengths.items())
+            self._say(f"  not every layout holds the longest requests: up to {held} (tokens)")
 
     def _ask_layout(self) -> LayoutView:
         self._layout = None

@@ -1,20 +1,20 @@
 """The front end: vLLM's ``AsyncLLM`` and OpenAI routers in Shoal's application.
 
-The only module of this package that imports vLLM, and so the slow one to import. vLLM's own are the
-argument parser, the tokenizers and chat templates, the OpenAI routes and the client that speaks to
-an engine core; the controller answers that client as if it were one.
+Slow to import, for it imports vLLM. vLLM's own are the tokenizers and chat templates, the OpenAI
+routes and the client that speaks to an engine core; the controller answers that client as if it
+were one.
 """
 
-import argparse
 import asyncio
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from socket import socket
-from typing import Any, NoReturn
+from typing import Any
 
 logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
 # vLLM sets its loggers up only after some of its modules have logged to the last resort, stderr.
@@ -27,10 +27,7 @@ from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_tracer_provider
 from prometheus_client.core import Metric
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.launchers.utils.server_utils import lifespan
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
@@ -38,13 +35,11 @@ from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.responses.api_router import router as responses_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
+from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
-from vllm.exceptions import VLLMError, VLLMValidationError
-from vllm.platforms import current_platform
-from vllm.reasoning import ReasoningParserManager
-from vllm.tool_parsers import ToolParserManager
+from vllm.exceptions import VLLMValidationError
+from vllm.logging_utils import UvicornAccessLogFilter
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import set_ulimit
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -71,14 +66,12 @@ from server.connections import (
     prepare_listener,
 )
 from server.decode_streams import shorten_prompt
-from server.errors import UserError, one_line
 from server.grammar_queue import FIRST_SECONDS, GrammarQueue, QueueFullError
 from server.grammars import MEMORY_BYTES as GRAMMAR_MEMORY_BYTES
 from server.grammars import GrammarCheck, GrammarCompiler
 from server.http_protocol import BoundedHttpProtocol
 from server.http_server import DrainingServer
 from server.interruptions import Interruptions
-from server.model_kinds import check_model_config, check_quantisation
 from server.multiprocess_metrics import share_metrics
 from server.ordering import InOrder
 from server.placement import Placements, Refused, Rejection
@@ -105,77 +98,6 @@ _WATCH_SECONDS = 0.5
 """How often requests are looked for whose outputs are overdue."""
 _CUT_OFF_SECONDS = 1
 """What connections may take to end that are cut off."""
-
-
-# --- in the main process: arguments and configuration ---
-
-
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
-    """vLLM's parser with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.split()))
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return vLLM's parser of ``vllm serve``, without Shoal's own options."""
-    parser: argparse.ArgumentParser = make_arg_parser(
-        _Parser(
-            prog="shoal serve",
-            description="Serve one model on this machine and switch between DP and TP.",
-        )
-    )
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, argv: list[str]) -> Namespace:
-    """Parse the arguments of ``shoal serve``.
-
-    Raises:
-        UserError: they are not valid.
-    """
-    try:
-        args = parser.parse_args(argv)
-        validate_parsed_serve_args(args)
-        for plugin, load in (
-            (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
-            (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
-        ):
-            if plugin:
-                load(plugin)
-        validate_api_server_args(args)
-    except (VLLMError, ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(one_line(error)) from error
-    return args
-
-
-def count_gpus() -> int:
-    """Return the number of GPUs that vLLM can use, without initialising CUDA; 0 on a CPU."""
-    return int(current_platform.device_count()) if current_platform.is_cuda_alike() else 0
-
-
-def engine_args(args: Namespace, default_of: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the fields of ``AsyncEngineArgs`` that differ from their defaults."""
-    names = [field.name for field in fields(AsyncEngineArgs) if hasattr(args, field.name)]
-    return {n: getattr(args, n) for n in names if getattr(args, n) != default_of(n)}
-
-
-def make_vllm_config(vllm_args: Mapping[str, Any]) -> Any:
-    """Return the ``VllmConfig`` of the front ends, checked for what Shoal supports.
-
-    Raises:
-        UserError: vLLM refuses the arguments, or the model is of a kind Shoal does not support.
-    """
-    try:
-        config = AsyncEngineArgs(**vllm_args).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except Exception as error:  # vLLM and transformers raise every kind here
-        raise UserError(one_line(error)) from error
-    check_model_config(config.model_config)
-    check_quantisation(config.model_config.model, config.quant_config)
-    return config
-
-
-# --- in a front-end process ---
 
 
 class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
@@ -319,13 +241,19 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
 
         self.engine_core.abort_requests_async = abort_requests_async
 
-    def count_per_engine(self, engines: int) -> None:
-        """Label metrics with the engine whose unit ran a step, not as of one engine core."""
+    def count_per_engine(self, engines: int, *, aggregate: bool) -> None:
+        """Label metrics with the engine whose unit ran a step, not as of one engine core.
+
+        Args:
+            engines: number of engines.
+            aggregate: whether vLLM's log lines of them are one.
+        """
         if self.log_stats:
             self.logger_manager: Any = StatLoggerManager(
                 vllm_config=self.vllm_config,
                 engine_idxs=list(range(engines)),
                 client_count=self._client_count,
+                aggregate_engine_logging=aggregate,
             )
             self.logger_manager.log_engine_initialized()
             for engine in range(engines):  # prometheus_client hides gauges that were never set
@@ -350,7 +278,6 @@ class Frontend:
     Attributes:
         config: the node.
         index: number of this front end.
-        vllm_config: see ``make_vllm_config``.
         args: the parsed arguments of ``shoal serve``.
         access: who may call.
         listener: the bound socket that all front ends share.
@@ -360,12 +287,22 @@ class Frontend:
 
     config: NodeConfig
     index: int
-    vllm_config: Any
     args: Namespace
     access: Access
     listener: socket
     tally: Tally
     admin: socket | None = None
+
+    @cached_property
+    def vllm_config(self) -> Any:
+        """The node's ``VllmConfig``, as vLLM hands it to an API server.
+
+        Raises:
+            ConfigurationDiffersError: see ``LayoutConfigs.take``.
+        """
+        config = self.config.vllm.take(1)
+        config.parallel_config._api_process_rank = self.index
+        return config
 
     def __call__(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM. Calls ``ready`` when connections are accepted."""
@@ -438,7 +375,9 @@ class Frontend:
                 engine.follow(placements, times, traces)
                 engine.read_outputs(order, interruptions, placements, times, traces)
                 engine.tell_ends(control, times, traces)
-                engine.count_per_engine(self.config.engines)
+                engine.count_per_engine(
+                    self.config.engines, aggregate=self.args.aggregate_engine_logging
+                )
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
                 watching = asyncio.create_task(
@@ -482,10 +421,13 @@ class Frontend:
         ready: Callable[[], None],
     ) -> None:
         app = build_app(backstage, self._app_options(), lifespan)
+        if self.args.enable_request_id_headers:
+            app.add_middleware(XRequestIdMiddleware)
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
         # Before, each is looked up in the environment at each use: with every output token.
         vllm_envs.enable_envs_cache()
+        _leave_out_of_the_access_log(self.args.disable_access_log_for_endpoints)
         limits = ConnectionLimits(self.args.max_connections, self.args.client_timeout)
         connections = Connections(limits, cut_off)
         prepare_listener(self.listener, limits.client_seconds)
@@ -528,6 +470,13 @@ async def _every(seconds: float, act: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(seconds)
         act()
+
+
+def _leave_out_of_the_access_log(paths: str | None) -> None:
+    """Leave requests for these paths, separated by commas, out of uvicorn's access log."""
+    left_out = [path.strip() for path in (paths or "").split(",") if path.strip()]
+    if left_out:
+        logging.getLogger("uvicorn.access").addFilter(UvicornAccessLogFilter(left_out))
 
 
 def _uvicorn_config(app: FastAPI, args: Namespace, protocol: Any) -> uvicorn.Config:

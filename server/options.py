@@ -60,7 +60,13 @@ _TRANSFER = "transferring KV between servers is not supported"
 _OFFLOAD = "offloading is not supported"
 _ONE_NODE = "Shoal serves on one node"
 _PROCESSES = "Shoal runs its own engine processes"
+_SLEEP = "sleep mode is not supported"
+_FAULTS = "Shoal supervises its engines itself"
 _ROUTES = "Shoal does not offer the routes it adds"
+_NOT_OFFERED = "Shoal does not offer the routes that it is for"
+_LOGGING = "use --log-format, and the environment variable VLLM_LOGGING_LEVEL"
+_STARTS = "Shoal bounds itself how long engines may take to meet"
+_NUMA = "binding engines to NUMA nodes is not supported"
 
 REFUSED: Mapping[str, str] = {
     "enable_lora": _LORA,
@@ -76,14 +82,17 @@ REFUSED: Mapping[str, str] = {
     "spec_method": _SPECULATIVE,
     "spec_model": _SPECULATIVE,
     "spec_tokens": _SPECULATIVE,
+    "diffusion_config": "diffusion models are not supported",
     "convert": _POOLING,
     "pooler_config": _POOLING,
+    "enable_flash_late_interaction": _POOLING,
     "pipeline_parallel_size": "pipeline parallel is not supported",
     "tensor_parallel_size": _SHOAL_CHOOSES,
     "data_parallel_size": _SHOAL_CHOOSES,
     "data_parallel_size_local": _SHOAL_CHOOSES,
     "data_parallel_rank": _SHOAL_CHOOSES,
     "data_parallel_start_rank": _SHOAL_CHOOSES,
+    "data_parallel_backend": _SHOAL_CHOOSES,
     "data_parallel_hybrid_lb": _SHOAL_CHOOSES,
     "data_parallel_external_lb": _SHOAL_CHOOSES,
     "data_parallel_multi_port_external_lb": _SHOAL_CHOOSES,
@@ -92,6 +101,7 @@ REFUSED: Mapping[str, str] = {
     "enable_expert_parallel": _EXPERTS,
     "enable_eplb": _EXPERTS,
     "enable_elastic_ep": _EXPERTS,
+    "enable_batch_sharded_sampling": "every member of a group samples all of its requests",
     "enable_dbo": "dual batch overlap is not supported",
     "ubatch_size": "micro-batching is not supported",
     "quantization_config": "use --quantization",
@@ -110,8 +120,25 @@ REFUSED: Mapping[str, str] = {
     "scheduler_cls": _PROCESSES,
     "worker_cls": _PROCESSES,
     "worker_extension_cls": _PROCESSES,
-    "enable_sleep_mode": "sleep mode is not supported",
-    "enable_fault_tolerance": "Shoal supervises its engines itself",
+    "max_num_queued_reqs": "use --max-waiting-requests",
+    "max_num_queued_tokens": "use --max-waiting-tokens",
+    "enable_logging_iteration_details": "Shoal has its own loop around vLLM's scheduler",
+    "distributed_timeout_seconds": _STARTS,
+    "cpu_distributed_timeout_seconds": _STARTS,
+    "numa_bind": _NUMA,
+    "numa_bind_nodes": _NUMA,
+    "numa_bind_cpus": _NUMA,
+    "enable_shm_tensor_arena": _PROCESSES,
+    "enable_sleep_mode": _SLEEP,
+    "sleep_mode_offload_cudagraph": _SLEEP,
+    "sleep_preserve_parameter_names": _SLEEP,
+    "enable_cumem_allocator": _SLEEP,
+    "enable_nccl_comm_suspend": _SLEEP,
+    "enable_fault_tolerance": _FAULTS,
+    "fault_tolerance_config": _FAULTS,
+    "logging_config": _LOGGING,
+    "log_level": _LOGGING,
+    "log_config_file": _LOGGING,
     "weight_transfer_config": "changing weights while serving is not supported",
     "enable_prompt_embeds": "prompt embeddings are not supported",
     "grpc": "gRPC is not supported",
@@ -124,6 +151,8 @@ REFUSED: Mapping[str, str] = {
     "enable_server_load_tracking": _ROUTES,
     "enable_tokenizer_info_endpoint": _ROUTES,
     "tokens_only": _ROUTES,
+    "cohere_is_reasoning_model": _NOT_OFFERED,
+    "anthropic_disabled_thinking_effort": _NOT_OFFERED,
     "profiler_config": _ROUTES,
 }
 """Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
@@ -314,7 +343,8 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
         UserError: the first such option; the message names it.
     """
     for name, reason in REFUSED.items():
-        if getattr(args, name, None) != default_of(name):
+        # Some of vLLM's are there only if they are given.
+        if hasattr(args, name) and getattr(args, name) != default_of(name):
             raise UserError(f"{_flag(name)}: {reason}")
     if args.quantization not in (None, *FP8_QUANTIZATION):
         raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
@@ -432,35 +462,51 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     return engines, max_group
 
 
-def apply_defaults(
-    args: Namespace, default_of: Callable[[str], Any], *, on_cpu: bool, demo: Path | None
-) -> None:
-    """Fill in what the user left to Shoal.
+def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
+    """Return whether no model is named, so that the demo checkpoint is served.
+
+    Args:
+        args: the parsed arguments.
+        default_of: returns the default of an argument.
+    """
+    return args.model_tag is None and args.model == default_of("model")
+
+
+def model_defaults(*, on_cpu: bool, demo: bool) -> dict[str, Any]:
+    """Return defaults that Shoal has instead of vLLM's.
+
+    They are for the parser: an option that the user gives holds, whatever its value.
+
+    Args:
+        on_cpu: whether the engines run on a CPU.
+        demo: whether the demo checkpoint is served.
+    """
+    defaults: dict[str, Any] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
+    if demo:
+        defaults |= {
+            "model": str(DEMO_CHECKPOINT),
+            "served_model_name": [DEMO_NAME],
+            "enforce_eager": True,
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": DEMO_TOOL_PARSER,
+            "kv_cache_memory_bytes": DEMO_KV_BYTES,
+        }
+        if on_cpu:
+            defaults["dtype"] = "float32"
+    return defaults
+
+
+def with_chosen(args: Namespace) -> Namespace:
+    """Return arguments with what Shoal decides of vLLM's, whatever the user does.
 
     Args:
         args: the parsed arguments, changed in place.
-        default_of: returns the default of an argument.
-        on_cpu: whether the engines run on a CPU.
-        demo: the demo checkpoint if that is served.
     """
-
-    def choose(name: str, value: Any) -> None:
-        if getattr(args, name) == default_of(name):
-            setattr(args, name, value)
-
+    if args.model_tag is not None:
+        args.model = args.model_tag
     # vLLM accepts a request's priority under this policy only; equal ones keep their order.
     args.scheduling_policy = "priority"
-    if demo is not None:
-        args.model = str(demo)
-        choose("served_model_name", [DEMO_NAME])
-        choose("enforce_eager", True)
-        choose("enable_auto_tool_choice", True)
-        choose("tool_call_parser", DEMO_TOOL_PARSER)
-        choose("kv_cache_memory_bytes", DEMO_KV_BYTES)
-        if on_cpu:
-            choose("dtype", "float32")
-    if on_cpu:
-        choose("kv_cache_memory_bytes", CPU_KV_BYTES)
+    return args
 
 
 def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> FakeSettings | None:

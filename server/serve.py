@@ -11,9 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from policies.partition import degrees
 from runtime.config import NodeConfig
 from runtime.logs import LogFormat, configure_logging
 from runtime.process import exit_without_teardown
@@ -23,15 +22,16 @@ from server.accepting import Tally
 from server.access import Access, admin_address, check_environment, take_access
 from server.errors import UserError
 from server.options import (
-    DEMO_CHECKPOINT,
     add_shoal_options,
-    apply_defaults,
     check_model,
     check_options,
     choose_tracing,
     engines_and_group,
     fake_settings,
+    model_defaults,
     prepare_environment,
+    serves_demo,
+    with_chosen,
 )
 from server.promises import node_cost_model, promised
 from server.shifting import AUTO, automatic_max_sp, check_shift
@@ -88,10 +88,8 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     prepare_environment(os.environ, argv)
     from server import frontend  # slow: vLLM
 
-    parser = frontend.make_parser()
-    add_shoal_options(parser, os.environ)
-    args = frontend.parse(parser, list(argv))
-    check_options(args, parser.get_default)
+    asked = read_options(argv)
+    args = asked.args
     check_environment(os.environ)
     access = take_access(args, os.environ)
     choose_tracing(args, os.environ)
@@ -109,7 +107,7 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
             # Another front end may be the first to say that the node is ready: calls of the admin
             # API wait for theirs then.
             admin.listen()
-        config, vllm_config = _configure(args, parser.get_default, say)
+        config = _configure(asked, say)
         say(f"  configuration took {time.monotonic() - imported:.1f} s")
 
         def ready() -> None:
@@ -119,7 +117,7 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
         tally = Tally(config.api_servers)
         frontends = [
             frontend.Frontend(
-                *(config, index, vllm_config, args, access, listener, tally),
+                *(config, index, args, access, listener, tally),
                 admin=admin if index == 0 else None,
             )
             for index in range(config.api_servers)
@@ -129,30 +127,57 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     return code
 
 
-def _configure(
-    args: Namespace, default_of: Callable[[str], Any], say: Say
-) -> tuple[NodeConfig, Any]:
-    """Return the node that the arguments describe, and the front ends' ``VllmConfig``."""
-    from server import frontend
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
 
-    gpus = frontend.count_gpus()
-    demo = _choose_model(args, default_of)
-    engines, max_group = engines_and_group(args, gpus, demo=demo is not None)
+    args: Namespace
+    """With Shoal's defaults for this machine and this model."""
+    gpus: int
+    demo: bool
+    """Whether it names no model."""
+
+
+def read_options(argv: Sequence[str]) -> Asked:
+    """Return what the command line asks for.
+
+    Raises:
+        UserError: it is not valid, or asks for what Shoal does not support.
+    """
+    from server import configuration
+
+    parser = configuration.make_parser()
+    add_shoal_options(parser, os.environ)
+    args = configuration.parse(parser, argv)
+    check_options(args, parser.get_default)
+    gpus, demo = configuration.count_gpus(), serves_demo(args, parser.get_default)
+    # Only a parser can tell a default from the same value given by the user.
+    parser.set_defaults(**model_defaults(on_cpu=not gpus, demo=demo))
+    return Asked(with_chosen(configuration.parse(parser, argv)), gpus, demo)
+
+
+def _configure(asked: Asked, say: Say) -> NodeConfig:
+    """Return the node that the arguments describe."""
+    from server import configuration
+
+    args, gpus = asked.args, asked.gpus
+    engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
     check_shift(args, [args.policy], max_group)
-    apply_defaults(args, default_of, on_cpu=not gpus, demo=demo)
     check_model(args.model)
-    vllm_args = frontend.engine_args(args, default_of)
-    vllm_config = frontend.make_vllm_config(vllm_args)
+    engine_args = configuration.engine_args(args)
+    vllm_config = configuration.make_vllm_config(engine_args)
     if args.max_sp == AUTO:
         on_gpus = gpus > 0 and not args.fake_engine
         args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=on_gpus)
         check_shift(args, [args.policy], max_group)
-    config = NodeConfig(
+    layouts = (1,) if args.fake_engine else degrees(max_group)
+    configs = configuration.make_layout_configs(engine_args, vllm_config, layouts)
+    return NodeConfig(
         engines=engines,
         max_group=max_group,
         policy=args.policy,
         runtime_dir=str(make_runtime_dir()),
-        vllm_args=vllm_args,
+        vllm=configs,
         api_servers=args.api_server_count,
         fake=fake_settings(
             args,
@@ -185,16 +210,6 @@ def _configure(
         log_format=args.log_format,
         tracing=args.otlp_traces_endpoint is not None,
     )
-    return config, vllm_config
-
-
-def _choose_model(args: Namespace, default_of: Callable[[str], Any]) -> Path | None:
-    """Set ``args.model``; return the demo checkpoint if it is that."""
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    elif args.model == default_of("model"):
-        return DEMO_CHECKPOINT
-    return None
 
 
 def _bind(host: str, port: int) -> socket.socket:

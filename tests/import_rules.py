@@ -57,6 +57,8 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "runtime.engine.weights",
         "server.demo_training.model",
         "server.demo_training.train",
+        "runtime.layout_configs",
+        "server.configuration",
         "server.frontend",
         "server.grammars",
     }

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from server.options import (
-    DEMO_CHECKPOINT,
     add_shoal_options,
-    apply_defaults,
+    model_defaults,
     prepare_environment,
+    with_chosen,
 )
 
 _ROOT = Path(__file__).parents[1]
@@ -255,15 +255,14 @@ def _preload() -> None:
     prepare_environment(os.environ, ["--fake-engine"])
     for module in _PRELOADED:
         importlib.import_module(module)
-    from server import frontend
+    from server import configuration
 
-    parser = frontend.make_parser()
+    parser = configuration.make_parser()
     add_shoal_options(parser, os.environ)
-    args = frontend.parse(parser, ["--fake-engine"])
-    args.model = DEMO_CHECKPOINT
-    apply_defaults(args, parser.get_default, on_cpu=True, demo=DEMO_CHECKPOINT)
+    parser.set_defaults(**model_defaults(on_cpu=True, demo=True))
+    args = with_chosen(configuration.parse(parser, ["--fake-engine"]))
     know_models()
-    frontend.make_vllm_config(frontend.engine_args(args, parser.get_default))
+    configuration.make_vllm_config(configuration.engine_args(args))
     os.environ.clear()
     os.environ.update(before)
     gc.collect()

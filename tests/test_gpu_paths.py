@@ -115,7 +115,7 @@ def test_the_table_names_all_that_only_a_gpu_runs() -> None:
 def test_the_search_finds_what_is_known_to_be_there() -> None:
     known = {
         ("runtime/engine/weights.py", ("_in_one_launch",)),
-        ("runtime/engine/layouts.py", ("DEFAULT_BLOCK_TOKENS",)),
+        ("runtime/layout_configs.py", ("DEFAULT_BLOCK_TOKENS",)),
         ("runtime/engine/runner.py", ("RandomStates", "switch")),
         ("runtime/process.py", ("choose_context",)),
         ("server/bench/facts.py", ("_nvidia_smi",)),

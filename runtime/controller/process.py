@@ -402,6 +402,7 @@ class Controller:
             step_errors=self._capacity.step_errors,
             shift=self._shifting.view,
             unavailable=views.unavailable_views(self._rejoin.unavailable()),
+            lengths=views.lengths(self.book),
         )
 
     def _metrics(self, call: int) -> m.NodeMetrics:

@@ -65,6 +65,13 @@ def unavailable_views(reasons: Mapping[Group, str]) -> list[UnavailableView]:
     return [UnavailableView(group, reason) for group, reason in reasons.items()]
 
 
+def lengths(book: Book) -> dict[str, int]:
+    """Return the tokens of the longest request that each layout holds, by its name."""
+    ready = [engine.ready for engine in book.engines if engine.ready is not None]
+    layouts = [limits for each in ready for limits in each.layouts]
+    return {layout_name(tuple(range(each.degree))): each.max_model_len for each in layouts}
+
+
 def not_ready_reason(book: Book) -> str | None:
     """Return why the node cannot take requests; None if it can."""
     if book.ending:

@@ -47,6 +47,8 @@ class Communicators:
         saved = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
         for name in GROUP_GLOBALS:
             setattr(parallel_state, name, None)
+        # As vLLM's worker does, which begins after its groups are there.
+        parallel_state.set_custom_all_reduce(not config.parallel_config.disable_custom_all_reduce)
         try:
             with (
                 set_current_vllm_config(config),

@@ -21,14 +21,6 @@ NULL_BLOCK = 0
 """vLLM's null block: id 0 in every pool, virtual or physical."""
 
 
-def block_tokens(degree: int, base_tokens: int, kv_heads: int) -> int:
-    """Return the tokens of one block under TP-``degree``.
-
-    Beyond ``kv_heads`` members each holds a full head already, so a block holds no more tokens.
-    """
-    return base_tokens * min(degree, kv_heads)
-
-
 class SharedKVBuffer:
     """The one allocation behind the KV caches of every layout of this engine."""
 

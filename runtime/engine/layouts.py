@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -22,7 +21,7 @@ from runtime.config import NodeConfig
 from runtime.engine.captured import CapturedSteps, largest_share
 from runtime.engine.communicators import Communicators, SpGroups, size_of
 from runtime.engine.exchange import HeadExchange
-from runtime.engine.kv_cache import BlockMap, SharedKVBuffer, block_tokens
+from runtime.engine.kv_cache import BlockMap, SharedKVBuffer
 from runtime.engine.peer_exchange import (
     PeerExchange,
     SymmetricMemory,
@@ -38,10 +37,8 @@ from runtime.engine.weights import (
     SharedWeights,
     group_gate_up,
 )
+from runtime.layout_configs import LayoutConfigs
 from runtime.messages import Mode
-
-DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-"""Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
 
 LAYOUT_BYTES, CONNECTED_LAYOUT_BYTES = 1_400 << 20, 800 << 20
 """GPU memory kept free of KV for each layout beyond DP: its graphs and workspaces, and NCCL's
@@ -56,52 +53,35 @@ NO_SHARE = 1e-9
 """The least share of a device's memory that vLLM's configuration takes."""
 
 
-def dp_config(node: NodeConfig, executor_class: type) -> VllmConfig:
-    """Return vLLM's configuration of the DP layout.
+def layout_config(node: NodeConfig, degree: int, executor_class: type) -> VllmConfig:
+    """Return the configuration of the TP-``degree`` layout with what engines add to vLLM's.
+
+    Args:
+        node: its ``vllm`` has the node's configurations.
+        degree: of the layout; 1 is DP.
+        executor_class: what carries vLLM's calls to the runners.
 
     Raises:
-        ValueError: vLLM refuses the arguments.
+        ConfigurationDiffersError: see ``LayoutConfigs.take``.
     """
-    arguments = dict(node.vllm_args)
-    block = arguments.pop("block_size", None) or DEFAULT_BLOCK_TOKENS.get(
-        current_platform.device_type, 16
-    )
-    return _engine_config(node, arguments, 1, int(block), executor_class)
-
-
-def group_config(node: NodeConfig, dp: VllmConfig, degree: int, executor_class: type) -> VllmConfig:
-    """Return vLLM's configuration of the TP-``degree`` layout that shares memory with ``dp``."""
-    tokens = block_tokens(
-        degree, dp.cache_config.block_size, dp.model_config.get_total_num_kv_heads()
-    )
-    arguments = dict(node.vllm_args) | {"load_format": VIEW_LOAD_FORMAT}
-    config = _engine_config(node, arguments, degree, tokens, executor_class)
-    # A worker wants its share of the device's memory to be free; DP has taken that for all layouts.
-    config.cache_config.gpu_memory_utilization = NO_SHARE
-    return config
-
-
-def _engine_config(
-    node: NodeConfig, arguments: dict[str, Any], degree: int, tokens: int, executor_class: type
-) -> VllmConfig:
-    asynchronous = arguments.pop("async_scheduling", None)
-    arguments |= {
-        "tensor_parallel_size": degree,
-        "block_size": tokens,
-        "distributed_executor_backend": executor_class,
-        "scheduling_policy": "priority",
-        "use_tqdm_on_load": False,
-        "additional_config": {"shoal_weights": f"{WEIGHT_SCHEME},groups={node.max_group}"},
+    configs: LayoutConfigs = node.vllm
+    config = configs.take(degree)
+    config.parallel_config.distributed_executor_backend = executor_class
+    config.load_config.use_tqdm_on_load = False
+    config.additional_config = {
+        **config.additional_config,
+        "shoal_weights": f"{WEIGHT_SCHEME},groups={node.max_group}",
     }
-    if current_platform.is_cuda():
-        arguments["async_scheduling"] = asynchronous
-    config = AsyncEngineArgs(**arguments).create_engine_config()
+    config.quant_config = SharedWeights(views=degree > 1, inner=config.quant_config)
+    # A layout that cannot hold the asked length serves what it can (see ``vllm_backend``).
+    config.model_config.original_max_model_len = -1
     if current_platform.is_cpu():
         # The platform turns it off because its own executors gain nothing; ours supports it.
-        config.scheduler_config.async_scheduling = bool(asynchronous)
-    config.quant_config = SharedWeights(views=degree > 1, inner=config.quant_config)
-    # A layout that cannot hold the asked length serves what it can; wider ones hold more.
-    config.model_config.original_max_model_len = -1
+        config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu
+    if degree > 1:
+        config.load_config.load_format = VIEW_LOAD_FORMAT
+        # A worker wants its share of the device's memory to be free; DP has taken that for all.
+        config.cache_config.gpu_memory_utilization = NO_SHARE
     return config
 
 

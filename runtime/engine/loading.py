@@ -24,8 +24,7 @@ from runtime.engine.layouts import (
     LARGER_CAPTURES_BYTES,
     LAYOUT_BYTES,
     Layout,
-    dp_config,
-    group_config,
+    layout_config,
 )
 from runtime.engine.peer_exchange import exchanges_by_peers
 from runtime.engine.rendezvous import (
@@ -34,7 +33,7 @@ from runtime.engine.rendezvous import (
     Rendezvous,
     agreed_minimum,
 )
-from runtime.engine.share_captures import sizes_are_chosen, wanted_sizes
+from runtime.engine.share_captures import wanted_sizes
 from runtime.engine.sp_settings import exchange_setting, replays_graphs
 from runtime.engine.turns import OWN
 from runtime.engine.ulysses import check_exchangeable
@@ -68,7 +67,7 @@ class LayoutLoader:
         by_sequence = node.max_sp > 1
         self._exchange = exchange_setting() if by_sequence else ""
         self._replays = by_sequence and replays_graphs()
-        self._captures_larger = self._replays and not sizes_are_chosen(node.vllm_args)
+        self._captures_larger = self._replays and not node.vllm.sizes_are_chosen
         register_view_loader(
             lambda: self.layouts[OWN].model,
             lambda rank, degree: head_shard(rank, degree, node.max_sp),
@@ -81,7 +80,7 @@ class LayoutLoader:
         self.memory.begin()
         with self._timed("communicators"):
             join_node(self._engine, self._node.engines)
-            self._dp = dp_config(self._node, UnitExecutor)
+            self._dp = layout_config(self._node, OWN, UnitExecutor)
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
                 # vLLM compiles some small functions all the same, and a machine that serves eagerly
                 # on CPUs may have no C++ compiler.
@@ -139,8 +138,7 @@ class LayoutLoader:
 
     def _meet(self, degree: int, generation: int, seconds: float) -> None:
         """Find the other members, and make the layout but for its worker and its weights."""
-        dp = self._dp
-        config = dp if degree == OWN else group_config(self._node, dp, degree, UnitExecutor)
+        config = self._dp if degree == OWN else layout_config(self._node, degree, UnitExecutor)
         self._by_peers[degree] = self._exchanges_by_peers(degree)
         captures = self._captures(degree, config)
         rendezvous = Rendezvous(

@@ -9,7 +9,7 @@ what attention backends set up for the largest size, and the sizes of whole grap
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
@@ -59,17 +59,6 @@ def wanted_sizes(config: VllmConfig, most: int) -> list[int]:
     if is_breakable_cudagraph_enabled():  # those hang on vLLM's runner, not on the model
         return []
     return larger_sizes(max(sizes), min(most, LARGEST_SHARE))
-
-
-def sizes_are_chosen(vllm_args: Mapping[str, Any]) -> bool:
-    """Return whether these arguments of ``AsyncEngineArgs`` say which sizes are captured.
-
-    Whoever says so bounds the memory and the time that graphs take: no others are captured then.
-    """
-    compilation = vllm_args.get("compilation_config") or {}
-    within = compilation if isinstance(compilation, Mapping) else vars(compilation)
-    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    return any(given.get(name) is not None for given in (vllm_args, within) for name in names)
 
 
 def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:

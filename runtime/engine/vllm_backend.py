@@ -16,7 +16,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from policies.partition import Group, leader_of
+from policies.partition import Group, layout_name, leader_of
 from runtime.config import Addresses, NodeConfig
 from runtime.engine import steps
 from runtime.engine.agent import Agent
@@ -30,7 +30,7 @@ from runtime.engine.executor import (
     in_thread,
 )
 from runtime.engine.interface import CoreOutputs
-from runtime.engine.layouts import dp_config, group_config
+from runtime.engine.layouts import layout_config
 from runtime.engine.runner import STARTUP_EPOCH, core_phase
 from runtime.engine.seams import VLLM_VERSION, check_seams
 from runtime.engine.turns import OWN
@@ -64,12 +64,11 @@ class VllmBackend:
         self._context.linger = 0  # a step for a runner that has ended must not hold this process
         self._addresses = Addresses(node.runtime_dir)
         self._inbox = Inbox(self._context, self._addresses.responses(engine), engine)
-        self._log_stats = not node.vllm_args.get("disable_log_stats", False)
+        self._log_stats = node.vllm.log_stats
         self._own_channel: UnitChannel
         self._lent: dict[int, Any] = {}
         self._decoder = MsgpackDecoder()
         self._encoder = MsgpackEncoder()
-        self._dp = dp_config(node, UnitExecutor)
         self._starting: dict[Group, tuple[Future[VllmCore], Future[None]]] = {}
         self._generations: dict[Group, int] = {}
         self._cores = self._start_cores(node.degrees if incarnation == 0 else (OWN,))
@@ -114,13 +113,16 @@ class VllmBackend:
     def _start_core(self, channel: UnitChannel, answers: Answers) -> VllmCore:
         """Start a group's core while its members' runners read its queue; send them back."""
         group, node = channel.group, self._node
-        dp = self._dp
-        config = dp if len(group) == 1 else group_config(node, dp, len(group), UnitExecutor)
+        config = layout_config(node, len(group), UnitExecutor)
+        asked = config.model_config.max_model_len
         UnitExecutor.connect(channel, answers)
         try:
-            return VllmCore(group, config, log_stats=self._log_stats, max_sp=node.max_sp)
+            core = VllmCore(group, config, log_stats=self._log_stats, max_sp=node.max_sp)
         finally:
             channel.send(steps.Detach(STARTUP_EPOCH))
+        if len(group) == node.degrees[-1] and not node.vllm.takes_what_fits:
+            check_length(layout_name(group), config.model_config.max_model_len, asked)
+        return core
 
     # --- groups that are formed anew ---
 
@@ -276,6 +278,29 @@ class VllmBackend:
     def close(self) -> None:
         """See ``interface.EngineBackend.close``."""
         self._context.destroy(linger=0)
+
+
+class TooLongError(ValueError):
+    """No layout's KV cache holds a request of the length that was asked for."""
+
+
+def check_length(widest: str, held: int, asked: int) -> None:
+    """Refuse to serve less than what was asked for, as vLLM does.
+
+    Args:
+        widest: name of the layout that holds most.
+        held: tokens of the longest request that it holds.
+        asked: those that requests may have.
+
+    Raises:
+        TooLongError: it holds less.
+    """
+    if held < asked:
+        raise TooLongError(
+            f"requests may have {asked} tokens, and the KV cache of {widest}, the widest layout, "
+            f"holds {held}: give a smaller --max-model-len (-1: what fits) or more memory "
+            "(--gpu-memory-utilization, --kv-cache-memory-bytes)"
+        )
 
 
 def _ready_response(config: VllmConfig) -> bytes:

@@ -168,6 +168,8 @@ class LayoutView(Message, frozen=True):
     shift: ShiftView = ShiftView()
     unavailable: list[UnavailableView] = msgspec.field(default_factory=list)
     """Groups that cannot be formed now."""
+    lengths: dict[str, int] = msgspec.field(default_factory=dict)
+    """Tokens of the longest request that each layout holds; empty until the engines are ready."""
 
 
 class NodeMetrics(Message, frozen=True):

@@ -91,7 +91,6 @@ def _full_node(clock: ManualClock) -> tuple[Controller, list[Agent]]:
         max_group=ENGINES,
         policy="manual",
         runtime_dir="",
-        vllm_args={},
         fake=settings,
         cost_model=cost_model(SHAPE, HARDWARE),
     )

@@ -144,7 +144,6 @@ class Node:
             max_group=self.max_group,
             policy=policy,
             runtime_dir="",
-            vllm_args={},
             fake=FakeSettings(
                 num_blocks=self.hardware.num_blocks(self.shape),
                 block_tokens=BLOCK_TOKENS,

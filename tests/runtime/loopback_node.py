@@ -108,7 +108,6 @@ class LoopbackNode:
             max_group=max_group or engines,
             policy=policy,
             runtime_dir=str(Path("unused")),
-            vllm_args={},
             api_servers=2,
             fake=settings,
             prepare_timeout_seconds=5.0,

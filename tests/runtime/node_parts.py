@@ -1,6 +1,6 @@
 """Processes of a node played for the supervisor's tests: no vLLM, no engine, no HTTP.
 
-What each does follows from the ``NodeConfig.vllm_args`` of the test: ``fail`` names the part that
+What each does follows from the ``NodeConfig.vllm`` of the test: ``fail`` names the part that
 fails, ``failing_restarts`` says how often an engine's restart does, ``kill`` the engines that the
 controller wants ended at SIGUSR1, ``log`` its file.
 """
@@ -31,7 +31,7 @@ from runtime.views import EngineView
 
 def note_pid(config: NodeConfig, name: str) -> None:
     """Write this process's id where the test reads it: whole, or not at all."""
-    folder = Path(config.vllm_args["pids"])
+    folder = Path(config.vllm["pids"])
     draft = folder.with_name(f"{name}.pid")
     draft.write_text(str(os.getpid()))
     draft.rename(folder / name)
@@ -49,13 +49,13 @@ def runner(config: NodeConfig, engine: int, incarnation: int) -> None:
 
 def run_part(config: NodeConfig, name: str, incarnation: int) -> None:
     """Say who and where this process is, then fail or wait for the end, as the test wants."""
-    if name in config.vllm_args.get("helped", []):
+    if name in config.vllm.get("helped", []):
         # Like a compiler that an engine runs as it starts; it outlives whoever waits for it.
         helper = subprocess.Popen(["sleep", "600"])
-        Path(config.vllm_args["pids"], f"helper-of-{name}").write_text(str(helper.pid))
+        Path(config.vllm["pids"], f"helper-of-{name}").write_text(str(helper.pid))
     note_pid(config, f"{name}.{incarnation}" if incarnation else name)
-    failing = 0 < incarnation <= config.vllm_args.get("failing_restarts", 0)
-    if config.vllm_args.get("fail") == name or failing:
+    failing = 0 < incarnation <= config.vllm.get("failing_restarts", 0)
+    if config.vllm.get("fail") == name or failing:
         raise OSError("out of\nblocks")
     while True:
         signal.pause()
@@ -66,7 +66,7 @@ def controller(config: NodeConfig) -> None:
     note_pid(config, "controller")
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(Addresses(config.runtime_dir).control)
-    wanted = config.vllm_args.get("kill", [])
+    wanted = config.vllm.get("kill", [])
 
     def kill(*_: object) -> None:
         message = encode(KillEngines(dict.fromkeys(wanted, 0), "their group broke"))
@@ -81,26 +81,26 @@ def controller(config: NodeConfig) -> None:
         peer, payload = socket.recv_multipart()
         message = decode_control(payload)
         if isinstance(message, EngineDied):
-            with Path(config.vllm_args["log"]).open("a") as log:
+            with Path(config.vllm["log"]).open("a") as log:
                 log.write(f"{message.engine}: {message.reason}\n")
-            Path(config.vllm_args["pids"], f"died-{message.engine}").touch()
+            Path(config.vllm["pids"], f"died-{message.engine}").touch()
         if isinstance(message, EngineStarting):
-            with Path(config.vllm_args["log"]).open("a") as log:
+            with Path(config.vllm["log"]).open("a") as log:
                 log.write(f"{message.engine}: restarted, {message.incarnation}\n")
         if isinstance(message, EndNode):
-            with Path(config.vllm_args["log"]).with_name("ending").open("a") as log:
+            with Path(config.vllm["log"]).with_name("ending").open("a") as log:
                 log.write(f"{message.seconds:g}\n")
         if isinstance(message, GetLayout):
             questions += 1
             # The supervisor has to ask again, and for ever where a part never comes up.
-            ready = questions > 1 and "fail" not in config.vllm_args and are_up(config)
+            ready = questions > 1 and "fail" not in config.vllm and are_up(config)
             socket.send_multipart([peer, encode(layout(config, message.call, ready))])
 
 
 def are_up(config: NodeConfig) -> bool:
     """Return whether every part of every engine has said where it is: tests kill them then."""
     parts = [f"{role}-{e}" for role in ("scheduler", "runner") for e in range(config.engines)]
-    return all(Path(config.vllm_args["pids"], part).exists() for part in parts)
+    return all(Path(config.vllm["pids"], part).exists() for part in parts)
 
 
 def layout(config: NodeConfig, call: int, ready: bool) -> LayoutView:

@@ -34,7 +34,7 @@ class Node:
             max_group=2,
             policy="manual",
             runtime_dir=str(self.runtime_dir),
-            vllm_args={"pids": str(self.pids_dir), "log": str(self.log), **wanted},
+            vllm={"pids": str(self.pids_dir), "log": str(self.log), **wanted},
         )
 
     def run(

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from server import frontend
+from server import configuration
 from server.grammar_queue import GrammarQueue
 from server.grammars import MEMORY_BYTES, GrammarCheck, GrammarCompiler
 from server.options import DEMO_CHECKPOINT
@@ -20,7 +21,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     fields = {"model": str(DEMO_CHECKPOINT), "enforce_eager": True, "dtype": "float32"}
-    compiler = GrammarCompiler(frontend.make_vllm_config(fields))
+    compiler = GrammarCompiler(configuration.make_vllm_config(AsyncEngineArgs(**fields)))
     with Sandbox(compiler, compiler.prepare, memory_bytes=MEMORY_BYTES) as sandbox:
         yield sandbox
 

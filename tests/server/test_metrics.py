@@ -92,13 +92,14 @@ def test_the_docs_list_what_is_on_the_page(node: ServedNode) -> None:
 
 
 def test_vllms_names_are_stock_vllms(node: ServedNode) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    from server import frontend
+    from server import configuration
     from server.options import DEMO_CHECKPOINT
 
-    demo = {"model": str(DEMO_CHECKPOINT), "served_model_name": [MODEL]}
-    config = frontend.make_vllm_config(demo)
+    demo = AsyncEngineArgs(model=str(DEMO_CHECKPOINT), served_model_name=[MODEL])
+    config = configuration.make_vllm_config(demo)
     logger = PrometheusStatLogger(config, [0, 1])
     logger.log_engine_initialized()
     text = prometheus_client.generate_latest().decode()

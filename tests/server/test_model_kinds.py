@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
-from server import frontend
+from server import configuration
 from server.errors import UserError
 from server.model_kinds import check_model_config
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
@@ -98,7 +99,7 @@ def checkpoint(path: Path, *groups: Any, form: str = "float-quantized", **more: 
     ],
 )
 def test_fp8_is_supported(tmp_path: Path, group: Any) -> None:
-    config = frontend.make_vllm_config({"model": str(checkpoint(tmp_path, group))})
+    config = configuration.make_vllm_config(AsyncEngineArgs(model=str(checkpoint(tmp_path, group))))
     assert config.quant_config.target_scheme_map.keys() == {"Linear"}
 
 
@@ -148,14 +149,16 @@ def test_other_quantisations_are_refused_by_name(
 ) -> None:
     model = checkpoint(tmp_path, *groups, form=form)
     with pytest.raises(UserError) as caught:
-        frontend.make_vllm_config({"model": str(model)})
+        configuration.make_vllm_config(AsyncEngineArgs(model=str(model)))
     assert str(caught.value) == f"{model} is quantised (compressed-tensors: {named}): not supported"
 
 
 def test_weights_that_are_quantised_again_are_left_to_the_engines(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, layers(INT8 | CHANNEL, INT8 | TOKEN), form="int-quantized")
-    again = {"model": str(model), "quantization_config": {"linear": "fp8_per_channel"}}
-    assert frontend.make_vllm_config(again).quant_config.online_quantization_config is not None
+    again: Any = {"linear": "fp8_per_channel"}
+    args = AsyncEngineArgs(model=str(model), quantization_config=again)
+    quantisation = configuration.make_vllm_config(args).quant_config
+    assert quantisation.online_quantization_config is not None
 
 
 def test_no_engine_is_started_for_one(tmp_path: Path) -> None:

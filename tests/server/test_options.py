@@ -15,13 +15,14 @@ from server.options import (
     FP8_QUANTIZATION,
     REFUSED,
     add_shoal_options,
-    apply_defaults,
     check_model,
     check_options,
     choose_tracing,
     engines_and_group,
     fake_settings,
+    model_defaults,
     prepare_environment,
+    with_chosen,
 )
 
 VLLM_DEFAULTS: dict[str, Any] = {
@@ -165,21 +166,20 @@ def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -
         engines_and_group(parsed(*argv), gpus, demo=False)
 
 
-def test_the_demo_gets_small_defaults_that_the_user_can_override() -> None:
-    args = parsed(dtype="bfloat16")
-    apply_defaults(args, VLLM_DEFAULTS.get, on_cpu=True, demo=Path("/demo"))
-    assert args.model == "/demo"
-    assert args.served_model_name == [DEMO_NAME]
-    assert args.dtype == "bfloat16"
-    assert args.scheduling_policy == "priority"
-    assert args.kv_cache_memory_bytes < CPU_KV_BYTES
-    assert args.enable_auto_tool_choice
+def test_the_demo_gets_small_defaults() -> None:
+    defaults = model_defaults(on_cpu=True, demo=True)
+    assert defaults["served_model_name"] == [DEMO_NAME]
+    assert defaults["kv_cache_memory_bytes"] < CPU_KV_BYTES
+    assert defaults["enable_auto_tool_choice"]
 
 
 def test_a_model_on_gpus_keeps_vllms_defaults() -> None:
-    args = parsed()
-    apply_defaults(args, VLLM_DEFAULTS.get, on_cpu=False, demo=None)
-    assert vars(args) == vars(parsed()) | {"scheduling_policy": "priority"}
+    assert model_defaults(on_cpu=False, demo=False) == {}
+
+
+def test_a_models_place_on_the_command_line_does_not_matter() -> None:
+    assert with_chosen(Namespace(model="other", model_tag="this")).model == "this"
+    assert with_chosen(Namespace(model="that", model_tag=None)).model == "that"
 
 
 def test_models_that_cannot_be_there_are_refused(tmp_path: Path) -> None:

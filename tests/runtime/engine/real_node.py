@@ -18,10 +18,11 @@ from unittest.mock import patch
 
 import zmq
 from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from policies.partition import Group, Partition, singles
+from policies.partition import Group, Partition, degrees, singles
 from policies.plan import Dispatch, Plan, Policy, Room
 from policies.registry import POLICIES
 from policies.snapshot import Snapshot
@@ -31,6 +32,7 @@ from runtime.config import MAX_RETRIES, Addresses, NodeConfig
 from runtime.controller.process import Controller
 from runtime.engine import vllm_backend
 from runtime.engine.recorder import run_recording_runner
+from runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
 from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
 from runtime.views import SwitchView
 from server.interruptions import Interruptions
@@ -138,6 +140,15 @@ class Process:
         assert code == 0, f"{self.name} failed:\n{self.output[-4000:]}"
 
 
+# --- configuration ---
+
+
+def configs_of(model: str, max_group: int, **vllm_args: Any) -> LayoutConfigs:
+    """Return what ``NodeConfig.vllm`` holds, of arguments over ``MODEL_ARGS``."""
+    args = prepare(AsyncEngineArgs(model=model, **(MODEL_ARGS | vllm_args)), api_servers=1)
+    return layout_configs(args, dp_config(args), degrees(max_group))
+
+
 # --- stock vLLM -----------------------------------------------------------------------------------
 
 
@@ -230,12 +241,15 @@ class RealNode:
         **vllm_args: Any,
     ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-test-"))
+        self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", **(environment or {})}
+        with patch.dict(os.environ, self._environment):
+            configs = configs_of(str(model), engines, **(NODE_ARGS | vllm_args))
         self.config = NodeConfig(
             engines=engines,
             max_group=engines,
             policy=ADDRESSED.name,
             runtime_dir=str(self._directory),
-            vllm_args={"model": str(model), **MODEL_ARGS, **NODE_ARGS, **vllm_args},
+            vllm=configs,
             prepare_timeout_seconds=patience,
             max_retries=max_retries,
             restart_limit=restart_limit,
@@ -247,7 +261,6 @@ class RealNode:
         """Tokens received, by request."""
         self.finished: dict[str, Any] = {}
         """Finish reason of every request that ended."""
-        self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", **(environment or {})}
         self._numbers = itertools.count(1)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)

@@ -9,8 +9,8 @@ from vllm.config import VllmConfig
 from runtime.config import NodeConfig
 from runtime.engine import layouts
 from runtime.engine.executor import UnitExecutor
-from runtime.engine.layouts import dp_config, group_config
-from tests.runtime.engine.real_node import MODEL_ARGS
+from runtime.engine.layouts import layout_config
+from tests.runtime.engine.real_node import configs_of
 
 
 @pytest.fixture
@@ -25,9 +25,8 @@ class ConfigOf:
         self._model = model
 
     def __call__(self, max_group: int, degree: int = 1) -> VllmConfig:
-        node = NodeConfig(4, max_group, "manual", "unused", {"model": self._model, **MODEL_ARGS})
-        dp = dp_config(node, UnitExecutor)
-        return dp if degree == 1 else group_config(node, dp, degree, UnitExecutor)
+        node = NodeConfig(4, max_group, "manual", "unused", configs_of(self._model, max_group))
+        return layout_config(node, degree, UnitExecutor)
 
 
 @pytest.mark.parametrize("degree", [1, 2])

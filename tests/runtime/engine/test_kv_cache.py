@@ -4,7 +4,8 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from runtime.engine.kv_cache import NULL_BLOCK, BlockMap, SharedKVBuffer, block_tokens
+from runtime.engine.kv_cache import NULL_BLOCK, BlockMap, SharedKVBuffer
+from runtime.layout_configs import block_tokens
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])

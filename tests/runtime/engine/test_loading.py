@@ -5,7 +5,6 @@ And that a layout which is dropped goes.
 
 import gc
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from runtime.config import NodeConfig
 from runtime.engine.layouts import CONNECTED_LAYOUT_BYTES, LARGER_CAPTURES_BYTES, LAYOUT_BYTES
 from runtime.engine.loading import LayoutLoader, collect_frozen
 from runtime.engine.sp_settings import SettingError
+from runtime.layout_configs import LayoutConfigs
 
 MAX_TOKENS = 3000
 OWN_SIZES = [1, 256, 512]
@@ -31,8 +31,9 @@ CONFIG: Any = SimpleNamespace(
 )
 
 
-def loader(max_sp: int, vllm_args: Mapping[str, Any] | None = None) -> LayoutLoader:
-    node = NodeConfig(8, 4, "manual", "unused", dict(vllm_args or {}), max_sp=max_sp)
+def loader(max_sp: int, *, sizes_are_chosen: bool = False) -> LayoutLoader:
+    configs = LayoutConfigs({}, sizes_are_chosen=sizes_are_chosen)
+    node = NodeConfig(8, 4, "manual", "unused", configs, max_sp=max_sp)
     return LayoutLoader(node, 0)
 
 
@@ -71,7 +72,7 @@ def test_sizes_go_as_far_as_the_largest_share_of_any_group() -> None:
 
 
 def test_who_chooses_sizes_gets_those_alone() -> None:
-    chosen = loader(4, {"cudagraph_capture_sizes": OWN_SIZES})
+    chosen = loader(4, sizes_are_chosen=True)
     assert captures(chosen) == {1: (True, []), 2: NONE, 4: NONE}
 
 
@@ -86,7 +87,7 @@ def test_memory_is_kept_for_the_larger_graphs_that_vllm_does_not_measure() -> No
     assert loader(1)._reserved() == 2 * LAYOUT_BYTES
     assert loader(4)._reserved() == connected
     assert loader(2)._reserved() == connected + LARGER_CAPTURES_BYTES
-    assert loader(2, {"max_cudagraph_capture_size": 512})._reserved() == connected
+    assert loader(2, sizes_are_chosen=True)._reserved() == connected
 
 
 @pytest.mark.parametrize("name", ["SHOAL_SP_EXCHANGE", "SHOAL_SP_GRAPHS"])
@@ -105,7 +106,7 @@ def test_an_exchange_that_cannot_be_is_found_before_members_meet(
     monkeypatch.setenv("SHOAL_SP_EXCHANGE", "peer")
     node = loader(2)
     node._dp = CONFIG
-    monkeypatch.setattr("runtime.engine.loading.group_config", lambda *_: CONFIG)
+    monkeypatch.setattr("runtime.engine.loading.layout_config", lambda *_: CONFIG)
     with pytest.raises(SettingError, match="there are no GPUs"):
         node._meet(2, 0, 0.0)
 

@@ -13,7 +13,7 @@ from policies.partition import Group, Partition, groups_of, singles
 from runtime.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, Stock, make_model
-from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.real_node import NODE_ARGS, RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
 from tests.variety import is_varied
 
@@ -214,4 +214,4 @@ def test_the_kv_caches_of_all_layouts_are_one_storage(node: RealNode) -> None:
         assert len(storages) == 3
         assert len(set.union(*storages.values())) == 1
         ((_, size),) = storages[1]
-        assert size == node.config.vllm_args["kv_cache_memory_bytes"]
+        assert size == NODE_ARGS["kv_cache_memory_bytes"]

@@ -122,7 +122,6 @@ class Recorded:
             max_group=2,
             policy="manual",
             runtime_dir=str(directory),
-            vllm_args={},
             recording_dir=str(directory),
         )
         layouts = {len(group): LoggedLayout(group, log) for group in ((ENGINE,), GROUP)}

@@ -21,7 +21,6 @@ from runtime.engine.share_captures import (
     SMALLEST_STEP,
     capture_also,
     larger_sizes,
-    sizes_are_chosen,
     wanted_sizes,
 )
 
@@ -93,25 +92,6 @@ def test_graphs_that_hang_on_the_runner_are_not_extended(monkeypatch: pytest.Mon
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     assert breakable_cudagraph.is_breakable_cudagraph_enabled()
     assert wanted_sizes(graph_config(), 4096) == []
-
-
-@pytest.mark.parametrize(
-    ("vllm_args", "chosen"),
-    [
-        pytest.param({}, False, id="nothing"),
-        pytest.param({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, False, id="a mode"),
-        pytest.param({"cudagraph_capture_sizes": [1, 64]}, True, id="sizes"),
-        pytest.param({"max_cudagraph_capture_size": 64}, True, id="the largest"),
-        pytest.param({"compilation_config": {"cudagraph_capture_sizes": [1, 64]}}, True, id="json"),
-        pytest.param(
-            {"compilation_config": CompilationConfig(max_cudagraph_capture_size=64)},
-            True,
-            id="as options are parsed",
-        ),
-    ],
-)
-def test_who_says_what_is_captured_is_known(vllm_args: dict[str, Any], chosen: bool) -> None:
-    assert sizes_are_chosen(vllm_args) is chosen
 
 
 # --- V1 ---

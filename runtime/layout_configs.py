@@ -1,0 +1,238 @@
+"""vLLM's configuration of every layout: made once, in the main process, and handed to all others.
+
+What vLLM derives of its arguments depends on its caller, the device and the environment, so each
+process gets what the main process derived, and refuses to start if it would see anything else. The
+configuration of DP is that of ``vllm serve`` with the same options (``create_engine_config``). A
+group's differs in what its size decides (``OF_THE_SIZE``). What engines add for the layouts to
+share weights and KV cache is in ``engine/layouts.py``.
+"""
+
+import copy
+import enum
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logger import configure_logging_if_needed
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
+from vllm.usage.usage_lib import UsageContext
+
+DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+"""Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
+
+OF_THE_SIZE: Mapping[str, str] = {
+    "instance_id": "names one VllmConfig",
+    "parallel_config": "says the size",
+    "cache_config.block_size": "a member holds fewer heads of more tokens in the same bytes",
+    "compilation_config": "vLLM fuses collectives, which DP has none of, and sizes its graphs",
+    "kernel_config": "vLLM chooses kernels by the shapes of a member's shard",
+}
+"""Fields of ``VllmConfig``, with all within them, in which a group's differs from DP's."""
+
+OF_REQUESTS = (
+    "model_config",
+    "scheduler_config",
+    "cache_config.cache_dtype",
+    "cache_config.enable_prefix_caching",
+    "structured_outputs_config",
+    "reasoning_config",
+)
+"""Those that requests see the difference of: no layout's may differ from another's."""
+
+Facts = Mapping[str, str]
+"""What a configuration says, as text, by the path of the field."""
+
+
+class ConfigurationDiffersError(ValueError):
+    """What must be one configuration is two; the message names the first field that differs."""
+
+
+@dataclass(frozen=True)
+class LayoutConfigs:
+    """What ``NodeConfig.vllm`` holds on a node that was configured by vLLM. Picklable."""
+
+    pickled: Mapping[int, bytes]
+    """The ``VllmConfig`` of every layout, by degree."""
+    facts: Mapping[int, Facts] = field(default_factory=dict)
+    """What each said where it was made."""
+    log_stats: bool = True
+    takes_what_fits: bool = False
+    """Whether the user left the length of requests to the memory (``--max-model-len -1``)."""
+    asynchronous_on_cpu: bool = False
+    """Whether the user asked for asynchronous scheduling, which vLLM turns off on a CPU."""
+    sizes_are_chosen: bool = False
+    """Whether the user chose what sizes of CUDA graphs are captured, and so bounds what they take:
+    no others are captured then."""
+
+    def take(self, degree: int) -> VllmConfig:
+        """Return a new copy of the configuration of the TP-``degree`` layout.
+
+        Raises:
+            ConfigurationDiffersError: this process sees another than the main process.
+        """
+        config: VllmConfig = pickle.loads(self.pickled[degree])
+        configure_logging_if_needed(config.logging_config)
+        if found := next(differences(facts_of(config), self.facts[degree]), None):
+            path, here, there = found
+            raise ConfigurationDiffersError(
+                f"{path} is {here} in this process and {there} in the main process"
+            )
+        return config
+
+
+def prepare(engine_args: AsyncEngineArgs, api_servers: int) -> AsyncEngineArgs:
+    """Fill in what the node decides of vLLM's arguments, and return them.
+
+    Args:
+        engine_args: those of the command line, changed in place.
+        api_servers: number of front ends.
+    """
+    if engine_args.block_size is None:
+        engine_args.block_size = DEFAULT_BLOCK_TOKENS.get(current_platform.device_type, 16)
+    # As ``vllm.entrypoints.cli.serve`` does.
+    engine_args._api_process_count = api_servers
+    engine_args._api_process_rank = 0 if api_servers == 1 else -1
+    return engine_args
+
+
+def dp_config(engine_args: AsyncEngineArgs) -> VllmConfig:
+    """Return what ``vllm serve`` configures; ``engine_args`` then have what vLLM derived of them.
+
+    Raises:
+        Exception: vLLM refuses the arguments, with an exception of any kind.
+    """
+    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def layout_configs(
+    engine_args: AsyncEngineArgs, dp: VllmConfig, degrees: Sequence[int]
+) -> LayoutConfigs:
+    """Return the configurations of a node's layouts.
+
+    Args:
+        engine_args: what ``dp_config`` has made ``dp`` of.
+        dp: the configuration of DP.
+        degrees: of the layouts, DP's 1 first.
+
+    Raises:
+        ConfigurationDiffersError: vLLM would serve a group otherwise than DP.
+    """
+    configs = {1: dp}
+    for degree in degrees[1:]:
+        configs[degree] = _group_config(engine_args, dp, degree)
+    maybe_register_config_serialize_by_value()  # of this pickler
+    given = (engine_args, engine_args.compilation_config)
+    sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    return LayoutConfigs(
+        pickled={degree: bytes(ForkingPickler.dumps(config)) for degree, config in configs.items()},
+        facts={degree: facts_of(config) for degree, config in configs.items()},
+        takes_what_fits=dp.model_config.original_max_model_len == -1,
+        log_stats=not engine_args.disable_log_stats,
+        asynchronous_on_cpu=bool(engine_args.async_scheduling),
+        sizes_are_chosen=any(getattr(of, name) is not None for of in given for name in sizes),
+    )
+
+
+def block_tokens(degree: int, base_tokens: int, kv_heads: int) -> int:
+    """Return the tokens of one block under TP-``degree``.
+
+    Beyond ``kv_heads`` members each holds a full head already, so a block holds no more tokens.
+    """
+    return base_tokens * min(degree, kv_heads)
+
+
+def _group_config(engine_args: AsyncEngineArgs, dp: VllmConfig, degree: int) -> VllmConfig:
+    """Return vLLM's configuration of the same arguments, but for tensor parallelism."""
+    arguments = copy.copy(engine_args)
+    arguments.tensor_parallel_size = degree
+    arguments.block_size = block_tokens(
+        degree, dp.cache_config.block_size, dp.model_config.get_total_num_kv_heads()
+    )
+    config = dp_config(arguments)
+    for path, group, alone in differences(facts_of(config), facts_of(dp)):
+        if _within(path, OF_REQUESTS):
+            raise ConfigurationDiffersError(
+                f"vLLM configures TP{degree} unlike DP: {path} is {group}, and not {alone}"
+            )
+    return config
+
+
+def _within(path: str, fields: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in fields)
+
+
+# --- what a configuration says --------------------------------------------------------------------
+
+
+def facts_of(config: VllmConfig) -> Facts:
+    """Return all that a configuration says, and what it derives of the environment when asked."""
+    found = dict(flat(config))
+    for name in _derived(type(config)):
+        try:
+            value = getattr(config, name)
+        except Exception as error:  # noqa: BLE001 - that it fails is what it says
+            value = type(error).__name__
+        if isinstance(value, bool | int | str):
+            found[name] = repr(value)
+    return found
+
+
+def differences(ours: Facts, theirs: Facts) -> Iterator[tuple[str, str, str]]:
+    """Yield each path in which two configurations differ, and what either says there."""
+    for path in sorted({*ours, *theirs}):
+        pair = ours.get(path, "nothing"), theirs.get(path, "nothing")
+        if pair[0] != pair[1]:
+            yield (path, *pair)
+
+
+def _derived(kind: type) -> list[str]:
+    """Return the properties that a configuration computes anew for each caller."""
+    return [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
+
+
+def flat(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield what a value says, by path; ``above`` are the objects that it is a part of."""
+    if id(value) in above:
+        return
+    inside = (*above, id(value))
+    parts = _parts(value)
+    if parts is None:
+        yield path, _text(value)
+        return
+    yield path, type(value).__name__
+    for name, part in parts.items():
+        yield from flat(part, f"{path}.{name}".removeprefix("."), inside)
+
+
+def _parts(value: Any) -> Mapping[str, Any] | None:
+    """Return what a value is made of, by name; None if it is to be taken as it is."""
+    if isinstance(value, PretrainedConfig):
+        return {str(name): part for name, part in value.to_dict().items()}
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return {str(place): part for place, part in enumerate(value)}
+    if isinstance(value, type | enum.Enum | torch.dtype) or not hasattr(value, "__dict__"):
+        return None
+    kind = type(value)
+    return {
+        name: part
+        for name, part in vars(value).items()
+        if not isinstance(getattr(kind, name, None), cached_property)
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, value)))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)

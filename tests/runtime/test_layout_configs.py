@@ -1,0 +1,155 @@
+"""One configuration for all processes: what each gets, and what a start refuses."""
+
+import dataclasses
+import json
+import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from runtime import layout_configs as module
+from runtime.config import NodeConfig
+from runtime.engine.executor import UnitExecutor
+from runtime.engine.layouts import layout_config
+from runtime.layout_configs import (
+    ConfigurationDiffersError,
+    LayoutConfigs,
+    differences,
+    dp_config,
+    facts_of,
+    layout_configs,
+    prepare,
+)
+from server.options import DEMO_CHECKPOINT
+
+ENGINES_ADD = {
+    "additional_config.shoal_weights": "the order of the weights, for vLLM's compile cache",
+    "cache_config.gpu_memory_utilization": "of a group: DP has taken the share of all layouts",
+    "load_config.load_format": "of a group: its weights are views",
+    "load_config.use_tqdm_on_load": "no progress bar per engine",
+    "model_config.original_max_model_len": "a layout may hold less than another",
+    "parallel_config.distributed_executor_backend": "steps go over queues",
+    "quant_config": "the layers' weights are shared",
+}
+"""Fields in which what an engine runs with differs from what the main process has made."""
+
+
+def made(degrees: tuple[int, ...] = (1, 2), **fields: Any) -> LayoutConfigs:
+    """Return the configurations of a node that serves the demo model."""
+    args = prepare(AsyncEngineArgs(**{"model": str(DEMO_CHECKPOINT), **fields}), api_servers=1)
+    return layout_configs(args, dp_config(args), degrees)
+
+
+def altered(configs: LayoutConfigs, section: str, **fields: Any) -> LayoutConfigs:
+    """Return configurations of which that of DP is another than the main process made."""
+    config = configs.take(1)
+    for name, value in fields.items():
+        setattr(getattr(config, section), name, value)
+    return dataclasses.replace(configs, pickled={1: bytes(ForkingPickler.dumps(config))})
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_engines_add_what_is_said_and_nothing_else(degree: int) -> None:
+    configs = made()
+    node = NodeConfig(2, 2, "manual", "unused", configs)
+    ours, made_of = layout_config(node, degree, UnitExecutor), configs.take(degree)
+    for path, _, _ in differences(facts_of(ours), facts_of(made_of)):
+        assert any(f"{path}.".startswith(f"{name}.") for name in ENGINES_ADD), path
+
+
+def test_what_the_user_adds_to_the_configuration_stays() -> None:
+    node = NodeConfig(2, 2, "manual", "unused", made(additional_config={"name": 1}))
+    assert layout_config(node, 1, UnitExecutor).additional_config["name"] == 1
+
+
+def test_a_process_that_has_another_value_is_refused() -> None:
+    other = altered(made(), "scheduler_config", max_num_batched_tokens=99)
+    with pytest.raises(ConfigurationDiffersError) as caught:
+        other.take(1)
+    (field, said) = str(caught.value).split(" is ")
+    assert field == "max_in_flight_tokens" or field.endswith("max_num_batched_tokens")
+    assert "in this process" in said
+    assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_derives_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = made()
+    configs.take(1)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ConfigurationDiffersError, match=r"^use_v2_model_runner is True in this"):
+        configs.take(1)
+
+
+def test_each_process_has_a_copy_of_its_own() -> None:
+    configs = made()
+    configs.take(1).scheduler_config.max_num_seqs = 1
+    assert configs.take(1).scheduler_config.max_num_seqs > 1
+
+
+def test_a_group_has_the_limits_of_dp() -> None:
+    """Which vLLM would double on CPUs."""
+    configs = made((1, 2, 4))
+    for name in ("max_num_batched_tokens", "max_num_seqs"):
+        assert len({getattr(configs.take(d).scheduler_config, name) for d in (1, 2, 4)}) == 1
+
+
+def test_a_group_that_vllm_would_serve_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def derive(engine_args: AsyncEngineArgs) -> VllmConfig:
+        config = dp_config(engine_args)
+        config.scheduler_config.max_num_seqs += engine_args.tensor_parallel_size
+        return config
+
+    args = prepare(AsyncEngineArgs(model=str(DEMO_CHECKPOINT)), api_servers=1)
+    dp = dp_config(args)
+    monkeypatch.setattr(module, "dp_config", derive)
+    with pytest.raises(ConfigurationDiffersError, match=r"TP2 unlike DP: .*max_num_seqs is"):
+        layout_configs(args, dp, (1, 2))
+
+
+def test_a_configuration_class_of_the_models_own_travels_by_value(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in DEMO_CHECKPOINT.iterdir():
+        if file.name != "config.json":
+            (model / file.name).symlink_to(file)
+    config = json.loads((DEMO_CHECKPOINT / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "own.py").write_text(
+        "from transformers import LlamaConfig\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    configs = made(model=str(model), trust_remote_code=True)
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+    assert type(configs.take(2).model_config.hf_config).__name__ == "OwnConfig"
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        pytest.param({}, False, id="nothing"),
+        pytest.param({"compilation_config": {"cudagraph_mode": "NONE"}}, False, id="a mode"),
+        pytest.param({"cudagraph_capture_sizes": [1, 64]}, True, id="sizes"),
+        pytest.param({"max_cudagraph_capture_size": 64}, True, id="the largest"),
+        pytest.param({"compilation_config": {"cudagraph_capture_sizes": [1, 64]}}, True, id="json"),
+        pytest.param(
+            {"compilation_config": CompilationConfig(max_cudagraph_capture_size=64)},
+            True,
+            id="as options are parsed",
+        ),
+    ],
+)
+def test_who_says_what_is_captured_is_known(fields: dict[str, Any], chosen: bool) -> None:
+    assert made((1,), **fields).sizes_are_chosen is chosen
+
+
+@pytest.mark.parametrize(("length", "fits"), [(None, False), (128, False), (-1, True)])
+def test_a_length_that_is_left_to_the_memory_is_known(length: int | None, fits: bool) -> None:
+    assert made((1,), max_model_len=length).takes_what_fits is fits
