@@ -29,6 +29,8 @@ RESTART_LIMIT = 5
 """Restarts of one engine within ``restarts.WINDOW_SECONDS`` on a served node, unless it is set."""
 RESTART_BACKOFF_SECONDS = 1.0
 """Pause before an engine's first restart, unless it is set."""
+SWITCH_WAIT_SECONDS = 2.0
+"""How long a policy's switch waits for requests to end, unless it is set."""
 QUEUED_AHEAD = 1
 """Requests that a unit with a full batch is given beyond it. When the whole batch ends in one step,
 the next step starts with this one, and not after a round trip to the controller."""
@@ -92,6 +94,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     """Which steps are."""
     queued_ahead: int = QUEUED_AHEAD
+    switch_wait_seconds: float = SWITCH_WAIT_SECONDS
+    """How long a switch that the policy asked for waits for requests to end, before it goes on
+    without waiting (``controller.switch``)."""
     pause_limit_seconds: float = PAUSE_LIMIT_SECONDS
     """See ``controller.pauses.Pauses``."""
     max_retries: int = MAX_RETRIES

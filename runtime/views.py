@@ -77,6 +77,8 @@ class SwitchView(msgspec.Struct, frozen=True):
     moved: int = 0
     reason: str = ""
     """See ``policies.plan.SwitchReason``; empty: none was given."""
+    late: bool = False
+    """Whether requests that it waited for did not end in time, and it went on without waiting."""
 
     def line(self) -> str:
         """Return the switch in one line, for people to read."""
@@ -87,7 +89,7 @@ class SwitchView(msgspec.Struct, frozen=True):
             "moved": self.moved,
         }
         did = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        why = ", ".join(filter(None, (self.reason, self.treatment)))
+        why = ", ".join(filter(None, (self.reason, self.treatment, "late" if self.late else "")))
         took = f"{self.duration_seconds * 1e3:.1f} ms"
         end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
         return (

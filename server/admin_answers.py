@@ -70,6 +70,7 @@ class SwitchAnswer(TypedDict):
     preempt: str
     reason: str
     outcome: str
+    late: bool
     error: str | None
     duration_seconds: float
     requests: SwitchedRequestsAnswer
@@ -163,6 +164,7 @@ def switch_json(switch: SwitchView) -> SwitchAnswer:
         "preempt": switch.treatment,
         "reason": switch.reason,
         "outcome": switch.outcome,
+        "late": switch.late,
         "error": switch.error,
         "duration_seconds": switch.duration_seconds,
         "requests": {

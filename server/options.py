@@ -18,6 +18,7 @@ from runtime.config import (
     MAX_WAITING_REQUESTS,
     MAX_WAITING_TOKENS,
     PAUSE_LIMIT_SECONDS,
+    SWITCH_WAIT_SECONDS,
     FakeSettings,
 )
 from runtime.logs import LogFormat
@@ -202,6 +203,14 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         help="how long an engine may take to reach a safe point (default: %(default)s)",
     )
     group.add_argument(
+        "--switch-wait",
+        type=float,
+        default=SWITCH_WAIT_SECONDS,
+        metavar="SECONDS",
+        help="how long a switch that the policy asks for waits for requests to end, before it goes "
+        "on without waiting (default: %(default)s)",
+    )
+    group.add_argument(
         "--pause-limit",
         type=float,
         default=PAUSE_LIMIT_SECONDS,
@@ -366,6 +375,8 @@ def _check_shoal_options(args: Namespace) -> None:
             raise UserError(f"{_flag(name)} {value}: it must be one of 1, 2, 4, 8")
     if args.prepare_timeout <= 0:
         raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
+    if not 0 <= args.switch_wait < math.inf:
+        raise UserError(f"--switch-wait {args.switch_wait:g}: it must be 0 or more")
     if not 0 < args.pause_limit < math.inf:
         raise UserError(f"--pause-limit {args.pause_limit:g}: it must be more than 0")
     for name in ("max_waiting_requests", "max_waiting_tokens"):

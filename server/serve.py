@@ -185,6 +185,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
             max_model_len=vllm_config.model_config.max_model_len,
         ),
         prepare_timeout_seconds=args.prepare_timeout,
+        switch_wait_seconds=args.switch_wait,
         pause_limit_seconds=args.pause_limit,
         max_retries=args.max_retries,
         engine_timeout_seconds=args.engine_timeout,

@@ -209,6 +209,20 @@ class Capacity:
         spare = min(self._free_blocks(self._book.core((engine,))) for engine in group)
         return max(LEASE_BLOCKS, min(need, spare))
 
+    def leaves_room(self, group: Group) -> bool:
+        """Return whether requests of a group's single engines may go on beside it (interleave).
+
+        What they will need up to their bounds is lent to no group, so they must leave it half of
+        every member's blocks: else its own requests would wait until these end.
+        """
+        tokens = self._book.limits(group[:1]).block_tokens
+        for engine in group:
+            totals = self._book.core((engine,)).figures.totals
+            needed = sum(count * -(-total // tokens) for total, count in totals.items())
+            if 2 * needed > self._unleased(engine, group):
+                return False
+        return True
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence that some group of this node holds; see ``_layouts``."""

@@ -1,21 +1,25 @@
-"""Requests that a hard switch has paused, and whose unit does not come back: none waits for ever.
+"""Requests that a switch has paused, and whose unit does not come back: none waits for ever.
 
 A request resumes with its KV in place when its unit is back. Until then nobody computes it, and
 whether the unit comes back is up to an operator or a policy, who may have forgotten. So after a
 while it is moved to another unit, as a soft switch does. What cannot be moved without a change of
-its tokens (``wire.RequestView.movable``) goes on waiting, for a bounded time, and then ends.
+its tokens (``wire.RequestView.movable``) is *pinned*. Under a policy it gets a turn: it goes on
+beside the group that its engine is in, or its unit is brought back for a while, again and again
+until it has ended. Where an operator decides the layout, it goes on waiting, and then ends.
 """
 
+import math
 from collections.abc import Iterator
 
 import msgspec
 
-from policies.partition import Group, leader_of
+from policies.partition import Group, Partition, leader_of
 from runtime import messages as m
 from runtime.clock import Clock
 from runtime.config import NodeConfig
 from runtime.controller.admission import Admission
 from runtime.controller.book import Book, CoreBook, Request
+from runtime.controller.capacity import Capacity
 from runtime.messages import Outcome
 from runtime.transport import ControllerTransport
 
@@ -25,6 +29,18 @@ to another; and one that is interleaved under any policy, when the group has lef
 go on with."""
 MANUAL_PAUSE_SECONDS = 30.0
 """The same where an operator decides it, who needs longer to bring a unit back."""
+
+TURN_SECONDS = 3.0
+"""How long a unit is kept that was brought back for the requests paused in it. Then the policy has
+its way for ``PAUSE_SECONDS`` at least, before one is brought back again."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A partition in which requests go on that were paused for long."""
+
+    target: Partition
+    rebound: tuple[Group, ...]
+    """Groups that stay, but are to let requests of their single engines go on beside them."""
 
 
 class _Pause(msgspec.Struct):
@@ -36,11 +52,12 @@ class _Pause(msgspec.Struct):
 
 
 class Pauses:
-    """Moves what has been paused for long, and ends what cannot be moved.
+    """Moves what has been paused for long, gives turns to what cannot be moved, or ends it.
 
     Args:
         config: the node; when a request ends that cannot be moved is in it.
         book: units and their requests.
+        capacity: says whether requests may go on beside a group.
         admission: ends requests.
         transport: the way to engines.
         clock: monotonic seconds.
@@ -50,18 +67,23 @@ class Pauses:
         self,
         config: NodeConfig,
         book: Book,
+        capacity: Capacity,
         admission: Admission,
         transport: ControllerTransport,
         clock: Clock,
     ) -> None:
         self._limit = config.pause_limit_seconds
         self._book = book
+        self._capacity = capacity
         self._admission = admission
         self._transport = transport
         self._clock = clock
         self._pauses: dict[Group, _Pause] = {}
         self._manual = True
         self._looked_at = clock()
+        self._turn: list[str] = []
+        """Requests that the latest turn is for."""
+        self._turn_ends = -math.inf
 
     @property
     def deadline(self) -> float | None:
@@ -106,6 +128,60 @@ class Pauses:
         running = core.load is not None and core.load.running > 0
         return running and self._book.interleaves(core.group)
 
+    # --- turns --------------------------------------------------------------------------------
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether a unit that was brought back is to be kept for the requests of its turn."""
+        return self._clock() < self._turn_ends and self.had_turn
+
+    @property
+    def had_turn(self) -> bool:
+        """Whether a unit is there that was brought back, and requests of its turn go on in it.
+
+        A switch was late for them before: the next one need not wait.
+        """
+        return any(
+            self._book.where(request_id) in self._book.partition for request_id in self._turn
+        )
+
+    def next_turn(self) -> Turn | None:
+        """Return what lets pinned requests go on that have been paused for long, if any have.
+
+        Call it when a switch can start, and start it.
+        """
+        now = self._clock()
+        if self._manual or now < self._turn_ends + PAUSE_SECONDS:
+            return None
+        target, rebound, taken = self._book.partition, list[Group](), set[int]()
+        self._turn = []
+        for group, pinned in self._starved(now):
+            unit = self._book.unit_of(leader_of(group))
+            beside = len(group) == 1 and unit not in self._book.interleaving
+            beside = beside and self._capacity.leaves_room(unit)
+            engines = unit if beside else group
+            if taken.intersection(engines):
+                continue
+            taken.update(engines)
+            if beside:
+                rebound.append(unit)
+            else:
+                target = _with(target, group)
+                self._turn += pinned
+        if not taken:
+            return None
+        self._turn_ends = now + TURN_SECONDS
+        return Turn(target, tuple(rebound))
+
+    def _starved(self, now: float) -> Iterator[tuple[Group, list[str]]]:
+        """Yield the cores that have waited too long for their unit, and their pinned requests."""
+        for group, pause in sorted(self._pauses.items(), key=lambda item: item[1].since):
+            late = pause.since + PAUSE_SECONDS <= now
+            if late and self._book.serves(group) and self._book.is_formed(group):
+                pinned = _pinned(self._book.core(group))
+                if pinned:
+                    yield group, pinned
+
     def _move(self, core: CoreBook) -> None:
         movable = core.movable()
         if movable:
@@ -114,8 +190,7 @@ class Pauses:
 
     def _end(self, core: CoreBook) -> None:
         """End the requests of a core that can only go on there."""
-        movable = set(core.movable())
-        ids = [request_id for request_id in core.requests if request_id not in movable]
+        ids = _pinned(core)
         if not ids:
             return
         self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
@@ -130,3 +205,16 @@ class Pauses:
             "structured output or the like"
         )
         self._admission.fail(ended, Outcome.LOST, 500, reason)
+
+
+def _pinned(core: CoreBook) -> list[str]:
+    """Return the requests of a core that can only go on there."""
+    movable = set(core.movable())
+    return [request_id for request_id in core.requests if request_id not in movable]
+
+
+def _with(partition: Partition, group: Group) -> Partition:
+    """Return a partition that has the group; engines it takes units apart for are alone."""
+    kept = [unit for unit in partition if not set(unit) & set(group)]
+    rest = set().union(*partition) - set(group).union(*kept)
+    return tuple(sorted([*kept, group, *((engine,) for engine in rest)]))

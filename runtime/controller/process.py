@@ -5,7 +5,6 @@ and the supervisor, and the engines' reports. After each batch of them the polic
 """
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Collection
@@ -32,7 +31,7 @@ from runtime.controller.audit import Audit
 from runtime.controller.book import Book, EngineState, continued
 from runtime.controller.capacity import Capacity
 from runtime.controller.closing import Closing
-from runtime.controller.demand import Demand, SwitchBudget
+from runtime.controller.demand import Demand
 from runtime.controller.dispatcher import Dispatcher
 from runtime.controller.gauges import Gauges
 from runtime.controller.leases import Leases
@@ -42,36 +41,19 @@ from runtime.controller.pool import TaskPool
 from runtime.controller.pulse import Pulse
 from runtime.controller.rejoin import Rejoin
 from runtime.controller.shifting import Shifting
-from runtime.controller.statistics import MANUAL, Statistics
-from runtime.controller.switch import Switch
+from runtime.controller.statistics import Statistics
+from runtime.controller.switching import Switching
 from runtime.transport import (
     Arrival,
     Channel,
     ControllerTransport,
     ZmqControllerTransport,
-    front_identity,
 )
-from runtime.views import SwitchView
 
 log = logging.getLogger("shoal.controller")
 
-SWITCHES_KEPT = 32
-"""Past switches that ``GET /admin/layout`` shows."""
-POLICY_TIMEOUT_SECONDS = 600.0
-"""How long requests may take to end in a sequential switch that the policy asked for."""
-RETRY_SECONDS = 5.0
-"""Pause after a failed switch before the policy may ask for another."""
 REVIEW_SECONDS = 0.5
 """How often a policy that decides the layout is asked when nothing happens: quiet is news too."""
-WAITING_TREATMENTS = (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
-"""Those whose switches take as long as requests run."""
-
-
-class _Call(msgspec.Struct, frozen=True):
-    """Who waits for a switch, and the number of the call."""
-
-    peer: str
-    number: int
 
 
 class Controller:
@@ -99,22 +81,15 @@ class Controller:
         self.book = Book(config.engines)
         self.pool = TaskPool(config.aging_seconds)
         self.leases = Leases(self.book, transport)
-        self.switches: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self._capacity = Capacity(config, self.book, self.leases, self.pool)
         self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
         self._closing = Closing(self.book, self.pool, self._admission, transport, clock)
         self._config = config
         self._transport = transport
         self._clock = clock
-        self._wall = wall
-        self._switch: Switch | None = None
-        self._caller: _Call | None = None
         self._audit: Audit | None = None
         self._later: deque[tuple[str, m.SetLayout | m.AuditNode]] = deque()
-        self._retry_at = 0.0
         self._demand = Demand(clock())
-        self._budget = SwitchBudget(clock())
-        self._switched_at = -math.inf
         self._decided_at = clock()
         self._statistics = Statistics(config.degrees)
         self._losses = Losses(
@@ -131,7 +106,19 @@ class Controller:
         self._dispatcher = Dispatcher(
             config, self.book, self.pool, self._losses, self._statistics, transport, clock
         )
-        self._pauses = Pauses(config, self.book, self._admission, transport, clock)
+        self._pauses = Pauses(config, self.book, self._capacity, self._admission, transport, clock)
+        self._switching = Switching(
+            config,
+            self.book,
+            self.leases,
+            self._capacity,
+            self._statistics,
+            transport,
+            clock=clock,
+            wall=wall,
+            lose=self._lose,
+        )
+        self.switches = self._switching.past
         self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
         self._adviser = Adviser(config.policy, self._statistics, clock)
         self._capacity.forms_groups = self._adviser.policy.forms_groups
@@ -159,7 +146,7 @@ class Controller:
 
     def turn(self, timeout: float | None = None) -> None:
         """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
-        self._transport.wait(self._patience(timeout), eager=self._switch is not None)
+        self._transport.wait(self._patience(timeout), eager=self._switching.running is not None)
         began = self._clock()
         self._do_what_is_due()
         self._statistics.turns.observe(self._clock() - began)
@@ -169,11 +156,9 @@ class Controller:
             return
         for engine, reason in self._pulse.check():
             self._lose([engine], reason, m.DeathCause.SILENT)
-        if self._switch is not None:
-            self._switch.tick()
-        self._end_switch()
+        self._switching.tick()
         self._end_audit()
-        self._rejoin.tick(switching=self._switch is not None or self._audit is not None)
+        self._rejoin.tick(switching=bool(self._switching.running or self._audit))
         self._take_deferred()
         self._admission.expire()
         self._closing.hand_back()
@@ -185,7 +170,7 @@ class Controller:
 
         Nothing else comes due of them, and the next of them would wait for what is done besides.
         """
-        arrivals, switch = self._transport.receive(), self._switch
+        arrivals, switch = self._transport.receive(), self._switching.running
         answers = 0 if switch is None else switch.answers
         for arrival in arrivals:
             self._take(arrival)
@@ -199,7 +184,7 @@ class Controller:
 
     def _patience(self, timeout: float | None) -> float | None:
         due = [
-            self._switch.deadline if self._switch is not None else None,
+            self._switching.deadline,
             self._audit.deadline if self._audit is not None else None,
             self._admission.deadline,
             self._closing.deadline,
@@ -330,7 +315,7 @@ class Controller:
             if engine.state is EngineState.SILENT:
                 engine.state, engine.reason = EngineState.SERVING, None
                 log.warning("engine %d answers again", message.engine)
-        if self._switch is None or not self._switch.handle(message):
+        if not self._switching.handle(message):
             self.book.stale += 1
 
     def _lose(
@@ -339,7 +324,7 @@ class Controller:
         reason: str,
         cause: m.DeathCause = m.DeathCause.GROUP,
     ) -> None:
-        self._losses.lose(engines, reason, cause, self._switch, self._audit)
+        self._losses.lose(engines, reason, cause, self._switching.running, self._audit)
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -359,7 +344,7 @@ class Controller:
             case m.SetShiftThreshold():
                 self._set_shift(peer, message)
             case m.AuditNode():
-                if self._audit or self._switch or self._rejoin.engines:
+                if self._audit or self._switching.running or self._rejoin.engines:
                     self._later.append((peer, message))
                 else:
                     self._start_audit(peer, message)
@@ -382,7 +367,7 @@ class Controller:
 
     def _take_deferred(self) -> None:
         """Take the calls that waited for a switch or the like to end, while nothing is running."""
-        while self._later and not (self._audit or self._switch or self._rejoin.engines):
+        while self._later and not (self._audit or self._switching.running or self._rejoin.engines):
             self._take_call(*self._later.popleft())
 
     def _layout(self, call: int) -> m.LayoutView:
@@ -442,7 +427,7 @@ class Controller:
 
     @property
     def _busy(self) -> frozenset[int]:
-        return self._rejoin.engines | (self._switch.engines if self._switch else frozenset())
+        return self._rejoin.engines | self._switching.engines
 
     def _set_layout(self, peer: str, message: m.SetLayout) -> None:
         status, error = 200, ""
@@ -458,72 +443,17 @@ class Controller:
         if error:
             self._transport.to_control(peer, m.CallFailed(message.call, status, error))
             return
-        self._start_switch(target, message.treatment, MANUAL, message.timeout_seconds)
-        self._caller = _Call(peer, message.call)
-        self._end_switch()
+        self._switching.start_for_operator(peer, message, target)
 
     def _refusal(self, target: Partition) -> tuple[int, str]:
         """Return the HTTP status and the reason why a target cannot be switched to now."""
         if not self.book.started:
             return 503, str(views.not_ready_reason(self.book))
-        if self._switch is not None:
+        if self._switching.running is not None:
             return 409, "a switch is running: ask again when it is over"
         if self._adviser.policy.decides_layout:
             return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
         return views.refusal(self.book, target, self._rejoin.unavailable())
-
-    # --- switches -----------------------------------------------------------------------------
-
-    def _start_switch(
-        self, target: Partition, treatment: m.Treatment, reason: str, timeout: float
-    ) -> None:
-        self._switch = Switch(
-            self.book,
-            self.leases,
-            self._transport,
-            self._statistics,
-            clock=self._clock,
-            lose=self._lose,
-            target=target,
-            treatment=treatment,
-            reason=reason,
-            timeout=timeout,
-            answer_timeout=self._config.prepare_timeout_seconds,
-            lease=self._capacity.lease_for,
-            seed=lambda epoch: (self._config.seed + epoch) % 2**31,
-        )
-        self._tell_fronts(self._switch, None)
-
-    def _tell_fronts(self, switch: Switch, done: SwitchView | None) -> None:
-        """Tell the front ends that a switch begins, or has ended so."""
-        trace = None
-        if self._config.tracing:
-            trace = views.switch_trace(switch, done, now=self._clock())
-        note = m.Switching(sorted(switch.engines), over=done is not None, trace=trace)
-        for index in range(self._config.api_servers):
-            self._transport.to_control(front_identity(index), note)
-
-    def _end_switch(self) -> None:
-        switch = self._switch
-        if switch is None or not switch.done:
-            return
-        self._switch = None
-        view = views.switch_view(switch, self.book.partition, at=self._wall(), now=self._clock())
-        self.switches.append(view)
-        self._statistics.switched(view)
-        self._tell_fronts(switch, view)
-        level = logging.INFO if switch.error is None else logging.ERROR
-        log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
-        self._switched_at = self._clock()
-        if switch.treatment not in WAITING_TREATMENTS:
-            self._budget.learn(view.duration_seconds)
-        if switch.error is not None:
-            self._retry_at = self._clock() + RETRY_SECONDS
-        caller, self._caller = self._caller, None
-        if caller is not None:
-            failed = m.CallFailed(caller.number, switch.status, switch.error or "")
-            done = m.SwitchDone(caller.number, view)
-            self._transport.to_control(caller.peer, done if switch.error is None else failed)
 
     # --- audit --------------------------------------------------------------------------------
 
@@ -557,34 +487,43 @@ class Controller:
             The number of requests that have left the pool for a unit.
         """
         self._decided_at = self._clock()
-        switching, manual = self._switch is not None, not self._adviser.policy.decides_layout
+        switching = self._switching.running is not None
+        manual = not self._adviser.policy.decides_layout
         self._pauses.end_long_ones(manual=manual, switching=switching)
         if switching and not len(self.pool):
             return 0  # there is nothing to decide, and its members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
         sent = self._dispatcher.send(plan)
-        if (
+        turn = None if self._is_held else self._pauses.next_turn()
+        if turn is not None:
+            self._switching.start_turn(turn)
+        elif (
             plan.target is not None
             and not snapshot.switching
             and plan.target != self.book.partition
         ):
-            self._budget.spend(snapshot.now)
             treatment = m.Treatment(plan.treatment)
-            self._start_switch(plan.target, treatment, plan.reason, POLICY_TIMEOUT_SECONDS)
+            waits = not self._pauses.had_turn
+            self._switching.start_for_policy(plan.target, treatment, plan.reason, waits=waits)
         return sent
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether no switch can start now."""
+        return bool(self._switching.is_held or self._audit or self._rejoin.engines)
 
     def snapshot(self) -> Snapshot:
         """Return what policies see now."""
-        now, switch = self._clock(), self._switch
-        held = bool(switch or self._audit or self._rejoin.engines) or now < self._retry_at
+        now = self._clock()
+        held = self._is_held or self._pauses.is_turn or not self._switching.has_budget
         return self._capacity.snapshot(
             now,
             self._demand,
-            switching=held or not self._budget.allows(now),
+            switching=held,
             busy=self._busy,
-            pending=None if switch is None else switch.target,
-            since_switch=now - self._switched_at,
+            pending=self._switching.pending,
+            since_switch=now - self._switching.ended_at,
             sp_above=self._shifting.sp_above,
         )
 

@@ -12,9 +12,11 @@ from runtime.views import SwitchView
 
 MANUAL = "manual"
 """Reason of a switch that the admin API asked for."""
+PAUSED = "paused"
+"""Reason of a switch that gives a turn to requests which were paused for long (``pauses.py``)."""
 OTHER = "other"
 """Reason, in metrics, of a switch whose policy named none that is known."""
-REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, OTHER)
+REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, PAUSED, OTHER)
 
 SWITCH_OUTCOMES = ("done", "failed")
 BIND_OUTCOMES = ("done", "aborted", "lost")
@@ -75,6 +77,12 @@ class Statistics:
             "shoal_switches_total", "Switches that have ended.", ("outcome", "reason")
         )
         self._switches.preset(SWITCH_OUTCOMES, REASONS)
+        self._late = Counter(
+            "shoal_late_switches_total",
+            "Switches that requests kept waiting for too long: they went on without waiting.",
+            ("reason",),
+        )
+        self._late.preset(REASONS)
         self._durations = Histogram(
             "shoal_switch_seconds", "Time of a whole switch.", SWITCH_BOUNDS, ("treatment",)
         )
@@ -117,6 +125,8 @@ class Statistics:
     def switched(self, view: SwitchView) -> None:
         """Count a switch that has ended."""
         self._switches.add(view.outcome, _reason(view.reason))
+        if view.late:
+            self._late.add(_reason(view.reason))
         self._durations.observe(view.duration_seconds, view.treatment)
         self._paused.add(amount=view.paused)
         self._resumed.add(amount=view.resumed)
@@ -143,7 +153,8 @@ class Statistics:
     def families(self) -> list[Family]:
         """Return everything as it is now."""
         metrics = (
-            *(self._queue, self._switches, self._durations, self._binds, self._releases),
+            *(self._queue, self._switches, self._late, self._durations, self._binds),
+            self._releases,
             *(self._phases, self._paused, self._resumed, self._drained, self.moved),
             *(self.migrated, self._deaths),
             *(self.decisions, self.policy_errors, self.turns),

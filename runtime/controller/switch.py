@@ -10,69 +10,38 @@ ones side by side. Each group goes through its own stages:
 The partition changes when a group is DONE, never before. If anything fails, what can be undone is:
 the switch turns round and restores the partition it started from, as far as its engines are alive.
 A failure after ``Commit`` cannot be undone: members may be inside a collective, the group is lost.
+
+While a switch waits for requests, its engines start no others. So it waits for a bounded time. Then
+an operator's switch is given up, and a policy's goes on without waiting: it is *late*. Requests of
+single engines go on beside their group then (interleave), where they leave it room. All others that
+it has waited for pause (hard), but for those of groups that can be moved.
 """
 
-import enum
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
-
-import msgspec
 
 from policies.partition import Group, Partition, leader_of
 from runtime import messages as m
 from runtime.clock import Clock
 from runtime.controller.book import Book, CoreBook, EngineState
 from runtime.controller.leases import Leases
+from runtime.controller.stages import (
+    COMMITTED_STAGES,
+    Move,
+    Stage,
+    SwitchOutcome,
+    bind_treatment,
+    count_end,
+    late_bind_treatment,
+    release_treatment,
+)
 from runtime.controller.statistics import Statistics
 from runtime.transport import ControllerTransport
 from runtime.views import Phase
 
 LoseEngines = Callable[[Collection[int], str], None]
 """Called with engines that a broken group takes down, and why."""
-
-
-class SwitchOutcome(enum.StrEnum):
-    """How a switch ended."""
-
-    DONE = "done"
-    FAILED = "failed"
-    """It turned round: the partition is the one before, without engines that were lost."""
-
-
-class Stage(enum.Enum):
-    """Where one group stands."""
-
-    WAITING = enum.auto()
-    PREPARING = enum.auto()
-    COMMITTING = enum.auto()
-    ABORTING = enum.auto()
-    RELEASING = enum.auto()
-    KEEPING = enum.auto()
-    """A sequential release took too long and is being taken back."""
-    RESUMING = enum.auto()
-    DONE = enum.auto()
-
-
-COMMITTED_STAGES = (Stage.COMMITTING, Stage.RELEASING, Stage.KEEPING)
-"""Stages in which the members may be inside the group's collectives: they live or die together."""
-
-
-class Move(msgspec.Struct):
-    """One group's bind or release."""
-
-    group: Group
-    epoch: int
-    stage: Stage
-    treatment: m.Treatment
-    """What the engines are told."""
-    since: float = 0.0
-    """Clock time at which the stage began, once engines are waited for."""
-    deadline: float | None = None
-    awaiting: set[int] = set()
-    lent: dict[int, list[int]] = {}
-    lend_seconds: float = 0.0
-    """What the slowest member took to lend."""
 
 
 class Switch:
@@ -88,10 +57,14 @@ class Switch:
         target: canonical partition to reach.
         treatment: what happens to running requests.
         reason: why, for the log and the metrics.
-        timeout: seconds that requests have to end where they are waited for.
+        wait: seconds, from its start on, that requests have to end where they are waited for.
+        gives_up: whether it turns round then; else it goes on without waiting for them.
         answer_timeout: seconds that an engine has for any other answer.
         lease: returns the blocks that a new group's members are asked for.
+        leaves_room: whether requests of a new group's single engines may go on beside it.
         seed: returns the shared seed of a bind, given its epoch.
+        rebound: groups of both partitions that are released and bound again, so that requests that
+            are paused on their single engines go on beside them.
     """
 
     def __init__(
@@ -106,10 +79,13 @@ class Switch:
         target: Partition,
         treatment: m.Treatment,
         reason: str,
-        timeout: float,
+        wait: float,
+        gives_up: bool,
         answer_timeout: float,
         lease: Callable[[Group], int],
+        leaves_room: Callable[[Group], bool],
         seed: Callable[[int], int],
+        rebound: Collection[Group] = (),
     ) -> None:
         self.before = book.partition
         self.target = target
@@ -120,6 +96,8 @@ class Switch:
         self.status = 200
         """HTTP status of the outcome."""
         self.started = clock()
+        self.late = False
+        """Whether requests that it waited for did not end in time."""
         self.paused = 0
         self.resumed = 0
         self.drained = 0
@@ -133,10 +111,13 @@ class Switch:
         self._statistics = statistics
         self._clock = clock
         self._lose = lose
-        self._timeout = timeout
+        self._wait = wait
+        self._gives_up = gives_up
         self._answer_timeout = answer_timeout
         self._lease = lease
+        self._leaves_room = leaves_room
         self._seed = seed
+        self._rebound = frozenset(rebound)
         self._interleaving = frozenset(book.interleaving)
         self._restoring = False
         self._moves: list[Move] = []
@@ -185,23 +166,23 @@ class Switch:
     # --- start --------------------------------------------------------------------------------
 
     def _begin(self, target: Partition) -> None:
-        old = [g for g in self._book.partition if len(g) > 1 and g not in target]
-        new = [g for g in target if len(g) > 1 and g not in self._book.partition]
+        stays = set(self._book.partition).intersection(target) - self._rebound
+        old = [g for g in self._book.partition if len(g) > 1 and g not in stays]
+        new = [g for g in target if len(g) > 1 and g not in stays]
         self._moves = [
-            Move(g, self._book.bound[g], Stage.RELEASING, self._release_treatment) for g in old
+            Move(g, self._book.bound[g], Stage.RELEASING, self._release_treatment()) for g in old
         ]
         self._moves += [
             Move(g, self._book.next_epoch(), Stage.WAITING, self._bind_treatment(g)) for g in new
         ]
         self._touched.update(engine for move in self._moves for engine in move.group)
         if self.treatment is m.Treatment.SOFT and not self._restoring:
-            self._move_out(target)
-        if not self._restoring:
+            self._free_engines(target)
+        if not self._restoring and self._waits:
             self.drained += sum(len(core.requests) for core in self._drained_cores(target))
         for move in self._moves[: len(old)]:
             self._await(move, Stage.RELEASING, [leader_of(move.group)], self._patience(move))
-            release = m.Release(move.epoch, move.group, move.treatment)
-            self._transport.to_engine(leader_of(move.group), release)
+            self._tell_release(move)
         self._prepare_free()
 
     def _drained_cores(self, target: Partition) -> Iterator[CoreBook]:
@@ -215,37 +196,43 @@ class Switch:
                 yield core
 
     @property
+    def _waits(self) -> bool:
+        """Whether there is a time in which requests are waited for."""
+        return self._gives_up or (not self.late and self._wait > 0)
+
     def _release_treatment(self) -> m.Treatment:
-        """What the leaders of groups that are dissolved are told."""
         # A restored unit held no request that could be waited for: nothing was sent to it.
-        hard = self._restoring or self.treatment is m.Treatment.HARD
-        return m.Treatment.HARD if hard else m.Treatment.SEQUENTIAL
+        return release_treatment(self.treatment, waits=self._waits and not self._restoring)
 
     def _bind_treatment(self, group: Group) -> m.Treatment:
-        """Return what the members of a group that is formed are told."""
         if self._restoring:
             interleaved = group in self._interleaving
             return m.Treatment.INTERLEAVE if interleaved else m.Treatment.HARD
-        # What could not be moved is waited for.
-        soft = self.treatment is m.Treatment.SOFT
-        return m.Treatment.SEQUENTIAL if soft else self.treatment
+        if self._waits:
+            return bind_treatment(self.treatment)
+        return late_bind_treatment(self.treatment, leaves_room=self._leaves_room(group))
 
     def _patience(self, move: Move) -> float:
         """Return how long the engines of a move may take for what they are told."""
-        waits = move.treatment is m.Treatment.SEQUENTIAL
-        return self._timeout if waits else self._answer_timeout
+        if move.treatment is not m.Treatment.SEQUENTIAL:
+            return self._answer_timeout
+        return self._wait if self._gives_up else self.started + self._wait - self._clock()
 
-    def _move_out(self, target: Partition) -> None:
+    def _free_engines(self, target: Partition) -> None:
         """Free the engines of their requests, those paused in other groups included."""
         for core in self._book.cores.values():
-            if core.group in target or not self._touched.intersection(core.group):
-                continue
-            movable = core.movable()
-            self.moved += len(movable)
-            self.drained += len(core.requests) - len(movable)
-            if movable:
-                message = m.MoveOut(core.group, movable)
-                self._transport.to_engine(leader_of(core.group), message)
+            if core.group not in target and self._touched.intersection(core.group):
+                stay = len(core.requests) - self._move_out(core)
+                self.drained += stay if self._waits else 0
+
+    def _move_out(self, core: CoreBook) -> int:
+        """Have those of a core's requests given back that can go on elsewhere; return how many."""
+        movable = core.movable()
+        self.moved += len(movable)
+        if movable:
+            message = m.MoveOut(core.group, movable)
+            self._transport.to_engine(leader_of(core.group), message)
+        return len(movable)
 
     def _prepare_free(self) -> None:
         """Start the binds whose members are alone now."""
@@ -253,10 +240,17 @@ class Switch:
             alone = all((engine,) in self._book.partition for engine in move.group)
             if move.stage is Stage.WAITING and alone:
                 self._await(move, Stage.PREPARING, move.group, self._patience(move))
-                lease = self._lease(move.group)
-                prepare = m.Prepare(move.epoch, move.group, move.treatment, lease)
-                for engine in move.group:
-                    self._transport.to_engine(engine, prepare)
+                self._tell_prepare(move)
+
+    def _tell_prepare(self, move: Move) -> None:
+        lease = self._lease(move.group)
+        for engine in move.group:
+            prepare = m.Prepare(move.epoch, move.group, move.treatment, lease)
+            self._transport.to_engine(engine, prepare)
+
+    def _tell_release(self, move: Move) -> None:
+        release = m.Release(move.epoch, move.group, move.treatment)
+        self._transport.to_engine(leader_of(move.group), release)
 
     def _await(self, move: Move, stage: Stage, engines: Iterable[int], seconds: float) -> None:
         move.stage = stage
@@ -341,7 +335,7 @@ class Switch:
         self._finish(move)
 
     def _finish(self, move: Move, *, lost: bool = False) -> None:
-        self._count_end(move, lost=lost)
+        count_end(self._statistics, move, self.reason, lost=lost)
         move.stage = Stage.DONE
         move.awaiting.clear()
         move.deadline = None
@@ -354,17 +348,6 @@ class Switch:
     def _note_phase(self, name: str, move: Move, start: float, end: float) -> None:
         self._statistics.phase(name, move.group, end - start)
         self.phases.append(Phase(name, move.group, start, end))
-
-    def _count_end(self, move: Move, *, lost: bool) -> None:
-        match move.stage:
-            case Stage.COMMITTING:
-                self._statistics.bound("lost" if lost else "done", self.reason)
-            case Stage.ABORTING:
-                self._statistics.bound("aborted", self.reason)
-            case Stage.RESUMING:
-                self._statistics.released("done", self.reason)
-            case Stage.RELEASING | Stage.KEEPING:
-                self._statistics.released("lost" if lost else "kept", self.reason)
 
     def _alive(self, group: Group) -> list[int]:
         gone = self._book.gone
@@ -383,11 +366,32 @@ class Switch:
     def _open_moves(self) -> Iterator[Move]:
         return (move for move in list(self._moves) if move.stage is not Stage.DONE)
 
+    def _go_on(self) -> None:
+        """Wait for no request any more: the switch is late."""
+        self.late = True
+        deadline = self._clock() + self._answer_timeout
+        for move in self._open_moves():
+            if move.treatment is not m.Treatment.SEQUENTIAL:
+                continue
+            match move.stage:
+                case Stage.RELEASING:
+                    move.treatment, move.deadline = self._release_treatment(), deadline
+                    if self.treatment is not m.Treatment.SOFT:
+                        self._move_out(self._book.core(move.group))
+                    self._tell_release(move)
+                case Stage.PREPARING:
+                    move.treatment, move.deadline = self._bind_treatment(move.group), deadline
+                    self._tell_prepare(move)
+                case Stage.WAITING:
+                    move.treatment = self._bind_treatment(move.group)
+
     def _time_out(self, move: Move) -> None:
         late = sorted(move.awaiting)
         unit = list(move.group)
         waits, patience = move.treatment is m.Treatment.SEQUENTIAL, self._patience(move)
         match move.stage:
+            case Stage.PREPARING | Stage.RELEASING if waits and not self._gives_up:
+                self._go_on()
             case Stage.PREPARING:
                 error = f"engines {late} did not reach a safe point within {patience:g} s"
                 if not waits:
@@ -454,7 +458,7 @@ class Switch:
         if self.error is None or self._restoring:
             self._prepare_free()
         elif self.done:
-            self._restoring = True
+            self._restoring, self._rebound = True, frozenset()
             self._begin(self._restorable())
 
     def _restorable(self) -> Partition:

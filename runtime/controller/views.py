@@ -132,6 +132,7 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
         drained=switch.drained,
         moved=switch.moved,
         reason=switch.reason,
+        late=switch.late,
     )
 
 

@@ -309,11 +309,17 @@ class Agent:
     # --- binds and releases -------------------------------------------------------------------
 
     def _prepare(self, message: m.Prepare) -> None:
-        if message.epoch <= self._epoch or self._state is not State.SOLO:
+        bind, interleaves = self._bind, message.treatment is m.Treatment.INTERLEAVE
+        repeated = bind is not None and bind.epoch == message.epoch
+        if bind is not None and repeated and self._state is State.PREPARED:
+            # All members of a group take turns, or none does.
+            bind.interleaves = interleaves
+            return
+        waits = repeated and self._state is State.PREPARING
+        if not waits and (message.epoch <= self._epoch or self._state is not State.SOLO):
             self.stale += 1
             return
         self._epoch = message.epoch
-        interleaves = message.treatment is m.Treatment.INTERLEAVE
         blocks = self._spare(message.blocks) if interleaves else message.blocks
         self._bind = Bind(message.epoch, message.group, blocks, [], interleaves)
         self._state = State.PREPARING
@@ -349,7 +355,7 @@ class Agent:
 
     def _release(self, message: m.Release) -> None:
         bind = self._current(message.epoch, State.BOUND)
-        if bind is None:
+        if bind is None or bind.released:
             return
         bind.releasing = message
         if message.treatment is m.Treatment.HARD:

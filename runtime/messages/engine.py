@@ -38,7 +38,9 @@ class MoveOut(Message, frozen=True):
 class Prepare(Message, frozen=True):
     """Phase one of a bind: reach a safe point, lend ``blocks`` KV blocks, answer ``Prepared``.
 
-    Under ``INTERLEAVE`` the engine's own requests go on, before and after ``Commit``.
+    Under ``INTERLEAVE`` the engine's own requests go on, before and after ``Commit``. A second one
+    of the same epoch, ``HARD`` or ``INTERLEAVE``, ends the wait of a ``SEQUENTIAL`` one; a member
+    that has answered does not answer again.
     """
 
     epoch: int
@@ -68,7 +70,10 @@ class AbortBind(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """To the leader: dissolve the group that was bound in ``epoch``; answer ``Released``."""
+    """To the leader: dissolve the group that was bound in ``epoch``; answer ``Released``.
+
+    A second, ``HARD`` one ends the wait of a ``SEQUENTIAL`` one.
+    """
 
     epoch: int
     group: Group

@@ -34,10 +34,14 @@ class RandomRun:
 
     Args:
         node: whose ``rng`` decides what happens.
+        decided: whether a policy decides the layout: else it is drawn here.
+        pinned: part of the requests that cannot be moved.
     """
 
-    def __init__(self, node: LoopbackNode) -> None:
+    def __init__(self, node: LoopbackNode, *, decided: bool = False, pinned: float = 0.0) -> None:
         self.node = node
+        self._decided = decided
+        self._pinned = pinned
         self.switches: list[SwitchDone | CallFailed] = []
         self.audits: list[AuditDone] = []
         self.shifts = 0
@@ -60,7 +64,10 @@ class RandomRun:
         if draw < 0.45 and len(node.missing) < MOST_MISSING:
             number = len(node.prompts)
             prompt = rng.randrange(200, 380) if rng.random() < 0.05 else rng.randrange(1, 50)
-            node.send(f"r{number}", prompt, rng.randrange(1, 20), priority=rng.randrange(3))
+            tokens, priority = rng.randrange(1, 20), rng.randrange(3)
+            is_pinned = self._pinned > 0 and rng.random() < self._pinned
+            sampling = {"presence_penalty": 0.5} if is_pinned else {}
+            node.send(f"r{number}", prompt, tokens, priority=priority, **sampling)
         elif draw < 0.5 and node.missing:
             node.abort(rng.choice(node.missing))
         elif draw < 0.55 and self._audit is None:
@@ -69,7 +76,7 @@ class RandomRun:
             node.call(SetShiftThreshold, rng.choice([ShiftRule.OFF, 0, 10, 100]))
             self.shifts += 1
             self.changes += 1
-        elif self._switch is None:
+        elif self._switch is None and not self._decided:
             units = random_partition(rng, node.config.engines, node.config.max_group)
             treatment = rng.choice(list(Treatment))
             self._switch = node.set_layout(*units, treatment=treatment, timeout=0.2)

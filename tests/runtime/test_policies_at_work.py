@@ -91,3 +91,65 @@ def test_measured_steps_correct_the_cost_model() -> None:
     predicted = MODEL.step_seconds(1, Batch(decodes=3, context_tokens=3 * 8))
     assert correction.apply(predicted) == pytest.approx(0.02, rel=0.3)
     assert set(node.view().step_errors) == {"dp decode", "dp prefill"}
+
+
+PINNED = ({"seed": 7, "temperature": 1.0}, {"frequency_penalty": 0.5})
+"""What keeps a request from being moved."""
+ROOMY = FakeSettings(
+    step_seconds=0.02, num_blocks=1000, block_tokens=4, max_num_seqs=64, max_model_len=4000
+)
+
+
+def waits_under_load(node: LoopbackNode, seconds: float, rate: float) -> dict[str, float]:
+    """Send so many requests a second; return how long each waited for its first token."""
+    sent: dict[str, float] = {}
+    waits: dict[str, float] = {}
+    for _ in range(round(seconds / 0.1)):
+        for _ in range(round(rate / 10)):
+            name = f"r{len(node.prompts)}"
+            node.send(name, 8, 20)
+            sent[name] = node.clock.now
+        let_pass(node, 0.1)
+        for name in [name for name in sent if node.tokens.get(name)]:
+            waits[name] = node.clock.now - sent.pop(name)
+    return waits | {name: node.clock.now - at for name, at in sent.items()}
+
+
+def node_with_pinned_requests(policy: str, tokens: int, **limits: float) -> LoopbackNode:
+    """Return a quiet node whose widest group computes a seeded request and a penalised one."""
+    node = LoopbackNode(
+        4, policy="static-tp", settings=ROOMY, cost_model=MODEL, targets=TARGETS, **limits
+    )
+    let_pass(node, 1.0)
+    for k, sampling in enumerate(PINNED):
+        node.send(f"pinned-{k}", 10, tokens, **sampling)
+    node.call(m.SetPolicy, policy)
+    let_pass(node, 1.0)
+    return node
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"manual"}))
+def test_requests_that_cannot_be_moved_hold_up_nobody(policy: str) -> None:
+    node = node_with_pinned_requests(policy, 1000)
+    waits = waits_under_load(node, 10.0, 40.0)
+    assert max(waits.values()) < node.config.switch_wait_seconds + 1.0
+    finish(node)
+    assert node.value("shoal_requests_total", outcome="finished") == len(node.prompts)
+    assert node.value("shoal_requests_total") == len(node.prompts)
+
+
+@pytest.mark.parametrize("policy", ["flying", "static-dp"])
+def test_without_the_bound_they_do(policy: str) -> None:
+    """The control."""
+    node = node_with_pinned_requests(policy, 1000, switch_wait_seconds=600.0)
+    waits = waits_under_load(node, 6.0, 40.0)
+    assert max(waits.values()) > 4.0
+
+
+def test_under_a_load_that_stays_they_end_nonetheless() -> None:
+    node = node_with_pinned_requests("flying", 500)
+    waits = waits_under_load(node, 30.0, 80.0)
+    assert {f"pinned-{k}" for k in range(len(PINNED))} <= set(node.finish)
+    assert max(waits.values()) < node.config.switch_wait_seconds + 1.0
+    finish(node)
+    assert node.value("shoal_switches_total", reason="paused") > 0

@@ -4,13 +4,22 @@ Nothing may hang, no token be lost, repeated or reordered, no block leak, and ev
 must be clean. The controls show that each of these would be noticed.
 """
 
+import random
+from typing import get_args
+
 import pytest
 
+from policies import registry
+from policies.plan import Plan, Policy, TreatmentName
+from policies.snapshot import Snapshot
+from policies.static import dispatch_least_loaded, with_singles
+from runtime.controller import pauses
+from runtime.controller.demand import SwitchBudget
 from runtime.engine.fake_core import Faults
-from runtime.messages import CallFailed, SwitchDone, Treatment
+from runtime.messages import CallFailed, SetPolicy, SwitchDone, Treatment
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
-from tests.runtime.random_run import RandomRun
+from tests.runtime.random_run import RandomRun, random_partition
 
 OPERATIONS = 2000
 CHANGES = 1000
@@ -52,6 +61,40 @@ def test_random_life(seed: int, max_sp: int, changes: int) -> None:
         assert run.shifts > 100
         assert node.value("shoal_steps_total", mode="sp") > 100
         assert node.value("shoal_steps_total", mode="tp") > 100
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Its switches are late again and again, since a third of the requests cannot be moved."""
+    monkeypatch.setattr(SwitchBudget, "allows", lambda *_: True)
+    monkeypatch.setattr(pauses, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(pauses, "TURN_SECONDS", 0.1)
+    rng = random.Random(seed)
+
+    def plan(seen: Snapshot, /) -> Plan:
+        dispatches = dispatch_least_loaded(seen)
+        if seen.switching or rng.random() > 0.1:
+            return Plan(dispatches)
+        target = with_singles(seen, random_partition(rng, seen.engines, seen.max_group))
+        treatment = rng.choice(get_args(TreatmentName))
+        return Plan(dispatches, target, treatment)
+
+    monkeypatch.setitem(registry.POLICIES, "drifts", Policy("drifts", plan, decides_layout=True))
+    node = LoopbackNode(4, seed=seed, policy="drifts", switch_wait_seconds=0.03)
+    run = RandomRun(node, decided=True, pinned=0.3)
+    live(run, OPERATIONS)
+    node.call(SetPolicy, "manual")
+    run.finish()
+
+    node.assert_exact()
+    assert node.missing == []
+    assert set(node.finish.values()) == {FinishReason.LENGTH}
+    assert [problem for audit in run.audits for problem in audit.problems] == []
+    assert node.audit() == []
+    assert all(backend.lent == frozenset() for backend in node.backends.values())
+    assert node.value("shoal_switches_total", outcome="failed") == 0
+    assert node.value("shoal_late_switches_total") > 10
+    assert node.value("shoal_switches_total", reason="paused") > 3
 
 
 def test_same_seed_same_life() -> None:

@@ -63,9 +63,13 @@ def test_under_a_policy_that_decides_it_moves_sooner() -> None:
     node = node_with_requests(*ALONE)
     node.switch(TOGETHER, treatment=m.Treatment.HARD)
     node.call(m.SetPolicy, "static-tp")
-    node.run_for(PAUSE_SECONDS + 1.0, tick=1.0)
-    assert node.missing == ["pinned"]
+    node.run_for(PAUSE_SECONDS - 1.0, tick=1.0)
+    assert len(node.missing) == 4
+    node.run_for(2.0, tick=1.0)
+    assert node.missing == [], "what cannot be moved goes on beside the group"
     node.assert_exact()
+    assert node.view().moves_total == 3
+    assert node.controller.book.partition == (TOGETHER,)
 
 
 def test_the_controller_wakes_up_for_it_by_itself() -> None:
