@@ -35,6 +35,7 @@ REASONS: Mapping[str, str] = {
     "slo": "slo: a target was at risk",
     "start": "start: how the policy begins",
     "manual": "manual: the admin API asked",
+    "paused": "paused: requests were paused for long",
     "other": "other: the policy gave no reason",
 }
 """Values of the label ``reason`` of switches, in words."""

@@ -72,6 +72,15 @@ def switches() -> list[PanelBuilder]:
             Query(f"60 * {rate('shoal_releases_total', by='outcome')}", "release {{outcome}}"),
         ),
         graph(
+            "Late switches per minute, by reason",
+            "Switches of a policy whose requests did not end within `--switch-wait`: they went on "
+            "without waiting. Requests with a seed, penalties or a grammar cannot be moved, and so "
+            "make them late. Each one kept new requests waiting for that long.",
+            Query(f"60 * {rate('shoal_late_switches_total', by='reason')}", "{{reason}}"),
+            stack=True,
+            names=REASONS,
+        ),
+        graph(
             "What switches did to requests, per second",
             "`paused` ones keep their KV and go on (`resumed`) when their unit is back; `drained` "
             "ones were waited for; `moved` ones are recomputed elsewhere, which costs their "

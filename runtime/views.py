@@ -124,6 +124,8 @@ class SwitchTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     done: SwitchView | None = None
     """At its end: what has come of it."""
     phases: list[Phase] = []
+    paused: list[Group] = []
+    """At its end: units whose requests nobody computes until they are back."""
 
 
 def units_text(units: Iterable[Group]) -> str:

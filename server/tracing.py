@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from policies.partition import Group, layout_name
 from runtime.clock import Clock, monotonic
-from runtime.messages import Ended, Note, Outcome, Placed, Switching, Treatment
+from runtime.messages import Ended, Note, Outcome, Placed, Switching
 from runtime.views import SwitchTrace, SwitchView, units_text
 from runtime.wire import EventType, FinishReason
 
@@ -413,11 +413,10 @@ class Traces:
 
     def _settle(self, switch: _Switch, told: SwitchTrace, done: SwitchView) -> None:
         self._switch, switch.ended = None, told.at
-        hard = done.treatment == Treatment.HARD
         for _, life in self._followed.values():
-            if life.unit in done.after:
+            if life.unit not in told.paused:
                 life.resume(told.at)
-            elif hard and life.unit and life.paused is None and switch in life.switches:
+            elif life.paused is None:
                 life.paused = told.at, switch
         if self._exports_switches:
             self._export(switch, told, done)

@@ -166,7 +166,7 @@ class Switching:
         """Tell the front ends that a switch begins, or has ended so."""
         trace = None
         if self._config.tracing:
-            trace = views.switch_trace(switch, done, now=self._clock())
+            trace = views.switch_trace(self._book, switch, done, now=self._clock())
         note = m.Switching(sorted(switch.engines), over=done is not None, trace=trace)
         for index in range(self._config.api_servers):
             self._transport.to_control(front_identity(index), note)

@@ -136,7 +136,7 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
     )
 
 
-def switch_trace(switch: Switch, done: SwitchView | None, *, now: float) -> SwitchTrace:
+def switch_trace(book: Book, switch: Switch, done: SwitchView | None, *, now: float) -> SwitchTrace:
     """Return what front ends trace of a switch that begins (``done`` is None), or has ended."""
     return SwitchTrace(
         traceparent=switch.traceparent,
@@ -147,4 +147,10 @@ def switch_trace(switch: Switch, done: SwitchView | None, *, now: float) -> Swit
         units=list(switch.target),
         done=done,
         phases=[] if done is None else switch.phases,
+        paused=[] if done is None else _paused_units(book),
     )
+
+
+def _paused_units(book: Book) -> list[Group]:
+    cores = book.cores.values()
+    return sorted(core.group for core in cores if core.requests and not book.runs(core))

@@ -294,6 +294,13 @@ def test_the_limit_of_pauses_takes_a_time(value: str) -> None:
         check(parsed("--pause-limit", value))
 
 
+@pytest.mark.parametrize("value", ["-1", "inf", "nan"])
+def test_a_switch_waits_for_a_time_or_not_at_all(value: str) -> None:
+    with pytest.raises(UserError, match=f"--switch-wait {value}"):
+        check(parsed("--switch-wait", value))
+    check(parsed("--switch-wait", "0"))
+
+
 @pytest.mark.parametrize("value", ["0", "-1"])
 def test_interleaving_takes_a_step_of_the_group(value: str) -> None:
     with pytest.raises(UserError, match=f"--interleave-ratio {value}"):

@@ -93,6 +93,7 @@ class Bench:
         engines: Collection[int] = (0, 1),
         treatment: Treatment = Treatment.HARD,
         error: str | None = None,
+        paused: Collection[Group] = (),
     ) -> None:
         done = None
         phases = []
@@ -111,7 +112,9 @@ class Bench:
                 drained=0,
             )
             phases = [Phase("drain", (0, 1), self.clock() - 0.5, self.clock())]
-        told = SwitchTrace(SWITCH, self.clock(), 7, treatment, "load", units, done, phases)
+        told = SwitchTrace(
+            SWITCH, self.clock(), 7, treatment, "load", units, done, phases, list(paused)
+        )
         self.traces.take_note(Switching(list(engines), over, told))
 
     @property
@@ -299,7 +302,7 @@ def test_a_switch_shows_in_the_requests_it_concerns(bench: Bench) -> None:
     bench.switch([(0, 1), (2,), (3,)], over=False)
     bench.start("comes")
     bench.clock.advance(1.0)
-    bench.switch([(0, 1), (2,), (3,)], over=True)
+    bench.switch([(0, 1), (2,), (3,)], over=True, paused=[(0,)])
     bench.start("later")
     bench.clock.advance(1.0)
     for name in ("here", "away", "waits", "comes", "later"):
@@ -326,7 +329,7 @@ def test_a_pause_ends_when_the_unit_is_back(bench: Bench) -> None:
     bench.start()
     bench.place((0,))
     bench.switch([(0, 1)], over=False)
-    bench.switch([(0, 1)], over=True)
+    bench.switch([(0, 1)], over=True, paused=[(0,)])
     # The token of a step that was in flight.
     bench.output(scheduled=100.0, after=1.0)
     bench.clock.advance(1.0)
@@ -339,17 +342,21 @@ def test_a_pause_ends_when_the_unit_is_back(bench: Bench) -> None:
     assert bench.times()["release"] == [(102.0, 103.0)]
 
 
-@pytest.mark.parametrize("treatment", [Treatment.SOFT, Treatment.INTERLEAVE, Treatment.SEQUENTIAL])
-def test_only_a_hard_switch_pauses(bench: Bench, treatment: Treatment) -> None:
+@pytest.mark.parametrize("paused", [[], [(0,)]])
+@pytest.mark.parametrize("treatment", list(Treatment))
+def test_what_a_switch_says_is_paused(
+    bench: Bench, treatment: Treatment, paused: list[Group]
+) -> None:
+    """It need not be a hard one: it may have waited for requests for too long."""
     trace = bench.open()
     bench.start()
     bench.place((0,))
     bench.switch([(0, 1)], over=False, treatment=treatment)
-    bench.switch([(0, 1)], over=True, treatment=treatment)
+    bench.switch([(0, 1)], over=True, treatment=treatment, paused=paused)
     bench.close(trace)
     bench.traces.abort(["r"])
     assert "bind" in bench.times()
-    assert "paused" not in bench.times()
+    assert ("paused" in bench.times()) == bool(paused)
 
 
 def test_a_switch_of_other_engines_pauses_nothing_that_is_interleaved(bench: Bench) -> None:

@@ -45,6 +45,7 @@ def test_a_switch_is_told_as_it_begins_and_when_it_has_ended() -> None:
     began = node.clock.now
     node.send("r", 10, 40)
     node.turns(6)
+    unit = placed(node)[0].unit
     view = node.switch((0, 1), treatment=HARD)
     begin, end = (note.trace for note in told(node))
     assert isinstance(begin, SwitchTrace)
@@ -62,6 +63,7 @@ def test_a_switch_is_told_as_it_begins_and_when_it_has_ended() -> None:
     node.switch(*ALONE, treatment=HARD)
     back = told(node)[-1].trace
     assert back is not None
+    assert (begin.paused, end.paused, back.paused) == ([], [unit], [])
     assert [phase.name for phase in back.phases] == ["release", "resume"]
     assert back.traceparent != end.traceparent
 
