@@ -84,9 +84,14 @@ class Request(msgspec.Struct, frozen=True):
         return wire.continue_request(self.frames, self.tokens, self.attempt)
 
     @property
+    def movable(self) -> bool:
+        """Whether it can be moved once it has begun."""
+        return wire.decode_request(self.frames).movable
+
+    @property
     def can_continue(self) -> bool:
         """Whether another unit can go on with it where it stands."""
-        return not self.tokens or wire.decode_request(self.frames).movable
+        return not self.tokens or self.movable
 
 
 class Figures(msgspec.Struct):
@@ -168,8 +173,7 @@ class CoreBook(msgspec.Struct):
 
     def movable(self) -> list[str]:
         """Return the requests that can go on elsewhere."""
-        requests = self.requests.values()
-        return [r.id for r in requests if wire.decode_request(r.frames).movable]
+        return [request.id for request in self.requests.values() if request.movable]
 
     @property
     def uncounted(self) -> Uncounted:

@@ -2,13 +2,14 @@
 
 import msgspec
 
-from policies.partition import layout_name, leader_of
+from policies.partition import Group, Partition, layout_name, leader_of
 from policies.plan import Plan
 from runtime import messages as m
 from runtime.clock import Clock
 from runtime.config import NodeConfig
-from runtime.controller.book import Book
+from runtime.controller.book import Book, Request
 from runtime.controller.losses import Losses
+from runtime.controller.pauses import Pauses
 from runtime.controller.pool import TaskPool
 from runtime.controller.statistics import Statistics
 from runtime.transport import ControllerTransport, front_identity
@@ -22,6 +23,7 @@ class Dispatcher:
         book: units and their requests.
         pool: the task pool.
         losses: knows the suspects.
+        pauses: knows the units that were brought back for a while.
         statistics: counts what is sent.
         transport: the way to engines and front ends.
         clock: monotonic seconds.
@@ -33,6 +35,7 @@ class Dispatcher:
         book: Book,
         pool: TaskPool,
         losses: Losses,
+        pauses: Pauses,
         statistics: Statistics,
         transport: ControllerTransport,
         clock: Clock,
@@ -41,12 +44,18 @@ class Dispatcher:
         self._book = book
         self._pool = pool
         self._losses = losses
+        self._pauses = pauses
         self._statistics = statistics
         self._transport = transport
         self._clock = clock
 
-    def send(self, plan: Plan) -> int:
-        """Do a plan's dispatches, but for those of suspects that have to wait for others.
+    def send(self, plan: Plan, target: Partition | None) -> int:
+        """Do a plan's dispatches, but for those of requests that have to wait.
+
+        Args:
+            plan: that.
+            target: what the node is about to switch to: requests that cannot be moved start on no
+                unit that it lacks, for the switch would be late.
 
         Returns:
             The number of requests that have left the pool.
@@ -60,7 +69,8 @@ class Dispatcher:
             if request is None:
                 raise LookupError(f"request {dispatch.request_id} is not in the pool")
             group = dispatch.group
-            if not self._losses.may_start(request, group):
+            stays = target is None or group in target
+            if not (stays or request.movable) or not self._may_start(request, group):
                 continue
             sent += 1
             self._pool.remove(request.id)
@@ -76,3 +86,6 @@ class Dispatcher:
                 placed = msgspec.structs.replace(placed, waited=(request.pooled_at, now))
             self._transport.to_control(front_identity(request.client), placed)
         return sent
+
+    def _may_start(self, request: Request, group: Group) -> bool:
+        return self._losses.may_start(request, group) and self._pauses.may_start(request, group)

@@ -145,6 +145,13 @@ class Pauses:
             self._book.where(request_id) in self._book.partition for request_id in self._turn
         )
 
+    def may_start(self, request: Request, group: Group) -> bool:
+        """Return whether a unit may be given a request: in a turn, none that would need another."""
+        is_there = any(self._book.where(request_id) == group for request_id in self._turn)
+        if not is_there or not self.is_turn:
+            return True
+        return request.movable
+
     def next_turn(self) -> Turn | None:
         """Return what lets pinned requests go on that have been paused for long, if any have.
 
@@ -154,7 +161,7 @@ class Pauses:
         if self._manual or now < self._turn_ends + PAUSE_SECONDS:
             return None
         target, rebound, taken = self._book.partition, list[Group](), set[int]()
-        self._turn = []
+        turn: list[str] = []
         for group, pinned in self._starved(now):
             unit = self._book.unit_of(leader_of(group))
             beside = len(group) == 1 and unit not in self._book.interleaving
@@ -167,17 +174,20 @@ class Pauses:
                 rebound.append(unit)
             else:
                 target = _with(target, group)
-                self._turn += pinned
+                turn += pinned
         if not taken:
             return None
-        self._turn_ends = now + TURN_SECONDS
+        self._turn, self._turn_ends = turn, now + TURN_SECONDS
         return Turn(target, tuple(rebound))
 
     def _starved(self, now: float) -> Iterator[tuple[Group, list[str]]]:
         """Yield the cores that have waited too long for their unit, and their pinned requests."""
         for group, pause in sorted(self._pauses.items(), key=lambda item: item[1].since):
-            late = pause.since + PAUSE_SECONDS <= now
-            if late and self._book.serves(group) and self._book.is_formed(group):
+            if now < pause.since + PAUSE_SECONDS:
+                continue
+            # All engines that a switch would regroup: one that does not answer breaks its unit.
+            units = {self._book.unit_of(engine) for engine in group}
+            if self._book.is_formed(group) and all(map(self._book.serves, units)):
                 pinned = _pinned(self._book.core(group))
                 if pinned:
                     yield group, pinned

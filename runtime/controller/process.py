@@ -103,10 +103,17 @@ class Controller:
             transport,
             clock,
         )
-        self._dispatcher = Dispatcher(
-            config, self.book, self.pool, self._losses, self._statistics, transport, clock
-        )
         self._pauses = Pauses(config, self.book, self._capacity, self._admission, transport, clock)
+        self._dispatcher = Dispatcher(
+            config,
+            self.book,
+            self.pool,
+            self._losses,
+            self._pauses,
+            self._statistics,
+            transport,
+            clock,
+        )
         self._switching = Switching(
             config,
             self.book,
@@ -494,18 +501,17 @@ class Controller:
             return 0  # there is nothing to decide, and its members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
-        sent = self._dispatcher.send(plan)
         turn = None if self._is_held else self._pauses.next_turn()
+        target = plan.target if turn is None else turn.target
+        if snapshot.switching and turn is None:
+            target = None
+        sent = self._dispatcher.send(plan, target)
         if turn is not None:
             self._switching.start_turn(turn)
-        elif (
-            plan.target is not None
-            and not snapshot.switching
-            and plan.target != self.book.partition
-        ):
+        elif target is not None and target != self.book.partition:
             treatment = m.Treatment(plan.treatment)
             waits = not self._pauses.had_turn
-            self._switching.start_for_policy(plan.target, treatment, plan.reason, waits=waits)
+            self._switching.start_for_policy(target, treatment, plan.reason, waits=waits)
         return sent
 
     @property

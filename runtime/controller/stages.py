@@ -4,8 +4,9 @@ import enum
 
 import msgspec
 
-from policies.partition import Group
+from policies.partition import Group, Partition
 from runtime import messages as m
+from runtime.controller.book import Book
 from runtime.controller.statistics import Statistics
 
 
@@ -81,6 +82,15 @@ def late_bind_treatment(treatment: m.Treatment, *, leaves_room: bool) -> m.Treat
     """
     beside = treatment is not m.Treatment.HARD and leaves_room
     return m.Treatment.INTERLEAVE if beside else m.Treatment.HARD
+
+
+def whole(partition: Partition, book: Book) -> Partition:
+    """Return a partition whose groups that have lost an engine are taken apart."""
+    units: list[Group] = []
+    for group in partition:
+        is_whole = len(group) == 1 or book.serves(group)
+        units += [group] if is_whole else [(engine,) for engine in group]
+    return tuple(units)
 
 
 # --- figures ---

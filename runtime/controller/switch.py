@@ -35,6 +35,7 @@ from runtime.controller.stages import (
     count_end,
     late_bind_treatment,
     release_treatment,
+    whole,
 )
 from runtime.controller.statistics import Statistics
 from runtime.transport import ControllerTransport
@@ -182,6 +183,8 @@ class Switch:
             self.drained += sum(len(core.requests) for core in self._drained_cores(target))
         for move in self._moves[: len(old)]:
             self._await(move, Stage.RELEASING, [leader_of(move.group)], self._patience(move))
+            if not (self._waits or self._restoring):
+                self._move_late(move)
             self._tell_release(move)
         self._prepare_free()
 
@@ -233,6 +236,12 @@ class Switch:
             message = m.MoveOut(core.group, movable)
             self._transport.to_engine(leader_of(core.group), message)
         return len(movable)
+
+    def _move_late(self, move: Move) -> None:
+        """Move what can be moved of a group whose requests are not waited for (any more)."""
+        waited = self.treatment in (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
+        if waited and move.group not in self._rebound:
+            self._move_out(self._book.core(move.group))
 
     def _prepare_free(self) -> None:
         """Start the binds whose members are alone now."""
@@ -376,8 +385,7 @@ class Switch:
             match move.stage:
                 case Stage.RELEASING:
                     move.treatment, move.deadline = self._release_treatment(), deadline
-                    if self.treatment is not m.Treatment.SOFT:
-                        self._move_out(self._book.core(move.group))
+                    self._move_late(move)
                     self._tell_release(move)
                 case Stage.PREPARING:
                     move.treatment, move.deadline = self._bind_treatment(move.group), deadline
@@ -459,12 +467,4 @@ class Switch:
             self._prepare_free()
         elif self.done:
             self._restoring, self._rebound = True, frozenset()
-            self._begin(self._restorable())
-
-    def _restorable(self) -> Partition:
-        """Return the partition before the switch, without groups that have lost an engine."""
-        units: list[Group] = []
-        for group in self.before:
-            whole = len(group) == 1 or self._book.serves(group)
-            units += [group] if whole else [(engine,) for engine in group]
-        return tuple(units)
+            self._begin(whole(self.before, self._book))

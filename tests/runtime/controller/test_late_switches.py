@@ -20,6 +20,10 @@ STEP = 0.05
 TIMED = FakeSettings(
     step_seconds=STEP, num_blocks=512, block_tokens=16, max_num_seqs=8, max_model_len=4000
 )
+TIGHT = FakeSettings(
+    step_seconds=STEP, num_blocks=40, block_tokens=16, max_num_seqs=8, max_model_len=4000
+)
+"""Half of an engine's blocks hold 320 tokens."""
 WAIT = 2.0
 SOON = WAIT + 1.0
 """A switch that was late, and the first step of a request after it."""
@@ -115,9 +119,7 @@ def test_a_bind_takes_what_it_waited_for_along_beside_the_group(
 
 
 def test_a_bind_pauses_what_would_leave_the_group_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = started(*ALONE, settings=FakeSettings(
-        step_seconds=STEP, num_blocks=40, block_tokens=16, max_num_seqs=8, max_model_len=4000
-    ))  # fmt: skip
+    node = started(*ALONE, settings=TIGHT)
     begin(node, "pinned", tokens=500, **PINNED)
     decide(monkeypatch, node, TOGETHER)
     let_pass(node, 2 * SOON)
@@ -284,6 +286,40 @@ def test_what_a_hard_bind_has_paused_goes_on_beside_its_group(
     let_pass(node, 1.0)
     assert all(tokens(node, name) > n for name, n in zip("abcd", had, strict=True))
     finish(node, 120)
+
+
+def test_a_turn_is_for_those_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a node whose requests can never be moved would be in turns for ever."""
+    node = started(*TOGETHER)
+    begin(node, "pinned", **PINNED)
+    decide(monkeypatch, node, ALONE)
+    let_pass(node, WAIT + PAUSE_SECONDS + 1.0)
+    assert node.controller.book.partition == TOGETHER
+    node.send("another", 10, 200, **PINNED)
+    node.send("free", 10, 200)
+    let_pass(node, 1.0)
+    assert node.placed()["free"] == TOGETHER[0]
+    assert "another" not in node.placed()
+    let_pass(node, TURN_SECONDS)
+    assert node.controller.book.partition == ALONE
+    assert node.placed()["another"] in ALONE
+    assert tokens(node, "another") > 0
+    finish(node, 120)
+
+
+def test_a_turn_moves_what_is_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = started(*ALONE, settings=TIGHT)
+    begin(node, "pinned", tokens=500, **PINNED)
+    decide(monkeypatch, node, TOGETHER)
+    let_pass(node, SOON)
+    node.send("shared", 10, 400)
+    let_pass(node, PAUSE_SECONDS - 0.5)
+    assert node.controller.book.partition == ALONE, "no room beside the group"
+    had = tokens(node, "pinned"), tokens(node, "shared")
+    let_pass(node, 1.0)
+    assert tokens(node, "pinned") > had[0]
+    assert tokens(node, "shared") > had[1] > 0
+    finish(node, 200)
 
 
 def test_an_operators_layout_is_left_alone() -> None:
