@@ -123,6 +123,8 @@ def node_with_pinned_requests(policy: str, tokens: int, **limits: float) -> Loop
     let_pass(node, 1.0)
     for k, sampling in enumerate(PINNED):
         node.send(f"pinned-{k}", 10, tokens, **sampling)
+    let_pass(node, 0.5)
+    assert set(node.placed().values()) == {(0, 1, 2, 3)}
     node.call(m.SetPolicy, policy)
     let_pass(node, 1.0)
     return node

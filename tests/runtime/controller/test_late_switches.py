@@ -172,6 +172,19 @@ def test_a_release_pauses_what_it_waited_for_and_all_others_start(
     finish(node, 120)
 
 
+def test_no_switch_is_late_for_a_request_that_comes_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = started(*TOGETHER)
+    decide(monkeypatch, node, ALONE)
+    node.send("pinned", 10, 400, **PINNED)
+    node.send("free", 10, 400)
+    let_pass(node, WAIT / 2)
+    assert node.placed()["pinned"] in ALONE
+    assert late(node) == [False, False]
+    finish(node, 60)
+
+
 def test_an_operator_waits_as_long_as_was_asked_for() -> None:
     """The control: without the bound one request holds everybody."""
     node = started(*TOGETHER)

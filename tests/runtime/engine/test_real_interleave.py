@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from policies.partition import Group, groups_of
+from policies.partition import Group, Partition, groups_of, singles
 from runtime import messages as m
 from runtime.controller import capacity
 from tests.runtime.engine import probes
@@ -84,6 +85,48 @@ def test_own_requests_go_on_over_any_switch_that_follows(
         assert node.wait(requests) == expected[:2]
     node.switch()
     assert node.audit() == []
+
+
+def test_what_a_late_bind_waited_for_goes_on_beside_the_group(
+    node: RealNode, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = start_own(node, PROMPTS[:2])
+    switch_late(node, ALL, monkeypatch)
+    assert not node.finished.keys() & {r for requests in own.values() for r in requests}
+    assert node.generate(ALL[0], PROMPTS[:2], max_tokens=8) == cut(expected[:2], 8)
+    for requests in own.values():
+        assert node.wait(requests) == expected[:2]
+    node.switch()
+    assert node.audit() == []
+
+
+def test_what_a_late_release_waited_for_goes_on_when_its_unit_is_back(
+    node: RealNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = {"max_tokens": LONG, "temperature": 1.0, "seed": 5}
+    node.switch(*ALL)
+    undisturbed = node.generate(ALL[0], PROMPTS[:2], **sampling)
+    pinned = node.submit(ALL[0], PROMPTS[:2], **sampling)
+    node.wait_for_tokens(pinned, 3)
+    switch_late(node, singles(ENGINES), monkeypatch)
+    had = received(node, pinned)
+    node.generate((1,), PROMPTS[:1], max_tokens=8)
+    assert received(node, pinned) == had
+    node.switch(*ALL)
+    assert node.wait(pinned) == undisturbed
+    node.switch()
+    assert node.audit() == []
+
+
+def switch_late(node: RealNode, target: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch as for a policy, which waits for next to no time."""
+    switching = node.controller._switching
+    hasty = msgspec.structs.replace(node.config, switch_wait_seconds=0.1)
+    monkeypatch.setattr(switching, "_config", hasty)
+    switching.start_for_policy(target, m.Treatment.SEQUENTIAL, "load", waits=True)
+    node.until(lambda: switching.running is None, "switch")
+    assert (switching.past[-1].outcome, switching.past[-1].late) == ("done", True)
+    assert node.partition == target
 
 
 def test_own_requests_can_be_aborted(node: RealNode, expected: list[list[int]]) -> None:
