@@ -107,6 +107,30 @@ def test_sequential_prepare_waits_for_the_last_request(bench: Bench) -> None:
     assert (answer.paused, bench.backend.core((0,)).num_requests) == (0, 0)
 
 
+@pytest.mark.parametrize("treatment", [m.Treatment.HARD, INTERLEAVE])
+def test_a_second_prepare_ends_the_wait(bench: Bench, treatment: m.Treatment) -> None:
+    bench.add("a", tokens=60)
+    assert bench.tell(m.Prepare(5, GROUP, m.Treatment.SEQUENTIAL, 10)) == []
+    goes_on = treatment is INTERLEAVE
+    (answer,) = bench.tell(m.Prepare(5, GROUP, treatment, 10))
+    assert isinstance(answer, m.Prepared)
+    assert (answer.paused, len(answer.blocks)) == (0 if goes_on else 1, 10)
+    assert bench.tell(m.Commit(5, GROUP, 1, {0: answer.blocks, 1: LEASE_1[:10]})) != []
+    assert ((0,) in [core.group for core in bench.agent.active]) == goes_on
+    assert bench.agent.stale == 0
+
+
+def test_a_member_at_its_safe_point_follows_without_a_word(bench: Bench) -> None:
+    """All members of a group take turns, or its runners would not rest when it does."""
+    (answer,) = bench.tell(m.Prepare(5, GROUP, m.Treatment.SEQUENTIAL, 10))
+    assert isinstance(answer, m.Prepared)
+    assert bench.tell(m.Prepare(5, GROUP, INTERLEAVE, 10)) == []
+    assert bench.tell(m.Commit(5, GROUP, 1, {0: answer.blocks, 1: LEASE_1[:10]})) != []
+    assert [core.group for core in bench.agent.active] == [(0,), GROUP]
+    bench.tell(m.Prepare(5, GROUP, INTERLEAVE, 10))
+    assert bench.agent.stale == 1, "it is bound already"
+
+
 @pytest.mark.parametrize("treatment", list(m.Treatment))
 def test_aborted_bind_leaves_no_trace(bench: Bench, treatment: m.Treatment) -> None:
     bench.add("a", tokens=50)
@@ -199,6 +223,16 @@ def test_sequential_release_waits(bench: Bench) -> None:
     (released,) = bench.turn(10)
     assert isinstance(released, m.Released)
     assert (released.paused, len(released.returned[0])) == (0, 10)
+
+
+def test_a_second_release_ends_the_wait_and_a_third_changes_nothing(bench: Bench) -> None:
+    bench.bind()
+    bench.add("g", tokens=60, group=GROUP)
+    assert bench.tell(m.Release(5, GROUP, m.Treatment.SEQUENTIAL)) == []
+    (answer,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert isinstance(answer, m.Released)
+    assert answer.paused == 1
+    assert bench.tell(m.Release(5, GROUP, m.Treatment.HARD)) == []
 
 
 def test_waiting_release_can_be_taken_back(bench: Bench) -> None:
