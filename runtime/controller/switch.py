@@ -58,8 +58,9 @@ class Switch:
         target: canonical partition to reach.
         treatment: what happens to running requests.
         reason: why, for the log and the metrics.
-        wait: seconds, from its start on, that requests have to end where they are waited for.
-        gives_up: whether it turns round then; else it goes on without waiting for them.
+        wait: seconds that requests have to end where they are waited for.
+        gives_up: whether it turns round if a stage takes longer; else it goes on without waiting
+            for them, so long after its start.
         answer_timeout: seconds that an engine has for any other answer.
         lease: returns the blocks that a new group's members are asked for.
         leaves_room: whether requests of a new group's single engines may go on beside it.

@@ -1,13 +1,23 @@
 """One long random life of a node: switches, requests, aborts and audits in any order of arrival."""
 
 import random
+from typing import get_args
 
+import pytest
+
+from policies import registry
 from policies.partition import Group, Partition, groups_of
+from policies.plan import Plan, Policy, TreatmentName
 from policies.shift import ShiftRule
+from policies.snapshot import Snapshot
+from policies.static import dispatch_least_loaded, with_singles
+from runtime.controller import pauses
+from runtime.controller.demand import SwitchBudget
 from runtime.messages import (
     AuditDone,
     AuditNode,
     CallFailed,
+    SetPolicy,
     SetShiftThreshold,
     SwitchDone,
     Treatment,
@@ -27,6 +37,27 @@ def random_partition(rng: random.Random, engines: int, max_group: int) -> Partit
         return split(first, size // 2) + split(first + size // 2, size // 2)
 
     return tuple(split(0, engines))
+
+
+def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
+    """Register a policy of random switches, which waits for nobody for long; return its name.
+
+    Requests that it pauses get turns soon, and it has no budget.
+    """
+    rng = random.Random(seed)
+
+    def plan(seen: Snapshot, /) -> Plan:
+        dispatches = dispatch_least_loaded(seen)
+        if seen.switching or rng.random() > 0.1:
+            return Plan(dispatches)
+        target = with_singles(seen, random_partition(rng, seen.engines, seen.max_group))
+        return Plan(dispatches, target, rng.choice(get_args(TreatmentName)))
+
+    monkeypatch.setattr(SwitchBudget, "allows", lambda *_: True)
+    monkeypatch.setattr(pauses, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(pauses, "TURN_SECONDS", 0.1)
+    monkeypatch.setitem(registry.POLICIES, "hasty", Policy("hasty", plan, decides_layout=True))
+    return "hasty"
 
 
 class RandomRun:
@@ -88,6 +119,7 @@ class RandomRun:
 
     def finish(self) -> None:
         """Give every unit its turn until every request has ended, then leave all engines alone."""
+        self.decide()
         node, engines = self.node, self.node.config.engines
         node.run_for(2.0)
         self._read_replies()
@@ -98,6 +130,11 @@ class RandomRun:
             if not node.missing:
                 break
         node.run_for(2.0)
+
+    def decide(self) -> None:
+        """Leave the layout to the test from now on."""
+        self.node.call(SetPolicy, "manual")
+        self.node.settle()
 
     def _read_replies(self) -> None:
         if self._switch is not None and (reply := self.node.reply(self._switch)) is not None:

@@ -7,7 +7,7 @@ from runtime.controller.book import EngineState
 from runtime.transport import Frames
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
-from tests.runtime.random_run import RandomRun
+from tests.runtime.random_run import RandomRun, hasty
 
 ENGINES = 8
 ACTIONS = 600
@@ -18,8 +18,8 @@ LEAST_ALIVE = 4
 class DeadlyRun(RandomRun):
     """Also hangs, wakes and kills engines; their last outputs arrive, come late, or are lost."""
 
-    def __init__(self, node: LoopbackNode) -> None:
-        super().__init__(node)
+    def __init__(self, node: LoopbackNode, *, decided: bool = False, pinned: float = 0.0) -> None:
+        super().__init__(node, decided=decided, pinned=pinned)
         self._late: list[tuple[int, Frames]] = []
 
     def act(self) -> None:
@@ -65,6 +65,7 @@ class DeadlyRun(RandomRun):
         node = self.node
         node.deliver(self._late)
         node.hung.clear()
+        self.decide()
         node.run_for(2 * node.config.prepare_timeout_seconds, tick=1.0)
         dead = self.bury()
         for _ in range(20):
@@ -87,6 +88,21 @@ def without(partition: Partition, dead: frozenset[int]) -> Partition:
 @pytest.mark.parametrize("seed", range(6))
 def test_survivors_go_on(seed: int) -> None:
     run = DeadlyRun(LoopbackNode(ENGINES, max_group=4, seed=seed))
+    live(run)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_survivors_go_on_where_switches_are_late(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    policy, wait = hasty(monkeypatch, seed), 0.03
+    node = LoopbackNode(ENGINES, max_group=4, seed=seed, policy=policy, switch_wait_seconds=wait)
+    live(DeadlyRun(node, decided=True, pinned=0.3))
+    assert node.value("shoal_late_switches_total") > 0
+
+
+def live(run: DeadlyRun) -> None:
+    """Act at random to the end, and check what must hold of survivors."""
     for _ in range(ACTIONS):
         run.act()
     run.finish()

@@ -4,22 +4,13 @@ Nothing may hang, no token be lost, repeated or reordered, no block leak, and ev
 must be clean. The controls show that each of these would be noticed.
 """
 
-import random
-from typing import get_args
-
 import pytest
 
-from policies import registry
-from policies.plan import Plan, Policy, TreatmentName
-from policies.snapshot import Snapshot
-from policies.static import dispatch_least_loaded, with_singles
-from runtime.controller import pauses
-from runtime.controller.demand import SwitchBudget
 from runtime.engine.fake_core import Faults
-from runtime.messages import CallFailed, SetPolicy, SwitchDone, Treatment
+from runtime.messages import CallFailed, SwitchDone, Treatment
 from runtime.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
-from tests.runtime.random_run import RandomRun, random_partition
+from tests.runtime.random_run import RandomRun, hasty
 
 OPERATIONS = 2000
 CHANGES = 1000
@@ -66,24 +57,10 @@ def test_random_life(seed: int, max_sp: int, changes: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Its switches are late again and again, since a third of the requests cannot be moved."""
-    monkeypatch.setattr(SwitchBudget, "allows", lambda *_: True)
-    monkeypatch.setattr(pauses, "PAUSE_SECONDS", 0.3)
-    monkeypatch.setattr(pauses, "TURN_SECONDS", 0.1)
-    rng = random.Random(seed)
-
-    def plan(seen: Snapshot, /) -> Plan:
-        dispatches = dispatch_least_loaded(seen)
-        if seen.switching or rng.random() > 0.1:
-            return Plan(dispatches)
-        target = with_singles(seen, random_partition(rng, seen.engines, seen.max_group))
-        treatment = rng.choice(get_args(TreatmentName))
-        return Plan(dispatches, target, treatment)
-
-    monkeypatch.setitem(registry.POLICIES, "drifts", Policy("drifts", plan, decides_layout=True))
-    node = LoopbackNode(4, seed=seed, policy="drifts", switch_wait_seconds=0.03)
+    policy = hasty(monkeypatch, seed)
+    node = LoopbackNode(4, seed=seed, policy=policy, switch_wait_seconds=0.03)
     run = RandomRun(node, decided=True, pinned=0.3)
     live(run, OPERATIONS)
-    node.call(SetPolicy, "manual")
     run.finish()
 
     node.assert_exact()
