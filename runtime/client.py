@@ -119,7 +119,11 @@ class ControlClient:
         return await self._call(NodeMetrics, lambda call: GetMetrics(call), timeout)
 
     async def set_layout(
-        self, units: Sequence[Sequence[int]], treatment: Treatment, timeout: float
+        self,
+        units: Sequence[Sequence[int]],
+        treatment: Treatment,
+        timeout: float,
+        wait: float | None = None,
     ) -> SwitchView:
         """Switch to a partition and return what that took, when it is done.
 
@@ -127,6 +131,7 @@ class ControlClient:
             units: the engines of every unit.
             treatment: what happens to the requests that run on the engines concerned.
             timeout: seconds after which the controller gives up.
+            wait: seconds after which it goes on without waiting for requests; None: never.
 
         Raises:
             CallError: the partition is not valid, or the switch failed.
@@ -134,7 +139,7 @@ class ControlClient:
         wanted = [list(unit) for unit in units]
         done = await self._call(
             SwitchDone,
-            lambda call: SetLayout(call, wanted, treatment, timeout),
+            lambda call: SetLayout(call, wanted, treatment, timeout, wait),
             timeout + ANSWER_SECONDS,
         )
         return done.switch

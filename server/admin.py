@@ -35,6 +35,12 @@ class LayoutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS}),
     ] = DEFAULT_TIMEOUT_SECONDS
+    wait: (
+        Annotated[
+            float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": MAX_TIMEOUT_SECONDS})
+        ]
+        | None
+    ) = None
 
 
 class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +84,10 @@ def parse_layout_request(body: bytes) -> LayoutRequest:
         raise BadRequestError(
             f"timeout is {request.timeout:g}: it must be more than 0 and at most "
             f"{MAX_TIMEOUT_SECONDS:g} seconds"
+        )
+    if request.wait is not None and not 0 <= request.wait <= MAX_TIMEOUT_SECONDS:
+        raise BadRequestError(
+            f"wait is {request.wait:g}: it must be from 0 to {MAX_TIMEOUT_SECONDS:g} seconds"
         )
     return request
 
@@ -136,7 +146,9 @@ def admin_router(control: ControlClient) -> APIRouter:
     async def set_layout(request: Request) -> JSONResponse:
         try:
             wanted = parse_layout_request(await request.body())
-            switch = await control.set_layout(wanted.units, wanted.preempt, wanted.timeout)
+            switch = await control.set_layout(
+                wanted.units, wanted.preempt, wanted.timeout, wanted.wait
+            )
         except BadRequestError as error:
             return error_response(400, str(error))
         except CallError as error:

@@ -115,8 +115,11 @@ class Switching:
 
     def start_for_operator(self, peer: str, message: m.SetLayout, target: Partition) -> None:
         """Start a switch that the admin API asked for: its requests are waited for as it says."""
-        wait = message.timeout_seconds
-        self._start(target, message.treatment, MANUAL, wait=wait, gives_up=True)
+        timeout, wait = message.timeout_seconds, message.wait_seconds
+        if wait is None or wait >= timeout:
+            self._start(target, message.treatment, MANUAL, wait=timeout, gives_up=True)
+        else:
+            self._start(target, message.treatment, MANUAL, wait=wait)
         self._caller = _Call(peer, message.call)
         self.end()
 

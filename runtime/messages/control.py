@@ -37,6 +37,8 @@ class SetLayout(Message, frozen=True):
     units: list[list[int]]
     treatment: Treatment
     timeout_seconds: float
+    wait_seconds: float | None = None
+    """After so long, if that is sooner, the switch goes on without waiting for requests."""
 
 
 class SetPolicy(Message, frozen=True):

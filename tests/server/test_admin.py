@@ -24,7 +24,8 @@ def test_units_alone_are_enough() -> None:
 
 def test_every_field_is_taken() -> None:
     request = parse_layout_request(b'{"units": [[0]], "preempt": "hard", "timeout": 1.5}')
-    assert (request.preempt, request.timeout) == (Treatment.HARD, 1.5)
+    assert (request.preempt, request.timeout, request.wait) == (Treatment.HARD, 1.5, None)
+    assert parse_layout_request(b'{"units": [[0]], "wait": 0}').wait == 0
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,9 @@ def test_every_field_is_taken() -> None:
         (b'{"units": [[0]], "timeout": "1"}', "timeout"),
         (b'{"units": [[0]], "timeout": 0}', "timeout"),
         (b'{"units": [[0]], "timeout": -1}', "timeout"),
+        (b'{"units": [[0]], "wait": "1"}', "wait"),
+        (b'{"units": [[0]], "wait": -1}', "wait"),
+        (b'{"units": [[0]], "wait": 3601}', "wait"),
         (b'{"units": [[0]], "timeout": 3601}', "timeout"),
         (b'{"units": [[0]], "timeout": 1e400}', "not valid"),
     ],

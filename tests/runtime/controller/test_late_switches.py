@@ -202,6 +202,21 @@ def test_an_operator_waits_as_long_as_was_asked_for() -> None:
     finish(node, 60)
 
 
+def test_an_operator_may_ask_for_a_bound() -> None:
+    node = started(*TOGETHER)
+    begin(node, "pinned", **PINNED)
+    units = [list(unit) for unit in ALONE]
+    call = node.call(m.SetLayout, units, m.Treatment.SOFT, 10.0, 1.0)
+    node.send("new", 10, 5)
+    let_pass(node, 2.0)
+    reply = node.reply(call)
+    assert isinstance(reply, m.SwitchDone)
+    assert (reply.switch.late, reply.switch.paused) == (True, 1)
+    assert "new" in node.finish
+    node.set_layout(*TOGETHER)
+    finish(node, 60)
+
+
 def test_engines_that_a_switch_does_not_concern_go_on_starting_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
