@@ -48,11 +48,17 @@ class Sampling(msgspec.Struct, frozen=True):
     structured_outputs: msgspec.Raw = msgspec.Raw()
     bad_words: msgspec.Raw = msgspec.Raw()
     extra_args: msgspec.Raw = msgspec.Raw()
+    repetition_detection: msgspec.Raw = msgspec.Raw()
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether what is sampled next depends on which of the tokens so far are outputs."""
-        opaque = (self.structured_outputs, self.bad_words, self.extra_args)
+        """Whether what is sampled next, or the end, depends on which tokens so far are outputs."""
+        opaque = (
+            self.structured_outputs,
+            self.bad_words,
+            self.extra_args,
+            self.repetition_detection,
+        )
         return (
             (self.seed is not None and self.temperature > 0)
             or bool(self.presence_penalty or self.frequency_penalty)
@@ -136,8 +142,8 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
     def movable(self) -> bool:
         """Whether the request can go on elsewhere as a new one whose prompt has its tokens so far.
 
-        It cannot where output tokens are not like prompt tokens: penalties, grammars, bad words, a
-        seeded generator; nor where the prompt is more than tokens.
+        It cannot where output tokens are not like prompt tokens: penalties, grammars, bad words,
+        repetition that is looked for, a seeded generator; nor where the prompt is more than tokens.
         """
         sampling = self.sampling_params
         plain = (self.mm_features, self.pooling_params, self.prompt_embeds)

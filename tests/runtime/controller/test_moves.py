@@ -133,6 +133,7 @@ def test_nothing_generated_changes_nothing() -> None:
         ({"bad_words": ["no"]}, False),
         ({"bad_words": []}, True),
         ({"prompt_logprobs": 0}, False),
+        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 4}}, False),
         ({"logprobs": 3}, True),
     ],
 )
