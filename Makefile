@@ -10,7 +10,8 @@
 #   PYTEST_PROCESSES  processes that run tests (2); one of them runs all with real engines
 #
 # SHOAL_RANDOM_OPERATIONS in the environment says how many random operations a test goes through on
-# real engines (500): more take longer and meet with more.
+# real engines (500): more take longer and meet with more. SHOAL_PARITY_CASES says how many different
+# requests the answers of real engines are compared with stock vLLM's on (64): a multiple of 64.
 #
 # `make chaos` torments a node of fake engines and then one of real ones, for CHAOS_SECONDS (900) each, with
 # events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them.

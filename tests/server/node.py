@@ -45,9 +45,17 @@ def shoal(arguments: list[str]) -> int:
     return cli.main(arguments)
 
 
-def run_shoal(arguments: list[str], variables: dict[str, str]) -> preloaded.Process:
-    """Start the ``shoal`` command with these environment variables, and with vLLM imported."""
-    return preloaded.Process(f"{__name__}:{shoal.__name__}", [arguments], variables)
+def run_shoal(
+    arguments: list[str], variables: dict[str, str], main: Callable[[list[str]], int] = shoal
+) -> preloaded.Process:
+    """Start the ``shoal`` command with these environment variables, and with vLLM imported.
+
+    Args:
+        arguments: its arguments.
+        variables: all of its environment.
+        main: what is it: ``shoal``, or something of a test that changes things first.
+    """
+    return preloaded.Process(f"{main.__module__}:{main.__name__}", [arguments], variables)
 
 
 def _run_fresh(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[str]":
@@ -84,7 +92,7 @@ class ServedNode:
     Unless it is ``fresh``, as a user's is, its process begins with vLLM imported: what vLLM reads
     from the environment as it is imported is then what the tests have there.
     ``lines`` is what it has printed until it was ready: up to one with ``last_line``, which a node
-    of one engine has to name, for it offers no switch.
+    of one engine has to name, for it offers no switch. ``main``: see ``run_shoal``.
     """
 
     def __init__(
@@ -94,11 +102,14 @@ class ServedNode:
         real: bool = False,
         fresh: bool = False,
         last_line: str = "switch:",
+        main: Callable[[list[str]], int] = shoal,
         **environment: str,
     ) -> None:
         command = ["serve", "--port", "0", *([] if real else ["--fake-engine"]), *arguments]
         variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache)} | environment
-        self.process = (_run_fresh if fresh else run_shoal)(command, variables)
+        self.process = (
+            _run_fresh(command, variables) if fresh else run_shoal(command, variables, main)
+        )
         self.temporary = cache
         self.lines: list[str] = []
         assert self.process.stdout is not None
