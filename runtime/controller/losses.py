@@ -104,7 +104,8 @@ class Losses:
             return
         log.error("engines %s are lost: %s", sorted(gone), reason)
         # Before the partition changes: what ran there.
-        computed = self._computed(gone)
+        # A process that was stopped by a signal did not stop because of what it computed.
+        computed = set() if cause is DeathCause.STOPPED else self._computed(gone)
         for number in gone:
             engine = self._book.engines[number]
             engine.state, engine.reason = EngineState.DEAD, reason

@@ -461,6 +461,27 @@ def test_no_retries_at_all() -> None:
     assert node.ended()["r"].outcome is Outcome.LOST
 
 
+def test_an_engine_that_a_signal_stopped_did_not_die_of_its_requests() -> None:
+    node = running(restart_limit=5)
+    node.collect()
+    del node.agents[1]  # it is stopped, and nobody knows
+    node.kill(0)
+    node.turns(2)
+    node.collect()
+    node.turns(2)
+    (suspect,) = node.controller.book.core((1,)).computed
+    assert suspect.suspect
+    stopped = m.EngineDied(1, "stopped", m.DeathCause.STOPPED, restarts=True)
+    node.network.control_sends("supervisor", stopped)
+    node.turns(2)
+    node.collect()
+    node.turns(1)
+    assert outcomes(node) == {}
+    node.restart(0)
+    node.settle()
+    assert_whole(node)
+
+
 # --- metrics ---
 
 
