@@ -113,9 +113,9 @@ def _health() -> list[PanelBuilder]:
 
 IS_SHOAL = 'job="shoal"'
 """Label that prometheus.yml gives the nodes."""
-FAILED = 'outcome=~"lost|expired|pool_full"'
+FAILED = 'outcome=~"lost|expired|pool_full|unavailable"'
 """Outcomes that count against the node."""
-COUNTED = 'outcome=~"finished|lost|expired|pool_full"'
+COUNTED = 'outcome=~"finished|lost|expired|pool_full|unavailable"'
 """Outcomes that count at all: clients that leave or ask too much do not."""
 
 

@@ -28,8 +28,8 @@ def traffic() -> list[PanelBuilder]:
         graph(
             "Requests per second, by outcome",
             "Requests that left the node. `finished` are answers, `aborted` clients that left; "
-            "`too_long` and `caller_full` are the caller's doing; `expired`, `pool_full` and "
-            "`lost` the node's.",
+            "`too_long` and `caller_full` are the caller's doing; `expired`, `pool_full`, `lost` "
+            "and `unavailable` the node's.",
             Query(rate("shoal_requests_total", by="outcome"), "{{outcome}}"),
             unit="reqps",
             stack=True,
@@ -156,7 +156,8 @@ def errors() -> list[PanelBuilder]:
             "HTTP requests that no unit got. `pool_full`: more comes in than is served: add a "
             "node, or raise `--max-waiting-requests`. `caller_full`: one API key is at its limit. "
             "`unauthorized`, `invalid`, `too_long`: look at the client. `handed_back`: the node is "
-            "shutting down. Connections: clients that send or read too slowly, or are too many. "
+            "shutting down. `unavailable`: no engine serves, or the controller does not answer. "
+            "Connections: clients that send or read too slowly, or are too many. "
             "Those pushed out by more urgent ones are among `pool_full`.",
             Query(rate("shoal_rejected_requests_total", by="reason"), "{{reason}}"),
             Query(rate("shoal_client_cutoffs_total", by="reason"), "connection: {{reason}}"),

@@ -86,6 +86,8 @@ class ControlClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._identity)
+        # No limit on what waits: a controller that hangs must hold up nobody who sends to it.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(self._address)
         self._reader = asyncio.create_task(self._read())
         return self

@@ -23,6 +23,8 @@ MAX_WAITING_REQUESTS = 4096
 the memory of a node that is asked for too much."""
 MAX_WAITING_TOKENS = 16_000_000
 """Prompt tokens that may, unless it is set: some 50 bytes each, most of them in the front end."""
+OUTAGE_LIMIT_SECONDS = 60.0
+"""How long requests wait on a served node while no engine serves, unless it is set."""
 PAUSE_LIMIT_SECONDS = 600.0
 """How long a paused request that cannot be moved waits for its unit, unless it is set."""
 RESTART_LIMIT = 5
@@ -103,6 +105,11 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """How often a request is begun again because an engine died that had it in its batch."""
     engine_timeout_seconds: float | None = None
     """How long an engine's loop may be silent before the engine counts as dead; None: for ever."""
+    controller_timeout_seconds: float | None = None
+    """How long the controller's loop may be silent before front ends refuse what needs it, and a
+    third of how long before the node ends; None: for ever."""
+    outage_limit_seconds: float | None = None
+    """See ``controller.outage.Outage``; None: requests wait for ever."""
     step_timeout_seconds: float | None = None
     """See ``engine.watchdog.StepWatch``; None: steps may take for ever."""
     restart_limit: int = 0

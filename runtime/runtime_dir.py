@@ -40,6 +40,11 @@ def make_runtime_dir() -> Path:
     return path
 
 
+def shared_segment(path: str | Path, name: str) -> Path:
+    """Return the path of a node's segment of shared memory, which goes with its directory."""
+    return _SHARED_MEMORY / f"{Path(path).name}-{name}"
+
+
 def remove_runtime_dir(path: Path) -> None:
     """Remove a directory, and the shared memory that killed processes of its node have left."""
     # Such segments carry the directory's name.

@@ -1,6 +1,7 @@
 """The node's main process: starts every other one, watches them, and leaves nothing behind.
 
-A front end or the controller that ends takes the node with it. An engine (its scheduler or its
+A front end or the controller that ends takes the node with it, and so does a controller that hangs.
+An engine (its scheduler or its
 runner) that ends takes its twin with it. The node goes on with the engines it has left, and the
 dead one is started again, a few times (``restarts.py``).
 """
@@ -19,6 +20,7 @@ from typing import Any
 import zmq
 
 from runtime.config import Addresses, NodeConfig
+from runtime.heartbeat import HeartbeatMonitor, heartbeat_path
 from runtime.messages import (
     DeathCause,
     EndNode,
@@ -50,7 +52,11 @@ Say = Callable[[str], None]
 _POLL_SECONDS = 0.1
 """How often the controller is asked whether the engines are up, during the start."""
 _LOOK_SECONDS = 0.5
-"""How often processes of engines are looked at: one that is stopped twice running is given up."""
+"""How often processes are looked at: an engine with one that is stopped twice running is given up.
+"""
+_MOST_TIMEOUTS = 3.0
+"""The node ends when the controller has been silent for so many times its time-out: until then it
+may come back."""
 _EXIT_SECONDS = 5.0
 """How long a process may take to end in order."""
 _HURRY_SECONDS = 3.0
@@ -62,7 +68,7 @@ _SCHEDULER = "runtime.engine.vllm_backend:run_scheduler"
 _RUNNER = "runtime.engine.runner:run_runner"
 _RECORDING_RUNNER = "runtime.engine.recorder:run_recording_runner"
 _FAKE = "runtime.engine.fake:run_fake_engine"
-_CONTROLLER = "runtime.controller.process:run_controller"
+_CONTROLLER = "runtime.controller.main:run_controller"
 
 
 class NodeFailedError(RuntimeError):
@@ -107,6 +113,11 @@ class Supervisor:
         self._frontends: list[Child] = []
         self._dead_engines: set[int] = set()
         self._restarts = Restarts(config.restart_limit, config.restart_backoff_seconds)
+        timeout = config.controller_timeout_seconds
+        self._controller_limit = None if timeout is None else _MOST_TIMEOUTS * timeout
+        self._controller = HeartbeatMonitor(
+            heartbeat_path(config.runtime_dir), self._controller_limit
+        )
         self._stopped: set[Child] = set()
         self._looked_at = 0.0
         self._signals = 0
@@ -176,7 +187,7 @@ class Supervisor:
             self._turn(_POLL_SECONDS)
             view = self._ask_layout()
         while not all(child.is_ready for child in self._frontends):
-            self._turn(None)
+            self._turn(_LOOK_SECONDS)
         self._say(f"  front end up after {time.monotonic() - started:.1f} s")
         if len(set(view.lengths.values())) > 1:
             held = ", ".join(f"{tokens} in {name}" for name, tokens in view.lengths.items())
@@ -186,7 +197,7 @@ class Supervisor:
         self._layout = None
         self._send(GetLayout(call=0))
         while (view := self._answer()) is None:
-            self._turn(None)
+            self._turn(_LOOK_SECONDS)
         return view
 
     def _answer(self) -> LayoutView | None:
@@ -201,23 +212,28 @@ class Supervisor:
 
     # --- watch ---
 
-    def _turn(self, timeout: float | None) -> None:
+    def _turn(self, timeout: float) -> None:
         """Wait for something to happen, at most ``timeout`` seconds, and deal with it.
 
         Raises:
             StopRequestedError: a signal has come.
+            NodeFailedError: the node cannot go on.
         """
         if not self._signals:
             self._watch(timeout)
         if self._signals:
             raise StopRequestedError
+        self._controller.look()
+        if self._controller.is_silent:
+            limit = self._controller_limit
+            raise NodeFailedError(f"controller: it has not answered for {limit:g} s")
 
-    def _watch(self, timeout: float | None) -> None:
+    def _watch(self, timeout: float) -> None:
         assert self._control is not None
         # A ZMQ file descriptor tells of changes only: what is there already is read first.
         if not self._read_control():
             left = self._restarts.seconds_left(time.monotonic())
-            if timeout is not None and left is not None:
+            if left is not None:
                 timeout = min(timeout, max(left, _POLL_SECONDS))
             reports = [child.reports for child in self._children if not child.is_ready]
             wait(

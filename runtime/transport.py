@@ -9,7 +9,7 @@ import enum
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import zmq
@@ -226,11 +226,24 @@ class ZmqAgentTransport:
 
 
 class ZmqControllerTransport:
-    """``ControllerTransport`` over ZMQ: two ROUTERs, and a DEALER and a PUSH per front end."""
+    """``ControllerTransport`` over ZMQ: two ROUTERs, and a DEALER and a PUSH per front end.
 
-    def __init__(self, addresses: Addresses, api_servers: int) -> None:
+    Args:
+        addresses: the node's endpoints.
+        api_servers: number of front ends.
+        beat: called at the end of every wait: once in every turn of the controller's loop, and at
+            least every ``LONGEST_WAIT_SECONDS``.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        api_servers: int,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._addresses = addresses
+        self._beat = beat
         self._engines = self._router(addresses.engines)
         self._control = self._router(addresses.control)
         self._incarnations: dict[int, int] = {}
@@ -252,6 +265,7 @@ class ZmqControllerTransport:
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """See ``ControllerTransport.wait``."""
         self._readable = _poll(self._poller, timeout, eager=eager)
+        self._beat()
 
     def receive(self) -> list[Arrival]:
         """See ``ControllerTransport.receive``."""

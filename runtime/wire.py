@@ -16,11 +16,13 @@ from policies.partition import Group, leader_of
 
 
 class RequestType(bytes, enum.Enum):
-    """First frame of what a front end sends (vLLM ``EngineCoreRequestType``)."""
+    """First frame of what a front end sends (vLLM ``EngineCoreRequestType``, but for the last)."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
     UTILITY = b"\x03"
+    UNANSWERED = b"\x40"
+    """Like ``ABORT``, of requests that the front end has ended: the controller did not answer."""
 
 
 class FinishReason(enum.IntEnum):

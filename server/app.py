@@ -27,6 +27,7 @@ from server.bounds import DEFAULTS as BOUNDS
 from server.bounds import Bounds, check_body
 from server.errors import error_response
 from server.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from server.keepalive import KeepAliveMiddleware, Streams
 from server.keys import KeyRing
 from server.metrics import page
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
@@ -95,6 +96,8 @@ class Backstage:
     vllm_routers: Sequence[APIRouter] = field(default_factory=tuple)
     traces: Traces | None = None
     """None: requests are not traced."""
+    streams: Streams = field(default_factory=Streams)
+    """The event streams in progress."""
 
 
 def build_app(
@@ -175,6 +178,7 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
         paths=GENERATING_PATHS,
         rejected=backstage.rejected,
     )
+    app.add_middleware(KeepAliveMiddleware, streams=backstage.streams, paths=GENERATING_PATHS)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -213,6 +217,8 @@ def _health_router(backstage: Backstage) -> APIRouter:
     async def health() -> Response:
         if not backstage.is_alive():
             return error_response(503, "the link to the engines is broken")
+        if backstage.door.unavailable is not None:
+            return error_response(503, backstage.door.unavailable)
         return Response(status_code=200)
 
     @router.get("/ready")

@@ -1,19 +1,25 @@
-"""When an engine counts as dead, and what then becomes of it and its requests: from options."""
+"""When an engine or the controller counts as dead, and what becomes of requests then: options."""
 
 import argparse
 import math
 from argparse import Namespace
 
-from runtime.config import MAX_RETRIES, RESTART_BACKOFF_SECONDS, RESTART_LIMIT
+from runtime.config import (
+    MAX_RETRIES,
+    OUTAGE_LIMIT_SECONDS,
+    RESTART_BACKOFF_SECONDS,
+    RESTART_LIMIT,
+)
 from runtime.restarts import WINDOW_SECONDS
 from server.errors import UserError
 
 ENGINE_TIMEOUT_SECONDS = 10.0
+CONTROLLER_TIMEOUT_SECONDS = 10.0
 STEP_TIMEOUT_SECONDS = 60.0
 
 
 def add_failure_options(group: argparse._ArgumentGroup) -> None:
-    """Add ``--max-retries``, ``--engine-timeout``, ``--step-timeout`` and ``--restart-...``."""
+    """Add ``--max-retries``, ``--outage-limit``, ``--...-timeout`` and ``--restart-...``."""
     group.add_argument(
         "--max-retries",
         type=int,
@@ -28,6 +34,23 @@ def add_failure_options(group: argparse._ArgumentGroup) -> None:
         default=ENGINE_TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="an engine that does not answer for so long counts as dead (default: %(default)s)",
+    )
+    group.add_argument(
+        "--controller-timeout",
+        type=float,
+        default=CONTROLLER_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="while the controller has not answered for so long, /health is a 503 and so are "
+        "requests that wait for it; after three times as long the node ends "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--outage-limit",
+        type=float,
+        default=OUTAGE_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="how long requests wait while no engine serves, before they end with a 503 "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--step-timeout",
@@ -64,7 +87,10 @@ def check_failure_options(args: Namespace) -> None:
         raise UserError(f"--max-retries {args.max_retries}: it must not be negative")
     if args.restart_limit < 0:
         raise UserError(f"--restart-limit {args.restart_limit}: it must not be negative")
-    for name in ("engine_timeout", "step_timeout", "restart_backoff"):
+    for name in (
+        *("engine_timeout", "controller_timeout", "outage_limit"),
+        *("step_timeout", "restart_backoff"),
+    ):
         value = getattr(args, name)
         if not 0 < value < math.inf:
             flag = "--" + name.replace("_", "-")

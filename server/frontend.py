@@ -41,7 +41,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logging_utils import UvicornAccessLogFilter
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import set_ulimit
-from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -50,9 +50,10 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from policies.partition import layout_name
 from runtime.client import ControlClient
 from runtime.config import Addresses, NodeConfig
+from runtime.heartbeat import HeartbeatMonitor, heartbeat_path
 from runtime.logs import LogFormat
 from runtime.messages import Interrupted, Note, Outcome, PoolLimits, Switching
-from runtime.wire import Terms, unit_of
+from runtime.wire import RequestType, Terms, unit_of
 from server.accepting import Tally
 from server.access import Access
 from server.admin_server import serving
@@ -72,12 +73,14 @@ from server.grammars import GrammarCheck, GrammarCompiler
 from server.http_protocol import BoundedHttpProtocol
 from server.http_server import DrainingServer
 from server.interruptions import Interruptions
+from server.keepalive import LOOK_SECONDS as STREAM_LOOK_SECONDS
 from server.multiprocess_metrics import share_metrics
 from server.ordering import InOrder
 from server.placement import Placements, Refused, Rejection
 from server.pool_door import PoolDoor
 from server.request_metrics import RequestMetrics, RequestTimes
 from server.sandbox import Sandbox
+from server.silence import Silence
 from server.tracing import Traces
 
 VLLM_ROUTERS = (
@@ -95,7 +98,7 @@ _GENERATION_LOGGER = logging.getLogger("vllm.entrypoints.generate.base.serving")
 """Logs every request that ends with an error, those too that a node hands back as it ends."""
 
 _WATCH_SECONDS = 0.5
-"""How often requests are looked for whose outputs are overdue."""
+"""How often requests are looked for whose outputs are overdue, and the controller's heartbeat."""
 _CUT_OFF_SECONDS = 1
 """What connections may take to end that are cut off."""
 
@@ -112,6 +115,8 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         """Add no request whose grammar these have not passed; tell why one was refused."""
         self._grammars = grammars
         self._placements = placements
+        self._words: set[asyncio.Future[Any]] = set()
+        """On their way to the controller; asyncio keeps no reference."""
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *rest: Any, **more: Any
@@ -219,6 +224,16 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 rest.append(output)
         self.output_processor.tracing_enabled = traced
         return rest
+
+    def end_with_error(self, request_ids: Sequence[str]) -> None:
+        """End requests as the controller would, which does not answer; it is left word of it."""
+        error = FinishReason.ERROR
+        outputs = [EngineCoreOutput(name, [], finish_reason=error) for name in request_ids]
+        self.engine_core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=outputs))
+        # The same way as the requests, so that it arrives after them.
+        word = self.engine_core._send_input(RequestType.UNANSWERED, list(request_ids))
+        self._words.add(sending := asyncio.ensure_future(word))
+        sending.add_done_callback(self._words.discard)
 
     def tell_ends(self, control: ControlClient, times: RequestTimes, traces: Traces | None) -> None:
         """Have a request count as finished, not as aborted, that ended at a stop string.
@@ -380,15 +395,39 @@ class Frontend:
                 )
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
-                watching = asyncio.create_task(
-                    _every(_WATCH_SECONDS, interruptions.begin_overdue_again)
-                )
+                silence = self._silence(door, placements, take_note, engine)
+                tasks = [
+                    asyncio.create_task(_every(seconds, act))
+                    for seconds, act in (
+                        (_WATCH_SECONDS, interruptions.begin_overdue_again),
+                        (_WATCH_SECONDS, silence.look),
+                        (STREAM_LOOK_SECONDS, backstage.streams.keep_alive),
+                    )
+                ]
                 await self._serve_http(engine, backstage, metrics.cut_off, ready)
-                watching.cancel()
+                for task in tasks:
+                    task.cancel()
             finally:
                 engine.shutdown()
                 if traces is not None:
                     traces.shut_down()
+
+    def _silence(
+        self,
+        door: PoolDoor,
+        placements: Placements,
+        take_note: Callable[[Note], None],
+        engine: PlacedAsyncLLM,
+    ) -> Silence:
+        timeout = self.config.controller_timeout_seconds
+        return Silence(
+            HeartbeatMonitor(heartbeat_path(self.config.runtime_dir), timeout),
+            timeout,
+            door,
+            placements,
+            take_note=take_note,
+            end=engine.end_with_error,
+        )
 
     def _traces(self) -> Traces | None:
         """Return the traces, if there are to be any; vLLM has set up how spans are exported."""

@@ -31,6 +31,8 @@ PRIORITY_HEADER = "x-shoal-priority"
 _STREAM = "text/event-stream"
 _ERROR_EVENT = b'data: {"error"'
 """How the event begins that vLLM ends a stream with when its request fails."""
+_AT_ANY_TIME = (Outcome.HANDED_BACK, Outcome.UNAVAILABLE)
+"""Outcomes of requests that waited, or were refused, and of those that a unit already had."""
 _TOO_MANY = 429
 """Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
 
@@ -50,13 +52,14 @@ class Rejection(enum.StrEnum):
     """Its caller has as many requests in progress, has as many grammars that wait to be compiled,
     or has used as much a minute, as it may."""
     HANDED_BACK = Outcome.HANDED_BACK.value
+    UNAVAILABLE = Outcome.UNAVAILABLE.value
 
 
 _REJECTIONS = {
     outcome: Rejection(outcome.value)
     for outcome in (
         *(Outcome.TOO_LONG, Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL),
-        Outcome.HANDED_BACK,
+        *(Outcome.HANDED_BACK, Outcome.UNAVAILABLE),
     )
 }
 
@@ -134,6 +137,10 @@ class Placement:
         while self._awaited and (for_all or len(self._awaited) == len(self.request_ids)):
             self._noted.clear()
             await self._noted.wait()
+
+    def awaits(self, request_id: str) -> bool:
+        """Whether the controller's note on an engine request is to come."""
+        return request_id in self._awaited
 
     @property
     def is_placed(self) -> bool:
@@ -234,6 +241,11 @@ class Placements:
         if placement is not None and placement.ended is None:
             placement.expect(request_id)
 
+    def awaiting(self) -> list[str]:
+        """Return the engine requests of which a note of the controller is to come."""
+        placements = self._by_request.items()
+        return [request_id for request_id, placement in placements if placement.awaits(request_id)]
+
     def refuse(self, refused: Refused) -> None:
         """Note why the HTTP request of the current context is refused without an engine."""
         placement = self._current.get()
@@ -329,7 +341,7 @@ def _rejection(status: int, placement: Placement) -> Rejection | None:
     """Return why a request was refused, as its response's status or the controller says."""
     ended = placement.ended
     if ended is not None:
-        ran = ended.outcome is Outcome.HANDED_BACK and placement.is_placed
+        ran = ended.outcome in _AT_ANY_TIME and placement.is_placed
         return None if ran else _REJECTIONS.get(ended.outcome)
     if placement.refused is not None and placement.refused.status == _TOO_MANY:
         return Rejection.CALLER_LIMIT

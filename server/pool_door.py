@@ -4,7 +4,13 @@ from collections.abc import Awaitable, Callable
 
 from starlette.responses import JSONResponse
 
-from runtime.messages import RETRY_SECONDS, SHUTTING_DOWN, Outcome, PoolLimits
+from runtime.messages import (
+    RETRY_SECONDS,
+    SHUTTING_DOWN,
+    UNAVAILABLE_RETRY_SECONDS,
+    Outcome,
+    PoolLimits,
+)
 from server.errors import refusal_response
 
 
@@ -23,6 +29,8 @@ class PoolDoor:
         self._limits = PoolLimits()
         self.is_closed = False
         """Whether every request is refused."""
+        self.unavailable: str | None = None
+        """Why every request is refused for the time being; None: it is not."""
 
     def close(self) -> None:
         """Refuse every request from now on: the node is to end."""
@@ -43,6 +51,9 @@ class PoolDoor:
         if self.is_closed:
             await self._count(Outcome.HANDED_BACK)
             return refusal_response(503, SHUTTING_DOWN, RETRY_SECONDS)
+        if self.unavailable is not None:
+            await self._count(Outcome.UNAVAILABLE)
+            return refusal_response(503, self.unavailable, UNAVAILABLE_RETRY_SECONDS)
         if caller is not None and caller in limits.callers:
             await self._count(Outcome.CALLER_FULL)
             return refusal_response(429, limits.callers[caller], limits.retry_after)

@@ -189,6 +189,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         pause_limit_seconds=args.pause_limit,
         max_retries=args.max_retries,
         engine_timeout_seconds=args.engine_timeout,
+        controller_timeout_seconds=args.controller_timeout,
+        outage_limit_seconds=args.outage_limit,
         step_timeout_seconds=args.step_timeout,
         restart_limit=args.restart_limit,
         restart_backoff_seconds=args.restart_backoff,

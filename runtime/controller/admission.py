@@ -27,7 +27,7 @@ log = logging.getLogger("shoal.controller")
 _QUIET = frozenset({Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL})
 """Ends that a busy node makes many of, and that their callers know about: not for the log. vLLM's
 front end logs every finish reason ``error``, so theirs is ``abort``."""
-_UNLOGGED = _QUIET | {Outcome.HANDED_BACK}
+_UNLOGGED = _QUIET | {Outcome.HANDED_BACK, Outcome.UNAVAILABLE}
 """Ends that are not logged one by one. A stream that is handed back must not look complete, so the
 finish reason of these stays ``error``."""
 

@@ -23,7 +23,7 @@ from policies.snapshot import Snapshot
 from runtime import messages as m
 from runtime import wire
 from runtime.clock import Clock, monotonic
-from runtime.config import Addresses, NodeConfig
+from runtime.config import NodeConfig
 from runtime.controller import views
 from runtime.controller.admission import Admission
 from runtime.controller.adviser import Adviser
@@ -36,6 +36,7 @@ from runtime.controller.dispatcher import Dispatcher
 from runtime.controller.gauges import Gauges
 from runtime.controller.leases import Leases
 from runtime.controller.losses import Losses
+from runtime.controller.outage import Outage
 from runtime.controller.pauses import Pauses
 from runtime.controller.pool import TaskPool
 from runtime.controller.pulse import Pulse
@@ -47,7 +48,6 @@ from runtime.transport import (
     Arrival,
     Channel,
     ControllerTransport,
-    ZmqControllerTransport,
 )
 
 log = logging.getLogger("shoal.controller")
@@ -126,6 +126,9 @@ class Controller:
             lose=self._lose,
         )
         self.switches = self._switching.past
+        self._outage = Outage(
+            config.outage_limit_seconds, self.book, self.pool, self._admission, clock
+        )
         self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
         self._adviser = Adviser(config.policy, self._statistics, clock)
         self._capacity.forms_groups = self._adviser.policy.forms_groups
@@ -168,6 +171,7 @@ class Controller:
         self._rejoin.tick(switching=bool(self._switching.running or self._audit))
         self._take_deferred()
         self._admission.expire()
+        self._outage.end_waiting()
         self._closing.hand_back()
         started = self._decide() if self.book.started else 0
         self._admission.hold_limits(started)
@@ -195,6 +199,7 @@ class Controller:
             self._audit.deadline if self._audit is not None else None,
             self._admission.deadline,
             self._closing.deadline,
+            self._outage.deadline,
             self._pauses.deadline,
             self._pulse.deadline,
             self._rejoin.deadline,
@@ -226,6 +231,8 @@ class Controller:
             self._demand.arrive(self._clock(), self._admission.add(frames))
         elif kind == wire.RequestType.ABORT.value:
             self._admission.abort(wire.decode_abort(frames))
+        elif kind == wire.RequestType.UNANSWERED.value:
+            self._admission.abort(wire.decode_abort(frames), m.Outcome.UNAVAILABLE)
         elif kind == wire.RequestType.UTILITY.value:
             self._utility(frames)
         else:
@@ -532,9 +539,3 @@ class Controller:
             since_switch=now - self._switching.ended_at,
             sp_above=self._shifting.sp_above,
         )
-
-
-def run_controller(config: NodeConfig) -> None:
-    """Entry of the controller's process."""
-    transport = ZmqControllerTransport(Addresses(config.runtime_dir), config.api_servers)
-    Controller(config, transport).run()

@@ -111,6 +111,7 @@ SEAMS = (
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async", "server.frontend"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", "server.frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient._send_input", "server.frontend"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", "server.frontend"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.do_tracing", "server.frontend"),
     Seam("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer", "server.decode_streams"),

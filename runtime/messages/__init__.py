@@ -77,6 +77,7 @@ from runtime.messages.engine import (
 from runtime.messages.values import (
     RETRY_SECONDS,
     SHUTTING_DOWN,
+    UNAVAILABLE_RETRY_SECONDS,
     DeathCause,
     Message,
     Mode,
@@ -89,6 +90,7 @@ from runtime.messages.values import (
 __all__ = [
     "RETRY_SECONDS",
     "SHUTTING_DOWN",
+    "UNAVAILABLE_RETRY_SECONDS",
     "AbortBind",
     "AbortRequests",
     "AddRequest",

@@ -10,6 +10,7 @@ __all__ = [
     "NOTHING_DONE",
     "RETRY_SECONDS",
     "SHUTTING_DOWN",
+    "UNAVAILABLE_RETRY_SECONDS",
     "Message",
     "Mode",
     "ModeWork",
@@ -23,6 +24,8 @@ SHUTTING_DOWN = "the server is shutting down"
 """Why a node that is to end takes no requests, for the caller to read."""
 RETRY_SECONDS = 1
 """When to try again what it hands back: elsewhere at once, or here when it is back."""
+UNAVAILABLE_RETRY_SECONDS = 10
+"""When to try again what a node cannot serve for the time being: it does not recover at once."""
 
 
 class Treatment(enum.StrEnum):
@@ -62,6 +65,8 @@ class Outcome(enum.StrEnum):
     """Its caller had as many requests waiting as it may."""
     HANDED_BACK = "handed_back"
     """The node was to end, and had no time left for it."""
+    UNAVAILABLE = "unavailable"
+    """No engine served, or the controller did not answer, for too long."""
 
 
 class DeathCause(enum.StrEnum):

@@ -18,6 +18,7 @@ class Ending(enum.StrEnum):
     """A 500, or such an error in a stream, that says why."""
     EXPIRED = "expired"
     POOL_FULL = "pool_full"
+    """Or no engine served for too long: both are a 503."""
     REFUSED = "refused"
     """By a 4xx."""
     CANCELLED = "cancelled"
@@ -30,7 +31,7 @@ OUTCOMES = {
     Ending.FINISHED: {"finished"},
     Ending.FAILED: {"lost", "poisoned"},
     Ending.EXPIRED: {"expired"},
-    Ending.POOL_FULL: {"pool_full"},
+    Ending.POOL_FULL: {"pool_full", "unavailable"},
     Ending.CANCELLED: {"aborted"},
     Ending.BROKEN: {"too_long", "caller_full", "handed_back"},
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from runtime.config import Addresses, NodeConfig
+from runtime.heartbeat import Heartbeat, heartbeat_path
 from runtime.messages import (
     EndNode,
     EngineDied,
@@ -74,10 +75,12 @@ def controller(config: NodeConfig) -> None:
 
     signal.signal(signal.SIGUSR1, kill)
     questions = 0
+    heartbeat = Heartbeat(heartbeat_path(config.runtime_dir))
     while True:
+        heartbeat.beat()
         # In bounded waits: see LONGEST_WAIT_SECONDS.
         while not socket.poll(int(LONGEST_WAIT_SECONDS * 1000)):
-            continue
+            heartbeat.beat()
         peer, payload = socket.recv_multipart()
         message = decode_control(payload)
         if isinstance(message, EngineDied):

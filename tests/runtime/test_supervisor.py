@@ -11,6 +11,7 @@ import pytest
 
 from runtime import supervisor
 from runtime.config import NodeConfig
+from runtime.heartbeat import HeartbeatMonitor
 from runtime.process import Child, choose_context
 from runtime.runtime_dir import make_runtime_dir
 from runtime.supervisor import Supervisor
@@ -211,6 +212,67 @@ def test_an_engine_that_was_stopped_for_a_moment_lives(
     assert node.run(lambda: os.kill(node.pid("runner-1"), signal.SIGSTOP)) == 0
     assert any(looks)
     assert node.log.read_text() == ""
+    assert node.leftovers() == []
+
+
+def test_the_node_ends_with_a_controller_that_hangs(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=0.5)
+    ready = []
+
+    def stop_it() -> None:
+        ready.append(node.pid("controller"))
+        os.kill(node.pid("controller"), signal.SIGSTOP)
+
+    assert node.run(stop_it) == 1
+    assert ready
+    assert node.said[-1] == "shoal: controller: it has not answered for 1.5 s"
+    assert node.leftovers() == []
+
+
+def test_a_controller_that_hangs_during_the_start_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, fail="nobody")  # it never is ready
+    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=0.5)
+    report = Supervisor._report_engines
+
+    def report_and_stop_it(self: Supervisor, *arguments: Any) -> None:
+        report(self, *arguments)
+        os.kill(node.pid("controller"), signal.SIGSTOP)
+
+    monkeypatch.setattr(Supervisor, "_report_engines", report_and_stop_it)
+    assert node.run(lambda: pytest.fail("it cannot be ready")) == 1
+    assert node.said[-1] == "shoal: controller: it has not answered for 1.5 s"
+    assert node.leftovers() == []
+
+
+def test_a_controller_that_hangs_for_a_moment_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path)
+    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=0.5)
+    looks: list[int] = []
+    look = HeartbeatMonitor.look
+
+    def look_and_go_on(self: HeartbeatMonitor) -> None:
+        """Let it go on after the first look in vain."""
+        look(self)
+        if node.said[-1:] == ["stopped"]:
+            looks.append(self._in_vain)
+            if self._in_vain:
+                os.kill(node.pid("controller"), signal.SIGCONT)
+            elif any(looks):
+                interrupt()
+
+    def stop_it() -> None:
+        os.kill(node.pid("controller"), signal.SIGSTOP)
+        node.said.append("stopped")
+
+    monkeypatch.setattr(HeartbeatMonitor, "look", look_and_go_on)
+    assert node.run(stop_it) == 0
+    assert any(looks)
+    assert node.said[-1] == "stopped"
     assert node.leftovers() == []
 
 

@@ -33,7 +33,8 @@ class SocketNode:
         self.input = self._bind(zmq.ROUTER, addresses.front_input(0))
         self.output = self._bind(zmq.PULL, addresses.front_output(0))
         clock = ManualClock()
-        self.controller_transport = ZmqControllerTransport(addresses, 1)
+        self.beats = 0
+        self.controller_transport = ZmqControllerTransport(addresses, 1, self._beat)
         self.controller = Controller(self.config, self.controller_transport, clock=clock)
         self.transports = [ZmqAgentTransport(e, addresses, 1) for e in range(2)]
         self.backends = [FakeBackend(self.config, e, clock=clock) for e in range(2)]
@@ -46,6 +47,9 @@ class SocketNode:
         self.notes: list[m.FromController] = []
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, wire.FinishReason] = {}
+
+    def _beat(self) -> None:
+        self.beats += 1
 
     def _bind(self, kind: int, address: str) -> zmq.Socket:
         socket = self.context.socket(kind)
@@ -139,6 +143,15 @@ def test_tokens_come_straight_from_the_engines_over_a_switch(
     audit = node.call(m.AuditNode(3), m.AuditDone)
     assert isinstance(audit, m.AuditDone)
     assert audit.problems == []
+
+
+def test_every_turn_counts_once_in_the_controllers_heartbeat(node: SocketNode) -> None:
+    before = node.beats
+    for _ in range(5):
+        node.controller.turn(0.0)
+    assert node.beats == before + 5
+    node.controller_transport.wait(None)  # an idle controller turns, too
+    assert node.beats == before + 6
 
 
 def test_notes_say_where_a_request_runs(node: SocketNode) -> None:

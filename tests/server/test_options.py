@@ -92,6 +92,8 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str) -> None:
         (["--prepare-timeout", "0"], "--prepare-timeout"),
         (["--max-retries", "-1"], "--max-retries"),
         (["--engine-timeout", "0"], "--engine-timeout"),
+        (["--controller-timeout", "0"], "--controller-timeout"),
+        (["--outage-limit", "inf"], "--outage-limit"),
         (["--step-timeout", "inf"], "--step-timeout"),
         (["--fake-engine", "--fake-step-ms", "-1"], "--fake-step-ms"),
         (["--fake-step-ms", "1"], "--fake-engine"),

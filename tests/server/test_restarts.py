@@ -1,5 +1,6 @@
 """Engines of a served node die and come back, and their group with them."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -94,8 +95,28 @@ def test_an_engine_that_cannot_be_restarted_is_left_out(cache: Path) -> None:
         text(http, "0")
 
 
+def check_that_a_stream_ends_without_engines(node: ServedNode, http: httpx.Client) -> None:
+    """Lose both engines under a stream: it ends long before one has loaded its model."""
+    of = {Path(f"/proc/{pid}/comm").read_text()[:13]: pid for pid in children_of(node.process.pid)}
+    endless = {**BODY, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=endless) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        os.kill(of["engine 0 runn"], signal.SIGSTOP)
+        os.kill(of["engine 1 runn"], signal.SIGKILL)
+        *_, last = lines
+    assert json.loads(last.removeprefix("data: "))["error"] == {
+        "message": "no engine has served for 2 s",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+    assert "starting" in {engine["state"] for engine in layout(http)["engines"]}
+
+
 def test_a_real_engine_comes_back_with_the_same_tokens(cache: Path) -> None:
-    with served(cache, real=True, VLLM_LOGGING_LEVEL="CRITICAL") as (node, http):
+    options = ("--outage-limit", "2")
+    with served(cache, *options, real=True, VLLM_LOGGING_LEVEL="CRITICAL") as (node, http):
         expected = text(http, "0")
         _, _, _, runner, *_ = node.children
         os.kill(runner, signal.SIGKILL)
@@ -106,3 +127,4 @@ def test_a_real_engine_comes_back_with_the_same_tokens(cache: Path) -> None:
         assert text(http, "0,1") == expected
         assert switch(http, SINGLES).status_code == 200
         assert http.post("/admin/audit").json() == {"clean": True, "problems": []}
+        check_that_a_stream_ends_without_engines(node, http)

@@ -1,0 +1,13 @@
+"""The controller as a process of the node."""
+
+from runtime.config import Addresses, NodeConfig
+from runtime.controller.process import Controller
+from runtime.heartbeat import Heartbeat, heartbeat_path
+from runtime.transport import ZmqControllerTransport
+
+
+def run_controller(config: NodeConfig) -> None:
+    """Entry of the controller's process."""
+    heartbeat = Heartbeat(heartbeat_path(config.runtime_dir))
+    addresses = Addresses(config.runtime_dir)
+    Controller(config, ZmqControllerTransport(addresses, config.api_servers, heartbeat.beat)).run()
