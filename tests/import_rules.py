@@ -58,6 +58,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "server.demo_training.model",
         "server.demo_training.train",
         "runtime.layout_configs",
+        "server.bench.vllm_client",
         "server.configuration",
         "server.frontend",
         "server.grammars",

@@ -136,7 +136,7 @@ class Campaign:
 
     async def _measure(self, system: System, steps: Mapping[str, Step]) -> None:
         """Start the system, take the steps, end it. A step that fails is noted; others go on."""
-        await _devices_idle()
+        await devices_idle()
         port, admin_port = free_port(), free_port()
         log = self.logs / f"{system.name}.log"
         kept = self.results.systems.setdefault(system.name, SystemResults([]))
@@ -184,7 +184,7 @@ class Campaign:
         self.file.write(self.results)
 
 
-async def _devices_idle() -> None:
+async def devices_idle() -> None:
     """Wait until the GPUs, if there are any, hold no more than a driver's own memory."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while max(facts.gpu_memory() or [0.0]) > LEFT_GIB:

@@ -12,6 +12,10 @@ BENCHMARKS = {
         "server.bench.compare",
         "static DP and static TP of stock vLLM, and Shoal, side by side",
     ),
+    "defaults": (
+        "server.bench.defaults",
+        "the same three systems with their own defaults, under vLLM's own client",
+    ),
     "overload": ("server.bench.overload", "a node that is asked for many times what it can do"),
     "failures": ("server.bench.failures", "engines that are killed and stopped under streams"),
     "serve-compare": ("server.bench.compare", "the same three systems under open-loop workloads"),
