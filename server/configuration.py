@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
 from server.errors import UserError, one_line
-from server.model_kinds import check_model_config, check_quantisation
+from server.model_kinds import check_kv_groups, check_model_config, check_quantisation
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -94,6 +94,7 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
     if config.speculative_config is not None:  # some checkpoints bring it with them
         raise UserError(f"{config.model_config.model}: speculative decoding is not supported")
     check_model_config(config.model_config)
+    check_kv_groups(config)
     check_quantisation(config.model_config.model, config.quant_config)
     return config
 

@@ -4,6 +4,7 @@ From vLLM's configuration, so by a model's ``config.json`` and the options. What
 which kernel multiplies a layer's weights, say, engines see as they load.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from server.errors import UserError
@@ -11,6 +12,9 @@ from server.options import FP8_QUANTIZATION
 
 _STRATEGIES = ("tensor", "channel", "block")
 """What one scale of an FP8 weight may be for, in compressed-tensors' words."""
+
+ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
+"""vLLM's option that has it keep the KV of every layer for all tokens, in one group."""
 
 
 def check_model_config(model: Any) -> None:
@@ -34,6 +38,47 @@ def check_model_config(model: Any) -> None:
     for kind, applies in kinds.items():
         if applies:
             raise UserError(f"{model.model} is {kind}: not supported")
+
+
+def check_kv_groups(config: Any) -> None:
+    """Refuse a model for whose layers vLLM keeps several groups of KV blocks.
+
+    vLLM's ``kv_cache_utils.get_kv_cache_groups`` puts layers that keep different tokens, such as
+    those of a sliding window and those of all, into groups of their own. A request then takes
+    blocks of every group, and the lease of a group of engines counts the blocks of one. The layers
+    tell their windows only once they are made; here is what the configuration says of them, as
+    vLLM's models read it. Engines check what became of it (``vllm_core.check_kv_groups``).
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        UserError: the model has layers of several kinds, and vLLM is to tell them apart.
+    """
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return
+    model = config.model_config
+    reaches = sorted(_reaches(model.hf_text_config))
+    if len(reaches) > 1:
+        raise UserError(
+            f"{model.model} is a model whose layers reach back differently far "
+            f"({', '.join(reaches)}), so vLLM keeps several groups of KV blocks: not supported; "
+            f"with {ONE_KV_GROUP} it keeps one"
+        )
+
+
+def _reaches(text: Any) -> Set[str]:
+    """Return to what the layers attend, by the ``config.json`` of a model's text part.
+
+    Empty if it says nothing of single layers: then vLLM's models make all of one kind.
+    """
+    window = getattr(text, "sliding_window", None)
+    windows = getattr(text, "interleaved_sliding_window", None)
+    if not isinstance(windows, list | tuple):
+        chunk = getattr(text, "attention_chunk_size", None)
+        sizes = {"sliding_attention": window, "chunked_attention": chunk or window}
+        windows = [sizes.get(kind) for kind in getattr(text, "layer_types", None) or ()]
+    return {f"the last {size} tokens" if size else "all tokens" for size in windows}
 
 
 def check_quantisation(model: str, quantisation: Any) -> None:

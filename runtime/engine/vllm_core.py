@@ -34,6 +34,10 @@ LEASE_CHUNK = 16
 """Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
 
 
+class SeveralKVGroups(ValueError):
+    """vLLM keeps several groups of KV blocks for the model; the message is one line."""
+
+
 @dataclass(slots=True)
 class InFlight:
     """A step that was queued for the runners and not collected."""
@@ -54,6 +58,9 @@ class VllmCore:
             queue, because creating the ``EngineCore`` starts their workers.
         log_stats: whether vLLM's scheduler makes statistics.
         max_sp: see ``NodeConfig.max_sp``.
+
+    Raises:
+        SeveralKVGroups: see ``check_kv_groups``.
     """
 
     def __init__(
@@ -61,10 +68,11 @@ class VllmCore:
     ) -> None:
         self.group = group
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
+        self._scheduler: Any = self.engine_core.scheduler
+        check_kv_groups(self._scheduler.kv_cache_config)
         self.supported_tasks = self.engine_core.get_supported_tasks()
         # What the first step of a layout does once, such as connecting its members, is done here.
         self.engine_core.execute_dummy_batch()
-        self._scheduler: Any = self.engine_core.scheduler
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
         captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
@@ -370,6 +378,27 @@ class VllmCore:
         if waiting + running > self.num_requests:
             problems.append(f"{name}: {waiting + running} queued, {self.num_requests} known")
         return problems
+
+
+def check_kv_groups(cache: Any) -> None:
+    """Refuse a model for which vLLM keeps more than one group of KV blocks.
+
+    A request takes blocks of every group, and all that Shoal reckons with (leases, wishes for
+    blocks, what still fits) counts those of one: a group of engines would wait for ever for blocks
+    that it does not know it lacks.
+
+    Args:
+        cache: vLLM's ``KVCacheConfig``.
+
+    Raises:
+        SeveralKVGroups: there are several.
+    """
+    groups = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
+    if len(groups) > 1:
+        raise SeveralKVGroups(
+            f"vLLM keeps {len(groups)} groups of KV blocks for this model ({', '.join(groups)}), "
+            "Shoal needs one: --disable-hybrid-kv-cache-manager may make them one"
+        )
 
 
 def _tells_runners(scheduled: SchedulerOutput) -> bool:

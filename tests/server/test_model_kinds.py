@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.transformers_utils.config import get_config, get_hf_text_config
 
 from server import configuration
 from server.errors import UserError
-from server.model_kinds import check_model_config
+from server.model_kinds import check_kv_groups, check_model_config
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
 from tests.server.node import ServedNode, run_shoal
 
@@ -48,6 +49,86 @@ def test_a_plain_model_is_supported(quantization: str | None) -> None:
 def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         check_model_config(SimpleNamespace(**SUPPORTED | kind))
+
+
+# --- groups of KV blocks ---
+
+SHAPE = model_config(CheckpointSpec(layers=6)) | {"dtype": "bfloat16"}
+WINDOW: dict[str, Any] = {"sliding_window": 512}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def family(name: str, architecture: str, **more: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of another family."""
+    return SHAPE | {"model_type": name, "architectures": [architecture]} | more
+
+
+GEMMA_2 = family("gemma2", "Gemma2ForCausalLM", **WINDOW)
+SEVERAL_GROUPS = {
+    "gemma-2": GEMMA_2,
+    "gemma-3": family("gemma3_text", "Gemma3ForCausalLM", **WINDOW),
+    "gpt-oss": family("gpt_oss", "GptOssForCausalLM", **WINDOW, num_local_experts=4),
+    "mistral-some-layers": family(
+        "mistral", "MistralForCausalLM", **WINDOW, layer_types=[SLIDING, FULL, FULL] * 2
+    ),
+    "window-by-layer": family(
+        "mistral", "MistralForCausalLM", interleaved_sliding_window=[None, 512, 512] * 2
+    ),
+}
+ONE_GROUP = {
+    "llama": SHAPE,
+    "qwen2": family("qwen2", "Qwen2ForCausalLM"),
+    "qwen2-window-off": family(
+        *("qwen2", "Qwen2ForCausalLM"), **WINDOW, use_sliding_window=False, max_window_layers=3
+    ),
+    "qwen3": family("qwen3", "Qwen3ForCausalLM"),
+    "mistral-all-layers": family("mistral", "MistralForCausalLM", **WINDOW),
+    "mistral-no-window": family("mistral", "MistralForCausalLM", sliding_window=None),
+    "gemma-2-window-off": family("gemma2", "Gemma2ForCausalLM", sliding_window=None),
+}
+
+
+def configured(path: Path, config: dict[str, Any], *, one_group: bool = False) -> Any:
+    """Return what is read of vLLM's ``VllmConfig`` for a model with this ``config.json``."""
+    (path / "config.json").write_text(json.dumps(config))
+    text = get_hf_text_config(get_config(str(path), trust_remote_code=False))
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_group),
+        model_config=SimpleNamespace(model="m", hf_text_config=text),
+    )
+
+
+@pytest.mark.parametrize("config", SEVERAL_GROUPS.values(), ids=SEVERAL_GROUPS)
+def test_a_model_with_several_groups_of_kv_blocks_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_kv_groups(configured(tmp_path, config))
+    assert str(caught.value) == (
+        "m is a model whose layers reach back differently far (all tokens, the last 512 tokens), "
+        "so vLLM keeps several groups of KV blocks: not supported; with "
+        "--disable-hybrid-kv-cache-manager it keeps one"
+    )
+
+
+@pytest.mark.parametrize("config", SEVERAL_GROUPS.values(), ids=SEVERAL_GROUPS)
+def test_it_is_served_where_vllm_is_told_to_keep_one(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    check_kv_groups(configured(tmp_path, config, one_group=True))
+
+
+@pytest.mark.parametrize("config", ONE_GROUP.values(), ids=ONE_GROUP)
+def test_a_model_with_one_group_is_served(tmp_path: Path, config: dict[str, Any]) -> None:
+    check_kv_groups(configured(tmp_path, config))
+
+
+def test_the_groups_are_checked_as_a_node_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_2))
+    with pytest.raises(UserError, match="several groups of KV blocks"):
+        configuration.make_vllm_config(AsyncEngineArgs(model=str(tmp_path)))
+    one = AsyncEngineArgs(model=str(tmp_path), disable_hybrid_kv_cache_manager=True)
+    configuration.make_vllm_config(one)
 
 
 # --- compressed-tensors ---

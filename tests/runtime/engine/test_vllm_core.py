@@ -6,9 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
-from runtime.engine.vllm_core import AHEAD_REQUESTS, InFlight, VllmCore, work_of
+from runtime.engine import vllm_core
+from runtime.engine.vllm_core import AHEAD_REQUESTS, InFlight, SeveralKVGroups, VllmCore, work_of
 from runtime.messages import Mode, Work
 
 
@@ -120,3 +129,56 @@ def test_nothing_goes_ahead_of_a_token_that_the_later_step_has_no_use_for() -> N
     """A later one would tell runners the request's tokens anew, without this one."""
     assert not goes_ahead(in_flight(DECODES, ended=True), in_flight(DECODES, requests="a"))
     assert goes_ahead(in_flight(DECODES, ended=True), in_flight(DECODES, requests="abc"))
+
+
+# --- groups of KV blocks ---
+
+LAYER: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "dtype": torch.bfloat16,
+}
+ALL, LAST = FullAttentionSpec(**LAYER), SlidingWindowSpec(**LAYER, sliding_window=64)
+
+
+class Cores:
+    """Stands in for vLLM's ``EngineCore`` as far as its KV cache is concerned."""
+
+    def __init__(self, *specs: KVCacheSpec) -> None:
+        groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
+        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.scheduler = SimpleNamespace(
+            kv_cache_config=cache, kv_cache_manager=SimpleNamespace(block_pool=None)
+        )
+        self.model_executor = None
+        self.batch_queue_size = 2
+        compilation = SimpleNamespace(max_cudagraph_capture_size=None)
+        self.vllm_config = SimpleNamespace(compilation_config=compilation)
+
+    def __call__(self, *_: Any) -> "Cores":
+        return self
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def execute_dummy_batch(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("specs", [(ALL,), (LAST,)], ids=["all-tokens", "sliding-window"])
+def test_a_core_with_one_group_of_kv_blocks_starts(
+    monkeypatch: pytest.MonkeyPatch, specs: tuple[KVCacheSpec, ...]
+) -> None:
+    monkeypatch.setattr(vllm_core, "EngineCore", Cores(*specs))
+    VllmCore((0,), Any, log_stats=False)
+
+
+def test_a_core_with_several_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_core, "EngineCore", Cores(ALL, LAST))
+    with pytest.raises(SeveralKVGroups) as caught:
+        VllmCore((0,), Any, log_stats=False)
+    assert str(caught.value) == (
+        "vLLM keeps 2 groups of KV blocks for this model (FullAttentionSpec, SlidingWindowSpec), "
+        "Shoal needs one: --disable-hybrid-kv-cache-manager may make them one"
+    )
