@@ -19,6 +19,7 @@ from typing import Any
 
 import zmq
 
+from runtime.clock import Clock, process_seconds
 from runtime.config import Addresses, NodeConfig
 from runtime.heartbeat import HeartbeatMonitor, heartbeat_path
 from runtime.messages import (
@@ -95,6 +96,7 @@ class Supervisor:
         frontends: what each front end runs.
         say: prints a line of the start-up report.
         shutdown_seconds: how long front ends may take to finish their requests.
+        elapsed: seconds since the node's start began, for the report of it.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class Supervisor:
         frontends: Sequence[Target],
         say: Say,
         shutdown_seconds: float = 0.0,
+        elapsed: Clock = process_seconds,
     ) -> None:
         self._config = config
+        self._elapsed = elapsed
         self._frontend_targets = frontends
         self._say = say
         self._shutdown_seconds = shutdown_seconds
@@ -176,19 +180,18 @@ class Supervisor:
             self._children.append(child(name, target, engine))
 
     def _wait_until_ready(self) -> None:
-        started = time.monotonic()
         view = self._ask_layout()
-        self._say(f"  controller up after {time.monotonic() - started:.1f} s")
+        self._say(f"  controller up after {self._elapsed():.1f} s")
         reported: set[int] = set()
         while True:
-            self._report_engines(view, reported, started)
+            self._report_engines(view, reported)
             if view.ready:
                 break
             self._turn(_POLL_SECONDS)
             view = self._ask_layout()
         while not all(child.is_ready for child in self._frontends):
             self._turn(_LOOK_SECONDS)
-        self._say(f"  front end up after {time.monotonic() - started:.1f} s")
+        self._say(f"  front end up after {self._elapsed():.1f} s")
         if len(set(view.lengths.values())) > 1:
             held = ", ".join(f"{tokens} in {name}" for name, tokens in view.lengths.items())
             self._say(f"  not every layout holds the longest requests: up to {held} (tokens)")
@@ -203,12 +206,12 @@ class Supervisor:
     def _answer(self) -> LayoutView | None:
         return self._layout
 
-    def _report_engines(self, view: LayoutView, reported: set[int], started: float) -> None:
+    def _report_engines(self, view: LayoutView, reported: set[int]) -> None:
         for engine in view.engines:
             if engine.startup_seconds and engine.engine not in reported:
                 reported.add(engine.engine)
-                after = time.monotonic() - started
-                self._say(f"  engine {engine.engine} up after {after:.1f} s ({_phases(engine)})")
+                after = f"after {self._elapsed():.1f} s"
+                self._say(f"  engine {engine.engine} up {after} ({_phases(engine)})")
 
     # --- watch ---
 

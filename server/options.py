@@ -359,10 +359,15 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
         raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
     if args.runner not in ("auto", "generate"):
         raise UserError(f"--runner {args.runner}: {_POOLING}")
-    _check_shoal_options(args)
+    check_shoal_options(args)
 
 
-def _check_shoal_options(args: Namespace) -> None:
+def check_shoal_options(args: Namespace) -> None:
+    """Refuse what Shoal's own options, and a few of vLLM's, cannot mean.
+
+    Raises:
+        UserError: the first such option; the message names it.
+    """
     try:
         get_policy(args.policy)
     except UnknownPolicyError as error:

@@ -6,20 +6,21 @@ import logging
 import os
 import socket
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from policies.partition import degrees
+from runtime.clock import process_seconds
 from runtime.config import NodeConfig
 from runtime.logs import LogFormat, configure_logging
 from runtime.process import exit_without_teardown
 from runtime.runtime_dir import make_runtime_dir
 from runtime.supervisor import Say, Supervisor
+from server import early
 from server.accepting import Tally
-from server.access import Access, admin_address, check_environment, take_access
+from server.access import Access, check_environment, take_access
 from server.errors import UserError
 from server.options import (
     add_shoal_options,
@@ -69,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: see ``run``.
     """
+    if early.shows_help(argv, os.environ):
+        return 0
     return run(argv, print_ready)
 
 
@@ -84,35 +87,33 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
     Raises:
         UserError: the arguments, the model or the port do not allow to start.
     """
-    started = time.monotonic()
-    prepare_environment(os.environ, argv)
-    from server import frontend  # slow: vLLM
-
-    asked = read_options(argv)
-    args = asked.args
-    check_environment(os.environ)
-    access = take_access(args, os.environ)
-    choose_tracing(args, os.environ)
-    if args.log_format is LogFormat.JSON:
-        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # read by processes that are not forked
-    configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
-    imported = time.monotonic()
-    say("Starting Shoal")
-    say(f"  imports took {imported - started:.1f} s")
     with ExitStack() as sockets:
-        listener = sockets.enter_context(_bind(args.host, args.port))
-        address = admin_address(args, needs_key=access.needs_key)
-        admin = None if address is None else sockets.enter_context(_bind(*address))
+        listening = _Listening(sockets)
+        known = early.known_arguments(argv, os.environ)
+        if known is not None:
+            listening.bind(early.check_early(known, os.environ))
+            configure_logging("shoal", known.log_format, sys.stdout, prefix=False)
+            say("Starting Shoal")
+        asked, access = _read_all(argv)
+        args = asked.args
+        # Again: vLLM's loggers are there now, and bring handlers of their own.
+        configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
+        if known is None:
+            say("Starting Shoal")
+        say(f"  imports done after {process_seconds():.1f} s")
+        listener, admin = listening.bind(early.bindings_of(args, access))
         if admin is not None:
             # Another front end may be the first to say that the node is ready: calls of the admin
             # API wait for theirs then.
             admin.listen()
         config = _configure(asked, say)
-        say(f"  configuration took {time.monotonic() - imported:.1f} s")
+        say(f"  configuration done after {process_seconds():.1f} s")
 
         def ready() -> None:
-            say(f"  ready after {time.monotonic() - started:.1f} s")
+            say(f"  ready after {process_seconds():.1f} s")
             on_ready(_describe(args, config, access, listener, admin))
+
+        from server import frontend
 
         tally = Tally(config.api_servers)
         frontends = [
@@ -125,6 +126,20 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
         code = Supervisor(config, frontends, say, args.shutdown_timeout).run(ready)
     exit_without_teardown(code)
     return code
+
+
+def _read_all(argv: Sequence[str]) -> "tuple[Asked, Access]":
+    """Import vLLM, and return what the command line asks for, and who may call."""
+    prepare_environment(os.environ, argv)
+    from server import frontend  # noqa: F401 - slow: vLLM, and all that processes are forked with
+
+    asked = read_options(argv)
+    check_environment(os.environ)
+    access = take_access(asked.args, os.environ)
+    choose_tracing(asked.args, os.environ)
+    if asked.args.log_format is LogFormat.JSON:
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # read by processes that are not forked
+    return asked, access
 
 
 @dataclass(frozen=True)
@@ -215,23 +230,39 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, so that a port in use is known before the slow start.
+class _Listening:
+    """The sockets that a node listens on, bound so early that a port in use is known at once."""
 
-    Raises:
-        UserError: the address cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        in_use = error.errno == errno.EADDRINUSE
-        cause = "the port is in use" if in_use else (error.strerror or str(error)).lower()
-        raise UserError(f"cannot listen on {host}:{port}: {cause}") from None
-    return listener
+    def __init__(self, closing: ExitStack) -> None:
+        self._closing = closing
+        self._bindings: early.Bindings | None = None
+        self._listener: socket.socket
+        self._admin: socket.socket | None
+
+    def bind(self, bindings: early.Bindings) -> tuple[socket.socket, socket.socket | None]:
+        """Return the socket of the API, and that of the admin API if there is to be one.
+
+        Raises:
+            UserError: an address cannot be had.
+        """
+        if bindings != self._bindings:
+            self._closing.close()
+            self._listener = self._bound(*bindings.public)
+            self._admin = None if bindings.admin is None else self._bound(*bindings.admin)
+            self._bindings = bindings
+        return self._listener, self._admin
+
+    def _bound(self, host: str, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = self._closing.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            cause = "the port is in use" if in_use else (error.strerror or str(error)).lower()
+            raise UserError(f"cannot listen on {host}:{port}: {cause}") from None
+        return listener
 
 
 def _describe(

@@ -1,4 +1,5 @@
 import os
+import re
 import select
 import signal
 import threading
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from runtime import supervisor
+from runtime.clock import ManualClock
 from runtime.config import NodeConfig
 from runtime.heartbeat import HeartbeatMonitor
 from runtime.process import Child, choose_context
@@ -119,6 +121,14 @@ def test_the_start_is_reported_by_phase(tmp_path: Path) -> None:
         "front end",
     ]
     assert "weights 1.5 s" in node.said[1]
+
+
+def test_the_start_is_reported_by_the_clock_that_is_given(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    front, clock = FrontEnd(node.config), ManualClock(12.34)
+    supervisor = Supervisor(node.config, [front], node.said.append, elapsed=clock)
+    assert supervisor.run(interrupt) == 0
+    assert [re.findall(r" up after ([\d.]+) s", line) for line in node.said] == [["12.3"]] * 4
 
 
 def test_an_engine_that_fails_to_start_ends_the_start_with_its_cause(tmp_path: Path) -> None:

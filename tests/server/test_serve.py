@@ -61,6 +61,19 @@ def error_of(response: httpx.Response) -> str:
     return str(error["message"])
 
 
+# --- the start ---
+
+
+def test_the_start_is_told_by_one_clock(node: ServedNode) -> None:
+    assert node.lines[0] == "Starting Shoal"
+    told = [re.search(r"^  (.*) after ([\d.]+) s", line) for line in node.lines]
+    phases = [(found[1], float(found[2])) for found in told if found]
+    assert [name for name, _ in phases if not name.startswith("engine")] == [
+        *("imports done", "configuration done", "controller up", "front end up", "ready")
+    ]
+    assert phases == sorted(phases, key=lambda phase: phase[1])
+
+
 # --- the OpenAI routes ---
 
 
@@ -363,5 +376,4 @@ def test_a_port_in_use_is_refused_with_one_line(cache: Path) -> None:
         process = run_shoal(["serve", "--port", str(port)], dict(os.environ))
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 2
-    _starting, _imports, error = said.splitlines()
-    assert error == f"shoal: cannot listen on 127.0.0.1:{port}: the port is in use"
+    assert said == f"shoal: cannot listen on 127.0.0.1:{port}: the port is in use\n"
