@@ -1,14 +1,16 @@
 """The connections of a front end: how many there may be, and how long a client may take.
 
 A client that sends or reads too slowly holds memory, and a connection. uvicorn waits for it for
-ever, so all connections are looked at every second. While the front end drains, every response
-says that its connection ends.
+ever, so all connections are looked at every second: at what the kernel holds for their clients,
+too, which is all of a short response. While the front end drains, every response says that its
+connection ends.
 """
 
 import argparse
 import enum
 import math
 import socket
+import struct
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,12 @@ BODY_BYTES_PER_SECOND = 16 << 10
 """A client that sends a body more slowly than this is too slow."""
 UNSENT_BYTES = 128 << 10
 """What the kernel keeps of a response for one client that does not take it."""
+
+_KERNEL_SECONDS = 5
+"""How much later the kernel ends a connection whose client takes nothing: it tells nobody why."""
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")
+"""Of ``struct tcp_info`` (``linux/tcp.h``): segments that are not acknowledged, bytes that are, and
+bytes that are not sent."""
 
 _RETRY_SECONDS = 1
 _PROBES = (b"/health", b"/ready")
@@ -98,7 +106,7 @@ def prepare_listener(listener: socket.socket, client_seconds: float) -> None:
     for option, value in (
         (socket.TCP_KEEPIDLE, half),
         (socket.TCP_KEEPINTVL, max(1, half // 2)),
-        (socket.TCP_USER_TIMEOUT, int(client_seconds * 1000)),
+        (socket.TCP_USER_TIMEOUT, int((client_seconds + _KERNEL_SECONDS) * 1000)),
         (socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES),
     ):
         listener.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -190,8 +198,8 @@ class ClientProtocol(BoundedHttpProtocol):
         """When its client began to send a request; None: none is incomplete."""
         self._received = 0
         """Bytes since then."""
-        self._unsent: tuple[float, int] | None = None
-        """Since when so many bytes wait for the client to take some."""
+        self._waiting: tuple[float, int] | None = None
+        """Since when bytes wait for the client, which had taken so many by then."""
 
     # --- events -------------------------------------------------------------------------------
 
@@ -235,11 +243,6 @@ class ClientProtocol(BoundedHttpProtocol):
         self._asking_since = None
         super().on_message_complete()
 
-    def resume_writing(self) -> None:
-        """Send on: the client has taken what it was sent."""
-        self._unsent = None
-        super().resume_writing()
-
     def _begin(self) -> None:
         self._asking_since = self._connections.clock()
         self._received = 0
@@ -278,14 +281,19 @@ class ClientProtocol(BoundedHttpProtocol):
         return None
 
     def _takes_nothing(self, now: float) -> bool:
-        """Return whether what is to be sent, and cannot grow, has not shrunk for too long."""
-        unsent = self.transport.get_write_buffer_size()
-        if not unsent or not (self.flow.write_paused or self.transport.is_closing()):
-            self._unsent = None
+        """Return whether something waits for the client, and it has taken nothing for too long."""
+        connected = self.transport.get_extra_info("socket")
+        try:
+            info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return False  # it has just been closed
+        unacknowledged, taken, unsent = _TCP_INFO.unpack(info)
+        if not (unacknowledged or unsent or self.transport.get_write_buffer_size()):
+            self._waiting = None
             return False
-        if self._unsent is None or self._unsent[1] != unsent:
-            self._unsent = now, unsent
-        return now - self._unsent[0] >= self._connections.limits.client_seconds
+        if self._waiting is None or self._waiting[1] != taken:
+            self._waiting = now, taken
+        return now - self._waiting[0] >= self._connections.limits.client_seconds
 
     def _asks_too_slowly(self, now: float) -> bool:
         if self._asking_since is None:
