@@ -108,12 +108,15 @@ async def read_body(receive: Receive, limit: int) -> tuple[bytes, Receive]:
 
     Raises:
         TooLargeError: it has more than ``limit`` bytes; no more of it was kept.
+        BoundsError: its client has gone before it was whole, or is taken for gone.
     """
     messages = [await receive()]
     size = len(messages[-1].get("body", b""))
     while messages[-1].get("more_body", False) and size <= limit:
         messages.append(await receive())
         size += len(messages[-1].get("body", b""))
+    if messages[-1]["type"] == "http.disconnect":
+        raise BoundsError(None, "the body is not whole")
     if size > limit:
         raise TooLargeError(f"the body is larger than {limit} bytes")
     told = iter(messages)

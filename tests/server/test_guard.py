@@ -92,6 +92,24 @@ async def test_no_more_of_a_body_is_read_than_is_allowed() -> None:
     assert sent[0]["status"] == 413
 
 
+async def test_a_body_that_stops_before_its_end_reaches_nobody() -> None:
+    """Its connection is closed, or ends with a wrong chunk: what there is of it looks whole."""
+    messages = iter(
+        [{"type": "http.request", "body": b"{}", "more_body": True}, {"type": "http.disconnect"}]
+    )
+    sent: list[dict[str, object]] = []
+
+    async def receive() -> dict[str, object]:
+        return next(messages)
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    await BodyMiddleware(APP, 50, refuse_no)(scope, receive, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 400
+
+
 @pytest.mark.parametrize("said", [{"prompt": [1]}, None])
 async def test_what_a_body_says_goes_on_with_it(said: dict[str, object] | None) -> None:
     seen = []

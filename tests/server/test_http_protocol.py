@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from server.admin_server import serving
-from server.http_protocol import BoundedHttpProtocol
+from server.http_protocol import UNWANTED_BYTES, BoundedHttpProtocol
 
 LIMIT = 4096
 
@@ -23,9 +23,19 @@ async def size(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
+async def refuse(request: Request) -> PlainTextResponse:
+    del request
+    return PlainTextResponse("no", status_code=401)
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    app = Starlette(routes=[Route("/x", size, methods=["GET", "POST"])])
+    app = Starlette(
+        routes=[
+            Route("/x", size, methods=["GET", "POST"]),
+            Route("/refused", refuse, methods=["POST"]),
+        ]
+    )
     config = uvicorn.Config(
         app,
         http=BoundedHttpProtocol,
@@ -114,6 +124,79 @@ async def test_what_is_not_http_is_refused_in_the_shape_of_other_errors(port: in
     head, _, body = response.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["type"] == "BadRequestError"
+
+
+CHUNKED = b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [CHUNKED + b"5\r\nwhole\r\n", b"no size\r\n"],
+        [CHUNKED, b"-1\r\nx"],
+        [CHUNKED + b"2\r\nabc\r\n0\r\n\r\n"],
+        [CHUNKED.replace(b"chunked", b"gzip"), b"body"],
+        [CHUNKED.replace(b"chunked", b"chunked, gzip"), b"0\r\n\r\n"],
+        [CHUNKED.replace(b"chunked", b"nonsense"), b"0\r\n\r\n"],
+        [CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n"), b"0\r\n\r\n"],
+        [CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: x"), b"body"],
+    ],
+    ids=[
+        *("chunk size", "negative size", "chunk too long", "gzip", "not chunked last"),
+        *("no coding", "length too", "no length"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_a_400(port: int, pieces: list[bytes]) -> None:
+    response = await answer(port, *pieces)
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400"), response
+    assert b"connection: close" in head
+    assert json.loads(body)["error"]["type"] == "BadRequestError"
+
+
+async def test_an_earlier_answer_is_not_mistaken_for_one_to_what_is_wrong(port: int) -> None:
+    """Of two requests at once, the second is wrong: the first answer, if any, is the first's."""
+    get = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
+    for wrong in (b"\x16 this is TLS\r\n\r\n", CHUNKED + b"no size\r\n"):
+        response = await answer(port, get + wrong)
+        assert response == b"" or response.startswith(b"HTTP/1.1 200")
+
+
+# --- bodies that nobody wants ---
+
+BODY = UNWANTED_BYTES + 1
+REFUSED = b"POST /refused HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [REFUSED % BODY, CHUNKED.replace(b"/x", b"/refused")],
+    ids=["long", "of unknown length"],
+)
+async def test_a_body_is_not_read_once_its_request_is_refused(port: int, head: bytes) -> None:
+    response = await answer(port, head)  # no byte of the body: the server does not wait for it
+    assert response.startswith(b"HTTP/1.1 401")
+    assert b"connection: close" in response
+
+
+async def test_a_connection_goes_on_after_a_refusal_with_a_short_body(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REFUSED % 3)
+    assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401")
+    writer.write(b"abc" + REFUSED.replace(b"/refused", b"/x") % 4 + b"abcd")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert await reader.readexactly(1) == b"4"
+    writer.close()
+
+
+async def test_a_body_that_is_there_keeps_the_connection(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(REFUSED.replace(b"/refused", b"/x") % BODY + b"x" * BODY)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" not in head
+        assert await reader.readexactly(len(str(BODY))) == str(BODY).encode()
+    writer.close()
 
 
 async def test_a_web_socket_is_no_way_in(port: int) -> None:
