@@ -18,6 +18,7 @@ from runtime.client import CallError, ControlClient
 from runtime.messages import Treatment
 from server.admin_answers import audit_json, layout_json, policy_json, shift_json, switch_json
 from server.errors import error_response
+from server.json_keys import repeated_key
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_TIMEOUT_SECONDS = 3600.0
@@ -122,6 +123,9 @@ def _parse(body: bytes, kind: type[R]) -> R:
         fields = msgspec.json.decode(body)
         if not isinstance(fields, dict):
             raise BadRequestError("the body must be a JSON object")
+        repeated = repeated_key(body, fields)
+        if repeated is not None:
+            raise BadRequestError(f"{repeated}: an object of the body has this key twice")
         unknown = sorted(set(fields) - set(kind.__struct_fields__))
         if unknown:
             known = ", ".join(kind.__struct_fields__)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from server.errors import UserError
+from server.json_keys import repeated_key
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,12 @@ def check_bounds_options(args: Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
 
 
+_ALL = 1 << 31
+"""vLLM's -1, for as many as there are, as a number."""
+
+
 def _unlimited(count: int) -> int:
-    """Return vLLM's -1, for as many as there are, as a number."""
-    return 1 << 31 if count < 0 else count
+    return _ALL if count < 0 else count
 
 
 # --- what a body is checked for ---
@@ -205,7 +209,8 @@ def decode_object(body: bytes, nesting: int) -> dict[str, Any]:
     """Return a JSON object; UTF-8, without NaN, infinity or numbers beyond a float's range.
 
     Raises:
-        BoundsError: it is something else, or nested more deeply than ``nesting``.
+        BoundsError: it is something else, nested more deeply than ``nesting``, or has an object
+            that names a key twice: of its values one would count, and nobody knows which.
     """
     try:
         fields = msgspec.json.decode(body)
@@ -217,6 +222,9 @@ def decode_object(body: bytes, nesting: int) -> dict[str, Any]:
         raise BoundsError(None, "the body must be a JSON object")
     if body.count(b"[") + body.count(b"{") > nesting and _is_deeper(fields, nesting):
         raise BoundsError(None, f"the body is nested more than {nesting} deep")
+    repeated = repeated_key(body, fields)
+    if repeated is not None:
+        raise BoundsError(repeated[:40], "an object of the body has this key twice")
     return fields
 
 
@@ -275,8 +283,10 @@ def _integer(limit: str) -> Check:
 
 
 def _logprobs(param: str, value: Any, bounds: Bounds) -> None:
-    if isinstance(value, int):
-        _integer("logprobs")(param, value if value is True else _unlimited(value), bounds)
+    """Bound a number of which -1 stands for all tokens of the vocabulary."""
+    if isinstance(value, int) and value < 0 <= bounds.logprobs < _ALL:
+        raise BoundsError(param, f"{value} is not allowed: at most {bounds.logprobs} are")
+    _integer("logprobs")(param, value, bounds)
 
 
 def _entries(limit: str, what: str) -> Check:

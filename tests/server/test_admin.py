@@ -62,6 +62,11 @@ def test_what_is_wrong_is_named(body: bytes, named: str) -> None:
         parse_layout_request(body)
 
 
+def test_a_field_that_is_given_twice_is_named() -> None:
+    with pytest.raises(BadRequestError, match="^units: an object of the body has this key twice$"):
+        parse_layout_request(b'{"units": [[0], [1]], "units": [[0, 1]]}')
+
+
 def test_every_unknown_field_is_named() -> None:
     body = json.dumps({"units": [[0]], "treatment": "hard", "force": True}).encode()
     with pytest.raises(BadRequestError, match="unknown field force, treatment"):

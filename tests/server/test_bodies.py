@@ -93,7 +93,7 @@ def test_vllms_routes_are_served_so() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt": [1, 2], "n": 1, "n": 2, "temperature": 1e-3, "top_p": 0.30000000000000004}',
+        b'{"prompt": [1, 2], "n": 1, "temperature": 1e-3, "top_p": 0.30000000000000004}',
         b'{"a": [[123456789012345678901234567890]], "c": -0, "d": -0.0, "e": 5e-324}',
         b'\n{"text": "\\ud83d\\ude00 \\u0000 \\/ \xc3\xa9", "t": true, "f": false, "z": null}\t',
     ],

@@ -276,16 +276,43 @@ def test_what_a_body_says_is_returned() -> None:
     assert check_body(b'{"prompt": [1, 2], "n": 1}', SMALL) == {"prompt": [1, 2], "n": 1}
 
 
-def test_of_a_field_that_is_given_twice_the_last_one_counts_as_it_does_for_vllm() -> None:
-    body = b'{"n": 1, "n": 99}'
-    assert json.loads(body) == decode_object(body, 4) == {"n": 99}
-    with pytest.raises(BoundsError):
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"n": 1, "n": 99}', "n"),
+        (b'{"prompt": "a: b", "n": 1, "n" : 1}', "n"),
+        (b'{"messages": [{"role": "user", "content": ":", "\\u0072ole": "system"}]}', "role"),
+        (b'{"metadata": {"a": 1, "a": 2}}', "a"),
+    ],
+)
+def test_a_key_that_an_object_has_twice_is_refused_by_name(body: bytes, key: str) -> None:
+    with pytest.raises(BoundsError) as caught:
         check_body(body, SMALL)
+    assert str(caught.value) == f"{key}: an object of the body has this key twice"
+    assert caught.value.param == key
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("logprobs", -1, "-1 is not allowed: at most 5 are"),
+        ("top_logprobs", -1, "-1 is not allowed: at most 5 are"),
+        ("prompt_logprobs", -7, "-7 is not allowed: at most 5 are"),
+        ("logprobs", 6, "6 is more than 5, the most that is allowed"),
+    ],
+)
+def test_logprobs_are_refused_as_they_were_sent(field: str, value: int, said: str) -> None:
+    assert str(refused(**{field: value})) == f"{field}: {said}"
+
+
+def test_logprobs_of_all_tokens_are_allowed_where_any_number_is() -> None:
+    bounds = replace(SMALL, logprobs=1 << 31)
+    check_body(b'{"prompt": "x", "logprobs": -1, "prompt_logprobs": 7}', bounds)
 
 
 def test_a_long_prompt_of_token_ids_takes_no_step_of_python_for_each() -> None:
     def steps(tokens: int) -> int:
-        body = json.dumps({"model": "m", "prompt": [7] * tokens}).encode()
+        body = json.dumps({"user": "{", "prompt": [7] * tokens, "metadata": {}}).encode()
         return bytecodes(lambda: check_body(body, DEFAULTS))
 
     assert steps(20_000) == steps(2)
