@@ -277,6 +277,12 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
             self._logger_ref[0] = self.logger_manager
 
 
+def _hide_directory(models: Any, model: str) -> None:
+    """Have ``/v1/models`` say of a model in a directory what it is called, not where it is."""
+    for served in models.base_model_paths if Path(model).exists() else ():
+        served.model_path = served.name
+
+
 def _queue_from_here(outputs: Iterable[Any], times: RequestTimes) -> None:
     """Have vLLM count the wait in the task pool as queueing, and a moved request's once."""
     for output in outputs:
@@ -464,6 +470,7 @@ class Frontend:
             app.add_middleware(XRequestIdMiddleware)
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
+        _hide_directory(app.state.openai_serving_models, self.args.model)
         # Before, each is looked up in the environment at each use: with every output token.
         vllm_envs.enable_envs_cache()
         _leave_out_of_the_access_log(self.args.disable_access_log_for_endpoints)

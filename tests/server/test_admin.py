@@ -63,7 +63,7 @@ def test_what_is_wrong_is_named(body: bytes, named: str) -> None:
 
 
 def test_a_field_that_is_given_twice_is_named() -> None:
-    with pytest.raises(BadRequestError, match="^units: an object of the body has this key twice$"):
+    with pytest.raises(BadRequestError, match=r"^units: an object of the body has this key twice$"):
         parse_layout_request(b'{"units": [[0], [1]], "units": [[0, 1]]}')
 
 

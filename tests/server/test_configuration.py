@@ -1,10 +1,12 @@
 from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
 
-from server import configuration
+from server import configuration, frontend
 from server.errors import UserError
 from server.options import (
     DEMO_CHECKPOINT,
@@ -25,6 +27,15 @@ def parse(parser: ArgumentParser, *argv: str) -> Namespace:
     args = configuration.parse(parser, list(argv))
     check_options(args, parser.get_default)
     return args
+
+
+@pytest.mark.parametrize(
+    ("model", "root"), [(str(DEMO_CHECKPOINT), "a name"), ("some/model-of-the-hub", None)]
+)
+def test_a_model_in_a_directory_does_not_say_where_it_is(model: str, root: str | None) -> None:
+    served = BaseModelPath(name="a name", model_path=model)
+    frontend._hide_directory(SimpleNamespace(base_model_paths=[served]), model)
+    assert served == BaseModelPath(name="a name", model_path=root or model)
 
 
 def test_every_refused_option_is_one_of_vllms(parser: ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from runtime.logs import LogFormat
-from server import early, frontend
+from server import configuration, early
 from server.access import check_environment, take_access
 from server.errors import UserError
 from server.options import (
@@ -26,7 +26,7 @@ from server.shifting import check_shift
 @pytest.fixture(scope="module")
 def parser() -> ArgumentParser:
     """The parser that reads all options."""
-    made = frontend.make_parser()
+    made = configuration.make_parser()
     add_shoal_options(made, {})
     return made
 
@@ -71,7 +71,7 @@ def _converted(kind: object, text: str) -> object:
 def test_what_is_known_is_what_the_whole_parser_reads(
     parser: ArgumentParser, argv: list[str]
 ) -> None:
-    read = vars(frontend.parse(parser, argv))
+    read = vars(configuration.parse(parser, argv))
     args = vars(known(*argv))
     model = args.pop("model")
     assert model in (None, read["model_tag"])
@@ -147,7 +147,7 @@ def test_a_refusal_is_that_of_the_whole_parser(parser: ArgumentParser, argv: lis
 
 def check_late(parser: ArgumentParser, argv: list[str]) -> None:
     """Check arguments as a start does, on a machine with as many GPUs as anybody wants."""
-    args = frontend.parse(parser, argv)
+    args = configuration.parse(parser, argv)
     check_options(args, parser.get_default)
     check_environment({})
     early.bindings_of(args, take_access(args, {}))

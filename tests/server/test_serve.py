@@ -133,7 +133,8 @@ def test_a_response(client: openai.OpenAI) -> None:
 
 
 def test_models_tokens_and_version(http: httpx.Client) -> None:
-    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [MODEL]
+    models = http.get("/v1/models").json()["data"]
+    assert [(model["id"], model["root"]) for model in models] == [(MODEL, MODEL)]
     tokens = http.post("/tokenize", json={"model": MODEL, "prompt": "Hello"}).json()["tokens"]
     text = http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"]
     assert text.endswith("Hello")
