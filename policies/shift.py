@@ -18,7 +18,7 @@ from policies.plan import Policy
 from policies.static import STATIC_TP
 
 DEFAULT_THRESHOLD = 256
-"""The paper's."""
+"""Shoal's own choice: the paper takes a number, and does not say which."""
 MOST_TOKENS = 1 << 20
 """No step batches more, so no threshold is higher."""
 _SHOWN = 40
