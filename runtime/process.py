@@ -230,6 +230,9 @@ def _child_main(
     os.setpgid(0, 0)
     Path("/proc/self/comm").write_text(name)  # for `ps` and `top`; the kernel keeps 15 characters
     configure_logging(name, log_format)
+    # A spawned process would name the semaphores that its libraries make, and leave them behind if
+    # it is killed; those of a forked one have no name from the first moment on.
+    multiprocessing.set_start_method("fork", force=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_in_order)

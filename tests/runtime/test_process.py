@@ -1,11 +1,13 @@
 """A process of the node, and what it has started."""
 
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,3 +79,32 @@ def test_it_is_if_the_process_ends_while_it_is_asked_for(
         assert child.is_alive, "it was"
     assert not child.is_alive
     assert has_ended(helper)
+
+
+class Locked:
+    """A target that makes a lock, as progress bars do, says what it is called, and waits."""
+
+    def __init__(self, name_file: Path) -> None:
+        self._name_file = name_file
+
+    def __call__(self, ready: Callable[[], None]) -> None:
+        lock: Any = multiprocessing.RLock()
+        self._name_file.write_text(lock._semlock.name or "")
+        ready()
+        while True:
+            signal.pause()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_is_killed_leaves_no_semaphore(tmp_path: Path, method: str) -> None:
+    """However it was started: those of a restarted engine are spawned."""
+    with signals_held():
+        child = Child(multiprocessing.get_context(method), "locked", Locked(tmp_path / "name"))
+    while not child.is_ready:
+        assert select.select([child.reports], [], [], 60.0)[0], "it is ready"
+        child.read_report()
+        assert child.is_ready or child.is_alive, child.cause
+    child.kill()
+    assert child.join(30.0)
+    name = (tmp_path / "name").read_text().removeprefix("/")
+    assert not name or not Path(f"/dev/shm/sem.{name}").exists()
