@@ -28,7 +28,9 @@ from server.bounds import Bounds, check_body
 from server.errors import error_response
 from server.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
 from server.keepalive import KeepAliveMiddleware, Streams
+from server.invocations import INVOCATIONS_PATH, PING_PATH, invocations_router
 from server.keys import KeyRing
+from server.messages import MessagesErrorMiddleware, check_messages
 from server.metrics import page
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
 from server.placement import CountRejection, PlacementMiddleware, Placements
@@ -36,23 +38,36 @@ from server.pool_door import PoolDoor
 from server.quotas import Quotas
 from server.tracing import Traces, TracingMiddleware
 
-GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+MESSAGES_PATH = "/v1/messages"
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
+MESSAGES_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
+"""Routes of Anthropic's API."""
+
+_VLLM_GENERATING_PATHS = (
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
+    *("/v1/responses", MESSAGES_PATH),
+)
+GENERATING_PATHS = (*_VLLM_GENERATING_PATHS, INVOCATIONS_PATH)
 """Routes whose requests run on a unit."""
+
+TOKENIZER_INFO_PATH = "/tokenizer_info"
 
 VLLM_PATHS = frozenset(
     {
-        *GENERATING_PATHS,
+        *_VLLM_GENERATING_PATHS,
+        COUNT_TOKENS_PATH,
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
         "/v1/models",
         "/tokenize",
         "/detokenize",
         "/version",
+        "/load",
     }
 )
 """Routes taken from vLLM's routers; each router's others are left out."""
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", PING_PATH)
 """Routes that need no API key."""
 
 METRICS_PATH = "/metrics"
@@ -71,6 +86,8 @@ class AppOptions:
 
     access: Access = field(default_factory=Access)
     bounds: Bounds = BOUNDS
+    tokenizer_info: bool = False
+    """Whether to offer ``/tokenizer_info``."""
     front_ends: int = 1
     """How many of them share an API key's limits."""
     root_path: str = ""
@@ -110,8 +127,10 @@ def build_app(
         lifespan=lifespan,
         openapi_url=None,  # and with it no documentation pages: docs/api.md
     )
+    paths = VLLM_PATHS | ({TOKENIZER_INFO_PATH} if options.tokenizer_info else set())
     for router in backstage.vllm_routers:
-        app.include_router(_only(router, VLLM_PATHS))
+        app.include_router(_only(router, paths))
+    app.include_router(invocations_router(app.routes))
     app.include_router(_health_router(backstage))
     if options.access.metrics is not MetricsAccess.OFF:
         app.include_router(_metrics_router(backstage))
@@ -170,7 +189,10 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
         share_prefix_cache=access.share_prefix_cache,
     )
     app.add_middleware(
-        BodyMiddleware, limit=bounds.body_bytes, check=partial(check_body, bounds=bounds)
+        BodyMiddleware,
+        limit=bounds.body_bytes,
+        check=partial(check_body, bounds=bounds),
+        checks=dict.fromkeys(MESSAGES_PATHS, partial(check_messages, bounds=bounds)),
     )
     app.add_middleware(
         PlacementMiddleware,
@@ -197,6 +219,7 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
             rejected=backstage.rejected,
         )
     app.add_middleware(HeadMiddleware, bounds=bounds, rejected=backstage.rejected)
+    app.add_middleware(MessagesErrorMiddleware, paths=MESSAGES_PATHS)
     if backstage.traces is not None:
         app.add_middleware(TracingMiddleware, traces=backstage.traces, paths=GENERATING_PATHS)
 
@@ -213,6 +236,8 @@ def _only(router: APIRouter, paths: Iterable[str]) -> APIRouter:
 def _health_router(backstage: Backstage) -> APIRouter:
     router = APIRouter()
 
+    @router.get(PING_PATH)
+    @router.post(PING_PATH)
     @router.get("/health")
     async def health() -> Response:
         if not backstage.is_alive():

@@ -179,12 +179,15 @@ LOCAL_TOOLS = frozenset({"function", "custom", "namespace"})
 """Types of tools that the client runs itself; the others would have the server call out."""
 
 
-def check_body(body: bytes, bounds: Bounds) -> dict[str, Any]:
+def check_body(
+    body: bytes, bounds: Bounds, others: Mapping[str, Check] | None = None
+) -> dict[str, Any]:
     """Check the body of any route of the OpenAI API, and return what it says.
 
     Args:
         body: all of it.
         bounds: the largest of everything.
+        others: for a body of another API, the checks of the fields that mean something else there.
 
     Raises:
         BoundsError: it is not a JSON object, beyond a bound, or has what is not served.
@@ -193,12 +196,13 @@ def check_body(body: bytes, bounds: Bounds) -> dict[str, Any]:
     for name, reason in REFUSED_FIELDS.items():
         if fields.get(name) is not None:
             raise BoundsError(name, reason)
-    for name, check in _CHECKS.items():
+    for name, check in {**_CHECKS, **(others or {})}.items():
         value = fields.get(name)
         if value is not None:
             check(name, value, bounds)
     _check_integers(fields)
-    _check_named_tool(fields)
+    if others is None:
+        _check_named_tool(fields)
     _check_choices(fields, bounds)
     if len(body) > bounds.text_chars:  # a character of JSON has at least a byte
         _check_text(fields, bounds)
@@ -342,6 +346,8 @@ def _messages(param: str, value: Any, bounds: Bounds) -> None:
         return
     _at_most(param, len(value), bounds.messages, "entries")
     for message in value:
+        if isinstance(message, list):  # a conversation of a batch
+            _messages(param, message, bounds)
         if isinstance(message, dict):
             _check_parts(param, [message])
             for name in ("content", "output"):
@@ -379,7 +385,8 @@ def _check_parts(param: str, parts: Sequence[Any], *, typed: bool = False) -> No
             raise BoundsError(param, f"{kinds[0][:40]} is not supported: the model takes text")
 
 
-def _tools(param: str, value: Any, bounds: Bounds) -> None:
+def check_tools(param: str, value: Any, bounds: Bounds) -> None:
+    """Bound tools together, and refuse those that the server would have to call."""
     if not isinstance(value, list):
         return
     _at_most(param, len(value), bounds.tools, "tools")
@@ -431,10 +438,11 @@ _CHECKS: Mapping[str, Check] = {
     "messages": _messages,
     "input": _input,
     "previous_input_messages": _messages,
-    "tools": _tools,
+    "tools": check_tools,
     "response_format": _grammar,
     "structured_outputs": _structured_outputs,
     "text": _grammar,
+    "output_config": _grammar,
     "tool_choice": _grammar,
     "n": _integer("choices"),
     "best_of": _integer("choices"),
@@ -443,6 +451,7 @@ _CHECKS: Mapping[str, Check] = {
     "top_logprobs": _logprobs,
     "prompt_logprobs": _logprobs,
     "stop": _texts("stops", "stop strings"),
+    "stop_sequences": _texts("stops", "stop strings"),
     "bad_words": _texts("words", "words"),
     "logit_bias": _entries("token_ids", "entries"),
     "stop_token_ids": _entries("token_ids", "token ids"),
@@ -483,6 +492,8 @@ def _check_named_tool(fields: Mapping[str, Any]) -> None:
 
 def _check_choices(fields: Mapping[str, Any], bounds: Bounds) -> None:
     """Bound the answers, and the tokens of prompts that are token ids."""
+    if _conversations(fields) and fields.get("stream"):
+        raise BoundsError("stream", "the answers to a batch are not streamed")
     prompts = _prompts(fields)
     for ids in prompts:
         if isinstance(ids, list):
@@ -490,13 +501,15 @@ def _check_choices(fields: Mapping[str, Any], bounds: Bounds) -> None:
     answers = answers_of(fields)
     if answers > bounds.choices:
         most = f"at most {bounds.choices} are allowed"
-        raise BoundsError("prompt" if len(prompts) > 1 else "n", f"{answers} answers, {most}")
+        lists = "messages" if _conversations(fields) else "prompt" if len(prompts) > 1 else "n"
+        raise BoundsError(lists, f"{answers} answers, {most}")
 
 
 def answers_of(fields: Mapping[str, Any]) -> int:
-    """Return the answers that a body asks for: ``n`` times the number of prompts."""
+    """Return the answers that a body asks for: ``n`` times the number of prompts, or of chats."""
     n = fields.get("n")
-    return max(1, len(_prompts(fields))) * (n if isinstance(n, int) else 1)
+    several = len(_prompts(fields) or _conversations(fields))
+    return max(1, several) * (n if isinstance(n, int) else 1)
 
 
 def _prompts(fields: Mapping[str, Any]) -> list[Any]:
@@ -507,9 +520,21 @@ def _prompts(fields: Mapping[str, Any]) -> list[Any]:
     return [prompt] if isinstance(prompt[0], int) else prompt
 
 
+def _conversations(fields: Mapping[str, Any]) -> list[Any]:
+    """Return the chats of a batch (``/v1/chat/completions/batch``); none of another request."""
+    messages = fields.get("messages")
+    return [m for m in messages if isinstance(m, list)] if isinstance(messages, list) else []
+
+
+_TEXTS = (
+    *("prompt", "messages", "system", "input", "instructions"),
+    *("documents", "tools", "suffix"),
+)
+
+
 def _check_text(fields: Mapping[str, Any], bounds: Bounds) -> None:
     """Bound the text that is to become tokens; lists of prompts count as one."""
-    for name in ("prompt", "messages", "input", "instructions", "documents", "tools", "suffix"):
+    for name in _TEXTS:
         value = fields.get(name)
         if value is not None:
             length = sum(map(len, _strings(value)))

@@ -36,7 +36,7 @@ _TCP_INFO = struct.Struct("=24xI92xQ16xI")
 bytes that are not sent."""
 
 _RETRY_SECONDS = 1
-_PROBES = (b"/health", b"/ready")
+_PROBES = (b"/health", b"/ready", b"/ping")
 """Paths that are answered however many connections there are."""
 _MOST_TIMES_LIMIT = 2
 """A connection is accepted, to be told that there are too many, up to so many times the limit."""

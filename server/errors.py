@@ -1,5 +1,6 @@
 """Errors as users see them: one line on the command line, OpenAI's JSON over HTTP."""
 
+import json
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +35,21 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     """Return the JSON of an error as OpenAI's API and vLLM shape it; ``param`` names a field."""
     kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+MESSAGES_ERROR_EVENT = b"event: error\n"
+"""How the event begins that ends a stream of Anthropic's Messages API which has failed."""
+
+
+def messages_error_body(error: dict[str, Any]) -> dict[str, Any]:
+    """Return ``error_body`` in the shape of Anthropic's Messages API, with the same ``type``."""
+    inner = error["error"]
+    return {"type": "error", "error": {"type": inner["type"], "message": inner["message"]}}
+
+
+def messages_error_event(error: dict[str, Any]) -> str:
+    """Return the event that ends a stream of that API with this ``error_body``."""
+    return f"event: error\ndata: {json.dumps(messages_error_body(error))}\n\n"
 
 
 def error_response(

@@ -27,6 +27,7 @@ from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_tracer_provider
 from prometheus_client.core import Metric
+from vllm.entrypoints.anthropic.api_router import router as messages_router
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.utils.server_utils import lifespan
 from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
@@ -36,6 +37,7 @@ from vllm.entrypoints.openai.responses.api_router import router as responses_rou
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
+from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.exceptions import VLLMValidationError
 from vllm.logging_utils import UvicornAccessLogFilter
@@ -74,6 +76,7 @@ from server.http_protocol import BoundedHttpProtocol
 from server.http_server import DrainingServer
 from server.interruptions import Interruptions
 from server.keepalive import LOOK_SECONDS as STREAM_LOOK_SECONDS
+from server.messages import tell_errors
 from server.multiprocess_metrics import share_metrics
 from server.ordering import InOrder
 from server.placement import Placements, Refused, Rejection
@@ -87,12 +90,18 @@ VLLM_ROUTERS = (
     chat_router,
     completion_router,
     responses_router,
+    messages_router,
     models_router,
     tokenize_router,
     basic_router,
 )
 
 _TASKS = ("generate",)
+
+# vLLM's router has its route of the tokenizer's settings only once it was attached with the option.
+_attached = FastAPI()
+_attached.state.args = Namespace(enable_tokenizer_info_endpoint=True)
+attach_tokenize_router(_attached)
 
 _GENERATION_LOGGER = logging.getLogger("vllm.entrypoints.generate.base.serving")
 """Logs every request that ends with an error, those too that a node hands back as it ends."""
@@ -471,6 +480,8 @@ class Frontend:
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
         _hide_directory(app.state.openai_serving_models, self.args.model)
+        messages = app.state.anthropic_serving_messages
+        messages.message_stream_converter = tell_errors(messages.message_stream_converter)
         # Before, each is looked up in the environment at each use: with every output token.
         vllm_envs.enable_envs_cache()
         _leave_out_of_the_access_log(self.args.disable_access_log_for_endpoints)
@@ -502,6 +513,7 @@ class Frontend:
         return AppOptions(
             access=self.access,
             bounds=bounds_of(args, self.vllm_config.model_config.max_model_len),
+            tokenizer_info=args.enable_tokenizer_info_endpoint,
             front_ends=self.config.api_servers,
             root_path=args.root_path or "",
             allowed_origins=args.allowed_origins,

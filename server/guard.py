@@ -1,6 +1,6 @@
 """ASGI middleware that turns away what is too large before anything works on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -10,7 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.bodies import DECODED_BODY
 from server.bounds import Bounds, BoundsError
 from server.errors import error_response
-from server.placement import CountRejection, Rejection
+from server.placement import CountRejection, Rejection, route_path
+
+Check = Callable[[bytes], dict[str, Any] | None]
+"""Of a body."""
 
 
 class TooLargeError(ValueError):
@@ -78,14 +81,16 @@ class BodyMiddleware:
         limit: bytes of a body.
         check: raises ``BoundsError`` for a body that is refused, and returns what it says, if it
             has found out; an empty one is left to its route.
+        checks: those of paths that have another.
     """
 
     def __init__(
-        self, app: ASGIApp, limit: int, check: Callable[[bytes], dict[str, Any] | None]
+        self, app: ASGIApp, limit: int, check: Check, checks: Mapping[str, Check] | None = None
     ) -> None:
         self._app = app
         self._limit = limit
         self._check = check
+        self._checks = checks or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
@@ -94,7 +99,8 @@ class BodyMiddleware:
             return
         try:
             body, receive = await read_body(receive, self._limit)
-            decoded = self._check(body) if body else None
+            check = self._checks.get(route_path(scope), self._check)
+            decoded = check(body) if body else None
         except TooLargeError as error:
             await error_response(413, str(error), {"Connection": "close"})(scope, receive, send)
         except BoundsError as error:

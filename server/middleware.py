@@ -20,7 +20,10 @@ _CALLER = "shoal.caller"
 
 
 class ApiKeyMiddleware:
-    """Asks for ``Authorization: Bearer KEY`` on every path but the open ones.
+    """Asks for an API key on every path but the open ones.
+
+    It comes as ``Authorization: Bearer KEY``, or without that as ``X-Api-Key: KEY``, which
+    Anthropic's clients send.
 
     Unlike vLLM's ``--api-key``, which guards ``/v1`` and a few other prefixes, this guards all that
     is not listed, routes that do not exist included. As with vLLM, several keys may be valid, and
@@ -61,7 +64,7 @@ class ApiKeyMiddleware:
         self._rejected(Rejection.UNAUTHORIZED)
         response = error_response(
             401,
-            "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
+            "a valid API key is needed: send the header 'Authorization: Bearer KEY' or 'X-Api-Key'",
             headers={"WWW-Authenticate": "Bearer"},
         )
         await response(scope, receive, send)
@@ -84,7 +87,11 @@ class ApiKeyMiddleware:
         return preflight or route_path(scope) in self._open_paths
 
     def _key_of(self, headers: Headers) -> ApiKey | None:
-        scheme, _, offered = headers.get("authorization", "").partition(" ")
+        authorization = headers.get("authorization")
+        if authorization is None:
+            offered = headers.get("x-api-key")
+            return None if offered is None else self._keys.find(offered)
+        scheme, _, offered = authorization.partition(" ")
         return self._keys.find(offered) if scheme.lower() == "bearer" else None
 
 
@@ -92,9 +99,10 @@ class TermsMiddleware:
     """Reads what a request to a generating route asks of the task pool, and refuses what is wrong.
 
     vLLM ignores a priority header that is no integer, and takes any that is. Here a wrong one is
-    refused, and the effective priority goes to vLLM in the header, which overrides the body's (see
-    ``GenerateBaseServing._get_priority``). Runs inside ``PlacementMiddleware``, which it tells, and
-    ``BodyMiddleware``, which has decoded the body.
+    refused. The effective priority goes to vLLM in the header, which overrides the body's (see
+    ``GenerateBaseServing._get_priority``), and in the body as well, since a batch goes by that
+    alone. Runs inside ``PlacementMiddleware``, which it tells, and ``BodyMiddleware``, which has
+    decoded the body.
 
     Args:
         app: the application behind this middleware.
@@ -128,8 +136,9 @@ class TermsMiddleware:
         arrival = self._clock()
         caller: Caller | None = scope.get(_CALLER)
         key = None if caller is None else caller.key
+        fields = scope.get(DECODED_BODY) or {}
         try:
-            asked = read_terms(Headers(scope=scope), scope.get(DECODED_BODY) or {}, key)
+            asked = read_terms(Headers(scope=scope), fields, key)
         except BadTermsError as error:
             await error_response(400, str(error))(scope, receive, send)
             return
@@ -144,6 +153,7 @@ class TermsMiddleware:
         if refusal is not None:
             await refusal(scope, receive, send)
             return
+        fields["priority"] = asked.priority
         headers = _headers_with_priority(scope, asked.priority)
         await self._app({**scope, "headers": headers}, receive, send)
 

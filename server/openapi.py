@@ -8,7 +8,7 @@ import argparse
 import importlib
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from server.admin_answers import (
 )
 from server.app import AppOptions, Backstage, build_admin_app, build_app
 from server.bounds import LOCAL_TOOLS, REFUSED_FIELDS, TEXT_PARTS
+from server.messages import TEXT_BLOCKS
 from server.terms import DEADLINE_HEADER, PRIORITY_HEADER, PRIORITY_LIMIT
 
 _SCHEMA = "#/components/schemas/{name}"
@@ -48,6 +49,19 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorInfo
 
 
+class MessagesErrorInfo(msgspec.Struct, rename={"kind": "type"}):
+    """What went wrong."""
+
+    message: str
+    kind: str
+
+
+class MessagesErrorResponse(msgspec.Struct, tag="error", tag_field="type"):
+    """An error as Anthropic's API shapes it."""
+
+    error: MessagesErrorInfo
+
+
 @dataclass(frozen=True)
 class _Operation:
     """What a document says of an operation beside what FastAPI sees."""
@@ -64,6 +78,10 @@ class _Operation:
     """Whether it is served to everyone."""
     waits_in_pool: bool = False
     """Whether its requests run on a unit."""
+    error: type[msgspec.Struct] = ErrorResponse
+    """What its errors are."""
+    schemas: tuple[str, ...] = ()
+    """Names of vLLM's bodies, any of which it takes: FastAPI does not see them."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +95,29 @@ class _Api:
 
 _GENERATES = _Operation((404, 500, 501, 504), media=(_JSON, _EVENTS), waits_in_pool=True)
 _TOKENIZES = _Operation((404, 500, 501))
+_ALIVE = _Operation(media=(), is_open=True)
 _PUBLIC = _Api(
     {
         ("post", "/v1/chat/completions"): _GENERATES,
         ("post", "/v1/completions"): _GENERATES,
+        ("post", "/v1/chat/completions/batch"): replace(_GENERATES, media=(_JSON,)),
         ("post", "/v1/responses"): _GENERATES,
+        ("post", "/v1/messages"): replace(_GENERATES, error=MessagesErrorResponse),
+        ("post", "/v1/messages/count_tokens"): replace(_TOKENIZES, error=MessagesErrorResponse),
+        ("post", "/invocations"): replace(
+            _GENERATES, schemas=("ChatCompletionRequest", "CompletionRequest")
+        ),
         ("get", "/v1/responses/{response_id}"): _Operation((400, 404), media=(_JSON, _EVENTS)),
         ("post", "/v1/responses/{response_id}/cancel"): _Operation((404,)),
         ("get", "/v1/models"): _Operation(),
         ("post", "/tokenize"): _TOKENIZES,
         ("post", "/detokenize"): _TOKENIZES,
+        ("get", "/tokenizer_info"): _Operation((404, 500)),
         ("get", "/version"): _Operation(),
-        ("get", "/health"): _Operation(media=(), is_open=True),
+        ("get", "/load"): _Operation(),
+        ("get", "/ping"): _ALIVE,
+        ("post", "/ping"): _ALIVE,
+        ("get", "/health"): _ALIVE,
         ("get", "/ready"): _Operation(answer=ReadyAnswer, is_open=True),
         ("get", "/metrics"): _Operation((500, 504), media=(_TEXT,)),
     },
@@ -166,6 +195,9 @@ _NOT_EMPTY: Mapping[str, tuple[str, ...]] = {
     "TokenizeChatRequest": ("messages",),
     "TokenizeCompletionRequest": (),
     "DetokenizeRequest": (),
+    "BatchChatCompletionRequest": ("messages",),
+    "AnthropicMessagesRequest": ("messages",),
+    "AnthropicCountTokensRequest": ("messages",),
 }
 """vLLM's bodies, and their fields that must not be empty, of which its schemas say nothing."""
 _SERVED_TYPES = {"tools": LOCAL_TOOLS, "content": TEXT_PARTS, "output": TEXT_PARTS}
@@ -181,7 +213,7 @@ def public_document(routers: Sequence[APIRouter]) -> dict[str, Any]:
     Raises:
         KeyError: there is a route that this module does not know.
     """
-    return _document(build_app(_backstage(routers), AppOptions()), _PUBLIC)
+    return _document(build_app(_backstage(routers), AppOptions(tokenizer_info=True)), _PUBLIC)
 
 
 def admin_document() -> dict[str, Any]:
@@ -248,20 +280,26 @@ def _complete(described: dict[str, Any], method: str, operation: _Operation, api
         responses["200"]["content"] = content
     statuses = {*operation.refusals, *api.of_all, *(api.of_posts if method == "post" else ())}
     for status in sorted(statuses - ({401} if operation.is_open else set())):
-        responses[str(status)] = _refusal(status)
+        responses[str(status)] = _refusal(status, operation.error)
     described["security"] = [] if operation.is_open else [{}, {_KEY: []}]
     if operation.body is not None:
         described["requestBody"] = {
             "required": True,
             "content": {_JSON: _reference(operation.body)},
         }
+    if operation.schemas:
+        kinds = [{"$ref": _SCHEMA.format(name=name)} for name in operation.schemas]
+        described["requestBody"] = {
+            "required": True,
+            "content": {_JSON: {"schema": {"anyOf": kinds}}},
+        }
     if operation.waits_in_pool:
         described["parameters"] = [*described.get("parameters", ()), *_TERMS]
         responses["200"]["headers"] = _PLACE
 
 
-def _refusal(status: int) -> dict[str, Any]:
-    refusal = {"description": _REASONS[status], "content": {_JSON: _reference(ErrorResponse)}}
+def _refusal(status: int, error: type[msgspec.Struct]) -> dict[str, Any]:
+    refusal = {"description": _REASONS[status], "content": {_JSON: _reference(error)}}
     return {**refusal, "headers": _RETRY_AFTER} if status in _MAY_BE_TRIED_AGAIN else refusal
 
 
@@ -270,8 +308,8 @@ def _reference(kind: Any) -> dict[str, Any]:
 
 
 def _schemas(operations: Iterable[_Operation]) -> dict[str, Any]:
-    known = [kind for operation in operations for kind in (operation.body, operation.answer)]
-    kinds = [ErrorResponse, *(kind for kind in dict.fromkeys(known) if kind is not None)]
+    known = [kind for o in operations for kind in (o.error, o.body, o.answer)]
+    kinds = [kind for kind in dict.fromkeys(known) if kind is not None]
     return msgspec.json.schema_components(kinds, ref_template=_SCHEMA)[1]
 
 
@@ -290,6 +328,8 @@ def _describe_bodies(schemas: dict[str, Any]) -> None:
     completion["required"] = ["prompt"]  # vLLM takes embeddings in its place
     prompt = completion["properties"]["prompt"]
     prompt["anyOf"] = [kind for kind in prompt["anyOf"] if kind != {"type": "null"}]
+    block = schemas["AnthropicContentBlock"]["properties"]
+    block["type"]["enum"] = [kind for kind in block["type"]["enum"] if kind in TEXT_BLOCKS]
     for schema in schemas.values():
         for field, served in _SERVED_TYPES.items():
             _keep_types(schema.get("properties", {}).get(field, {}), served, schemas)

@@ -149,8 +149,6 @@ REFUSED: Mapping[str, str] = {
     "enable_ssl_refresh": "refreshing certificates is not supported",
     "enable_offline_docs": _ROUTES,
     "enable_scale_out": _ROUTES,
-    "enable_server_load_tracking": _ROUTES,
-    "enable_tokenizer_info_endpoint": _ROUTES,
     "tokens_only": _ROUTES,
     "cohere_is_reasoning_model": _NOT_OFFERED,
     "anthropic_disabled_thinking_effort": _NOT_OFFERED,

@@ -22,7 +22,12 @@ from policies.partition import Group
 from runtime.clock import Clock, monotonic
 from runtime.messages import Ended, Outcome, Placed
 from runtime.wire import Terms
-from server.errors import error_body, refusal_response
+from server.errors import (
+    MESSAGES_ERROR_EVENT,
+    error_body,
+    messages_error_event,
+    refusal_response,
+)
 
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
@@ -385,15 +390,18 @@ class _HeldHead:
     async def _explained(self, message: Message) -> Message:
         """Give an error in the middle of a stream the reason that the controller has for it."""
         body = message.get("body", b"")
-        if not body.startswith(_ERROR_EVENT):
+        if not body.startswith((_ERROR_EVENT, MESSAGES_ERROR_EVENT)):
             return message
         await self._placement.wait(for_all=True)
         ended = self._placement.ended
         if ended is None or ended.status is None:
             return message
-        error = json.dumps(error_body(ended.status, ended.message))
-        rest = body.partition(b"\n\n")[2]
-        return {**message, "body": b"data: " + error.encode() + b"\n\n" + rest}
+        error = error_body(ended.status, ended.message)
+        if body.startswith(MESSAGES_ERROR_EVENT):
+            event = messages_error_event(error).encode()
+        else:
+            event = f"data: {json.dumps(error)}\n\n".encode()
+        return {**message, "body": event + body.partition(b"\n\n")[2]}
 
     async def _release(self) -> None:
         """Send what was held, or the error that takes its place, once the notes are there."""

@@ -16,6 +16,9 @@ ones ever fewer are sent: the n-th with a probability of this number over n. Uns
 
 _FIELDS: dict[str, Any] = {"message": str, "type": str, "param": str | None, "code": int}
 
+_MESSAGES = "/v1/messages"
+_FAILURES = ("InternalServerError", "internal_error")
+
 _seen: Counter[str] = Counter()
 _dice: dict[str, random.Random] = {}
 
@@ -35,12 +38,16 @@ def filter_case(context: schemathesis.HookContext, case: schemathesis.Case) -> b
 def errors_have_the_shape_of_openai_s(
     ctx: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case
 ) -> None:
-    """Fail if an answer of 400 or more, or an error in a stream, has another body than OpenAI's."""
+    """Fail if an answer of 400 or more, or an error in a stream, has another body than OpenAI's.
+
+    Those of Anthropic's routes have that of Anthropic's.
+    """
+    check = _check_messages_error if case.path.startswith(_MESSAGES) else _check_error
     if response.status_code >= 400 and case.method != "HEAD":
-        _check_error(response.text, response.status_code)
+        check(response.text, response.status_code)
     for event in _events(response):
         if "error" in event:
-            _check_error(json.dumps(event), None)
+            check(json.dumps(event), None)
 
 
 @schemathesis.check
@@ -50,7 +57,9 @@ def streams_hold_no_failure_of_the_server(
     """Fail if a stream that began well has an error of 500 or more in it."""
     for event in _events(response):
         error = event.get("error")
-        assert not isinstance(error, dict) or error["code"] < 500, f"in a stream: {event}"
+        if isinstance(error, dict):
+            failed = error.get("code", 0) >= 500 or error["type"] in _FAILURES
+            assert not failed, f"in a stream: {event}"
 
 
 def _events(response: schemathesis.Response) -> Iterator[dict[str, Any]]:
@@ -61,6 +70,14 @@ def _events(response: schemathesis.Response) -> Iterator[dict[str, Any]]:
         name, _, data = line.partition(":")
         if name == "data" and data.strip() != "[DONE]":
             yield json.loads(data)
+
+
+def _check_messages_error(text: str, status: int | None) -> None:
+    body = json.loads(text)
+    assert set(body) == {"type", "error"}, f"the error has other fields: {text[:200]}"
+    assert set(body["error"]) == {"type", "message"}, f"the error has other fields: {text[:200]}"
+    assert body["type"] == "error", f"it is no error: {text[:200]}"
+    assert body["error"]["message"], f"the error says nothing: {text[:200]}"
 
 
 def _check_error(text: str, status: int | None) -> None:

@@ -56,6 +56,15 @@ async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
     assert rejected == []
 
 
+async def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    async with client(guarded([])) as http:
+        for headers in (
+            {"X-Api-Key": "second"},
+            {"X-Api-Key": "x", "Authorization": "Bearer first"},
+        ):
+            assert (await http.get("/v1/x", headers=headers)).text == "ok"
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -65,7 +74,9 @@ async def test_any_of_the_keys_opens(key: str, scheme: str) -> None:
         {"Authorization": "Bearer firstsecond"},
         {"Authorization": "Basic first"},
         {"Authorization": "first"},
-        {"X-Api-Key": "first"},
+        {"X-Api-Key": "wrong"},
+        {"X-Api-Key": ""},
+        {"X-Api-Key": "first", "Authorization": "Bearer wrong"},
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/x", "/metrics", "/admin/layout", "/not/there", "/healthy"])

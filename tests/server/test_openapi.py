@@ -13,9 +13,13 @@ from server import openapi
 from server.bounds import REFUSED_FIELDS
 from server.cli import main
 from server.frontend import VLLM_ROUTERS
-from tests.server.test_security import ADMIN_ROUTES, ROUTES
+from tests.server.test_security import ADMIN_ROUTES, ROUTES, TOKENIZER_INFO
 
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_BATCH = "/v1/chat/completions/batch"
+_STREAMED = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"),
+)
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def references(node: Any) -> set[str]:
 
 
 def test_every_route_is_in_them(public: dict[str, Any], admin: dict[str, Any]) -> None:
-    assert operations(public).keys() == ROUTES
+    assert operations(public).keys() == ROUTES | {TOKENIZER_INFO}
     assert operations(admin).keys() == ADMIN_ROUTES
 
 
@@ -70,7 +74,8 @@ def test_every_error_is_documented_with_its_shape(
             assert "422" not in refusals, name
             for refusal in refusals.values():
                 schema = refusal["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+                kind = "MessagesErrorResponse" if name[1] in _MESSAGES else "ErrorResponse"
+                assert schema == {"$ref": f"#/components/schemas/{kind}"}
         error = document["components"]["schemas"]["ErrorInfo"]
         assert set(error["required"]) == {"message", "type", "param", "code"}
 
@@ -78,19 +83,22 @@ def test_every_error_is_documented_with_its_shape(
 def test_what_is_read_of_headers_is_documented(public: dict[str, Any]) -> None:
     for (method, path), operation in operations(public).items():
         names = {p["name"] for p in operation.get("parameters", ()) if p["in"] == "header"}
-        terms = method == "POST" and path in _STREAMED
+        terms = method == "POST" and path in (*_STREAMED, _BATCH)
         assert names == ({"x-vllm-priority", "x-shoal-deadline-ms"} if terms else set())
         answered = set(operation["responses"]["200"].get("headers", ()))
         told = {"x-shoal-priority", "x-shoal-unit", "x-shoal-layout"}
         assert answered == (told if terms else set())
-        streamed = terms or (method, path) == ("GET", "/v1/responses/{response_id}")
+        streamed = (terms and path != _BATCH) or (method, path) == (
+            "GET",
+            "/v1/responses/{response_id}",
+        )
         content = operation["responses"]["200"].get("content", {})
         assert ("text/event-stream" in content) == streamed
 
 
 def test_what_needs_no_key_says_so(public: dict[str, Any]) -> None:
     found = {path for (_, path), o in operations(public).items() if "401" not in o["responses"]}
-    assert found == {"/health", "/ready"}
+    assert found == {"/health", "/ready", "/ping"}
 
 
 def test_bodies_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
@@ -106,7 +114,10 @@ def test_bodies_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
 
 def test_what_is_refused_is_not_offered(public: dict[str, Any]) -> None:
     schemas = public["components"]["schemas"]
-    for name in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
+    for name in (
+        *("ChatCompletionRequest", "BatchChatCompletionRequest", "CompletionRequest"),
+        *("ResponsesRequest", "AnthropicMessagesRequest"),
+    ):
         assert not REFUSED_FIELDS.keys() & schemas[name]["properties"].keys()
     text = json.dumps(public)
     assert "ChatCompletionContentPartTextParam" in text
@@ -114,6 +125,9 @@ def test_what_is_refused_is_not_offered(public: dict[str, Any]) -> None:
         assert other not in text
     assert schemas["ChatCompletionRequest"]["properties"]["messages"]["minItems"] == 1
     assert schemas["CompletionRequest"]["required"] == ["prompt"]
+    assert "image" not in schemas["AnthropicContentBlock"]["properties"]["type"]["enum"]
+    body = operations(public)["POST", "/invocations"]["requestBody"]["content"]["application/json"]
+    assert len(body["schema"]["anyOf"]) == 2
 
 
 @pytest.mark.parametrize(("argv", "title"), [(["admin"], "Shoal admin"), ([], "Shoal")])

@@ -57,7 +57,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
         folder,
         *("--api-key", KEY, "--admin-key-file", str(key_file(folder / "admin.json", KEY))),
         *("--max-model-len", "128", "--max-choices", "8", "--max-grammar-seconds", "1"),
-        *("--fake-step-ms", "0.1", "--max-sp", "2"),
+        *("--fake-step-ms", "0.1", "--max-sp", "2", "--enable-tokenizer-info-endpoint"),
     ) as served:
         # vLLM logs what it refuses in a stream, and nobody else takes that out of the pipe.
         reader = threading.Thread(target=served.process.stdout.read, daemon=True)
@@ -128,7 +128,10 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
 def test_the_public_api_answers_as_its_document_says(node: ServedNode, tmp_path: Path) -> None:
     report = report_on(narrowed(public_document(VLLM_ROUTERS)), node.url, tmp_path)
     check(report)
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"):
+    for path in (
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/invocations"),
+    ):
         assert accepted(report, f"POST {path}") > 20, report["valid_rates"]
 
 

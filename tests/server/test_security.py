@@ -27,18 +27,26 @@ KEYS: list[str | dict[str, Any]] = [
 
 ROUTES = {
     ("GET", "/health"),
+    ("GET", "/load"),
     ("GET", "/metrics"),
+    ("GET", "/ping"),
     ("GET", "/ready"),
     ("GET", "/v1/models"),
     ("GET", "/v1/responses/{response_id}"),
     ("GET", "/version"),
     ("POST", "/detokenize"),
+    ("POST", "/invocations"),
+    ("POST", "/ping"),
     ("POST", "/tokenize"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/batch"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/responses"),
     ("POST", "/v1/responses/{response_id}/cancel"),
 }
+TOKENIZER_INFO = ("GET", "/tokenizer_info")
 ADMIN_ROUTES = {
     ("GET", "/admin/layout"),
     ("GET", "/admin/policy"),
@@ -48,7 +56,7 @@ ADMIN_ROUTES = {
     ("POST", "/admin/shift"),
 }
 ELSEWHERE = (
-    *("/invocations", "/ping", "/load", "/server_info", "/tokenizer_info", "/docs", "/redoc"),
+    *("/server_info", "/tokenizer_info", "/docs", "/redoc", "/kv_event_sources"),
     *("/openapi.json", "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
     *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/collective_rpc", "/abort_requests"),
     *("/update_weights", "/init_weight_transfer_engine", "/get_world_size"),
@@ -57,8 +65,8 @@ ELSEWHERE = (
     *("/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/inference/v1/generate", "/generate", "/classify", "/score", "/v1/score", "/rerank"),
     *("/v1/rerank", "/v2/rerank", "/pooling", "/v1/embeddings", "/v1/audio/transcriptions"),
-    *("/v1/audio/translations", "/v1/realtime", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/completions/render", "/v1/chat/completions/render", "/v1/chat/completions/batch"),
+    *("/v1/audio/translations", "/v1/realtime", "/v1/messages/batches"),
+    *("/v1/completions/render", "/v1/chat/completions/render"),
     *("/cohere/v2/chat", "/v1/files", "/v1/batches", "/v1/models/..", "/admin", "/"),
     *(path for _, path in sorted(ADMIN_ROUTES)),
 )
@@ -121,6 +129,8 @@ def test_no_route_is_there_that_was_not_chosen(backstage: Backstage) -> None:
     assert routes_of(build_admin_app(backstage, Access())) == ADMIN_ROUTES
     off = AppOptions(access=Access(metrics=MetricsAccess.OFF))
     assert routes_of(build_app(backstage, off)) == ROUTES - {("GET", "/metrics")}
+    more = AppOptions(tokenizer_info=True)
+    assert routes_of(build_app(backstage, more)) == ROUTES | {TOKENIZER_INFO}
 
 
 @pytest.fixture
@@ -159,7 +169,7 @@ def test_without_a_valid_key_nothing_is_told(node: ServedNode, path: str, key: s
 
 
 def test_health_readiness_and_open_metrics_need_none(node: ServedNode) -> None:
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/health", "/ready", "/ping", "/metrics"):
         assert httpx.get(f"{node.url}{path}", timeout=60).status_code == 200
 
 
