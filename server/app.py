@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
@@ -30,6 +31,7 @@ from server.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
 from server.keepalive import KeepAliveMiddleware, Streams
 from server.invocations import INVOCATIONS_PATH, PING_PATH, invocations_router
 from server.keys import KeyRing
+from server.logprobs import check_logprobs
 from server.messages import MessagesErrorMiddleware, check_messages
 from server.metrics import page
 from server.middleware import ApiKeyMiddleware, TermsMiddleware
@@ -162,6 +164,13 @@ def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
     return app
 
 
+def _check(body: bytes, bounds: Bounds) -> dict[str, Any]:
+    """Check a body of OpenAI's API, each field by itself and then their product."""
+    fields = check_body(body, bounds)
+    check_logprobs(fields, bounds)
+    return fields
+
+
 def _accept(body: bytes) -> None:
     """Leave a body to its route."""
 
@@ -186,12 +195,13 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
         TermsMiddleware,
         placements=placements,
         door=backstage.door,
+        bounds=bounds,
         share_prefix_cache=access.share_prefix_cache,
     )
     app.add_middleware(
         BodyMiddleware,
         limit=bounds.body_bytes,
-        check=partial(check_body, bounds=bounds),
+        check=partial(_check, bounds=bounds),
         checks=dict.fromkeys(MESSAGES_PATHS, partial(check_messages, bounds=bounds)),
     )
     app.add_middleware(

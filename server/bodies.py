@@ -2,7 +2,8 @@
 
 A prompt of token ids makes a body of hundreds of kilobytes, and FastAPI would decode it with
 Python's ``json`` a second time. The route and the request here are FastAPI's own way to change how
-a body is read ("Custom Request and APIRoute class").
+a body is read ("Custom Request and APIRoute class"). The route also sends what ``answers.py`` makes
+of large answers.
 """
 
 from collections.abc import Callable, Coroutine
@@ -11,6 +12,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+
+from server.answers import ANSWER, large_response
 
 DECODED_BODY = "shoal.body"
 """Key of an ASGI scope: what a body that was checked says, a JSON object."""
@@ -26,14 +29,16 @@ class DecodedRequest(Request):
 
 
 class DecodedBodyRoute(APIRoute):
-    """A route that takes the body as it was decoded before."""
+    """A route that takes the body as it was decoded before, and sends large answers in pieces."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, which asks the request for its JSON."""
         handle = super().get_route_handler()
 
         async def handle_decoded(request: Request) -> Response:
-            return await handle(DecodedRequest(request.scope, request.receive))
+            response = await handle(DecodedRequest(request.scope, request.receive))
+            pieces = request.scope.pop(ANSWER, None)
+            return response if pieces is None else large_response(response, pieces)
 
         return handle_decoded
 

@@ -37,6 +37,10 @@ class Bounds:
     choices: int = 128
     """Answers of one request: ``n`` times the number of prompts."""
     logprobs: int = 20
+    logprob_values: int = 1 << 20
+    """Log probabilities of one request: of all its answers' tokens, and its prompts'."""
+    vocabulary: int = 1 << 18
+    """Log probabilities of one token if all are asked for: the model's vocabulary."""
     length_penalty: float = 10.0
     """Of beam search, whatever its sign."""
     stops: int = 16
@@ -85,6 +89,7 @@ def add_bounds_options(group: argparse._ArgumentGroup) -> None:
     for flag, value, what in (
         ("--max-body-bytes", DEFAULTS.body_bytes, "bytes of a request's body"),
         ("--max-choices", DEFAULTS.choices, "answers that one request may ask for"),
+        ("--max-logprob-values", DEFAULTS.logprob_values, "log probabilities in its answers"),
         ("--max-grammar-bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
         ("--max-grammar-seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
         ("--max-waiting-grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
@@ -94,12 +99,13 @@ def add_bounds_options(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def bounds_of(args: Namespace, max_model_len: int) -> Bounds:
+def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
     """Return the bounds that the command line and the model set.
 
     Args:
         args: the parsed arguments.
         max_model_len: tokens that the model takes.
+        vocabulary: tokens that it knows.
     """
     return Bounds(
         body_bytes=args.max_body_bytes,
@@ -108,6 +114,8 @@ def bounds_of(args: Namespace, max_model_len: int) -> Bounds:
         prompt_tokens=max_model_len,
         choices=args.max_choices,
         logprobs=_unlimited(args.max_logprobs),
+        logprob_values=args.max_logprob_values,
+        vocabulary=vocabulary,
         grammar_bytes=args.max_grammar_bytes,
         grammar_cpu_seconds=args.max_grammar_seconds,
         grammars_waiting=args.max_waiting_grammars,
@@ -121,7 +129,7 @@ def check_bounds_options(args: Namespace) -> None:
         UserError: one is less than 1.
     """
     for name in (
-        *("max_body_bytes", "max_choices"),
+        *("max_body_bytes", "max_choices", "max_logprob_values"),
         *("max_grammar_bytes", "max_grammar_seconds", "max_waiting_grammars"),
     ):
         value = getattr(args, name)

@@ -59,8 +59,9 @@ from runtime.wire import RequestType, Terms, unit_of
 from server.accepting import Tally
 from server.access import Access
 from server.admin_server import serving
+from server.answers import encode_off_loop
 from server.app import AppOptions, Backstage, build_admin_app, build_app
-from server.bounds import bounds_of
+from server.bounds import BoundsError, bounds_of
 from server.connections import (
     LOOK_SECONDS,
     ConnectionLimits,
@@ -130,9 +131,14 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *rest: Any, **more: Any
     ) -> Any:
-        """Add a request as vLLM does, which validates a grammar in the event loop."""
+        """Add a request as vLLM does, if its grammar and its log probabilities are within bounds.
+
+        vLLM would validate the grammar in the event loop.
+        """
         constraint = getattr(params, "structured_outputs", None)
         try:
+            if isinstance(prompt, dict):
+                self._count_logprobs(params, len(prompt.get("prompt_token_ids") or ()))
             if constraint is not None:
                 await self._grammars.check(self._placements.holder, constraint)
             return await super().add_request(request_id, prompt, params, *rest, **more)
@@ -142,6 +148,14 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         except QueueFullError as error:
             self._placements.refuse(Refused(429, str(error), FIRST_SECONDS))
             raise VLLMValidationError(str(error), parameter="structured_outputs") from error
+
+    def _count_logprobs(self, params: Any, prompt_tokens: int) -> None:
+        placement = self._placements.current
+        if placement is not None and placement.logprobs is not None:
+            try:
+                placement.logprobs.take(params, prompt_tokens)
+            except BoundsError as error:
+                raise VLLMValidationError(str(error), parameter=error.param) from None
 
     def follow(self, placements: Placements, times: RequestTimes, traces: Traces | None) -> None:
         """Tell these of every request, the controller of its terms, and vLLM of its tenant."""
@@ -197,6 +211,8 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         receive = self.engine_core.get_output_async
 
         async def get_output_async() -> Any:
+            # Where messages are waiting, vLLM takes one after the other and lets nothing else run.
+            await asyncio.sleep(0)
             interruptions.settle()
             message = await receive()
             unit = unit_of(message.engine_index)
@@ -480,8 +496,7 @@ class Frontend:
         init_exception_handler(app)
         await init_app_state(engine, app.state, self.args, _TASKS)
         _hide_directory(app.state.openai_serving_models, self.args.model)
-        messages = app.state.anthropic_serving_messages
-        messages.message_stream_converter = tell_errors(messages.message_stream_converter)
+        _complete_serving(app.state)
         # Before, each is looked up in the environment at each use: with every output token.
         vllm_envs.enable_envs_cache()
         _leave_out_of_the_access_log(self.args.disable_access_log_for_endpoints)
@@ -509,10 +524,10 @@ class Frontend:
         watching.cancel()
 
     def _app_options(self) -> AppOptions:
-        args = self.args
+        args, model = self.args, self.vllm_config.model_config
         return AppOptions(
             access=self.access,
-            bounds=bounds_of(args, self.vllm_config.model_config.max_model_len),
+            bounds=bounds_of(args, model.max_model_len, model.get_vocab_size()),
             tokenizer_info=args.enable_tokenizer_info_endpoint,
             front_ends=self.config.api_servers,
             root_path=args.root_path or "",
@@ -521,6 +536,17 @@ class Frontend:
             allowed_headers=args.allowed_headers,
             allow_credentials=args.allow_credentials,
         )
+
+
+def _complete_serving(state: Any) -> None:
+    """Wrap what vLLM's serving classes do in the event loop, or tell wrongly."""
+    chat = "_create_chat_logprobs"
+    encode_off_loop(state.openai_serving_chat, "create_chat_completion", chat)
+    encode_off_loop(state.openai_serving_chat_batch, "create_batch_chat_completion", chat)
+    completion = "_create_completion_logprobs"
+    encode_off_loop(state.openai_serving_completion, "create_completion", completion)
+    messages = state.anthropic_serving_messages
+    messages.message_stream_converter = tell_errors(messages.message_stream_converter)
 
 
 async def _every(seconds: float, act: Callable[[], None]) -> None:

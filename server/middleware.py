@@ -8,8 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.clock import Clock, monotonic
 from runtime.wire import Terms
 from server.bodies import DECODED_BODY
+from server.bounds import DEFAULTS, Bounds
 from server.errors import error_response, refusal_response
 from server.keys import ApiKey, KeyRing
+from server.logprobs import LogprobBudget
 from server.placement import CountRejection, Placements, Rejection, route_path
 from server.pool_door import PoolDoor
 from server.quotas import Caller, Quotas
@@ -109,6 +111,7 @@ class TermsMiddleware:
         placements: the HTTP requests in progress.
         door: says whether the task pool takes requests.
         clock: monotonic seconds, the same as the controller's.
+        bounds: the largest of everything.
         share_prefix_cache: whether callers may find each other's prefixes in the cache.
     """
 
@@ -119,12 +122,14 @@ class TermsMiddleware:
         door: PoolDoor,
         clock: Clock = monotonic,
         *,
+        bounds: Bounds = DEFAULTS,
         share_prefix_cache: bool = False,
     ) -> None:
         self._app = app
         self._placements = placements
         self._door = door
         self._clock = clock
+        self._bounds = bounds
         self._share_prefix_cache = share_prefix_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,6 +150,7 @@ class TermsMiddleware:
         placement.priority = asked.priority
         placement.in_background = asked.in_background
         placement.terms = _terms(asked, key, arrival, placement.number)
+        placement.logprobs = LogprobBudget(fields, self._bounds)
         if caller is not None:
             placement.holder = caller.key.tenant
             placement.spend_tokens = caller.spend_tokens

@@ -28,6 +28,7 @@ from server.errors import (
     messages_error_event,
     refusal_response,
 )
+from server.logprobs import LogprobBudget
 
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
@@ -97,6 +98,7 @@ class Placement:
         tenant: whose prefixes it may find in the cache; None: those of all who have no tenant.
         spend_tokens: counts tokens of its prompts and answers.
         ended: the controller's word on the first engine request that it refused or dropped.
+        logprobs: how many log probabilities it may ask for; None: that is not known.
         refused: why it was refused after its response had begun, as that of a stream has.
     """
 
@@ -111,6 +113,7 @@ class Placement:
         self.tenant: str | None = None
         self.spend_tokens: Callable[[int], None] = _spend_nothing
         self.ended: Ended | None = None
+        self.logprobs: LogprobBudget | None = None
         self.refused: Refused | None = None
         self._units: list[tuple[Group, str]] = []
         self._awaited: set[str] = set()

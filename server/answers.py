@@ -1,0 +1,229 @@
+"""Answers with many log probabilities: made and encoded piece by piece, off the event loop.
+
+vLLM makes an object of every value, a dictionary of every object and one text of all of them, in
+the event loop: a million values take seconds, in which every other request waits. Here the values
+of a large answer are left as the engine brought them. What vLLM's route answers is then the answer
+without them, of which the headers and what follows a response are kept; in place of its body the
+whole answer is sent, of which a worker thread makes one piece after the other. A piece is so small
+that the thread hands Python's lock back soon. The bytes are those that vLLM would have sent.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+
+LARGE_VALUES = 4096
+"""Log probabilities from which on an answer is encoded here."""
+PIECE_VALUES = 1024
+"""Of which one piece is made."""
+
+ANSWER = "shoal.answer"
+"""Key of an ASGI scope: the iterator over the pieces of a large answer."""
+
+_deferred: ContextVar[dict[int, "_Deferred"] | None] = ContextVar("deferred", default=None)
+"""What the answer of the current context has deferred, by the object that stands for it."""
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """Log probabilities of one choice that are still the engine's."""
+
+    create: Callable[..., Any]
+    """vLLM's ``_create_chat_logprobs`` or ``_create_completion_logprobs``."""
+    token_ids: Sequence[int]
+    top_logprobs: Sequence[Any]
+    more: Mapping[str, Any]
+
+    @property
+    def values(self) -> int:
+        return len(self.token_ids) * _width(self.top_logprobs)
+
+    def whole(self) -> Any:
+        return self.create(token_ids=self.token_ids, top_logprobs=self.top_logprobs, **self.more)
+
+    def parts(self) -> Iterator[Any]:
+        """Yield vLLM's object of one slice after the other; text offsets go on from it to it."""
+        more = dict(self.more)
+        for at in _slices(self.top_logprobs):
+            part = self.create(
+                token_ids=self.token_ids[at], top_logprobs=self.top_logprobs[at], **more
+            )
+            yield part
+            if getattr(part, "text_offset", None):
+                more["initial_text_offset"] = part.text_offset[-1] + len(part.tokens[-1])
+
+
+def _width(top_logprobs: Sequence[Any]) -> int:
+    return 1 + len((top_logprobs[-1] if len(top_logprobs) else None) or ())
+
+
+def _slices(values: Sequence[Any]) -> Iterator[slice]:
+    step = max(PIECE_VALUES // _width(values), 1)
+    return (slice(at, at + step) for at in range(0, len(values), step))
+
+
+# --- in vLLM's serving classes ---
+
+
+def encode_off_loop(serving: Any, answer_call: str, logprobs_call: str) -> None:
+    """Have a serving class of vLLM's hand large answers over to ``large_response``.
+
+    Args:
+        serving: the object; two of its methods are wrapped.
+        answer_call: the one that a route calls: ``create_chat_completion`` or the like.
+        logprobs_call: the one that makes the log probabilities of a choice.
+    """
+    create, answer = getattr(serving, logprobs_call), getattr(serving, answer_call)
+
+    def defer(token_ids: Any, top_logprobs: Any, **more: Any) -> Any:
+        waiting = _deferred.get()
+        if waiting is None:
+            return create(token_ids=token_ids, top_logprobs=top_logprobs, **more)
+        placeholder = create(token_ids=[], top_logprobs=[], **more)
+        waiting[id(placeholder)] = _Deferred(create, token_ids, top_logprobs, more)
+        return placeholder
+
+    async def answer_in_pieces(request: Any, raw_request: Any = None) -> Any:
+        if raw_request is None or getattr(request, "stream", False):
+            return await answer(request, raw_request)
+        waiting: dict[int, _Deferred] = {}
+        token = _deferred.set(waiting)
+        try:
+            made = await answer(request, raw_request)
+        finally:
+            _deferred.reset(token)
+        return _hand_over(made, waiting, raw_request.scope)
+
+    setattr(serving, logprobs_call, defer)
+    setattr(serving, answer_call, answer_in_pieces)
+
+
+def _hand_over(answer: Any, waiting: Mapping[int, _Deferred], scope: Any) -> Any:
+    """Return a small answer whole; of a large one leave the pieces, and return it without them."""
+    choices = getattr(answer, "choices", None)
+    if choices is None:
+        return answer
+    values = sum(deferred.values for deferred in waiting.values())
+    values += sum(_prompt_values(part) for part in (answer, *choices))
+    if values >= LARGE_VALUES:
+        scope[ANSWER] = _answer(answer, waiting)
+        return answer.model_copy(update={"choices": [], "prompt_logprobs": None})
+    for choice in choices:
+        if id(choice.logprobs) in waiting:
+            choice.logprobs = waiting[id(choice.logprobs)].whole()
+    return answer
+
+
+def _prompt_values(part: Any) -> int:
+    values = getattr(part, "prompt_logprobs", None)
+    return len(values) * _width(values) if values else 0
+
+
+# --- the pieces ---
+
+
+def large_response(response: Response, pieces: Iterator[bytes]) -> Response:
+    """Return a response with these pieces as its body, and all else as that of ``response``."""
+    headers = {k: v for k, v in response.headers.items() if k.lower() != "content-length"}
+    return StreamingResponse(
+        _off_loop(pieces), response.status_code, headers, background=response.background
+    )
+
+
+async def _off_loop(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        if piece:
+            yield piece
+
+
+def _json(value: Any) -> bytes:
+    """Encode as Starlette's ``JSONResponse`` does."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _object(model: Any, parts: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
+    """Yield a model's JSON, in which some fields come in pieces of their own."""
+    without: dict[str, Any] = {name: [] if name == "choices" else None for name in parts}
+    rest = model.model_copy(update=without).model_dump()
+    before = b"{"
+    for name, value in rest.items():
+        yield before + _json(name) + b":"
+        if name in parts:
+            yield from parts[name]
+        else:
+            yield _json(value)
+        before = b","
+    yield b"}"
+
+
+def _list(entries: Iterator[Iterator[bytes]]) -> Iterator[bytes]:
+    before = b"["
+    for entry in entries:
+        yield before
+        yield from entry
+        before = b","
+    yield b"]" if before == b"," else b"[]"
+
+
+def _answer(answer: Any, waiting: Mapping[int, _Deferred]) -> Iterator[bytes]:
+    parts = _prompt_parts(answer)
+    return _object(
+        answer, {**parts, "choices": _list(_choice(choice, waiting) for choice in answer.choices)}
+    )
+
+
+def _choice(choice: Any, waiting: Mapping[int, _Deferred]) -> Iterator[bytes]:
+    parts = _prompt_parts(choice)
+    if id(choice.logprobs) in waiting:
+        deferred = waiting[id(choice.logprobs)]
+        rows = "content" in type(choice.logprobs).model_fields
+        parts["logprobs"] = _rows(deferred) if rows else _columns(deferred)
+    return _object(choice, parts)
+
+
+def _prompt_parts(model: Any) -> dict[str, Iterator[bytes]]:
+    return {"prompt_logprobs": _prompt(model)} if _prompt_values(model) else {}
+
+
+def _prompt(model: Any) -> Iterator[bytes]:
+    name = "prompt_logprobs"
+    values = getattr(model, name)
+
+    def slices() -> Iterator[Iterator[bytes]]:
+        for at in _slices(values):
+            part = model.model_copy(update={name: values[at]}).model_dump(include={name})
+            yield iter([_json(part[name])[1:-1]])
+
+    return _list(slices())
+
+
+def _rows(deferred: _Deferred) -> Iterator[bytes]:
+    """Yield the JSON of ``ChatCompletionLogProbs``: one list, an object for every token."""
+    yield b'{"content":'
+    yield from _list(iter([_json(part.model_dump()["content"])[1:-1]]) for part in deferred.parts())
+    yield b"}"
+
+
+def _columns(deferred: _Deferred) -> Iterator[bytes]:
+    """Yield the JSON of ``CompletionLogProbs``: a list for every field, an entry for every token.
+
+    Nothing comes before all slices were looked at, but for empty pieces: the first field needs all
+    of them.
+    """
+    columns: dict[str, list[bytes]] = {}
+    for part in deferred.parts():
+        for name, values in part.model_dump().items():
+            columns.setdefault(name, []).append(_json(values)[1:-1])
+        yield b""
+    before = b"{"
+    for name, pieces in columns.items():
+        yield before + _json(name) + b":"
+        yield from _list(iter([piece]) for piece in pieces)
+        before = b","
+    yield b"}"
