@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.chat_completion.api_router import router as chat_ro
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.responses.api_router import router as responses_router
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
@@ -106,6 +107,16 @@ attach_tokenize_router(_attached)
 
 _GENERATION_LOGGER = logging.getLogger("vllm.entrypoints.generate.base.serving")
 """Logs every request that ends with an error, those too that a node hands back as it ends."""
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return whether a record tells of anything but a request that is refused by its own fault."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, Exception) or create_error_response(error).error.code >= 500
+
+
+# It logs a traceback of every request that it refuses: any client could fill the log.
+logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_ours)
 
 _WATCH_SECONDS = 0.5
 """How often requests are looked for whose outputs are overdue, and the controller's heartbeat."""

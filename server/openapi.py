@@ -328,6 +328,7 @@ def _describe_bodies(schemas: dict[str, Any]) -> None:
     completion["required"] = ["prompt"]  # vLLM takes embeddings in its place
     prompt = completion["properties"]["prompt"]
     prompt["anyOf"] = [kind for kind in prompt["anyOf"] if kind != {"type": "null"}]
+    schemas["AnthropicMessagesRequest"]["properties"]["max_tokens"]["minimum"] = 1
     block = schemas["AnthropicContentBlock"]["properties"]
     block["type"]["enum"] = [kind for kind in block["type"]["enum"] if kind in TEXT_BLOCKS]
     for schema in schemas.values():

@@ -158,10 +158,14 @@ def test_a_key_s_limits_hold(node: ServedNode) -> None:
     assert int(refused.value.response.headers["retry-after"]) > 0
 
 
-def test_a_stream_that_fails_ends_with_the_reason(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_stream_that_fails_ends_with_the_reason_and_the_log_has_no_clients_mistake(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     folder = tmp_path_factory.mktemp("node")
     with served_node(folder, "--fake-step-ms", "20", "--max-model-len", "512") as node:
         client = anthropic.Anthropic(base_url=node.url, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.BadRequestError, match="empty conversation"):
+            client.messages.create(model=MODEL, messages=[], max_tokens=1)
         seen: list[str] = []
 
         def read() -> None:

@@ -120,6 +120,9 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
         fields = schema.get("properties", {})
         if name.endswith("Request") and "model" in fields:
             fields["model"] = {"enum": ["shoal-demo", None]}
+        if name.startswith("Anthropic") and "model" in fields:
+            fields["model"] = {"const": "shoal-demo"}
+            fields.pop("thinking")  # this model cannot
         if name == "LayoutRequest":
             fields["units"]["enum"] = [[[0], [1]], [[0, 1]]]
     return document
