@@ -70,6 +70,14 @@ def _slices(values: Sequence[Any]) -> Iterator[slice]:
 # --- in vLLM's serving classes ---
 
 
+def encode_large_answers(state: Any) -> None:
+    """Wrap the serving classes that vLLM has put into the state of an application."""
+    chat, completion = "_create_chat_logprobs", "_create_completion_logprobs"
+    encode_off_loop(state.openai_serving_chat, "create_chat_completion", chat)
+    encode_off_loop(state.openai_serving_chat_batch, "create_batch_chat_completion", chat)
+    encode_off_loop(state.openai_serving_completion, "create_completion", completion)
+
+
 def encode_off_loop(serving: Any, answer_call: str, logprobs_call: str) -> None:
     """Have a serving class of vLLM's hand large answers over to ``large_response``.
 

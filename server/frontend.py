@@ -60,7 +60,7 @@ from runtime.wire import RequestType, Terms, unit_of
 from server.accepting import Tally
 from server.access import Access
 from server.admin_server import serving
-from server.answers import encode_off_loop
+from server.answers import encode_large_answers
 from server.app import AppOptions, Backstage, build_admin_app, build_app
 from server.bounds import BoundsError, bounds_of
 from server.connections import (
@@ -551,11 +551,7 @@ class Frontend:
 
 def _complete_serving(state: Any) -> None:
     """Wrap what vLLM's serving classes do in the event loop, or tell wrongly."""
-    chat = "_create_chat_logprobs"
-    encode_off_loop(state.openai_serving_chat, "create_chat_completion", chat)
-    encode_off_loop(state.openai_serving_chat_batch, "create_batch_chat_completion", chat)
-    completion = "_create_completion_logprobs"
-    encode_off_loop(state.openai_serving_completion, "create_completion", completion)
+    encode_large_answers(state)
     messages = state.anthropic_serving_messages
     messages.message_stream_converter = tell_errors(messages.message_stream_converter)
 

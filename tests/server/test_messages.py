@@ -162,7 +162,8 @@ def test_a_stream_that_fails_ends_with_the_reason_and_the_log_has_no_clients_mis
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("node")
-    with served_node(folder, "--fake-step-ms", "20", "--max-model-len", "512") as node:
+    options = ("--fake-step-ms", "20", "--max-model-len", "512", "--shutdown-timeout", "1")
+    with served_node(folder, *options) as node:
         client = anthropic.Anthropic(base_url=node.url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.BadRequestError, match="empty conversation"):
             client.messages.create(model=MODEL, messages=[], max_tokens=1)
@@ -172,7 +173,6 @@ def test_a_stream_that_fails_ends_with_the_reason_and_the_log_has_no_clients_mis
             with client.messages.stream(model=MODEL, messages=HELLO, max_tokens=400) as stream:
                 for event in stream:
                     if event.type == "text" and "text" not in seen:
-                        node.process.send_signal(signal.SIGINT)
                         node.process.send_signal(signal.SIGINT)
                     seen.append(event.type)
 
