@@ -388,6 +388,11 @@ class Book:
             requests = self.cores[group].requests
             requests[request_id] = msgspec.structs.replace(requests[request_id], suspect=False)
 
+    def may_start(self, request: Request, group: Group) -> bool:
+        """Return whether a request may be sent to a unit now: suspects go one at a time."""
+        others = self.core(group).requests.values()
+        return not request.suspect or not any(other.suspect for other in others)
+
     def runs(self, core: CoreBook) -> bool:
         """Return whether steps of a core are taken: its unit is there, or is interleaved."""
         return core.group in self.partition or self.interleaves(core.group)

@@ -8,7 +8,6 @@ from runtime import messages as m
 from runtime.clock import Clock
 from runtime.config import NodeConfig
 from runtime.controller.book import Book, Request
-from runtime.controller.losses import Losses
 from runtime.controller.pauses import Pauses
 from runtime.controller.pool import TaskPool
 from runtime.controller.statistics import Statistics
@@ -22,7 +21,6 @@ class Dispatcher:
         config: the node.
         book: units and their requests.
         pool: the task pool.
-        losses: knows the suspects.
         pauses: knows the units that were brought back for a while.
         statistics: counts what is sent.
         transport: the way to engines and front ends.
@@ -34,7 +32,6 @@ class Dispatcher:
         config: NodeConfig,
         book: Book,
         pool: TaskPool,
-        losses: Losses,
         pauses: Pauses,
         statistics: Statistics,
         transport: ControllerTransport,
@@ -43,7 +40,6 @@ class Dispatcher:
         self._config = config
         self._book = book
         self._pool = pool
-        self._losses = losses
         self._pauses = pauses
         self._statistics = statistics
         self._transport = transport
@@ -88,4 +84,4 @@ class Dispatcher:
         return sent
 
     def _may_start(self, request: Request, group: Group) -> bool:
-        return self._losses.may_start(request, group) and self._pauses.may_start(request, group)
+        return self._book.may_start(request, group) and self._pauses.may_start(request, group)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from policies.partition import Group, leader_of
+from policies.partition import leader_of
 from runtime import messages as m
 from runtime import wire
 from runtime.clock import Clock
@@ -281,11 +281,6 @@ class Losses:
         self._transport.to_front(client, [finish])
 
     # --- suspects -----------------------------------------------------------------------------
-
-    def may_start(self, request: Request, group: Group) -> bool:
-        """Return whether a request may be sent to a unit now: suspects go one at a time."""
-        others = self._book.core(group).requests.values()
-        return not request.suspect or not any(other.suspect for other in others)
 
     def clear(self, request_ids: Collection[str]) -> None:
         """Take a front end's word that requests which were begun again have an output."""

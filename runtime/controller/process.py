@@ -108,7 +108,6 @@ class Controller:
             config,
             self.book,
             self.pool,
-            self._losses,
             self._pauses,
             self._statistics,
             transport,

@@ -34,9 +34,6 @@ from runtime.engine.seams import check_seams
 from runtime.engine.turns import OWN, StepQueues
 from runtime.runtime_dir import remove_former
 
-STARTUP_EPOCH = 0
-"""Epoch of the phase in which each layout's core starts: no bind uses it."""
-
 
 class Responder:
     """Sends answers from a thread of its own, so that a copy off the device never holds the runner.
@@ -162,8 +159,8 @@ class Runner:
         """Start the cores, narrow layouts first, then do what the queues say, for ever."""
         for degree in self._layouts:
             self._queues.read(degree)
-            with self._loader.memory.phase(core_phase(degree)):
-                while self._turn() != steps.Detach(STARTUP_EPOCH):
+            with self._loader.memory.phase(steps.core_phase(degree)):
+                while self._turn() != steps.Detach(steps.STARTUP_EPOCH):
                     pass
         # Every worker's start seeds alike; engines alone should not sample alike.
         seed = self._layouts[OWN].config.model_config.seed
@@ -247,11 +244,6 @@ class Runner:
         degree = self._degree
         self._enter(OWN)
         self._random.forget(degree)
-
-
-def core_phase(degree: int) -> str:
-    """Return what the start of a layout's core is called among the phases of an engine's start."""
-    return "dp core" if degree == OWN else f"tp{degree} core"
 
 
 def one_line(error: BaseException) -> str:

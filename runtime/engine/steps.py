@@ -16,6 +16,8 @@ STARTUP_PHASES = "startup_phases"
 """``Call`` method that the runner answers itself: seconds that each phase of loading took."""
 STARTUP_BYTES = "startup_bytes"
 """The same: bytes of the device that each phase took, the starts of all cores among them."""
+STARTUP_EPOCH = 0
+"""Epoch of the phase in which each layout's core starts: no bind uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,11 @@ class Failure:
 
     engine: int
     error: str
+
+
+def core_phase(degree: int) -> str:
+    """Return what the start of a layout's core is called among the phases of an engine's start."""
+    return "dp core" if degree == 1 else f"tp{degree} core"
 
 
 def dumps(message: Instruction | Result | Failure) -> bytes:

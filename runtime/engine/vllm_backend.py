@@ -31,7 +31,6 @@ from runtime.engine.executor import (
 )
 from runtime.engine.interface import CoreOutputs
 from runtime.engine.layouts import layout_config
-from runtime.engine.runner import STARTUP_EPOCH, core_phase
 from runtime.engine.seams import VLLM_VERSION, check_seams
 from runtime.engine.turns import OWN
 from runtime.engine.vllm_core import VllmCore
@@ -94,7 +93,7 @@ class VllmBackend:
                 # The first answer comes when the runner has loaded its layouts.
                 self._startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
             cores[group] = self._start_core(channel, self._inbox)
-            self._startup_seconds[core_phase(degree)] = time.monotonic() - start
+            self._startup_seconds[steps.core_phase(degree)] = time.monotonic() - start
         return cores
 
     def _open_channel(self, group: Group) -> UnitChannel:
@@ -119,7 +118,7 @@ class VllmBackend:
         try:
             core = VllmCore(group, config, log_stats=self._log_stats, max_sp=node.max_sp)
         finally:
-            channel.send(steps.Detach(STARTUP_EPOCH))
+            channel.send(steps.Detach(steps.STARTUP_EPOCH))
         if len(group) == node.degrees[-1] and not node.vllm.takes_what_fits:
             check_length(layout_name(group), config.model_config.max_model_len, asked)
         return core
@@ -142,7 +141,7 @@ class VllmBackend:
 
         An ``EngineCore`` is seconds of waiting for runners: it starts in a thread of its own.
         """
-        self.attach(group, STARTUP_EPOCH)
+        self.attach(group, steps.STARTUP_EPOCH)
         if leader_of(group) != self.engine:
             return self._ask_runner()
         started: Future[None] = Future()

@@ -5,7 +5,8 @@ import pytest
 from runtime import messages as m
 from runtime import wire
 from runtime.config import FakeSettings
-from runtime.controller.losses import REMEMBERED_SECONDS, Losses
+from runtime.controller.book import Book
+from runtime.controller.losses import REMEMBERED_SECONDS
 from runtime.messages import Outcome
 from runtime.wire import FinishReason
 from server.interruptions import OVERDUE_SECONDS, Interruptions
@@ -396,7 +397,7 @@ def test_a_request_that_kills_engines_twice_is_failed_alone(first: bool) -> None
 
 
 def test_its_companions_are_to_blame_without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Losses, "may_start", lambda *_: True)
+    monkeypatch.setattr(Book, "may_start", lambda *_: True)
     with pytest.raises(AssertionError):
         test_a_request_that_kills_engines_twice_is_failed_alone(first=False)
 
