@@ -28,8 +28,8 @@ from server.bounds import DEFAULTS as BOUNDS
 from server.bounds import Bounds, check_body
 from server.errors import error_response
 from server.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
-from server.keepalive import KeepAliveMiddleware, Streams
 from server.invocations import INVOCATIONS_PATH, PING_PATH, invocations_router
+from server.keepalive import KeepAliveMiddleware, Streams
 from server.keys import KeyRing
 from server.logprobs import check_logprobs
 from server.messages import MessagesErrorMiddleware, check_messages
