@@ -1,4 +1,4 @@
-"""Draws the dashboards with what Prometheus has for them: ``python -m grafana.draw FOLDER``.
+"""Draws the dashboards with what Prometheus has for them: ``python -m shoal.grafana.draw FOLDER``.
 
 A picture says whether panels show what they should; Grafana itself is not needed for it.
 """
@@ -16,9 +16,9 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from grafana.api import Prometheus, PrometheusError, Series
-from grafana.boards import FOLDER, Board, PanelSpec, Window, read_boards
-from grafana.verify import ask, parser, window_of
+from shoal.grafana.api import Prometheus, PrometheusError, Series
+from shoal.grafana.boards import FOLDER, Board, PanelSpec, Window, read_boards
+from shoal.grafana.verify import ask, parser, window_of
 
 COLUMNS = 24
 GRID_INCHES = (0.62, 0.36)

@@ -2,8 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from grafana.panels import BAD, GOOD, WARN, Limits, PanelBuilder, Query, State, graph, timeline
-from grafana.promql import WINDOW, increase, rate, series, total
+from shoal.grafana.panels import (
+    BAD,
+    GOOD,
+    WARN,
+    Limits,
+    PanelBuilder,
+    Query,
+    State,
+    graph,
+    timeline,
+)
+from shoal.grafana.promql import WINDOW, increase, rate, series, total
 
 ENGINE = "{{instance}} engine {{engine}}"
 BY_ENGINE = "instance, engine"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from grafana.panels import (
+from shoal.grafana.panels import (
     BAD,
     GOOD,
     WARN,
@@ -16,7 +16,7 @@ from grafana.panels import (
     figure,
     timeline,
 )
-from grafana.promql import NODES, increase, series, total
+from shoal.grafana.promql import NODES, increase, series, total
 
 LAYOUTS = (
     State(0, "does not serve", BAD),

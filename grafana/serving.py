@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from grafana.glance import BURN_LIMITS
-from grafana.panels import PanelBuilder, Query, graph
-from grafana.promql import quantile, rate, series, total
+from shoal.grafana.glance import BURN_LIMITS
+from shoal.grafana.panels import PanelBuilder, Query, graph
+from shoal.grafana.promql import quantile, rate, series, total
 
 TTFT = "shoal_time_to_first_token_seconds"
 ITL = "shoal_inter_token_latency_seconds"

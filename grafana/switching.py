@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from grafana_foundation_sdk.models.common import BigValueTextMode, GraphDrawStyle
 
-from grafana.glance import REASONS
-from grafana.panels import Limits, PanelBuilder, Query, figure, graph
-from grafana.promql import increase, quantile, rate, series, total
+from shoal.grafana.glance import REASONS
+from shoal.grafana.panels import Limits, PanelBuilder, Query, figure, graph
+from shoal.grafana.promql import increase, quantile, rate, series, total
 
 FAILED = 'outcome="failed"'
 

@@ -1,6 +1,7 @@
 """Checks that Prometheus has data for every panel, every variable and every rule.
 
-``python -m grafana.verify --prometheus http://localhost:9090``, while a node has load and switches.
+``python -m shoal.grafana.verify --prometheus http://localhost:9090``, while a node has load and
+switches.
 """
 
 import argparse
@@ -11,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import httpx
 
-from grafana.api import Prometheus, PrometheusError, Rule, Series
-from grafana.boards import FOLDER, Board, Target, Window, read_boards
+from shoal.grafana.api import Prometheus, PrometheusError, Rule, Series
+from shoal.grafana.boards import FOLDER, Board, Target, Window, read_boards
 
 POINTS = 120
 """Points of a curve."""

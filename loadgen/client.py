@@ -10,9 +10,9 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from loadgen.exchange import Exchange, Outcome, outcome_of_status
-from loadgen.stream import EventStream, StreamError
-from loadgen.workload import Arrival
+from shoal.loadgen.exchange import Exchange, Outcome, outcome_of_status
+from shoal.loadgen.stream import EventStream, StreamError
+from shoal.loadgen.workload import Arrival
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 DEADLINE_HEADER = "x-shoal-deadline-ms"

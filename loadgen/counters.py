@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.client import Client, ClientError
-from loadgen.exchange import Exchange, Outcome
+from shoal.loadgen.client import Client, ClientError
+from shoal.loadgen.exchange import Exchange, Outcome
 
 METRICS_PATH = "/metrics"
 SETTLE_SECONDS = 5.0

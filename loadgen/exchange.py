@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from loadgen.report import Record
-from loadgen.workload import Arrival
+from shoal.loadgen.summary import Record
+from shoal.loadgen.workload import Arrival
 
 
 class Outcome(enum.StrEnum):

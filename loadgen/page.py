@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from html import escape
 
-from loadgen import plot, tables
-from loadgen.report import Objective
-from loadgen.results import Result
+from shoal.loadgen import plot, text_tables
+from shoal.loadgen.replay_results import Result
+from shoal.loadgen.summary import Objective
 
 _STYLE = (
     "body{font-family:sans-serif;margin:2em auto;max-width:1080px}"
@@ -21,7 +21,7 @@ def page(results: Sequence[Result], objectives: Sequence[Objective] = ()) -> str
     parts = [
         f"<h1>Replay of {escape(title)}</h1>",
         plot.draw(title, [result.timeline() for result in results]),
-        f"<pre>{escape(tables.side_by_side(reports))}</pre>",
+        f"<pre>{escape(text_tables.side_by_side(reports))}</pre>",
         *(
             f"<h2>{escape(result.name)}</h2>\n{_verdict(result)}\n"
             f"<pre>{escape(result.summary(objectives))}</pre>"

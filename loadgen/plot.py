@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loadgen.report import Record, quantile
+from shoal.loadgen.summary import Record, quantile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

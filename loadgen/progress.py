@@ -6,7 +6,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from loadgen.replay import Replay
+from shoal.loadgen.open_loop import Replay
 
 REFRESH_SECONDS = 0.5
 

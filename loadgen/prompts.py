@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from loadgen.client import Client, ClientError, Prompt
-from loadgen.exchange import Exchange, Outcome
-from loadgen.workload import Arrival, Block
+from shoal.loadgen.client import Client, ClientError, Prompt
+from shoal.loadgen.exchange import Exchange, Outcome
+from shoal.loadgen.workload import Arrival, Block
 
 DEFAULT_TOKEN_IDS = range(100, 1000)
 """Drawn from when the server does not tell which ids its tokenizer has: all but small vocabularies

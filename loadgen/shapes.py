@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.workload import Arrival, Phase, Workload
+from shoal.loadgen.workload import Arrival, Phase, Workload
 
 URGENT = -10
 """Priority of the urgent requests of ``priority``; all others have 0."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.workload import Arrival, Block, Workload, with_phases
+from shoal.loadgen.workload import Arrival, Block, Workload, with_phases
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens that one id of a Mooncake trace's ``hash_ids`` stands for."""

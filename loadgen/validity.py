@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadgen.exchange import Outcome
-from loadgen.replay import Run
-from loadgen.report import quantile
+from shoal.loadgen.exchange import Outcome
+from shoal.loadgen.open_loop import Run
+from shoal.loadgen.summary import quantile
 
 MAX_LAG_SECONDS = 0.05
 """Default bound of the 99th percentile of each lag."""

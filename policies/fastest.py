@@ -7,10 +7,10 @@ and by a larger one soon after a switch.
 
 from collections.abc import Iterable
 
-from policies.forecast import Forecast
-from policies.partition import Partition, degrees, groups_of
-from policies.snapshot import Snapshot
-from policies.static import with_singles
+from shoal.policies.forecast import Forecast
+from shoal.policies.static import with_singles
+from shoal.policies.values.partition import Partition, degrees, groups_of
+from shoal.policies.values.snapshot import Snapshot
 
 MARGIN = 0.1
 """Part of the time that a switch must save."""

@@ -19,12 +19,12 @@ serves them faster by a good part: else all that runs would be computed again fo
 
 from dataclasses import dataclass
 
-from policies.cost_model import Batch, CostModel
-from policies.forecast import usual_prompt
-from policies.partition import Partition, groups_of
-from policies.plan import Plan, Policy, SwitchReason, TreatmentName
-from policies.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
-from policies.static import dispatch_least_loaded, place_group, with_singles
+from shoal.policies.cost.cost_model import Batch, CostModel
+from shoal.policies.forecast import usual_prompt
+from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
+from shoal.policies.values.partition import Partition, groups_of
+from shoal.policies.values.plan import Plan, Policy, SwitchReason, TreatmentName
+from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
 
 PROMPT = Batch(prefill_tokens=2048, prefill_context=1024)
 """Work whose time says what a prompt token costs."""

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from policies.cost_model import Batch, CostModel, Mode
-from policies.partition import Group, Partition, degrees
-from policies.snapshot import Snapshot, Target
+from shoal.policies.cost.cost_model import Batch, CostModel, Mode
+from shoal.policies.values.partition import Group, Partition, degrees
+from shoal.policies.values.snapshot import Snapshot, Target
 
 NO_PROMISE = Target(0, math.inf, math.inf)
 """What requests are promised that are promised nothing."""

@@ -1,10 +1,10 @@
 """Policies by the name that ``--policy`` takes."""
 
-from policies.flying import FLYING
-from policies.plan import Policy
-from policies.shift import SHIFT
-from policies.slo import SLO
-from policies.static import MANUAL, STATIC_DP, STATIC_TP
+from shoal.policies.flying import FLYING
+from shoal.policies.shift import SHIFT
+from shoal.policies.slo import SLO
+from shoal.policies.static import MANUAL, STATIC_DP, STATIC_TP
+from shoal.policies.values.plan import Policy
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy for policy in (MANUAL, STATIC_DP, STATIC_TP, SHIFT, FLYING, SLO)

@@ -13,9 +13,9 @@ it. Where graphs are turned off, SP may need more tokens to be faster: set a num
 import enum
 from collections.abc import Iterable
 
-from policies.cost_model import Batch, CostModel, Mode
-from policies.plan import Policy
-from policies.static import STATIC_TP
+from shoal.policies.cost.cost_model import Batch, CostModel, Mode
+from shoal.policies.static import STATIC_TP
+from shoal.policies.values.plan import Policy
 
 DEFAULT_THRESHOLD = 256
 """Shoal's own choice: the paper takes a number, and does not say which."""

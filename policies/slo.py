@@ -12,14 +12,14 @@ With nothing promised that is all it does. Without a cost model it does what ``f
 import math
 from collections.abc import Iterator
 
-from policies.cost_model import CostModel
-from policies.fastest import fastest, uniform
-from policies.flying import FLYING, STEADY
-from policies.forecast import Forecast
-from policies.partition import Partition, degrees, groups_of
-from policies.plan import Plan, Policy
-from policies.snapshot import PoolRequest, Snapshot
-from policies.static import dispatch_least_loaded, place_group, with_singles
+from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.fastest import fastest, uniform
+from shoal.policies.flying import FLYING, STEADY
+from shoal.policies.forecast import Forecast
+from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
+from shoal.policies.values.partition import Partition, degrees, groups_of
+from shoal.policies.values.plan import Plan, Policy
+from shoal.policies.values.snapshot import PoolRequest, Snapshot
 
 GAIN = 0.02
 """Part of the requests that a switch must save: less is within the model's error."""

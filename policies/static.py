@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from policies.partition import Group, Partition, groups_of, singles
-from policies.plan import Dispatch, Plan, Policy, Room
-from policies.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
+from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
+from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 
 Preference = Callable[[PoolRequest], int]
 """1 for a request that is to go to the narrowest unit there is, -1 to the widest, 0 to any."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from policies.cost_model import CostModel
-from policies.partition import Group, degrees
-from policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
-from policies.snapshot import Target
-from runtime.logs import LogFormat
+from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
+from shoal.policies.values.partition import Group, degrees
+from shoal.policies.values.snapshot import Target
+from shoal.runtime.logs import LogFormat
 
 AGING_SECONDS = 30.0
 """Wait in the task pool that makes up for one class of priority, unless it is set."""
@@ -39,7 +39,7 @@ the next step starts with this one, and not after a round trip to the controller
 
 
 class FakeSettings(msgspec.Struct, frozen=True):
-    """Settings of the fake engine (``engine/fake.py``)."""
+    """Settings of the fake engine (``fake_backend.py``)."""
 
     step_seconds: float = 0.0
     """Time of one step."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from server.errors import UserError
+from shoal.server.errors import UserError
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from server.options import (
+from shoal.server.options.serve_options import (
     add_shoal_options,
     model_defaults,
     prepare_environment,
@@ -42,9 +42,18 @@ FIRST: list[str] = []
 """Modules that are imported before all others; to be changed before the first process starts."""
 
 _PRELOADED = (
-    *("server.frontend", "server.serve", "tests.server.node", "tests.runtime.engine.real_node"),
-    *("runtime.controller.process", "runtime.engine.fake"),
-    *("runtime.engine.vllm_backend", "runtime.engine.runner", "vllm.entrypoints.llm"),
+    *(
+        "shoal.server.frontend.frontend",
+        "shoal.server.commands.serve",
+        "tests.server.node",
+        "tests.runtime.engine.real_node",
+    ),
+    *("shoal.runtime.controller.loop", "shoal.runtime.engine.fake.fake_backend"),
+    *(
+        "shoal.runtime.engine.scheduler.vllm_backend",
+        "shoal.runtime.engine.runner.runner",
+        "vllm.entrypoints.llm",
+    ),
 )
 """Every module that a process of a node begins with."""
 
@@ -255,14 +264,14 @@ def _preload() -> None:
     prepare_environment(os.environ, ["--fake-engine"])
     for module in _PRELOADED:
         importlib.import_module(module)
-    from server import configuration
+    from shoal.server.options import vllm_options
 
-    parser = configuration.make_parser()
+    parser = vllm_options.make_parser()
     add_shoal_options(parser, os.environ)
     parser.set_defaults(**model_defaults(on_cpu=True, demo=True))
-    args = with_chosen(configuration.parse(parser, ["--fake-engine"]))
+    args = with_chosen(vllm_options.parse(parser, ["--fake-engine"]))
     know_models()
-    configuration.make_vllm_config(configuration.engine_args(args))
+    vllm_options.make_vllm_config(vllm_options.engine_args(args))
     os.environ.clear()
     os.environ.update(before)
     gc.collect()

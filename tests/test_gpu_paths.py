@@ -1,7 +1,8 @@
 """The page on vLLM names all code that only a GPU runs: what these tests cannot reach is known.
 
-A row of its table names modules (of ``runtime/engine`` unless it says a folder) and after a colon
-what of them: functions, classes or constants. A module with nothing after it is meant as a whole.
+A row of its table names modules (below ``runtime/engine`` unless it says a folder) and after a
+colon what of them: functions, classes or constants. A module with nothing after it is meant as a
+whole.
 """
 
 import ast
@@ -22,7 +23,7 @@ HEAD = "| where | what | what tests see of it |\n|---|---|---|\n"
 ATTRIBUTES = frozenset({"accelerator", "cuda", "CUDA", "is_cpu", "is_cuda", "is_cuda_alike"})
 """Of PyTorch and of vLLM's platforms. What asks for a CPU does something else without one."""
 LIBRARIES = frozenset({"cupy", "pynvml", "triton"})
-INNER = frozenset({"_symmetric_memory", "peer_exchange_kernel", "row_ranges_kernel"})
+INNER = frozenset({"_symmetric_memory", "partitioned_linear_kernel", "peer_exchange_kernel"})
 """Modules of PyTorch's and ours that are imported where there is a GPU."""
 WORDS = re.compile(r"cuda(:\d+)?|nvidia-smi\b.*")
 """What strings are that name a GPU or ask its driver."""
@@ -77,22 +78,24 @@ def _named(node: ast.AST) -> list[str]:
     return []
 
 
-def table(page: str) -> Mapping[str, set[str]]:
+def table(page: str, root: Path) -> Mapping[str, set[str]]:
     """Return what the page's table names: of a module names of its code, or none if it is whole."""
+    folders = {path.name: path.parent for path in (root / FOLDER).rglob("*.py")}
     found: dict[str, set[str]] = {}
     _, _, rows = page.partition(HEAD)
     for row in re.findall(r"^\| (.*?) \|.*\|$", rows, re.MULTILINE):
         for item in row.split("; "):
             modules, _, names = item.partition(": ")
             for module in re.findall(r"`([\w/]+\.py)`", modules):
-                path = module if "/" in module else f"{FOLDER}/{module}"
+                folder = folders.get(module, root / FOLDER).relative_to(root).as_posix()
+                path = module if "/" in module else f"{folder}/{module}"
                 found.setdefault(path, set()).update(re.findall(r"`(\w+)`", names))
     return found
 
 
 def problems(page: str, root: Path) -> list[str]:
     """Return what the table lacks of the code below ``root``, and what it names that is not."""
-    named = table(page)
+    named = table(page, root)
     left_out = [
         f"{module}: {'.'.join(scopes) or 'the module'} is not named"
         for module, scopes in sorted(gpu_paths(root))
@@ -114,11 +117,11 @@ def test_the_table_names_all_that_only_a_gpu_runs() -> None:
 
 def test_the_search_finds_what_is_known_to_be_there() -> None:
     known = {
-        ("runtime/engine/weights.py", ("_in_one_launch",)),
+        ("runtime/engine/weights/shared_weights.py", ("_in_one_launch",)),
         ("runtime/layout_configs.py", ("DEFAULT_BLOCK_TOKENS",)),
-        ("runtime/engine/runner.py", ("RandomStates", "switch")),
-        ("runtime/process.py", ("choose_context",)),
-        ("server/bench/facts.py", ("_nvidia_smi",)),
+        ("runtime/engine/runner/runner.py", ("RandomStates", "switch")),
+        ("runtime/node/child_process.py", ("choose_context",)),
+        ("loadgen/bench/system_info.py", ("_nvidia_smi",)),
     }
     assert known <= gpu_paths(ROOT)
 
@@ -137,7 +140,7 @@ def test_the_search_finds_what_is_known_to_be_there() -> None:
         "def found(): subprocess.run(['nvidia-smi', '-L'])",
         "def found(): import triton.language as tl",
         "def found(): from torch.distributed import _symmetric_memory",
-        "def found(): from runtime.engine.row_ranges_kernel import multiply",
+        "def found(): from shoal.runtime.engine.kernels.partitioned_linear_kernel import multiply",
         "@torch.library.impl('ours', 'cuda')\ndef found(x): return x",
         "class found:\n    def inner(self): return torch.cuda.Stream()",
     ],
@@ -145,10 +148,10 @@ def test_the_search_finds_what_is_known_to_be_there() -> None:
 def test_code_for_gpus_has_to_be_named(tmp_path: Path, source: str) -> None:
     write(tmp_path, source)
     (problem,) = problems(page("`other.py`"), tmp_path)
-    assert re.fullmatch(r"runtime/engine/module\.py: found\S* is not named", problem)
+    assert re.fullmatch(r"runtime/engine/room/module\.py: found\S* is not named", problem)
     (problem,) = problems(page("`other.py`; `module.py`: `else`"), tmp_path)[:1]
-    assert problem.startswith("runtime/engine/module.py: found")
-    for cell in ("`module.py`", "`module.py`: `found`", "`runtime/engine/module.py`: `found`"):
+    assert problem.startswith("runtime/engine/room/module.py: found")
+    for cell in ("`module.py`", "`module.py`: `found`", "`runtime/engine/room/module.py`: `found`"):
         assert problems(page(f"`other.py`; {cell}"), tmp_path) == []
 
 
@@ -170,7 +173,7 @@ def test_other_code_need_not_be_named(tmp_path: Path, source: str) -> None:
     ("cell", "problem"),
     [
         ("`gone.py`", "runtime/engine/gone.py: the module is not there"),
-        ("`other.py`: `gone`", "runtime/engine/other.py: gone is not there"),
+        ("`other.py`: `gone`", "runtime/engine/room/other.py: gone is not there"),
         ("`server/other.py`", "server/other.py: the module is not there"),
     ],
 )
@@ -184,7 +187,7 @@ def page(cell: str) -> str:
 
 
 def write(root: Path, source: str) -> None:
-    folder = root / FOLDER
+    folder = root / FOLDER / "room"
     folder.mkdir(parents=True)
     (folder / "module.py").write_text(source)
     (folder / "other.py").write_text("x = 1\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_rules import MAX_LINES, MAY_IMPORT, problems, read_modules
+from tests.import_rules import FOLDERS, MAX_LINES, problems, read_modules
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,74 +24,108 @@ def test_repository_keeps_the_rules() -> None:
 
 def test_repository_is_what_was_read() -> None:
     modules = read_modules(ROOT)
-    assert {name.partition(".")[0] for name in modules} == set(MAY_IMPORT)
-    targets = {found.target for found in modules["runtime.messages.engine"].imports}
-    assert "policies.partition" in targets
+    assert {name.split(".")[1] for name in modules} == FOLDERS
+    targets = {found.target for found in modules["shoal.runtime.protocol.messages.engine"].imports}
+    assert "shoal.policies.values.partition" in targets
+
+
+def test_every_folder_is_there_under_its_name() -> None:
+    links = {path.name: path.readlink() for path in (ROOT / "shoal").iterdir() if path.is_symlink()}
+    assert links == {folder: Path("..", folder) for folder in FOLDERS}
 
 
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
         pytest.param(
-            {"policies/a.py": "import runtime.b", "runtime/b.py": ""},
-            "policies.a:1: policies may not import runtime",
+            {"policies/a.py": "import shoal.runtime.b", "runtime/b.py": ""},
+            "shoal.policies.a:1: policies may not import runtime",
             id="policies-import-runtime",
         ),
         pytest.param(
-            {"runtime/a.py": "from server import b", "server/b.py": ""},
-            "runtime.a:1: runtime may not import server",
+            {"runtime/a.py": "from shoal.server import b", "server/b.py": ""},
+            "shoal.runtime.a:1: runtime may not import server",
             id="runtime-imports-server",
         ),
         pytest.param(
-            {"loadgen/a.py": "import os\nfrom runtime.b import c", "runtime/b.py": "c = 1"},
-            "loadgen.a:2: loadgen may not import runtime",
+            {"loadgen/a.py": "import os\nfrom shoal.runtime.b import c", "runtime/b.py": "c = 1"},
+            "shoal.loadgen.a:2: loadgen may not import runtime",
             id="loadgen-imports-runtime",
         ),
         pytest.param(
-            {"grafana/a.py": "import runtime.b", "runtime/b.py": ""},
-            "grafana.a:1: grafana may not import runtime",
+            {"loadgen/a.py": "from shoal.loadgen.bench import b", "loadgen/bench/b.py": ""},
+            "shoal.loadgen.a:1: loadgen may not import loadgen.bench",
+            id="loadgen-imports-benchmarks",
+        ),
+        pytest.param(
+            {"server/a.py": "from shoal.loadgen.bench.b import c", "loadgen/bench/b.py": "c = 1"},
+            "shoal.server.a:1: server may not import loadgen.bench",
+            id="server-imports-benchmarks",
+        ),
+        pytest.param(
+            {"grafana/a.py": "import shoal.runtime.b", "runtime/b.py": ""},
+            "shoal.grafana.a:1: grafana may not import runtime",
             id="grafana-imports-runtime",
         ),
         pytest.param(
-            {"server/a.py": "from runtime.engine.b import c", "runtime/engine/b.py": "c = 1"},
-            "server.a:1: server may not import runtime.engine.b",
+            {"server/a.py": "from shoal.runtime.engine.b import c", "runtime/engine/b.py": "c = 1"},
+            "shoal.server.a:1: server may not import shoal.runtime.engine.b",
             id="server-imports-engine",
         ),
         pytest.param(
-            {"server/a.py": "from runtime.controller import b", "runtime/controller/b.py": ""},
-            "server.a:1: server may not import runtime.controller.b",
+            {
+                "server/a.py": "from shoal.runtime.controller import b",
+                "runtime/controller/b.py": "",
+            },
+            "shoal.server.a:1: server may not import shoal.runtime.controller.b",
             id="server-imports-controller",
         ),
         pytest.param(
+            {
+                "loadgen/bench/a.py": "from shoal.runtime.controller import b",
+                "runtime/controller/b.py": "",
+            },
+            "shoal.loadgen.bench.a:1: loadgen.bench may not import shoal.runtime.controller.b",
+            id="benchmark-of-servers-imports-controller",
+        ),
+        pytest.param(
             {"runtime/a.py": "from tests.server import b"},
-            "runtime.a:1: runtime may not import tests",
+            "shoal.runtime.a:1: runtime may not import tests",
             id="product-imports-tests",
         ),
         pytest.param(
-            {"policies/a.py": "import vllm"}, "policies.a:1: may not import vllm", id="vllm"
+            {"runtime/a.py": "from policies.b import c", "policies/b.py": "c = 1"},
+            "shoal.runtime.a:1: policies.b is shoal.policies.b",
+            id="name-that-no-wheel-has",
         ),
         pytest.param(
-            {"runtime/engine/agent.py": "def f():\n    import torch.nn"},
-            "runtime.engine.agent:2: may not import torch",
+            {"policies/a.py": "import vllm"}, "shoal.policies.a:1: may not import vllm", id="vllm"
+        ),
+        pytest.param(
+            {"runtime/engine/agent/agent.py": "def f():\n    import torch.nn"},
+            "shoal.runtime.engine.agent.agent:2: may not import torch",
             id="torch-in-a-function",
         ),
         pytest.param(
             {"server/a.py": "import importlib\nimportlib.import_module('vllm.config')"},
-            "server.a:2: may not import vllm",
+            "shoal.server.a:2: may not import vllm",
             id="vllm-by-name",
         ),
         pytest.param(
             {
-                "runtime/controller/a.py": "import runtime.b",
-                "runtime/b.py": "from runtime.engine import weights",
-                "runtime/engine/weights.py": "import torch",
+                "runtime/controller/a.py": "import shoal.runtime.b",
+                "runtime/b.py": "from shoal.runtime.engine.weights import shared_weights",
+                "runtime/engine/weights/shared_weights.py": "import torch",
             },
-            "runtime.controller.a: imports a model library by way of "
-            "runtime.b -> runtime.engine.weights -> torch",
+            "shoal.runtime.controller.a: imports a model library by way of "
+            "shoal.runtime.b -> shoal.runtime.engine.weights.shared_weights -> torch",
             id="vllm-in-the-controller-by-way-of-others",
         ),
         pytest.param(
-            {"runtime/a.py": "import runtime.b", "runtime/b.py": "from runtime import a"},
+            {
+                "runtime/a.py": "import shoal.runtime.b",
+                "runtime/b.py": "from shoal.runtime import a",
+            },
             "import cycle of modules: ",
             id="cycle",
         ),
@@ -105,17 +139,31 @@ def test_repository_is_what_was_read() -> None:
         ),
         pytest.param(
             {
-                "runtime/x/a.py": "import runtime.y.a",
+                "runtime/x/a.py": "import shoal.runtime.y.c",
                 "runtime/x/b.py": "",
-                "runtime/y/a.py": "",
-                "runtime/y/b.py": "import runtime.x.b",
+                "runtime/y/c.py": "",
+                "runtime/y/d.py": "def f():\n    import shoal.runtime.x.b",
             },
-            "import cycle of packages: ",
-            id="package-cycle",
+            "import cycle of folders: ",
+            id="folder-cycle-through-a-function",
+        ),
+        pytest.param(
+            {
+                "runtime/a.py": "import shoal.runtime.x.b",
+                "runtime/x/b.py": "import shoal.runtime.c",
+                "runtime/c.py": "",
+            },
+            "import cycle of folders: ",
+            id="folder-cycle-with-its-parent",
+        ),
+        pytest.param(
+            {"runtime/a.py": "", "server/x/a.py": ""},
+            "shoal.server.x.a: shoal.runtime.a has that name",
+            id="one-name-for-two",
         ),
         pytest.param(
             {"policies/a.py": "x = 1\n" * (MAX_LINES + 1)},
-            f"policies.a: {MAX_LINES + 1} lines, more than {MAX_LINES}",
+            f"shoal.policies.a: {MAX_LINES + 1} lines, more than {MAX_LINES}",
             id="length",
         ),
     ],
@@ -131,25 +179,47 @@ def test_broken_rule_is_reported(tmp_path: Path, files: dict[str, str], problem:
     [
         pytest.param(
             {
-                "server/a.py": "import runtime.b, policies.c",
+                "server/a.py": "import shoal.runtime.b, shoal.policies.c",
                 "runtime/b.py": "",
                 "policies/c.py": "",
             },
             id="downwards",
         ),
-        pytest.param({"runtime/engine/weights.py": "import torch, vllm"}, id="named-module"),
-        pytest.param({"server/frontend.py": "from vllm.config import x"}, id="named-front-end"),
         pytest.param(
             {
-                "runtime/controller/a.py": "def f():\n    import runtime.engine.weights",
-                "runtime/engine/weights.py": "import torch",
+                "loadgen/bench/a.py": "import shoal.server.x.b",
+                "server/x/b.py": "import shoal.loadgen.c",
+                "loadgen/c.py": "",
+            },
+            id="benchmarks-above-the-server",
+        ),
+        pytest.param(
+            {
+                "loadgen/bench/controller_loop.py": "import shoal.runtime.controller.b",
+                "runtime/controller/b.py": "",
+            },
+            id="benchmark-of-the-controller",
+        ),
+        pytest.param(
+            {"runtime/engine/weights/shared_weights.py": "import torch, vllm"}, id="named-module"
+        ),
+        pytest.param(
+            {"server/frontend/frontend.py": "from vllm.config import x"}, id="named-front-end"
+        ),
+        pytest.param(
+            {
+                "runtime/controller/a.py": "def f():\n    import shoal.runtime.engine.kv.kv_cache",
+                "runtime/engine/kv/kv_cache.py": "import torch",
             },
             id="lazily",
         ),
         pytest.param(
-            {"runtime/a.py": "import runtime.engine.b", "runtime/engine/b.py": "import runtime.c"}
-            | {"runtime/c.py": "x = 1\n" * MAX_LINES},
-            id="package-and-its-subpackage",
+            {"runtime/a.py": "", "runtime/x/__init__.py": "", "runtime/y/__init__.py": ""}
+            | {
+                "runtime/x/b.py": "x = 1\n" * MAX_LINES,
+                "runtime/y/c.py": "import shoal.runtime.x.b",
+            },
+            id="folders-in-order",
         ),
     ],
 )

@@ -9,12 +9,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.random_checkpoint import (
-    SPECIAL_TOKENS,
-    Architecture,
-    CheckpointSpec,
-    write_checkpoint,
-)
+from tests.random_checkpoint import SPECIAL_TOKENS, Architecture, CheckpointSpec, write_checkpoint
 from tests.variety import ends_in_loop, is_varied
 
 PROMPTS = (

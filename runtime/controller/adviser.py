@@ -2,11 +2,11 @@
 
 import logging
 
-from policies.plan import Plan, PlanError, Policy, check_plan
-from policies.registry import get_policy
-from policies.snapshot import Snapshot
-from runtime.clock import Clock
-from runtime.controller.statistics import Statistics
+from shoal.policies.registry import get_policy
+from shoal.policies.values.plan import Plan, PlanError, Policy, check_plan
+from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.clock import Clock
+from shoal.runtime.controller.books.statistics import Statistics
 
 log = logging.getLogger("shoal.controller")
 

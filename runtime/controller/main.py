@@ -1,9 +1,9 @@
 """The controller as a process of the node."""
 
-from runtime.config import Addresses, NodeConfig
-from runtime.controller.process import Controller
-from runtime.heartbeat import Heartbeat, heartbeat_path
-from runtime.transport import ZmqControllerTransport
+from shoal.runtime.config import Addresses, NodeConfig
+from shoal.runtime.controller.loop import Controller
+from shoal.runtime.node.heartbeat import Heartbeat, heartbeat_path
+from shoal.runtime.protocol.transport import ZmqControllerTransport
 
 
 def run_controller(config: NodeConfig) -> None:

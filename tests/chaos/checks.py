@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from server.bench.processes import Growth
+from shoal.loadgen.bench.process_memory import Growth
 from tests.chaos.events import Plan
 
 

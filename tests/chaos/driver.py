@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from policies.partition import groups_of
-from runtime.engine.fake_core import expected_tokens
-from server.bench.processes import MemoryLog, name_and_mib, tree
+from shoal.loadgen.bench.process_memory import MemoryLog, name_and_mib, tree
+from shoal.policies.values.partition import groups_of
+from shoal.runtime.engine.fake.fake_core import expected_tokens
 from tests.chaos.checks import (
     Ending,
     Record,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from server.bench.processes import name_and_mib
+from shoal.loadgen.bench.process_memory import name_and_mib
 
 _NAME_LENGTH = 80
 

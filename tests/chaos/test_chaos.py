@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from server.bench.processes import Growth
+from shoal.loadgen.bench.process_memory import Growth
 from tests.chaos import driver
 from tests.chaos.checks import (
     OUTCOMES,

@@ -22,7 +22,7 @@ OTHERS = frozenset(
         *("--build-arg", "--shm-size"),  # Docker
         *("--cascade", "--set"),  # kubectl, Helm
         "--max-instance-failover-reroute-attempts",  # production-stack
-        "--without",  # grafana.verify
+        "--without",  # shoal.grafana.verify
     }
 )
 """Options of other programs that the pages name by themselves."""

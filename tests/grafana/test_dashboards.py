@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from grafana.boards import FOLDER
-from grafana.generate import Page, pages, render
+from shoal.grafana.boards import FOLDER
+from shoal.grafana.generate_dashboards import Page, pages, render
 from tests.grafana.scraper import RULES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,7 +37,7 @@ def charts(board: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_committed_json_is_what_the_code_makes(page: Page) -> None:
     committed = (FOLDER / f"{page.name}.json").read_text()
-    assert render(page) == committed, "run `python -m grafana.generate`"
+    assert render(page) == committed, "run `python -m shoal.grafana.generate_dashboards`"
 
 
 def test_no_file_is_left_of_a_dashboard_that_is_gone() -> None:

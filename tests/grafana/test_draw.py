@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from grafana.api import Prometheus, PrometheusError
-from grafana.boards import FOLDER, Window, read_boards
-from grafana.draw import draw
+from shoal.grafana.api import Prometheus, PrometheusError
+from shoal.grafana.boards import FOLDER, Window, read_boards
+from shoal.grafana.draw import draw
 
 BOARDS = read_boards(FOLDER)
 TARGETS = [target for board in BOARDS for panel in board.panels for target in panel.targets]

@@ -10,9 +10,9 @@ from itertools import cycle
 import httpx
 import pytest
 
-from grafana.api import Prometheus, PrometheusError
-from grafana.boards import FOLDER, Board, Choice, Target, Window, read_boards
-from grafana.verify import problems
+from shoal.grafana.api import Prometheus, PrometheusError
+from shoal.grafana.boards import FOLDER, Board, Choice, Target, Window, read_boards
+from shoal.grafana.verify import problems
 from tests.grafana.scraper import SCRAPE_SECONDS, need, scraper
 from tests.server.node import ServedNode
 
@@ -51,7 +51,15 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 def load(node: ServedNode) -> None:
     """Replay load and switch meanwhile, with a request between two switches."""
-    command = [sys.executable, "-m", "server.cli", "replay", "--base-url", node.url, *LOAD]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal.server.commands.cli",
+        "replay",
+        "--base-url",
+        node.url,
+        *LOAD,
+    ]
     short = {"model": "shoal-demo", "prompt": "x", "max_tokens": 20, "ignore_eos": True}
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as replay,

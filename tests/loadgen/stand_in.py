@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from loadgen.replay import TICK_SECONDS
+from shoal.loadgen.open_loop import TICK_SECONDS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

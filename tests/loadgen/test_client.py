@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from loadgen.client import Client, ClientError, Endpoint, Settings
-from loadgen.exchange import Exchange, Flaw, Outcome
-from loadgen.workload import Arrival
+from shoal.loadgen.client import Client, ClientError, Endpoint, Settings
+from shoal.loadgen.exchange import Exchange, Flaw, Outcome
+from shoal.loadgen.workload import Arrival
 from tests.loadgen.stand_in import DONE, StandIn, event, events, stand_in, stream, token, usage
 
 

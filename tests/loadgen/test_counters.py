@@ -5,10 +5,10 @@ import time
 import pytest
 from aiohttp import web
 
-from loadgen.client import Client, ClientError, Settings
-from loadgen.counters import Count, ServerCounters, compare, read_counters, settled_counters
-from loadgen.exchange import Exchange, Outcome
-from loadgen.workload import Arrival
+from shoal.loadgen.client import Client, ClientError, Settings
+from shoal.loadgen.counters import Count, ServerCounters, compare, read_counters, settled_counters
+from shoal.loadgen.exchange import Exchange, Outcome
+from shoal.loadgen.workload import Arrival
 from tests.loadgen.stand_in import stand_in
 
 METRICS = """\

@@ -2,8 +2,8 @@
 
 from xml.etree import ElementTree
 
-from loadgen.plot import Curve, Timeline, draw, figure
-from loadgen.report import Record
+from shoal.loadgen.plot import Curve, Timeline, draw, figure
+from shoal.loadgen.summary import Record
 
 SVG = "{http://www.w3.org/2000/svg}"
 PANELS = ["requests on the node", "output tokens per second", "P90 TTFT by arrival, s"]

@@ -11,9 +11,9 @@ import pytest_asyncio
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from loadgen.client import Client, ClientError, Settings
-from loadgen.prompts import WORDS, Prompts, text_prompts, token_prompts
-from loadgen.workload import Arrival, Block
+from shoal.loadgen.client import Client, ClientError, Settings
+from shoal.loadgen.prompts import WORDS, Prompts, text_prompts, token_prompts
+from shoal.loadgen.workload import Arrival, Block
 from tests.loadgen.stand_in import StandIn, events, stand_in, stream
 
 OVERHEAD = 5

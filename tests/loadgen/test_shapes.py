@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from loadgen.shapes import DEFAULT_REQUESTS, SHAPES, URGENT, Lengths, make_up
-from loadgen.workload import Phase
+from shoal.loadgen.shapes import DEFAULT_REQUESTS, SHAPES, URGENT, Lengths, make_up
+from shoal.loadgen.workload import Phase
 
 
 @pytest.mark.parametrize("shape", SHAPES)

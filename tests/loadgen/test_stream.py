@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from loadgen.stream import Chunk, EventStream
+from shoal.loadgen.stream import Chunk, EventStream
 from tests.loadgen.stand_in import DONE, event, token, usage
 
 WHOLE = token() + b": ping\n\n" + b"event: x\r\n" + token("length") + usage(7, 2) + DONE

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.traces import TraceError, read_trace
-from loadgen.workload import Block
+from shoal.loadgen.traces import TraceError, read_trace
+from shoal.loadgen.workload import Block
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

@@ -19,13 +19,13 @@ from vllm.benchmarks.lib.endpoint_request_func import (
 from vllm.benchmarks.plot import construct_timeline_data
 from vllm.benchmarks.serve import calculate_metrics
 
-from loadgen.client import Client, Endpoint, Settings
-from loadgen.exchange import Exchange, Outcome
-from loadgen.replay import Run
-from loadgen.report import Objective
-from loadgen.results import Result, encode
-from loadgen.validity import judge
-from loadgen.workload import Arrival
+from shoal.loadgen.client import Client, Endpoint, Settings
+from shoal.loadgen.exchange import Exchange, Outcome
+from shoal.loadgen.open_loop import Run
+from shoal.loadgen.replay_results import Result, encode
+from shoal.loadgen.summary import Objective
+from shoal.loadgen.validity import judge
+from shoal.loadgen.workload import Arrival
 from tests.loadgen.stand_in import StandIn, events, stand_in, stream, token
 
 PERCENTILES = [90.0, 99.0]

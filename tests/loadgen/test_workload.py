@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadgen.workload import Arrival, Block, Phase, Workload, with_phases
+from shoal.loadgen.workload import Arrival, Block, Phase, Workload, with_phases
 
 
 def test_scaling_moves_arrivals_together() -> None:

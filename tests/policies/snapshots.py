@@ -5,9 +5,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policies.cost_model import CostModel, Hardware, ModelShape
-from policies.partition import Group, Partition, degrees, groups_of, singles
-from policies.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
+from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
+from shoal.policies.values.partition import Group, Partition, degrees, groups_of, singles
+from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
 
 LAYOUTS = tuple(LayoutState(d, 4, 30, 4 * d, 120 * d) for d in (1, 2, 4, 8))
 MODEL = CostModel(

@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.plan import Dispatch, Plan, PlanError, Policy, check_plan
-from policies.registry import POLICIES, UnknownPolicyError, get_policy
-from policies.snapshot import LayoutState, Snapshot
-from tests.policies.snapshots import (
-    MODEL,
-    TARGETS,
-    request,
-    snapshot,
-    snapshots,
-    unit,
-)
+from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
+from shoal.policies.values.plan import Dispatch, Plan, PlanError, Policy, check_plan
+from shoal.policies.values.snapshot import LayoutState, Snapshot
+from tests.policies.snapshots import MODEL, TARGETS, request, snapshot, snapshots, unit
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from policies.partition import groups_of, singles
-from policies.plan import Policy, check_plan
-from policies.registry import POLICIES
-from policies.snapshot import Snapshot
+from shoal.policies.registry import POLICIES
+from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.plan import Policy, check_plan
+from shoal.policies.values.snapshot import Snapshot
 from tests.policies.snapshots import request, snapshot, snapshots, unit
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"

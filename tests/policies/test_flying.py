@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from policies.cost_model import Batch, Mode
-from policies.flying import FLYING, PROMPT, FlyingSettings
-from policies.partition import groups_of, singles
-from policies.snapshot import LayoutState, Snapshot, UnitState
+from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.policies.flying import FLYING, PROMPT, FlyingSettings
+from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.snapshot import LayoutState, Snapshot, UnitState
 from tests.policies.snapshots import MODEL, request, snapshot, unit
 
 SETTINGS = FlyingSettings()

@@ -4,17 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from policies.cost_model import CostModel
-from policies.forecast import (
-    HORIZON_SECONDS,
-    LASTS_SECONDS,
-    Class,
-    Forecast,
-    Pace,
-    served,
-)
-from policies.partition import Partition, groups_of, singles
-from policies.snapshot import LayoutState, Snapshot, Target
+from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.forecast import HORIZON_SECONDS, LASTS_SECONDS, Class, Forecast, Pace, served
+from shoal.policies.values.partition import Partition, groups_of, singles
+from shoal.policies.values.snapshot import LayoutState, Snapshot, Target
 from tests.policies.snapshots import request
 from tests.policies.test_slo import DP, MODEL, TP, node
 

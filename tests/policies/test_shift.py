@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.cost_model import Batch, CostModel, Mode
-from policies.partition import groups_of, singles
-from policies.registry import get_policy
-from policies.shift import (
+from shoal.policies.cost.cost_model import Batch, CostModel, Mode
+from shoal.policies.registry import get_policy
+from shoal.policies.shift import (
     DEFAULT_THRESHOLD,
     MOST_TOKENS,
     SHIFT,
@@ -18,6 +17,7 @@ from policies.shift import (
     parse_threshold,
     tokens_for,
 )
+from shoal.policies.values.partition import groups_of, singles
 from tests.policies.snapshots import MODEL, snapshot, unit
 
 SP = replace(MODEL, max_sp=8)

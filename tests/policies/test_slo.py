@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from policies.cost_model import CostModel, Hardware, ModelShape
-from policies.partition import Partition, groups_of, singles
-from policies.slo import LEAST_SECONDS, SETTLE_SECONDS, SLO
-from policies.snapshot import Snapshot, Target
+from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
+from shoal.policies.slo import LEAST_SECONDS, SETTLE_SECONDS, SLO
+from shoal.policies.values.partition import Partition, groups_of, singles
+from shoal.policies.values.snapshot import Snapshot, Target
 from tests.policies.snapshots import LAYOUTS, request, snapshot, unit
 
 SHAPE = ModelShape(80, 8192, 64, 8, 128, parameters=70e9, weight_bytes=1.0)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from policies.snapshot import LayoutState, UnitState
-from policies.static import MANUAL, STATIC_DP, STATIC_TP, dispatch_least_loaded
+from shoal.policies.static import MANUAL, STATIC_DP, STATIC_TP, dispatch_least_loaded
+from shoal.policies.values.snapshot import LayoutState, UnitState
 from tests.policies.snapshots import request, snapshot, unit
 
 

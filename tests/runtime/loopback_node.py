@@ -11,22 +11,22 @@ from typing import Any
 
 import msgspec
 
-from runtime import messages as m
-from runtime import wire
-from runtime.clock import ManualClock
-from runtime.config import FakeSettings, NodeConfig
-from runtime.controller.process import Controller
-from runtime.engine.agent import Agent
-from runtime.engine.fake import FakeBackend
-from runtime.engine.fake_core import NO_FAULTS, Faults, expected_tokens
-from runtime.engine.interface import RunnerDied
-from runtime.engine.step_times import Devices
-from runtime.loopback import LoopbackNetwork
-from runtime.metrics import Sample
-from runtime.transport import SUPERVISOR, Frames, front_identity
-from runtime.views import SwitchView
-from server.interruptions import Interruptions
-from server.ordering import InOrder
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.controller.loop import Controller
+from shoal.runtime.engine.agent.agent import Agent
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.fake.fake_backend import FakeBackend
+from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults, expected_tokens
+from shoal.runtime.engine.fake.step_times import Devices
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.loopback import LoopbackNetwork
+from shoal.runtime.protocol.messages.metrics import Sample
+from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.transport import SUPERVISOR, Frames, front_identity
+from shoal.server.frontend.interruptions import Interruptions
+from shoal.server.frontend.ordering import InOrder
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
 SMALL = FakeSettings(num_blocks=64, block_tokens=4, max_num_seqs=8, max_model_len=400)

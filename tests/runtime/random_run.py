@@ -5,15 +5,15 @@ from typing import get_args
 
 import pytest
 
-from policies import registry
-from policies.partition import Group, Partition, groups_of
-from policies.plan import Plan, Policy, TreatmentName
-from policies.shift import ShiftRule
-from policies.snapshot import Snapshot
-from policies.static import dispatch_least_loaded, with_singles
-from runtime.controller import pauses
-from runtime.controller.demand import SwitchBudget
-from runtime.messages import (
+from shoal.policies import registry
+from shoal.policies.shift import ShiftRule
+from shoal.policies.static import dispatch_least_loaded, with_singles
+from shoal.policies.values.partition import Group, Partition, groups_of
+from shoal.policies.values.plan import Plan, Policy, TreatmentName
+from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.controller.books.demand import SwitchBudget
+from shoal.runtime.controller.requests import pauses
+from shoal.runtime.protocol.messages import (
     AuditDone,
     AuditNode,
     CallFailed,

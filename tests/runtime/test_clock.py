@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from runtime.clock import ManualClock
+from shoal.runtime.clock import ManualClock
 
 TICK_SECONDS = 0.01
 """Of the kernel's count of when a process began."""
 
 
 def test_process_seconds_count_from_the_start_of_the_process() -> None:
-    code = "from runtime.clock import process_seconds as p; print(p(), p())"
+    code = "from shoal.runtime.clock import process_seconds as p; print(p(), p())"
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     elapsed = time.monotonic() - before

@@ -11,11 +11,11 @@ import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from runtime import layout_configs as module
-from runtime.config import NodeConfig
-from runtime.engine.executor import UnitExecutor
-from runtime.engine.layouts import layout_config
-from runtime.layout_configs import (
+from shoal.runtime import layout_configs as module
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.engine.layouts.vllm_layout import layout_config
+from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.layout_configs import (
     ConfigurationDiffersError,
     LayoutConfigs,
     differences,
@@ -24,7 +24,7 @@ from runtime.layout_configs import (
     layout_configs,
     prepare,
 )
-from server.options import DEMO_CHECKPOINT
+from shoal.server.options.serve_options import DEMO_CHECKPOINT
 
 ENGINES_ADD = {
     "additional_config.shoal_weights": "the order of the weights, for vLLM's compile cache",

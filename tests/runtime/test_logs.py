@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.logs import LogFormat, configure_logging
-from runtime.messages import Treatment
-from runtime.views import SwitchView
+from shoal.runtime.logs import LogFormat, configure_logging
+from shoal.runtime.protocol.messages import Treatment
+from shoal.runtime.protocol.messages.views import SwitchView
 
 
 @pytest.fixture

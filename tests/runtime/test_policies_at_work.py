@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from policies.cost_model import Batch, StepKind
-from policies.registry import POLICIES
-from runtime import messages as m
-from runtime.config import FakeSettings
-from runtime.wire import FinishReason
+from shoal.policies.cost.cost_model import Batch, StepKind
+from shoal.policies.registry import POLICIES
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.wire import FinishReason
 from tests.policies.snapshots import MODEL, TARGETS
 from tests.runtime.loopback_node import LoopbackNode
 

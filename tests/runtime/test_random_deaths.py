@@ -2,10 +2,10 @@
 
 import pytest
 
-from policies.partition import Partition, groups_of
-from runtime.controller.book import EngineState
-from runtime.transport import Frames
-from runtime.wire import FinishReason
+from shoal.policies.values.partition import Partition, groups_of
+from shoal.runtime.controller.books.book import EngineState
+from shoal.runtime.protocol.transport import Frames
+from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun, hasty
 

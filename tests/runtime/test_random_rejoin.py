@@ -2,11 +2,11 @@
 
 import pytest
 
-from policies.partition import groups_of, singles
-from runtime.controller.book import Engine, EngineState
-from runtime.controller.rejoin import FORM_SECONDS, RETRY_SECONDS
-from runtime.engine.fake_core import NO_FAULTS, Faults
-from runtime.wire import FinishReason
+from shoal.policies.values.partition import groups_of, singles
+from shoal.runtime.controller.books.book import Engine, EngineState
+from shoal.runtime.controller.failures.rejoin import FORM_SECONDS, RETRY_SECONDS
+from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
+from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.test_random_deaths import ENGINES, DeadlyRun
 

@@ -6,9 +6,9 @@ must be clean. The controls show that each of these would be noticed.
 
 import pytest
 
-from runtime.engine.fake_core import Faults
-from runtime.messages import CallFailed, SwitchDone, Treatment
-from runtime.wire import FinishReason
+from shoal.runtime.engine.fake.fake_core import Faults
+from shoal.runtime.protocol.messages import CallFailed, SwitchDone, Treatment
+from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun, hasty
 

@@ -15,7 +15,7 @@ def damaging_shoal(arguments: list[str]) -> int:
     """Be the ``shoal`` command; while it is demanded, every bind is the end of all KV before it."""
     import torch
 
-    from runtime.engine.runner import Runner  # before engines are forked
+    from shoal.runtime.engine.runner.runner import Runner  # before engines are forked
 
     bind = Runner._on_bind
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from server.bench.processes import tree
+from shoal.loadgen.bench.process_memory import tree
 
 _LISTENING = "0A"
 

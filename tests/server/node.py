@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from server import cli
+from shoal.server.commands import cli
 from tests import preloaded
 
 ADDRESS = re.compile(r"on (http://[^\s\"]+)")
@@ -60,7 +60,7 @@ def run_shoal(
 
 def _run_fresh(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "server.cli", *arguments],
+        [sys.executable, "-m", "shoal.server.commands.cli", *arguments],
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,8 +18,9 @@ from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from runtime.layout_configs import LayoutConfigs, facts_of
-from server import configuration, serve
+from shoal.runtime.layout_configs import LayoutConfigs, facts_of
+from shoal.server.commands import serve
+from shoal.server.options import vllm_options
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ def stock(argv: Sequence[str]) -> Made:
 def ours(argv: Sequence[str], degrees: Sequence[int] = (1,)) -> Made:
     """Do what ``shoal serve`` does with a command line."""
     args = serve.read_options(argv).args
-    engine_args = configuration.engine_args(args)
-    config = configuration.make_vllm_config(engine_args)
-    configs = configuration.make_layout_configs(engine_args, config, degrees)
+    engine_args = vllm_options.engine_args(args)
+    config = vllm_options.make_vllm_config(engine_args)
+    configs = vllm_options.make_layout_configs(engine_args, config, degrees)
     return Made(args, engine_args, config, configs)
 
 

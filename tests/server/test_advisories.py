@@ -7,6 +7,7 @@ grammars there is vLLM's own code. Tests of single parts stand beside them where
 import ast
 import asyncio
 import json
+import re
 import socket
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -20,12 +21,12 @@ from vllm.config.cache import CacheConfig, PrefixCachingHashAlgo
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from runtime.config import Addresses, NodeConfig
-from server.access import add_access_options, take_access
-from server.errors import UserError
-from server.grammars import REMEMBERED, GrammarCheck
-from server.keys import KeyRing, plain_key
-from server.placement import Placement, Placements
+from shoal.runtime.config import Addresses, NodeConfig
+from shoal.server.errors import UserError
+from shoal.server.frontend.grammars import REMEMBERED, GrammarCheck
+from shoal.server.gate.access import add_access_options, take_access
+from shoal.server.gate.keys import KeyRing, plain_key
+from shoal.server.gate.placement import Placement, Placements
 from tests.server.listeners import reachable
 from tests.server.node import ServedNode, key_file, served_node
 
@@ -86,15 +87,13 @@ def test_cve_2024_50050_2024_11041_2025_29783_2025_30165_2025_32444_2026_3059_pi
     assert len(sources) > 80
     unpicklers = {str(path.relative_to(ROOT)) for path in sources if imports(path) & UNPICKLERS}
     # Between an engine's two processes, which are one trust: nobody else knows the socket.
-    assert unpicklers == {"runtime/engine/steps.py"}
+    assert unpicklers == {"runtime/engine/link/instructions.py"}
     users = {
         str(path.relative_to(ROOT))
         for path in sources
-        if "steps.loads(" in path.read_text() or "steps import loads" in path.read_text()
+        if re.search(r"\binstructions(\.loads\(| import loads)", path.read_text())
     }
-    # The recorder, which only benchmarks start, reads what it has written itself.
-    names = ("executor", "recorder", "runner", "turns")
-    assert users <= {f"runtime/engine/{name}.py" for name in names}
+    assert users == {f"runtime/engine/link/{name}.py" for name in ("executor", "step_queues")}
     addresses = Addresses(tmp_path)
     sockets = (addresses.engines, addresses.control, addresses.front_input(0), addresses.runner(1))
     assert all(address.startswith(f"ipc://{tmp_path}/") for address in sockets)

@@ -20,20 +20,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from runtime.messages import Treatment
+from shoal.runtime.protocol.messages import Treatment
 from tests.runtime.engine.prompts import make_model
 from tests.server.damage import VARIABLE, damaging_shoal
 from tests.server.node import ServedNode, served_node
-from tests.server.parity import (
-    KINDS,
-    MODEL,
-    Answer,
-    Case,
-    ask,
-    differences,
-    draw_case,
-    outputs_of,
-)
+from tests.server.parity import KINDS, MODEL, Answer, Case, ask, differences, draw_case, outputs_of
 from tests.server.stock_server import stock_server
 from tests.variety import distinct, ends_in_loop
 

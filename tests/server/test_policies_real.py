@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from policies.flying import FlyingSettings
-from policies.partition import Partition, groups_of, singles
-from policies.shift import DEFAULT_THRESHOLD
+from shoal.policies.flying import FlyingSettings
+from shoal.policies.shift import DEFAULT_THRESHOLD
+from shoal.policies.values.partition import Partition, groups_of, singles
 from tests.server.node import ServedNode, served_node
 from tests.variety import is_varied
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from server.options import DEMO_CHECKPOINT
+from shoal.server.options.serve_options import DEMO_CHECKPOINT
 from tests.server.node import ServedNode, served_node
 
 MARKS = ("<think>", "</think>")

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from server.access import Access, MetricsAccess
-from server.app import AppOptions, Backstage, build_admin_app, build_app
-from server.bench.processes import tree
-from server.frontend import VLLM_ROUTERS
+from shoal.loadgen.bench.process_memory import tree
+from shoal.server.frontend.app import AppOptions, Backstage, build_admin_app, build_app
+from shoal.server.frontend.frontend import VLLM_ROUTERS
+from shoal.server.gate.access import Access, MetricsAccess
 from tests.server.listeners import listeners, reachable
 from tests.server.node import ServedNode, key_file, served_node
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from server.bench.processes import tree
+from shoal.loadgen.bench.process_memory import tree
 from tests.server.listeners import listeners, reachable
 from tests.server.node import ServedNode, key_file, served_node
 

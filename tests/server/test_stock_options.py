@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from runtime.layout_configs import OF_THE_SIZE, flat
-from server import serve
-from server.errors import UserError
-from server.options import DEMO_CHECKPOINT, REFUSED
+from shoal.runtime.layout_configs import OF_THE_SIZE, flat
+from shoal.server.commands import serve
+from shoal.server.errors import UserError
+from shoal.server.options.serve_options import DEMO_CHECKPOINT, REFUSED
 from tests.server.stock import app_state, differing, ours, parser, stock
 
 MODEL = str(DEMO_CHECKPOINT)

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from runtime import messages as m
-from runtime import wire
-from runtime.config import FakeSettings
-from runtime.controller.pauses import PAUSE_SECONDS
-from runtime.wire import FinishReason
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.requests.pauses import PAUSE_SECONDS
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import SMALL, LoopbackNode, request_payload
 
 SEQUENTIAL, SOFT, HARD, INTERLEAVE = m.Treatment

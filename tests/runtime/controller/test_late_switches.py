@@ -2,15 +2,15 @@
 
 import pytest
 
-from policies import registry
-from policies.partition import Partition
-from policies.plan import Plan, Policy, TreatmentName
-from policies.snapshot import Snapshot
-from policies.static import dispatch_least_loaded
-from runtime import messages as m
-from runtime.config import FakeSettings
-from runtime.controller.pauses import PAUSE_SECONDS, TURN_SECONDS
-from runtime.wire import FinishReason
+from shoal.policies import registry
+from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.values.partition import Partition
+from shoal.policies.values.plan import Plan, Policy, TreatmentName
+from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.requests.pauses import PAUSE_SECONDS, TURN_SECONDS
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 
 ALONE = ((0,), (1,), (2,), (3,))

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from runtime import messages as m
-from runtime import wire
-from runtime.wire import FinishReason
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode, request_payload
 
 SOFT, HARD = m.Treatment.SOFT, m.Treatment.HARD

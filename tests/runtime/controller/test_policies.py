@@ -4,13 +4,13 @@ import logging
 
 import pytest
 
-from policies import registry
-from policies.partition import groups_of, singles
-from policies.plan import Dispatch, Plan, PlanFunction, Policy
-from policies.snapshot import Snapshot
-from runtime import messages as m
-from runtime.config import FakeSettings
-from runtime.controller.demand import BudgetSettings, SwitchBudget
+from shoal.policies import registry
+from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.plan import Dispatch, Plan, PlanFunction, Policy
+from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.books.demand import BudgetSettings, SwitchBudget
+from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
 
 TIMED = FakeSettings(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime import messages as m
-from runtime.views import SwitchTrace
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages.views import SwitchTrace
 from tests.runtime.loopback_node import LoopbackNode
 
 ALONE = ((0,), (1,))

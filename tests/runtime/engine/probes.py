@@ -18,15 +18,16 @@ import zmq
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from policies.partition import Group
-from runtime.config import Addresses, NodeConfig
-from runtime.engine import runner as runner_module
-from runtime.engine import steps, weights
-from runtime.engine.captured import CapturedStep
-from runtime.engine.head_order import head_shard
-from runtime.engine.runner import Runner, run_runner
-from runtime.engine.weights import owned_bytes as bytes_owned
-from runtime.messages import Mode
+from shoal.policies.values.partition import Group
+from shoal.runtime.config import Addresses, NodeConfig
+from shoal.runtime.engine.groups.head_order import head_shard
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.runner import runner as runner_module
+from shoal.runtime.engine.runner.runner import Runner, run_runner
+from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
+from shoal.runtime.engine.weights import shared_weights
+from shoal.runtime.engine.weights.shared_weights import owned_bytes as bytes_owned
+from shoal.runtime.protocol.messages import Mode
 
 
 def address(config: NodeConfig) -> str:
@@ -97,7 +98,7 @@ class ProbedRunner(Runner):
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
 
-    def _on_step(self, step: steps.Step) -> None:
+    def _on_step(self, step: instructions.Step) -> None:
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
         self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
@@ -111,7 +112,7 @@ class ProbedRunner(Runner):
             self.blocks[request_id] += new[0] if new else []
         super()._on_step(step)
 
-    def _on_sample(self, sample: steps.Sample) -> None:
+    def _on_sample(self, sample: instructions.Sample) -> None:
         self.deferred_samples += 1
         super()._on_sample(sample)
 
@@ -121,7 +122,7 @@ class ProbedRunner(Runner):
                 self.sampled.setdefault(request_id, []).extend(tokens)
         super()._answer_step(seq, output)
 
-    def _on_bind(self, bind: steps.Bind) -> None:
+    def _on_bind(self, bind: instructions.Bind) -> None:
         if not self.skips_reseed:
             super()._on_bind(bind)
             return
@@ -215,7 +216,7 @@ def _view_heads(runner: ProbedRunner, degree: int, shard: int) -> None:
     full = dict(runner._layouts[1].model.named_modules())
     for name, layer in runner._layouts[degree].model.named_modules():
         if name.endswith((".qkv_proj", ".o_proj")):
-            weights._view_shard(layer, full[name], shard, degree)
+            shared_weights._view_shard(layer, full[name], shard, degree)
 
 
 def swap_kv_heads(runner: ProbedRunner, degree: int) -> None:

@@ -22,21 +22,21 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from policies.partition import Group, Partition, degrees, singles
-from policies.plan import Dispatch, Plan, Policy, Room
-from policies.registry import POLICIES
-from policies.snapshot import Snapshot
-from runtime import messages as m
-from runtime import wire
-from runtime.config import MAX_RETRIES, Addresses, NodeConfig
-from runtime.controller.process import Controller
-from runtime.engine import vllm_backend
-from runtime.engine.recorder import run_recording_runner
-from runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
-from runtime.transport import SUPERVISOR, ZmqControllerTransport, front_identity
-from runtime.views import SwitchView
-from server.interruptions import Interruptions
-from server.ordering import InOrder
+from shoal.policies.registry import POLICIES
+from shoal.policies.values.partition import Group, Partition, degrees, singles
+from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
+from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.config import MAX_RETRIES, Addresses, NodeConfig
+from shoal.runtime.controller.loop import Controller
+from shoal.runtime.engine.runner.recorder import run_recording_runner
+from shoal.runtime.engine.scheduler import vllm_backend
+from shoal.runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.transport import SUPERVISOR, ZmqControllerTransport, front_identity
+from shoal.server.frontend.interruptions import Interruptions
+from shoal.server.frontend.ordering import InOrder
 from tests import preloaded
 from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes

@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 from typing import ClassVar
 
-from runtime.config import NodeConfig
-from runtime.engine import vllm_core
-from runtime.engine.shift import Shift
-from runtime.engine.vllm_backend import run_scheduler
-from runtime.engine.vllm_core import VllmCore
-from runtime.messages import Mode
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.engine.agent.step_mode import Shift
+from shoal.runtime.engine.scheduler import vllm_core
+from shoal.runtime.engine.scheduler.vllm_backend import run_scheduler
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore
+from shoal.runtime.protocol.messages import Mode
 
 
 class Script(enum.StrEnum):

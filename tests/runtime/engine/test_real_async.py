@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams
 
-from runtime import messages as m
-from runtime.messages import Mode
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock, random_prompts
 from tests.runtime.engine.real_node import RealNode

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import messages as m
+from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.messages import Mode
+from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from policies.partition import Group, Partition, groups_of, singles
-from runtime import messages as m
-from runtime.controller import capacity
+from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.runtime.controller.books import capacity
+from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock, random_prompts
 from tests.runtime.engine.real_node import RealNode

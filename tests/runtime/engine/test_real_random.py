@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from policies.partition import Group, Partition, groups_of, singles
-from runtime import messages as m
-from runtime.messages import Mode
+from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
 from tests.runtime.engine.real_node import RealNode, unit_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.recording import BoundPhase, read_phases
-from runtime.views import SwitchView
+from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.recording import BoundPhase, read_phases
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import messages as m
-from runtime.controller.book import EngineState
+from shoal.runtime.controller.books.book import EngineState
+from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed

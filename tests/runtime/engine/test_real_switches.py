@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import messages as m
-from runtime.controller import capacity
+from shoal.runtime.controller.books import capacity
+from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, random_prompts
 from tests.runtime.engine.real_node import RealNode

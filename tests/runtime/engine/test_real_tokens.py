@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from policies.partition import Group, Partition, groups_of, singles
-from runtime.messages import Mode
+from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, Stock, make_model
 from tests.runtime.engine.real_node import NODE_ARGS, RealNode, stock_tokens

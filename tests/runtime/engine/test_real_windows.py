@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from policies.partition import Partition
+from shoal.policies.values.partition import Partition
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
 from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens

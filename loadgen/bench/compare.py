@@ -1,0 +1,400 @@
+"""``shoal bench gpu`` and ``shoal bench serve-compare``: stock vLLM and Shoal on the same devices.
+
+Both fill one results file in a directory, and write its report beside it. What is there already is
+not measured again, so a run that was cut short is taken up by the same command.
+"""
+
+import argparse
+import asyncio
+import math
+import signal
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.loadgen.bench import comparison_tables, system_info
+from shoal.loadgen.bench.campaign import OF_RECORDINGS, Campaign, say
+from shoal.loadgen.bench.comparison_results import Results, ResultsFile
+from shoal.loadgen.bench.dummy_model import built_in_shapes, read_shape, write_model
+from shoal.loadgen.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
+from shoal.loadgen.bench.modes import MODES
+from shoal.loadgen.bench.open_loop_workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
+from shoal.loadgen.bench.rates import CHOOSING, RATES, Sweep, read_sweep
+from shoal.loadgen.bench.systems import (
+    CHECK,
+    COMPARED,
+    SHOAL,
+    STOCK_BETWEEN,
+    Settings,
+    System,
+    all_systems,
+    last_value,
+    recording,
+)
+from shoal.loadgen.traces import TraceError
+from shoal.loadgen.workload import Workload
+from shoal.policies.registry import UnknownPolicyError, get_policy
+from shoal.server.errors import UserError
+
+ENGINE_COUNTS = (1, 2, 4, 8)
+MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
+DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
+"""By the name of the benchmark; a trace is added where one is given."""
+DURATION_SECONDS = 60.0
+INCOMPLETE_EXIT_CODE = 3
+"""Something is still to be measured: run the same command again."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that ``argv`` begins with, and return the exit code.
+
+    Raises:
+        UserError: the arguments, or the directory of the results, are not valid.
+    """
+    args, options = _parser(argv[0]).parse_known_args(argv[1:])
+    settings = _settings(args, options)
+    config = read_shape(args.model_shape)
+    workloads = _workloads(args)
+    measures = args.measures or (*DEFAULT_MEASURES[argv[0]], *([TRACE] if args.trace else []))
+    if TRACE in measures and args.trace is None:
+        raise UserError(f"--measures {TRACE} needs --trace")
+    if recorded := tuple(name for name in OF_RECORDINGS if name in measures):
+        if set(measures) - set(OF_RECORDINGS):
+            # Their server is started to record, which costs every step of it a little.
+            raise UserError(
+                f"--measures {','.join(recorded)}: take no other with that; the same --out takes "
+                "it up"
+            )
+        measures = recorded
+    sweep = read_sweep(args, options) if RATES in measures else Sweep()
+    file = ResultsFile(args.out / "results.json")
+    try:
+        (args.out / "logs").mkdir(parents=True, exist_ok=True)
+        write_model(args.out / "model", config)
+    except OSError as error:
+        raise UserError(f"cannot write to {args.out}: {error.strerror}") from error
+    results = file.take_up(Results(settings, _sizes(args), config, system_info.environment()))
+    for name in (name for name in WORKLOADS if name in measures):
+        results.add_workload(name, _about(args, name, workloads[name]))
+    for name, about in sweep.about.items():
+        results.add_workload(name, about)
+    file.write(results)
+    campaign = Campaign(
+        systems=_chosen(args, _systems(args, settings, measures)),
+        measures=measures,
+        workloads=workloads,
+        policy=args.policy,
+        results=results,
+        file=file,
+        logs=args.out / "logs",
+        step_seconds=args.step_seconds,
+        sweep=sweep,
+    )
+    complete = run(campaign, args.budget_seconds)
+    report = comparison_tables.markdown(results)
+    (args.out / "report.md").write_text(report, encoding="utf-8")
+    print(report)
+    say(f"written: {args.out / 'results.json'}, {args.out / 'report.md'}")
+    return 0 if complete else INCOMPLETE_EXIT_CODE
+
+
+def run(campaign: Campaign, budget_seconds: float) -> bool:
+    """Run a campaign; SIGTERM ends it as Ctrl-C does, with no server left behind."""
+
+    async def measure() -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await campaign.run(budget_seconds)
+
+    try:
+        return asyncio.run(measure())
+    except asyncio.CancelledError:
+        return False
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _parser(benchmark: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"shoal bench {benchmark}",
+        description="Compare stock vLLM's static DP and static TP with Shoal. Options that are not "
+        "listed here go to every server.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    shapes = ", ".join(built_in_shapes())
+    add("--model-shape", required=True, metavar="NAME|FILE", help=f"{shapes}, or a config.json")
+    add("--engines", type=int, required=True, choices=ENGINE_COUNTS, help="GPUs to use")
+    add("--out", type=Path, required=True, metavar="DIR", help="results, report, logs")
+    add("--systems", type=_names(*COMPARED, CHECK), help=f"only these of {', '.join(COMPARED)}")
+    add(
+        "--degrees",
+        type=_integers,
+        default=(),
+        metavar="N,...",
+        help="degrees of TP between one GPU and all of them, measured too: stock replicas of N "
+        "GPUs each, and Shoal's groups of N",
+    )
+    add("--measures", type=_names(*MEASURES), help=f"only these of {', '.join(MEASURES)}")
+    add("--budget-seconds", type=float, default=540.0, help="(default: %(default)s)")
+    add("--step-seconds", type=float, default=150.0, help="start no system with less time left")
+    add(
+        "--check-model",
+        type=Path,
+        metavar="DIR",
+        help="a real checkpoint, on which Shoal's layouts shall agree",
+    )
+    _add_server_options(parser.add_argument_group("every server"))
+    _add_size_options(parser.add_argument_group("sizes"))
+    _add_workload_options(parser.add_argument_group("open-loop workloads"))
+    _add_rate_options(parser.add_argument_group(RATES))
+    return parser
+
+
+def _add_server_options(group: Any) -> None:
+    add = group.add_argument
+    add("--dtype", default="bfloat16", help="(default: %(default)s)")
+    add("--quantization", help="of the weights, as vLLM names it")
+    add("--max-model-len", type=int, default=32768, help="(default: %(default)s)")
+    add("--max-num-seqs", type=int, default=256, help="(default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=8192, help="(default: %(default)s)")
+    add("--gpu-memory-utilization", type=float, default=0.9, help="(default: %(default)s)")
+    add("--prefix-caching", action="store_true", help="leave vLLM's prefix caching on")
+    add("--api-servers", type=int, help="front ends (default: as many as GPUs)")
+    add("--shoal-option", action="append", default=[], help="for Shoal alone; may be repeated")
+
+
+def _add_size_options(group: Any) -> None:
+    add, sizes = group.add_argument, Sizes()
+    add("--batches", type=_integers, default=sizes.batches, help="requests per unit")
+    add("--prompts", type=_integers, default=sizes.prompts, help="prompt tokens of TTFT")
+    add(
+        "--saturation",
+        type=_integers,
+        default=sizes.saturation,
+        help="requests per GPU, their prompt and output tokens",
+    )
+    add("--long-prompts", type=_integers, help="prompt tokens of modes and breakdown")
+    add(
+        "--throughput-repeats",
+        type=int,
+        default=sizes.throughput_repeats,
+        help="runs of modes' throughputs, of which the best counts (default: %(default)s)",
+    )
+    add("--switches", type=int, default=sizes.switches, help="binds, idle and loaded")
+    add("--load", type=int, default=sizes.load, help="requests that every engine decodes")
+    add("--load-tokens", type=int, default=sizes.load_tokens, help="output of each")
+
+
+def _add_workload_options(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--duration",
+        type=_by_workload,
+        default={},
+        metavar="S|NAME=S,...",
+        help=f"seconds of {', '.join(WORKLOADS)} (default: {DURATION_SECONDS:g} each)",
+    )
+    add(
+        "--rate-scale",
+        type=_by_workload,
+        default={},
+        metavar="X|NAME=X,...",
+        help="how many times as fast they come (default: 1 each)",
+    )
+    add("--trace", type=Path, metavar="FILE", help="cut the busiest part out of this trace")
+    add("--policy", default="flying", help="decides Shoal's layout (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of what is made up (default: %(default)s)")
+
+
+def _add_rate_options(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--rates",
+        type=_positive,
+        default=(1.0, 2.0, 4.0, 6.0),
+        metavar="R,...",
+        help="requests per second (default: 1,2,4,6)",
+    )
+    add(
+        "--rate-seconds",
+        type=_seconds,
+        default=20.0,
+        metavar="S",
+        help="how long they come at each rate (default: %(default)g)",
+    )
+    add(
+        "--rate-request",
+        type=_integers,
+        default=(8000, 250),
+        metavar="PROMPT,OUTPUT",
+        help="tokens of every request (default: 8000,250)",
+    )
+    add(
+        "--policies",
+        type=_names(*CHOOSING),
+        default=("flying",),
+        metavar="NAME,...",
+        help=f"of Shoal, beside its fixed ways: {', '.join(CHOOSING)} (default: flying)",
+    )
+
+
+def _settings(args: Namespace, options: Sequence[str]) -> Settings:
+    return Settings(
+        shape=Path(args.model_shape).name,
+        engines=args.engines,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        prefix_caching=args.prefix_caching,
+        api_servers=args.api_servers or args.engines,
+        options=tuple(options),
+        shoal_options=_shoal_options(args),
+        degrees=_degrees(args),
+    )
+
+
+def _shoal_options(args: Namespace) -> tuple[str, ...]:
+    options = tuple(args.shoal_option)
+    largest = last_value(options, "--max-sp")
+    if largest is not None and not largest.isdecimal():
+        raise UserError(f"--shoal-option=--max-sp={largest}: say a number, on which figures depend")
+    return options
+
+
+def _degrees(args: Namespace) -> tuple[int, ...]:
+    for degree in args.degrees:
+        if degree not in STOCK_BETWEEN or degree >= args.engines:
+            raise UserError(
+                f"--degrees {degree}: it must be one of "
+                f"{', '.join(map(str, STOCK_BETWEEN))}, and less than --engines {args.engines}"
+            )
+    return tuple(sorted(set(args.degrees)))
+
+
+def _sizes(args: Namespace) -> Sizes:
+    if len(args.saturation) != 3:
+        raise UserError("--saturation: it must be REQUESTS,PROMPT,OUTPUT")
+    sizes = Sizes()
+    if args.switches < 1:
+        raise UserError(f"--switches {args.switches}: it must be at least 1")
+    if args.throughput_repeats < 1:
+        raise UserError(f"--throughput-repeats {args.throughput_repeats}: it must be at least 1")
+    return Sizes(
+        batches=args.batches,
+        prompts=args.prompts,
+        saturation=args.saturation,
+        switches=args.switches,
+        load=args.load,
+        load_tokens=args.load_tokens,
+        throughput_repeats=args.throughput_repeats,
+        long_prompts=args.long_prompts
+        or tuple(n for n in sizes.long_prompts if n < args.max_model_len),
+    )
+
+
+def _workloads(args: Namespace) -> dict[str, Workload]:
+    durations = {name: _of_workload(args.duration, name, DURATION_SECONDS) for name in WORKLOADS}
+    scales = {name: _of_workload(args.rate_scale, name, 1.0) for name in WORKLOADS}
+    try:
+        get_policy(args.policy)
+        found = {
+            name: make(args.seed, durations[name], scales[name]) for name, make in MADE_UP.items()
+        }
+        if args.trace is not None:
+            found[TRACE] = trace_cut(args.trace, durations[TRACE], scales[TRACE])
+    except (TraceError, UnknownPolicyError) as error:
+        raise UserError(str(error)) from error
+    return {name: workload.fitting(args.max_model_len) for name, workload in found.items()}
+
+
+def _about(args: Namespace, name: str, workload: Workload) -> dict[str, Any]:
+    """Return what a workload is made with."""
+    source = {"trace": args.trace.name} if name == TRACE else {"seed": args.seed}
+    return {
+        **source,
+        "seconds": _of_workload(args.duration, name, DURATION_SECONDS),
+        "rate_scale": _of_workload(args.rate_scale, name, 1.0),
+        "policy": args.policy,
+        "requests": len(workload.arrivals),
+        "prompt_tokens": sum(arrival.prompt_tokens for arrival in workload.arrivals),
+        "output_tokens": sum(arrival.output_tokens for arrival in workload.arrivals),
+    }
+
+
+def _of_workload(given: Mapping[str, float], name: str, default: float) -> float:
+    """Return a workload's own value, or that of all which have none."""
+    return given.get(name, given.get("", default))
+
+
+def _systems(args: Namespace, settings: Settings, measures: Sequence[str]) -> list[System]:
+    check_model = str(args.check_model) if args.check_model else None
+    found = all_systems(settings, str(args.out / "model"), check_model)
+    if not set(OF_RECORDINGS).intersection(measures):
+        return found
+    directory = (args.out / "recordings").absolute()
+    directory.mkdir(exist_ok=True)
+    return [recording(system, directory) for system in found if system.name == SHOAL]
+
+
+def _chosen(args: Namespace, systems: Sequence[System]) -> list[System]:
+    return [s for s in systems if args.systems is None or s.name in args.systems]
+
+
+def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return tuple(text.split(","))
+
+    return names
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,N,...") from error
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: each must be at least 1")
+    return numbers
+
+
+def _positive(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not X,X,...") from error
+    if not all(0 < number < math.inf for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: each must be more than 0")
+    return numbers
+
+
+def _seconds(text: str) -> float:
+    (number, *others) = _positive(text)
+    if others:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
+    return number
+
+
+def _by_workload(text: str) -> dict[str, float]:
+    """Return values by workload; under the empty name, that of all others."""
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.rpartition("=")
+        try:
+            found[name] = float(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{part!r} is not X or NAME=X") from error
+        if name and name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(WORKLOADS)}")
+        if not 0 < found[name] < math.inf:
+            raise argparse.ArgumentTypeError(f"{part!r}: it must be more than 0")
+    return found

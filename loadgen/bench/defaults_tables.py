@@ -1,0 +1,90 @@
+"""The figures of ``shoal bench defaults``, and their report: a table for each load."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shoal.loadgen.bench.markdown import MISSING, number, ratio, rows
+from shoal.loadgen.bench.systems import SHOAL
+
+KEPT = ("completed", "duration", "total_input_tokens", "output_throughput", "request_throughput")
+STATISTICS = ("ttft", "tpot", "itl", "e2el")
+LOWER_IS_BETTER: Mapping[str, str] = {
+    "mean_ttft_ms": "TTFT mean, ms",
+    "p90_ttft_ms": "TTFT P90, ms",
+    "mean_tpot_ms": "TPOT mean, ms",
+    "p90_itl_ms": "between tokens P90, ms",
+    "mean_e2el_ms": "request mean, ms",
+    "p90_e2el_ms": "request P90, ms",
+}
+HIGHER_IS_BETTER: Mapping[str, str] = {"output_throughput": "output tokens/s"}
+
+
+class SystemFigures(msgspec.Struct):
+    """What is known of one system."""
+
+    command: list[str]
+    start_seconds: float | None = None
+    ways: dict[str, dict[str, dict[str, Any]]] = {}
+    """By way and load: ``KEPT``, and ``STATISTICS`` in milliseconds as vLLM's client has them."""
+    failure: str | None = None
+
+
+class Figures(msgspec.Struct):
+    """One comparison. Taken up again by the next run into the same directory."""
+
+    shape: str
+    engines: int
+    trace: str | None
+    environment: dict[str, Any]
+    systems: dict[str, SystemFigures] = {}
+
+
+Columns = dict[str, dict[str, dict[str, Any]]]
+"""Figures by column and load."""
+
+
+def markdown(figures: Figures) -> str:
+    """Return the report: every load's figures, with ratios to the best of stock vLLM."""
+    environment = figures.environment
+    machine = ", ".join(environment.get("gpus") or ["no GPU"])
+    packages = ", ".join(f"{name} {v}" for name, v in environment.get("packages", {}).items())
+    variables = ", ".join(f"`{k}={v}`" for k, v in environment.get("variables", {}).items())
+    title = f"# {figures.shape} on {figures.engines} GPUs, all servers with their own defaults"
+    about = (
+        f"{machine}; driver {environment.get('driver')}; Python {environment.get('python')}; "
+        f"{packages}. Random weights. Environment: {variables or 'nothing that counts'}."
+    )
+    lines = [title, "", about, ""]
+    columns = _columns(figures)
+    for load in _loads(columns):
+        lines += [f"## {load}", "", *_table(columns, load), ""]
+    starts = [[n, number(s.start_seconds), s.failure or ""] for n, s in figures.systems.items()]
+    return "\n".join([*lines, *rows(["system", "ready after, s", "failed"], starts)]) + "\n"
+
+
+def _columns(figures: Figures) -> Columns:
+    return {
+        f"Shoal {way}" if name == SHOAL else name: loads
+        for name, system in figures.systems.items()
+        for way, loads in system.ways.items()
+    }
+
+
+def _loads(columns: Columns) -> list[str]:
+    return list(dict.fromkeys(load for loads in columns.values() for load in loads))
+
+
+def _table(columns: Columns, load: str) -> list[str]:
+    ours = [name for name in columns if name.startswith("Shoal")]
+    head = [f"of {load}", *columns, *(f"{name}, ratio to stock's best" for name in ours)]
+    body = []
+    for names, best in ((LOWER_IS_BETTER, min), (HIGHER_IS_BETTER, max)):
+        for key, label in names.items():
+            found = {name: loads.get(load, {}).get(key) for name, loads in columns.items()}
+            stock = [v for name, v in found.items() if name not in ours and v is not None]
+            base = best(stock) if stock else None
+            cells = [number(value) for value in found.values()]
+            body.append([label, *cells, *(ratio(found[name], base) for name in ours)])
+    return rows(head, body) if columns else [MISSING]

@@ -1,0 +1,296 @@
+"""How long layers of TP take: on weights of their own, as in stock vLLM, and on views of DP's.
+
+``python -m shoal.loadgen.bench.linear_kernels [--dtype fp8]`` needs one GPU, PyTorch and Triton;
+with vLLM it times vLLM's FP8 kernels too. Every figure is a replay of a CUDA graph of calls that
+each have a weight of their own, so that weights come from memory as in a model's step. What is
+fastest goes into the tables of ``partitioned_linear_kernel``.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.loadgen.bench.linear_layers import CANDIDATES, SHAPES, Layers, Qkv, Shape, kinds
+from shoal.runtime.engine.kernels.partitioned_linear_fp8 import BLOCK
+from shoal.runtime.engine.kernels.partitioned_linear_kernel import Scales, Tile, multiply
+
+TOKENS = {
+    "bf16": (1, 8, 16, 32, 64, 128, 256, 512, 1024),
+    "fp8": (1, 8, 16, 32, 64, 128, 512, 4096, 8192),
+    "fp8-block": (1, 8, 16, 32, 64, 128, 512, 4096, 8192),
+}
+REPLAYS = 15
+WORST_ERROR = 0.02
+"""Largest error, relative to the largest output, that is taken for rounding of 16-bit floats."""
+
+
+@dataclass
+class Case:
+    """What one layer, degree and number of tokens took: microseconds a call, by way."""
+
+    dtype: str
+    shape: str
+    degree: int
+    layer: str
+    tokens: int
+    columns: int
+    depth: int
+    ways: dict[str, float]
+    tiles: list[tuple[Tile, float]]
+    wrong: list[str]
+
+    @property
+    def stock(self) -> float:
+        """Time of one GEMM on a packed weight; not a number if that failed."""
+        return self.ways.get("stock", math.nan)
+
+    def __str__(self) -> str:
+        ways = " ".join(f"{name} {micros:.1f}" for name, micros in self.ways.items())
+        best = ", ".join(f"{_short(tile)} {micros:.1f}" for tile, micros in self.tiles[:2])
+        beside = f" ({self.tiles[0][1] / self.stock:.2f})" if self.tiles else ""
+        wrong = f" WRONG: {', '.join(self.wrong)}" if self.wrong else ""
+        name = f"{self.shape} tp{self.degree} {self.layer} M={self.tokens}"
+        return f"{name}: {ways} | {best}{beside}{wrong}"
+
+
+def _one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:40]
+
+
+def _short(tile: Tile) -> str:
+    order = "r" if tile.rows_first else ""
+    return (
+        f"{tile.tokens}x{tile.columns}x{tile.depth}/{tile.splits}w{tile.warps}s{tile.stages}{order}"
+    )
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def measure(call: Callable[[int], torch.Tensor], layers: int) -> float:
+    """Return the microseconds that ``call(layer)`` takes in a CUDA graph of one call a layer."""
+    stream = _stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call(0)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        for layer in range(layers):
+            call(layer)
+        graph.capture_end()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        graph.replay()
+        graph.replay()
+        for event in events[:-1]:
+            event.record(stream)
+            graph.replay()
+        events[-1].record(stream)
+        stream.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return float(times[len(times) // 2]) * 1000 / layers
+
+
+def run_case(shape: Shape, degree: int, dtype: str, layers: Layers, tokens: int) -> Case:
+    """Measure and check every way for one number of tokens."""
+    given = layers.input(tokens)
+    reference = layers.reference(given)
+    count = len(layers.packed)
+    case = Case(
+        dtype, shape.name, degree, layers.name, tokens, layers.columns, layers.depth, {}, [], []
+    )
+
+    def timed(name: str, call: Callable[[int], torch.Tensor]) -> float | None:
+        try:
+            first = call(0)
+            error = (first.float() - reference).abs().max() / reference.abs().max()
+            micros = measure(call, count)
+        except Exception as problem:  # noqa: BLE001 - one way that fails is a result
+            case.wrong.append(f"{name}: {type(problem).__name__} {_one_line(problem)}")
+            return None
+        if not error < WORST_ERROR:
+            case.wrong.append(f"{name}: error {error:.3g}")
+        if not torch.equal(call(0), first):
+            case.wrong.append(f"{name}: another result the second time")
+        return micros
+
+    ways = {**layers.ways(given), "op": layers.operator(given)}
+    for name, call in ways.items():
+        if (micros := timed(name, call)) is not None:
+            case.ways[name] = micros
+    for tile in candidates(dtype, tokens):
+        if (micros := timed(_short(tile), layers.tiled(given, tile))) is not None:
+            case.tiles.append((tile, micros))
+    case.tiles.sort(key=lambda timing: timing[1])
+    return case
+
+
+def candidates(dtype: str, tokens: int) -> list[Tile]:
+    """Return the tiles to try for a number of tokens: none for more than any is made for."""
+    by_tokens = CANDIDATES[dtype]
+    fitting = [most for most in by_tokens if tokens <= most]
+    return list(by_tokens[min(fitting)]) if fitting else []
+
+
+def run(dtype: str, models: list[tuple[Shape, int]], deadline: float) -> Iterator[Case]:
+    """Yield every case until the deadline, on ``time.monotonic``'s clock.
+
+    Args:
+        dtype: a key of ``CANDIDATES``.
+        models: shapes, and under which degree of TP.
+        deadline: when no other case is begun.
+    """
+    for shape, degree in models:
+        for make in kinds(dtype, shape, degree):
+            if time.monotonic() > deadline:
+                return
+            layers = make()
+            for tokens in TOKENS[dtype]:
+                if time.monotonic() > deadline:
+                    return
+                yield run_case(shape, degree, dtype, layers, tokens)
+
+
+def compile_tiles(dtypes: list[str], models: list[tuple[Shape, int]]) -> None:
+    """Compile every candidate into Triton's cache, on all processors at once."""
+    work = [
+        (dtype, depth, tile)
+        for dtype in dtypes
+        for depth in sorted({d for shape, degree in models for d in _depths(dtype, shape, degree)})
+        for tile in {tile for tokens in TOKENS[dtype] for tile in candidates(dtype, tokens)}
+    ]
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(14, (os.cpu_count() or 1) - 2))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        list(pool.map(_compile, *zip(*work, strict=True), chunksize=4))
+
+
+def _depths(dtype: str, shape: Shape, degree: int) -> list[int]:
+    if dtype == "bf16":
+        return [shape.hidden]
+    heads = shape.heads * shape.head_dim
+    return [shape.hidden, heads // degree, shape.intermediate // degree]
+
+
+def _compile(dtype: str, depth: int, tile: Tile) -> None:
+    element = torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn
+    x = torch.zeros(128, depth, device="cuda", dtype=element)
+    out = torch.empty(tile.tokens, 128, device="cuda", dtype=torch.bfloat16)
+    scale = torch.ones(128, depth // BLOCK, device="cuda")
+    scales = {
+        "bf16": None,
+        "fp8": Scales(scale[:, 0].contiguous(), scale[:, 0].contiguous()),
+        "fp8-block": Scales(scale, scale, BLOCK),
+    }[dtype]
+    # A tile that cannot be compiled is reported where it is measured.
+    with contextlib.suppress(Exception):
+        multiply(x[: tile.tokens], [x], [], out, tile, scales)
+
+
+def compromises(cases: list[Case]) -> Iterator[str]:
+    """Yield, by layer and tokens, the tiles that are least behind the best where they do worst."""
+    for (layer, tokens), group in itertools.groupby(
+        sorted(cases, key=_by_layer_and_tokens), _by_layer_and_tokens
+    ):
+        of_both = [case for case in group if case.tiles]
+        worst: dict[Tile, list[float]] = {}
+        for case in of_both:
+            for tile, micros in case.tiles:
+                worst.setdefault(tile, []).append(micros / case.tiles[0][1])
+        complete = {tile: max(r) for tile, r in worst.items() if len(r) == len(of_both)}
+        ranking = sorted(complete.items(), key=lambda item: item[1])[:2]
+        named = ", ".join(f"{_short(tile)} {ratio:.2f}" for tile, ratio in ranking)
+        yield f"{layer} M={tokens}: {named}"
+
+
+def _by_layer_and_tokens(case: Case) -> tuple[str, int]:
+    return case.layer, case.tokens
+
+
+def host_micros(tokens: int) -> dict[str, float]:
+    """Return the CPU's microseconds to launch one call outside a graph, by way."""
+    layers = Qkv(Shape("host", 1024, 8, 2, 1), 2)
+    given = layers.input(tokens)
+    calls = dict(layers.ways(given)) | {"op": layers.operator(given)}
+    result = {}
+    for name, call in calls.items():
+        call(0)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            call(0)
+        result[name] = (time.perf_counter() - start) * 1e4
+        torch.cuda.synchronize()
+    return result
+
+
+def _models(text: str) -> list[tuple[Shape, int]]:
+    shapes = {shape.name: shape for shape in SHAPES}
+    return [
+        (shapes[name], int(degree))
+        for name, _, degree in (entry.partition(":") for entry in text.split(","))
+    ]
+
+
+def main() -> None:
+    """Measure, print a line for each case, and write all figures to a file if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--dtype", choices=TOKENS, nargs="+", default=["bf16"], help="of the weights"
+    )
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--seconds", type=float, default=110.0, help="stop after this long")
+    parser.add_argument(
+        "--models",
+        type=_models,
+        default="8b:2,8b:4,8b:8,70b:2,70b:4,70b:8",
+        help="shapes (8b, 70b) and their degree of TP",
+    )
+    args = parser.parse_args()
+    begin = time.monotonic()
+    compile_tiles(args.dtype, args.models)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds a call; in")
+    print(
+        "brackets: the best tile beside stock; a tile is tokens x columns x depth / splits, warps,"
+    )
+    print(f"stages, rows first; compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    cases: list[Case] = []
+    document: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    with torch.inference_mode():
+        for dtype in args.dtype:
+            print(f"--- {dtype}")
+            of_dtype = []
+            for case in run(dtype, args.models, begin + args.seconds):
+                of_dtype.append(case)
+                print(case, flush=True)
+            cases += of_dtype
+            if args.json:
+                document["cases"] = [asdict(case) for case in cases]
+                args.json.write_text(json.dumps(document))
+            print("tiles that are least behind the best where they do worst:")
+            for line in compromises(of_dtype):
+                print(line)
+        if "bf16" in args.dtype:
+            for tokens in (8, 2048):
+                micros = host_micros(tokens)
+                rounded = {name: round(value, 1) for name, value in micros.items()}
+                print(f"host, M={tokens}:", rounded)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""What is measured on a server that is up: latencies, throughput, switches, numerics.
+
+A measure returns JSON's types; times are seconds. Every prompt is drawn anew, so that no prefix
+cache knows it.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from shoal.loadgen.bench.systems import Layout, System
+from shoal.loadgen.bench.token_client import Answer, Client, Prompt
+from shoal.loadgen.summary import quantile
+
+FIRST_TOKEN_ID, SMALLEST_VOCABULARY = 3, 2048
+"""Prompts are drawn from these ids, which every vocabulary has."""
+MOST_REPEATS = 32
+"""Of a prompt, for the sake of ``Sizes.repeated_tokens``."""
+STREAMS_PER_UNIT = 4
+"""Requests of a batch whose tokens are timed: neither client nor front end shall be the limit."""
+POLL_SECONDS = 0.05
+IDLE_REQUESTS = 20
+HEAD_START_SECONDS = 0.001
+"""What a switch under load is asked for before the request that shall run after it."""
+PATIENCE_SECONDS = 1.0
+FIRST_REQUEST, FIRST_ROUNDS = (16, 2), 8
+"""Prompt and output tokens of the first requests of a layout, and how many every unit gets."""
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """How much is measured."""
+
+    batches: tuple[int, ...] = (1, 8, 64)
+    """Requests per unit that decode together."""
+    decode_tokens: int = 128
+    """Prompt and output of each."""
+    decode_repeats: int = 3
+    prompts: tuple[int, ...] = (512, 4096, 16384)
+    """Prompt tokens whose TTFT is measured."""
+    prompt_repeats: int = 5
+    repeated_tokens: int = 16384
+    """Tokens that the prompts of a length shall have together: short ones, which the host holds up
+    now and then, are repeated more often, up to ``MOST_REPEATS`` times."""
+    saturation: tuple[int, int, int] = (256, 512, 128)
+    """Requests per engine, their prompt tokens, their output tokens."""
+    saturation_repeats: int = 3
+    switches: int = 200
+    load: int = 64
+    """Requests that every engine decodes in loaded switches."""
+    load_tokens: int = 4096
+    """Output of each; another one follows it."""
+    pause_seconds: float = 0.03
+    """Between loaded switches, in which the engines go on decoding."""
+    long_prompts: tuple[int, ...] = (4096, 16384, 65536)
+    """Prompt tokens whose TTFT is measured in every way of working (``modes.py``)."""
+    long_repeats: int = 3
+    prompt_load: tuple[int, int, int] = (12, 8192, 1)
+    """Requests per engine, their prompt tokens, their output tokens: prompts above all."""
+    combined_load: tuple[int, int, int] = (32, 4096, 250)
+    """The same for both, as in Shift Parallelism's Figure 9."""
+    throughput_repeats: int = 2
+    shift_threshold: int = 256
+    """Of the way of working that changes its mode: the paper's."""
+    scored: tuple[int, int, int] = (8, 700, 24)
+    """Prompts whose log probabilities are compared, their tokens, the tokens after them: more than
+    the largest captured graph has, so that SP can compute them."""
+
+    def repeats_of(self, tokens: int) -> int:
+        """Return how often the TTFT of a prompt of so many tokens is measured."""
+        return max(self.prompt_repeats, min(MOST_REPEATS, self.repeated_tokens // tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A server to measure, in one of its layouts."""
+
+    client: Client
+    system: System
+    layout: Layout
+    sizes: Sizes
+    rng: random.Random
+
+    def prompt(self, tokens: int) -> Prompt:
+        """Return a prompt that was not there before."""
+        return [self.rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(tokens)]
+
+    async def batch(self, per_unit: int, prompt: int, output: int, streams: int) -> list[Answer]:
+        """Have requests answered together, of which ``streams`` per unit are streamed."""
+        units = len(self.layout.units)
+        return await asyncio.gather(
+            *(
+                self.client.generate(
+                    self.prompt(prompt),
+                    output,
+                    stream=number < streams,
+                    rank=unit if self.layout.pinned else None,
+                )
+                for number in range(per_unit)
+                for unit in range(units)
+            )
+        )
+
+
+Measure = Callable[[Bench], Awaitable[dict[str, Any]]]
+"""What is measured in one layout."""
+
+
+async def first(bench: Bench) -> dict[str, Any]:
+    """Return the TTFT of the first requests of a layout, the slowest unit's, round by round.
+
+    Says whether something is left to be warmed up, if the server has done nothing before.
+    """
+    rounds = [await bench.batch(1, *FIRST_REQUEST, 1) for _ in range(FIRST_ROUNDS)]
+    times = [max(answer.first - answer.sent for answer in answers) for answers in rounds]
+    return {"rounds": times, "first": times[0], "last": times[-1]}
+
+
+async def decode(bench: Bench) -> dict[str, Any]:
+    """Return the time per output token, by requests per unit; all units are busy."""
+    sizes = bench.sizes
+    found: dict[str, Any] = {}
+    for per_unit in sizes.batches:
+        streams = min(per_unit, STREAMS_PER_UNIT)
+        shape = (per_unit, sizes.decode_tokens, sizes.decode_tokens, streams)
+        await bench.batch(*shape)
+        answers = [await bench.batch(*shape) for _ in range(sizes.decode_repeats)]
+        times = [
+            decode_seconds(a, sizes.decode_tokens) for run in answers for a in run if a.progress
+        ]
+        found[str(per_unit)] = {
+            "tpot": statistics.median(times),
+            "lowest": min(times),
+            "highest": max(times),
+            "placed": placed(answers[-1]),
+        }
+    return found
+
+
+def decode_seconds(answer: Answer, tokens: int) -> float:
+    """Return the time per output token between the half and seven eighths of an answer.
+
+    Before, others of the batch may be in their prefill; after, the first ones may be done.
+    """
+    begin = next(point for point in answer.progress if point[1] >= tokens // 2)
+    end = next(point for point in answer.progress if point[1] >= tokens * 7 // 8)
+    return (end[0] - begin[0]) / max(1, end[1] - begin[1])
+
+
+def placed(answers: Sequence[Answer]) -> dict[str, int]:
+    """Return how many requests each unit got, where the server says so."""
+    return dict(sorted(Counter(a.unit for a in answers if a.unit is not None).items()))
+
+
+async def prefill(bench: Bench) -> dict[str, Any]:
+    """Return the time to first token of single requests, by prompt tokens."""
+    found: dict[str, Any] = {}
+    for tokens in bench.sizes.prompts:
+        times = await first_tokens(bench, tokens, bench.sizes.repeats_of(tokens))
+        found[str(tokens)] = {
+            "ttft": statistics.median(times),
+            "lowest": min(times),
+            "highest": max(times),
+        }
+    return found
+
+
+async def first_tokens(bench: Bench, tokens: int, repeats: int) -> list[float]:
+    """Return the times to first token of single requests, after one that does not count."""
+    rank = 0 if bench.layout.pinned else None
+    answers = [
+        await bench.client.generate(bench.prompt(tokens), 1, stream=True, rank=rank)
+        for _ in range(1 + repeats)
+    ][1:]
+    return [answer.first - answer.sent for answer in answers]
+
+
+async def saturation(bench: Bench) -> dict[str, Any]:
+    """Return output tokens per second of the node with every batch full, from first to last.
+
+    Answers come whole: what is measured is the engines.
+    """
+    per_engine, prompt, output = bench.sizes.saturation
+    engines = sum(len(unit) for unit in bench.layout.units)
+    per_unit = per_engine * engines // len(bench.layout.units)
+    await bench.batch(per_unit // 4 or 1, prompt, output, 0)
+    rates, answers = [], []
+    for _ in range(bench.sizes.saturation_repeats):
+        answers = await bench.batch(per_unit, prompt, output, 0)
+        took = max(a.ended for a in answers) - min(a.sent for a in answers)
+        rates.append(len(answers) * output / took)
+    return {
+        "output_tokens_per_second": statistics.median(rates),
+        "runs": rates,
+        "requests": len(answers),
+        "placed": placed(answers),
+    }
+
+
+async def numerics(bench: Bench) -> dict[str, Any]:
+    """Return log probabilities and greedy answers of prompts that are the same in every run."""
+    prompts, tokens, output = bench.sizes.scored
+    rng = random.Random(0)
+    draw = [
+        [rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(tokens)]
+        for _ in range(prompts)
+    ]
+    scores = [await bench.client.score(prompt, output) for prompt in draw]
+    return {
+        "logprobs": [score.logprobs for score in scores],
+        "best": [score.best for score in scores],
+        "generated": [score.generated for score in scores],
+    }
+
+
+# --- switches: Shoal's alone ---
+
+
+async def switch_idle(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
+    """Return the durations of binds and releases with no request on the node."""
+    binds, releases = [], []
+    alone, together = system.layouts[0], system.layouts[-1]
+    for _ in range(sizes.switches):
+        binds.append(await switch(client, together, "sequential"))
+        releases.append(await switch(client, alone, "sequential"))
+    return {"switches": sizes.switches, "bind": spread(binds), "release": spread(releases)}
+
+
+async def switch_loaded(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
+    """Return the same with every engine decoding, and the group's first token after the decision.
+
+    A request is sent just after the switch is asked for, so that it waits in the task pool while
+    the group forms and is the first that the group runs. From the decision to its token it takes
+    the bind, one step of four tokens in the group, and the way back to the client.
+    """
+    alone, together = system.layouts[0], system.layouts[-1]
+    bench = Bench(client, system, together, sizes, random.Random(1))
+    await switch(client, together, "sequential")
+    idle = [await client.generate(bench.prompt(4), 1) for _ in range(IDLE_REQUESTS)]
+    await switch(client, alone, "sequential")
+    loaded = await loaded_rounds(bench)
+    rounds = loaded.rounds
+    tokens = [r.first_token for r in rounds if r.layout == together.name]
+    return {
+        "switches": sizes.switches,
+        "running": loaded.running,
+        "running_at_the_end": loaded.running_at_the_end,
+        "bind": spread([r.bind for r in rounds]),
+        "release": spread([r.release for r in rounds]),
+        "decision_to_first_token": spread(tokens),
+        "first_token_when_idle": spread([answer.ended - answer.sent for answer in idle]),
+        "served_by_the_group": len(tokens),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One bind and release of engines that decode. Durations are the controller's, in seconds."""
+
+    at: float
+    """When the bind was decided, in seconds since the epoch."""
+    epochs: tuple[int, int]
+    """Of the switch that binds, and of the one that releases; that of the bind lies between."""
+    bind: float
+    release: float
+    first_token: float
+    """Of the request that waited: from the decision to bind to its end at the client."""
+    layout: str | None
+    """Where the request ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Binds and releases with every engine decoding."""
+
+    rounds: list[Round]
+    running: dict[str, int]
+    """Requests by unit when they began."""
+    running_at_the_end: dict[str, int]
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def loaded_rounds(bench: Bench, before: Callable[[], Awaitable[None]] = _nothing) -> Loaded:
+    """Bind and release ``sizes.switches`` times, with a request that waits for the group each time.
+
+    Args:
+        bench: of the layout that is bound; the engines are alone now.
+        before: called before each round, with the engines alone; they shall be so after it.
+    """
+    alone = bench.system.layouts[0]
+    rounds: list[Round] = []
+    async with _decoding(replace(bench, layout=alone, rng=random.Random(2))) as running:
+        for _ in range(bench.sizes.switches):
+            await before()
+            rounds.append(await _bind_ask_release(bench, alone))
+            await asyncio.sleep(bench.sizes.pause_seconds)
+        return Loaded(rounds, running, await _running(bench.client))
+
+
+async def _bind_ask_release(bench: Bench, alone: Layout) -> Round:
+    binding = asyncio.create_task(_switch(bench.client, bench.layout, "hard"))
+    await asyncio.sleep(HEAD_START_SECONDS)
+    asking = asyncio.create_task(bench.client.generate(bench.prompt(4), 1))
+    bound = await binding
+    # One that came before the bind is paused with its engine, and ends after the release.
+    await asyncio.wait([asking], timeout=PATIENCE_SECONDS)
+    released = await _switch(bench.client, alone, "hard")
+    answer = await asking
+    to_wall_clock = time.time() - time.perf_counter()
+    return Round(
+        at=bound["at"],
+        epochs=(bound["epoch"], released["epoch"]),
+        bind=bound["duration_seconds"],
+        release=released["duration_seconds"],
+        first_token=answer.ended + to_wall_clock - bound["at"],
+        layout=answer.layout,
+    )
+
+
+@asynccontextmanager
+async def _decoding(bench: Bench) -> AsyncIterator[dict[str, int]]:
+    """Keep every engine decoding; gives the running requests by unit once all are."""
+
+    async def keep_on() -> None:
+        while True:
+            await bench.client.generate(bench.prompt(16), bench.sizes.load_tokens)
+
+    wanted = bench.sizes.load * len(bench.layout.units)
+    tasks = [asyncio.create_task(keep_on()) for _ in range(wanted)]
+    try:
+        while sum((running := await _running(bench.client)).values()) < wanted:
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(POLL_SECONDS)
+        yield running
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _running(client: Client) -> dict[str, int]:
+    view = await client.call("GET", "/admin/layout")
+    return {",".join(map(str, u["engines"])): u["running"] + u["paused"] for u in view["units"]}
+
+
+async def switch(client: Client, layout: Layout, preempt: str) -> float:
+    """Switch, and return the controller's duration: from its decision to the last answer."""
+    return float((await _switch(client, layout, preempt))["duration_seconds"])
+
+
+async def _switch(client: Client, layout: Layout, preempt: str) -> dict[str, Any]:
+    body = {"units": layout.partition, "preempt": preempt}
+    answer: dict[str, Any] = await client.call("POST", "/admin/layout", body)
+    return answer
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Return ``p50``, ``p99`` and ``max``; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "max": ordered[-1]}
+
+
+IN_LAYOUTS: dict[str, Measure] = {
+    "first": first,
+    "decode": decode,
+    "prefill": prefill,
+    "saturation": saturation,
+    "numerics": numerics,
+}
+"""Measures taken in every layout, by name."""
+
+OF_SWITCHES: dict[str, Callable[[Client, System, Sizes], Awaitable[dict[str, Any]]]] = {
+    "switch-idle": switch_idle,
+    "switch-loaded": switch_loaded,
+}
+"""Measures of a system that switches, by name."""

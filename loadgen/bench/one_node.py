@@ -1,0 +1,75 @@
+"""What the benchmarks of one node share: ``overload`` and ``failures``."""
+
+import argparse
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+
+from shoal.loadgen.bench.server_process import ServerFailedError
+from shoal.loadgen.bench.token_client import RequestFailedError
+from shoal.server.errors import UserError
+from shoal.server.files import write_file
+
+T = TypeVar("T")
+
+
+def parser(name: str, does: str, node: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of all of them.
+
+    Args:
+        name: of the benchmark.
+        does: one sentence.
+        node: options of ``shoal serve`` if the user gives none.
+    """
+    found = argparse.ArgumentParser(
+        prog=f"shoal bench {name}",
+        description=f"{does} Other options are those of 'shoal serve' (default: {' '.join(node)}).",
+    )
+    found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    found.add_argument("--markdown", type=Path, metavar="FILE", help="write the report here")
+    return found
+
+
+def serve_command(model: str, options: Sequence[str], port: int, *own: str) -> list[str]:
+    """Return the command that serves ``model`` on ``port``, with the benchmark's own options."""
+    return [
+        *(sys.executable, "-m", "shoal.server.commands.cli", "serve", *options),
+        *("--port", str(port), "--served-model-name", model, "--disable-uvicorn-access-log", *own),
+    ]
+
+
+def shown(command: Sequence[str]) -> list[str]:
+    """Return the words of such a command that a user would type after ``shoal``."""
+    return list(command[3:])
+
+
+def run(
+    measure: Callable[[Path], Coroutine[Any, Any, T]], report: Callable[[T], str], args: Namespace
+) -> int:
+    """Measure, then print the report, and write what was asked for; return the exit code.
+
+    Args:
+        measure: given the file for the node's log.
+        report: makes Markdown of what was measured.
+        args: of the parser.
+
+    Raises:
+        UserError: the node did not start or did not do what it must.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            result = uvloop.run(measure(Path(directory) / "server.log"))
+        except (ServerFailedError, RequestFailedError) as error:
+            raise UserError(str(error)) from error
+    print(report(result))
+    if args.json is not None:
+        write_file(args.json, msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    if args.markdown is not None:
+        write_file(args.markdown, report(result).encode() + b"\n")
+    return 0

@@ -1,0 +1,95 @@
+"""How long each policy takes to decide, where that is hardest.
+
+``python -m shoal.loadgen.bench.policy_decisions`` prints it for each policy and kind of partition.
+A node of eight engines in every kind of partition, with 10,000 requests waiting, of which a policy
+sees the head: all of them startable, none of them, none that any unit holds.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+
+from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
+from shoal.policies.registry import POLICIES
+from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.plan import check_plan
+from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
+
+ENGINES = 8
+WAITING = 10_000
+HEAD = 256
+"""As many as the controller shows (``shoal.runtime.controller.books.capacity.POOL_HEAD``)."""
+ROUNDS = 100
+PARTITIONS: tuple[Partition, ...] = (
+    singles(ENGINES),
+    groups_of(ENGINES, 2),
+    ((0, 1, 2, 3), (4,), (5,), (6,), (7,)),
+    groups_of(ENGINES, 8),
+)
+SHAPE = ModelShape(80, 8192, 64, 8, 128, parameters=70e9)
+MODEL = CostModel(SHAPE, Hardware(4e12, 1e15, 4e11, 1e-5, 2e-3))
+TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
+
+
+def hard_snapshots() -> Iterator[tuple[str, Snapshot]]:
+    """Yield named snapshots."""
+    for partition in PARTITIONS:
+        for name, slots, prompt in (("room", 256, 100), ("full", 0, 100), ("long", 256, 10**6)):
+            units = tuple(_unit(group, slots) for group in partition)
+            pool = tuple(
+                PoolRequest(f"r{k}", prompt, prompt + 1, k % 3 - 1, 0.0) for k in range(HEAD)
+            )
+            widths = ",".join(str(len(group)) for group in partition)
+            yield (
+                f"{widths} {name}",
+                Snapshot(
+                    now=100.0,
+                    engines=ENGINES,
+                    max_group=ENGINES,
+                    dead=frozenset(),
+                    partition=partition,
+                    switching=False,
+                    units=units,
+                    pool=pool,
+                    waiting=WAITING,
+                    waiting_tokens=WAITING * prompt,
+                    arrival_rate=50.0,
+                    smoothed_requests=float(WAITING),
+                    since_urgent=0.0,
+                    layouts=tuple(LayoutState(d, 256, 50_000, 16 * d, 10**5) for d in (1, 2, 4, 8)),
+                    cost_model=MODEL,
+                    targets=TARGETS,
+                ),
+            )
+
+
+def _unit(group: Group, slots: int) -> UnitState:
+    by_priority = ((-1, 10), (0, 100))
+    return UnitState(
+        group, True, 110, slots, 50_000, 50_000, 16, 10**5, 100, 10, 50_000, 5000, by_priority
+    )
+
+
+def decision_seconds(name: str, snapshot: Snapshot) -> list[float]:
+    """Return the times of ``ROUNDS`` decisions of a policy, each checked as the controller does."""
+    policy, times = POLICIES[name], []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        check_plan(policy.plan(snapshot), snapshot)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def main() -> None:
+    """Print a line per policy: its median in the worst snapshot, and which that is."""
+    print(f"{'policy':<12} {'median of the worst (ms)':>25}  snapshot")
+    for name in sorted(POLICIES):
+        medians = {
+            case: statistics.median(decision_seconds(name, seen)) for case, seen in hard_snapshots()
+        }
+        worst = max(medians, key=lambda case: medians[case])
+        print(f"{name:<12} {medians[worst] * 1e3:>25.3f}  {worst}")
+
+
+if __name__ == "__main__":
+    main()

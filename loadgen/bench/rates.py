@@ -1,0 +1,225 @@
+"""Completion time against the arrival rate, as Shift Parallelism's Figure 11 has it.
+
+Every way of working meets the same arrivals, one after the other on one running server: fixed ones,
+and policies that choose among them. A cell is one way at one rate; each is a step of its own, so a
+run that is cut short loses one cell.
+"""
+
+import asyncio
+import zlib
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+from shoal.loadgen.bench.measures import Bench, Sizes
+from shoal.loadgen.bench.modes import Way, enter, leave, ways
+from shoal.loadgen.bench.open_loop_serving import (
+    asdict_or_none,
+    check_answered,
+    of_node,
+    replay,
+    take_back,
+)
+from shoal.loadgen.bench.systems import System
+from shoal.loadgen.bench.token_client import Client
+from shoal.loadgen.open_loop import Run
+from shoal.loadgen.shapes import Lengths, make_up
+from shoal.loadgen.summary import Distribution
+from shoal.loadgen.validity import judge
+from shoal.loadgen.workload import Workload
+from shoal.policies.registry import POLICIES
+from shoal.policies.shift import SHIFT
+from shoal.policies.slo import SLO
+from shoal.policies.static import MANUAL
+from shoal.server.errors import UserError
+
+RATES = "rates"
+"""Name of the measure."""
+CHOOSING = tuple(name for name in POLICIES if name not in (MANUAL.name, SHIFT.name))
+"""Policies that can be measured beside the fixed ways, of which these two are."""
+WARM_UP_PER_UNIT = 2
+"""Requests on every unit before a cell is measured: the first in a layout is slow."""
+WARM_UP_TOKENS = 8
+LEAD_SECONDS = 5.0
+"""A policy has this long on an idle node to take its first layout, as in the simulator."""
+
+Step = Callable[[Client], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way of working at one rate."""
+
+    name: str
+    """``rates 2 tp2``."""
+    workload: Workload
+    way: Way
+    """Of a policy: where it begins."""
+    policy: str | None = None
+    """What decides the layout; None: nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The arrivals of all rates, and the policies that meet them."""
+
+    workloads: Mapping[str, Workload] = field(default_factory=dict)
+    """By the rate's name: ``rates 2``."""
+    policies: Sequence[str] = ()
+    lead_seconds: float = LEAD_SECONDS
+    about: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What the arrivals are made with, by the rate's name, in JSON's types."""
+
+    def steps(self, system: System, sizes: Sizes) -> dict[str, Step]:
+        """Return what measures a system, by the cell's name: rate by rate."""
+        return {
+            cell.name: partial(
+                _measure, system=system, sizes=sizes, cell=cell, lead_seconds=self.lead_seconds
+            )
+            for cell in self._cells(system, sizes)
+        }
+
+    def _cells(self, system: System, sizes: Sizes) -> Iterator[Cell]:
+        """Yield, at every rate, the fixed ways and then the policies, if it can have any."""
+        first, threshold = system.layouts[0], system.shift_threshold
+        for name, workload in self.workloads.items():
+            for way in ways(system, sizes):
+                yield Cell(f"{name} {way.name}", workload, way)
+            for policy in self.policies if system.switches else ():
+                way = Way(policy, first, threshold)
+                yield Cell(f"{name} {policy}", workload, way, policy)
+
+
+def rate_name(rate: float) -> str:
+    """Return the name of all cells of a rate, in requests per second."""
+    return f"{RATES} {rate:g}"
+
+
+def arrivals(rate: float, seconds: float, request: Sequence[int], seed: int) -> Workload:
+    """Return Poisson arrivals of equal requests: those of ``shoal simulate --trace poisson``.
+
+    Args:
+        rate: requests per second.
+        seconds: after which none come any more.
+        request: prompt and output tokens.
+        seed: the same one gives the same arrivals, the sooner the higher the rate.
+    """
+    prompt, output = request
+    lengths = Lengths((prompt, prompt), (output, output))
+    return make_up("poisson", seed, seconds=seconds, lengths=lengths, rate=rate)
+
+
+# --- from options ---------------------------------------------------------------------------------
+
+
+def read_sweep(args: Namespace, options: Sequence[str]) -> Sweep:
+    """Return the sweep that the options of ``shoal bench gpu`` describe.
+
+    Args:
+        args: its own.
+        options: those that go to every server.
+
+    Raises:
+        UserError: they do not go together, or with those of the server.
+    """
+    if len(args.rate_request) != 2:
+        raise UserError("--rate-request: it must be PROMPT,OUTPUT")
+    tokens = sum(args.rate_request)
+    if tokens > args.max_model_len:
+        raise UserError(
+            f"--rate-request: {tokens} tokens are more than --max-model-len {args.max_model_len}"
+        )
+    promised = any(o.startswith("--target") for o in (*options, *args.shoal_option))
+    if SLO.name in args.policies and not promised:
+        raise UserError("--policies slo: say what is promised with --shoal-option=--target=...")
+    workloads = {
+        rate_name(rate): arrivals(rate, args.rate_seconds, args.rate_request, args.seed)
+        for rate in args.rates
+    }
+    for name, workload in workloads.items():
+        if not workload.arrivals:
+            raise UserError(f"--{name}: no request comes within {args.rate_seconds:g} s")
+    about = {
+        rate_name(rate): {
+            "rate": rate,
+            "seconds": args.rate_seconds,
+            "seed": args.seed,
+            "request": list(args.rate_request),
+            "requests": len(workloads[rate_name(rate)].arrivals),
+        }
+        for rate in args.rates
+    }
+    return Sweep(workloads, args.policies, about=about)
+
+
+# --- the measure ----------------------------------------------------------------------------------
+
+
+async def _measure(
+    client: Client, *, system: System, sizes: Sizes, cell: Cell, lead_seconds: float
+) -> dict[str, Any]:
+    """Return the figures of one cell; the node is left idle, in its first layout.
+
+    Raises:
+        RequestFailedError: a request did not get all of its tokens.
+    """
+    await _rest(client, system)  # whatever a cell that failed has left
+    await _begin(client, system, sizes, cell)
+    if cell.policy is not None:
+        await client.call("POST", "/admin/policy", {"policy": cell.policy})
+        await asyncio.sleep(lead_seconds)
+    above = await _sp_above(client, system)
+    # Prompts of its own: were prefix caching on, the cell before would have computed them.
+    run = await replay(client, cell.workload, seed=zlib.crc32(cell.name.encode()))
+    await _rest(client, system)
+    return {"policy": cell.policy, "sp_above": above, **figures(run)}
+
+
+async def _begin(client: Client, system: System, sizes: Sizes, cell: Cell) -> None:
+    """Have every layout that the cell may use warm, and the node in the cell's own."""
+    first = cell.workload.arrivals[0]
+    prompt, output = first.prompt_tokens, min(first.output_tokens, WARM_UP_TOKENS)
+    for way in ways(system, sizes) if cell.policy else [cell.way]:
+        await enter(client, system, way)
+        bench = Bench(client, system, way.layout, sizes, Random(f"{cell.name} {way.name}"))
+        await bench.batch(WARM_UP_PER_UNIT, prompt, output, 0)
+    await enter(client, system, cell.way)
+
+
+async def _rest(client: Client, system: System) -> None:
+    if system.switches:
+        await take_back(client, system)
+    await leave(client, system)
+
+
+async def _sp_above(client: Client, system: System) -> dict[str, int] | None:
+    """Return the tokens above which steps are SP by layout, None of a system that has no SP."""
+    if not system.shifts:
+        return None
+    view = await client.call("GET", "/admin/layout")
+    return dict(view["shift"]["sp_above"])
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """Return what the requests of a cell met with. Times are seconds.
+
+    Raises:
+        RequestFailedError: a request did not get all of its tokens.
+    """
+    check_answered(run)
+    records = [exchange.record() for exchange in run.exchanges]
+    return {
+        "requests": len(records),
+        "e2el": _spread(record.e2el for record in records),
+        "ttft": _spread(record.ttft for record in records),
+        "tpot": _spread(record.tpot for record in records),
+        **of_node(run),
+        "problems": list(judge(run).problems),
+    }
+
+
+def _spread(values: Iterable[float | None]) -> dict[str, Any] | None:
+    return asdict_or_none(Distribution.of(value for value in values if value is not None))

@@ -1,0 +1,219 @@
+"""The systems that are compared: how each is started, and the layouts in which it is measured."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from shoal.policies.shift import DEFAULT_THRESHOLD
+
+SERVED_NAME = "bench"
+PORT = "{port}"
+"""Stands for the server's port in a command."""
+ADMIN_PORT = "{admin_port}"
+"""The same for Shoal's admin API."""
+
+STOCK_DP, STOCK_TP, SHOAL, CHECK = "stock-dp", "stock-tp", "shoal", "shoal-check"
+"""Names of the systems; the last serves another, real checkpoint, for numerics alone."""
+STOCK_BETWEEN = {2: "stock-tp2", 4: "stock-tp4"}
+"""Stock vLLM in replicas of several GPUs each, by their degree of TP (``Settings.degrees``)."""
+COMPARED = (STOCK_DP, *STOCK_BETWEEN.values(), STOCK_TP, SHOAL)
+CHECK_MODEL_LEN = 1024
+"""Longest context of the real checkpoint: small ones take no more than a few thousand."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What all servers are started with alike."""
+
+    shape: str
+    """As the user named it."""
+    engines: int
+    """GPUs of the node."""
+    dtype: str
+    quantization: str | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    prefix_caching: bool
+    api_servers: int
+    options: tuple[str, ...]
+    """More options for every server."""
+    shoal_options: tuple[str, ...] = ()
+    """More options for Shoal alone."""
+    degrees: tuple[int, ...] = ()
+    """Degrees of TP between one engine and all of them, measured too: groups side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way in which a system's units stand while it is measured."""
+
+    name: str
+    """``dp`` or ``tp<p>``."""
+    units: tuple[tuple[int, ...], ...]
+    """Engines of every unit."""
+    pinned: bool = False
+    """Whether a request can be sent to a unit: by its rank. Else the server places it."""
+
+    @property
+    def partition(self) -> list[list[int]]:
+        """The units as ``POST /admin/layout`` takes them."""
+        return [list(unit) for unit in self.units]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One server."""
+
+    name: str
+    command: tuple[str, ...]
+    """``PORT`` stands for the port."""
+    layouts: tuple[Layout, ...]
+    """The first is the one it starts in."""
+    switches: bool = False
+    """Whether it changes its layout: it is Shoal."""
+    recording_dir: Path | None = None
+    """Where its runners record what their devices do, if they can."""
+
+    @property
+    def shifts(self) -> bool:
+        """Whether its groups may take steps as SP."""
+        return self.max_sp > 1
+
+    @property
+    def max_sp(self) -> int:
+        """Largest degree of SP."""
+        return int(self._option("--max-sp") or 1)
+
+    @property
+    def shift_threshold(self) -> int | str:
+        """Tokens above which a step is SP, or their rule, as the server was started.
+
+        What is neither is returned as it is: the server refuses it.
+        """
+        value = self._option("--shift-threshold")
+        if value is None:
+            return DEFAULT_THRESHOLD
+        return int(value) if value.isdecimal() else value
+
+    def _option(self, name: str) -> str | None:
+        return last_value(self.command, name)
+
+    @property
+    def ready_path(self) -> str:
+        """Route that answers 200 once the server takes requests."""
+        return "/ready" if self.switches else "/health"
+
+    def argv(self, port: int, admin_port: int) -> list[str]:
+        """Return the command that serves on ``port``, and the admin API on the other."""
+        ports = {PORT: str(port), ADMIN_PORT: str(admin_port)}
+        return [ports.get(word, word) for word in self.command]
+
+
+def last_value(words: Sequence[str], name: str) -> str | None:
+    """Return the value of an option in a command: of several, the last counts."""
+    found = None
+    for word, following in pairwise((*words, "")):
+        key, _, value = word.partition("=")
+        if key == name:
+            found = value or following
+    return found
+
+
+def dp_layout(engines: int, *, pinned: bool) -> Layout:
+    """Return the layout in which every engine is alone."""
+    return Layout("dp", tuple((engine,) for engine in range(engines)), pinned and engines > 1)
+
+
+def tp_layout(engines: int, degree: int | None = None, *, pinned: bool = False) -> Layout:
+    """Return the layout in which all engines are one unit, or units of ``degree`` engines each."""
+    degree = degree or engines
+    units = tuple(tuple(range(i, i + degree)) for i in range(0, engines, degree))
+    return Layout(f"tp{degree}", units, pinned and len(units) > 1)
+
+
+def recording(system: System, directory: Path) -> System:
+    """Return Shoal started so that its runners can record, into a directory that exists."""
+    command = (*system.command, "--recording-dir", str(directory))
+    return replace(system, command=command, recording_dir=directory)
+
+
+def all_systems(settings: Settings, model: str, check_model: str | None = None) -> list[System]:
+    """Return the systems in the order in which they are measured.
+
+    Args:
+        settings: of all of them.
+        model: directory of the model, whose weights are made up.
+        check_model: directory of a real checkpoint, on which Shoal's layouts shall agree.
+    """
+    engines = settings.engines
+    dummy = ["--load-format", "dummy", *_quantization(settings)]
+    check = ["--max-model-len", str(CHECK_MODEL_LEN)]
+    between = [tp_layout(engines, degree) for degree in settings.degrees]
+    shoal_layouts = (dp_layout(engines, pinned=False), *between, tp_layout(engines))
+    found = [
+        System(
+            STOCK_DP,
+            _stock(settings, model, [*dummy, "--data-parallel-size", str(engines)]),
+            (dp_layout(engines, pinned=True),),
+        ),
+        *(_replicas(settings, model, dummy, degree) for degree in settings.degrees),
+        System(
+            STOCK_TP,
+            _stock(settings, model, [*dummy, "--tensor-parallel-size", str(engines)]),
+            (tp_layout(engines),),
+        ),
+        System(SHOAL, _shoal(settings, model, dummy), shoal_layouts, switches=True),
+    ]
+    if check_model is not None:
+        found.append(
+            System(CHECK, _shoal(settings, check_model, check), shoal_layouts, switches=True)
+        )
+    return found
+
+
+def _replicas(settings: Settings, model: str, own: Sequence[str], degree: int) -> System:
+    """Return stock vLLM in replicas of ``degree`` GPUs each."""
+    replicas = str(settings.engines // degree)
+    sizes = ["--tensor-parallel-size", str(degree), "--data-parallel-size", replicas]
+    layout = tp_layout(settings.engines, degree, pinned=True)
+    return System(STOCK_BETWEEN[degree], _stock(settings, model, [*own, *sizes]), (layout,))
+
+
+def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
+    run = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    # As Shoal has it: requests of one priority keep their order, urgent ones go first.
+    priority = ["--scheduling-policy", "priority"]
+    return (*run, *_common(settings), *own, *priority, *settings.options)
+
+
+def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
+    run = [sys.executable, "-m", "shoal.server.commands.cli", "serve", model, "--policy", "manual"]
+    # As ``shoal serve`` has it on GPUs, but said: what is measured depends on it.
+    largest = last_value(settings.shoal_options, "--max-group") or str(settings.engines)
+    engines = ["--engines", str(settings.engines), "--admin-port", ADMIN_PORT, "--max-sp", largest]
+    return (
+        *(*run, *_common(settings), *own, *engines),
+        *(*settings.options, *settings.shoal_options),
+    )
+
+
+def _quantization(settings: Settings) -> list[str]:
+    return ["--quantization", settings.quantization] if settings.quantization else []
+
+
+def _common(settings: Settings) -> list[str]:
+    caching = "" if settings.prefix_caching else "no-"
+    return [
+        *("--host", "127.0.0.1", "--port", PORT, "--served-model-name", SERVED_NAME),
+        *("--api-server-count", str(settings.api_servers), "--dtype", settings.dtype),
+        *("--max-model-len", str(settings.max_model_len)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
+        *("--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"),
+        *("--seed", "0", "--disable-uvicorn-access-log", f"--{caching}enable-prefix-caching"),
+    ]

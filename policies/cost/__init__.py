@@ -1,0 +1,1 @@
+"""How long steps take: what predictions of policies are made from."""

@@ -1,0 +1,1 @@
+"""What policies are told and what they answer, as frozen values."""

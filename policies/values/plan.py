@@ -1,0 +1,133 @@
+"""What a policy wants, frozen, and the check that it can be done."""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
+
+from shoal.policies.values.partition import Group, Partition, PartitionError, parse_partition
+from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
+
+TreatmentName = Literal["sequential", "soft", "hard", "interleave"]
+"""What happens to the requests that run on the units of a switch: wait until they end; take them
+out and recompute them on another unit; pause them, KV in place, until their unit is back; or let
+those of single engines go on in turn with their new group, and wait for those of groups."""
+
+
+SwitchReason = Literal["", "load", "quiet", "urgent", "long", "slo", "start"]
+"""Why a policy wants another partition, for the log and the metrics: there is much to do, or
+little; an urgent request, or a long one; a promise at risk; what the policy begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Hand a request of the pool to a unit, which starts it now."""
+
+    request_id: str
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a policy wants done now; the empty plan keeps all as it is."""
+
+    dispatches: tuple[Dispatch, ...] = ()
+    target: Partition | None = None
+    """Partition to switch to; None keeps the one there is."""
+    treatment: TreatmentName = "sequential"
+    reason: SwitchReason = ""
+    """Of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A named pure function from a snapshot to a plan."""
+
+    name: str
+    plan: "PlanFunction"
+    decides_layout: bool
+    """Whether the policy sets targets: then nobody else may."""
+    shifts: bool = True
+    """Whether groups run steps in SP under it, if the node can at all."""
+    forms_groups: bool = True
+    """Whether engines ever work together under it: else no request may need more than one."""
+
+
+class PlanFunction(Protocol):
+    """Pure: the same snapshot gives the same plan."""
+
+    def __call__(self, snapshot: Snapshot, /) -> Plan:
+        """Return what to do now."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be done in the snapshot it was made for; the message says why."""
+
+
+@dataclass(slots=True)
+class Room:
+    """What is left of a unit while a plan's dispatches are added up."""
+
+    unit: UnitState
+    slots: int = field(init=False)
+    blocks: int = field(init=False)
+    load: float = field(init=False)
+    """Requests per engine."""
+
+    def __post_init__(self) -> None:
+        self.load = self.unit.requests / len(self.unit.group)
+        self.slots = self.unit.free_slots if self.unit.serving else 0
+        self.blocks = self.unit.free_blocks
+
+    def takes(self, request: PoolRequest) -> bool:
+        """Return whether the unit can start the request after what it was given already."""
+        unit = self.unit
+        return (
+            self.slots > 0
+            and request.total_tokens <= unit.max_model_len
+            and unit.blocks_for(request) <= min(self.blocks, unit.total_blocks)
+        )
+
+    def take(self, request: PoolRequest) -> None:
+        """Count the request in."""
+        self.slots -= 1
+        self.load += 1 / len(self.unit.group)
+        self.blocks -= self.unit.blocks_for(request)
+
+
+def check_plan(plan: Plan, snapshot: Snapshot) -> None:
+    """Check that every dispatch can start at once and that the target can be formed.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    requests = {request.request_id: request for request in snapshot.pool}
+    rooms = {unit.group: Room(unit) for unit in snapshot.units}
+    for dispatch in plan.dispatches:
+        request = requests.pop(dispatch.request_id, None)
+        room = rooms.get(dispatch.group)
+        if request is None:
+            raise PlanError(
+                f"request {dispatch.request_id} is not in the pool, or twice in the plan"
+            )
+        if room is None:
+            raise PlanError(f"{list(dispatch.group)} is no unit")
+        if not room.takes(request):
+            raise PlanError(f"unit {list(dispatch.group)} cannot start {dispatch.request_id} now")
+        room.take(request)
+    if plan.treatment not in get_args(TreatmentName):
+        raise PlanError(f"no treatment {plan.treatment!r}")
+    if plan.target is not None:
+        _check_target(plan.target, snapshot)
+
+
+def _check_target(target: Partition, snapshot: Snapshot) -> None:
+    try:
+        canonical = parse_partition(target, engines=snapshot.engines, max_group=snapshot.max_group)
+    except PartitionError as error:
+        raise PlanError(str(error)) from error
+    if canonical != target:
+        raise PlanError("the target's units are not in order")
+    for group in target:
+        if len(group) > 1 and snapshot.dead.intersection(group):
+            raise PlanError(f"unit {list(group)} names a dead engine")
+        if group in snapshot.broken:
+            raise PlanError(f"unit {list(group)} cannot be formed: an engine of it was restarted")

@@ -1,0 +1,1 @@
+"""What the controller knows: engines, requests, leases, demand, and what was counted."""

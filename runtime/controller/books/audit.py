@@ -1,0 +1,89 @@
+"""A comparison of every engine's books with the controller's, exact while requests run.
+
+What an engine answers is true of the moment it answers. Messages between two processes keep their
+order, so what must be true then is: the controller's books when the question was sent, changed by
+what the engine said since then (and not by what it was told since then).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.protocol import messages as m
+
+
+class _Expected(msgspec.Struct):
+    lent: set[int]
+    leases: dict[Group, int]
+
+
+class Audit:
+    """One run of ``AuditNode``.
+
+    Args:
+        call: number of the caller's call.
+        peer: who asked.
+        deadline: clock time after which engines that have not answered count as broken.
+    """
+
+    def __init__(self, call: int, peer: str, deadline: float) -> None:
+        self.call = call
+        self.peer = peer
+        self.deadline = deadline
+        self.problems: list[str] = []
+        self._expected: dict[int, _Expected] = {}
+
+    def ask(self, engine: int, lent: set[int], leases: Mapping[Group, int]) -> None:
+        """Note what the books say as the question is sent to an engine.
+
+        Args:
+            engine: who is asked.
+            lent: ids of the blocks it has lent.
+            leases: virtual blocks of every group it leads.
+        """
+        self._expected[engine] = _Expected(set(lent), dict(leases))
+
+    def lent(self, engine: int, blocks: Sequence[int]) -> None:
+        """Follow an engine's word that it lent blocks."""
+        if engine in self._expected:
+            self._expected[engine].lent.update(blocks)
+
+    def closed(self, group: Group, blocks: int) -> None:
+        """Follow a leader's word that it returned virtual blocks."""
+        expected = self._expected.get(group[0])
+        if expected is not None:
+            expected.leases[group] = expected.leases.get(group, 0) - blocks
+
+    def answer(self, message: m.Integrity) -> None:
+        """Compare an engine's answer."""
+        expected = self._expected.pop(message.engine, None)
+        if expected is None or message.call != self.call:
+            return
+        self.problems += message.problems
+        name = f"engine {message.engine}"
+        wrong = expected.lent.symmetric_difference(message.lent)
+        if wrong:
+            self.problems.append(f"{name}: lent blocks differ from the books: {sorted(wrong)[:8]}")
+        for group, blocks in message.leases:
+            known = expected.leases.get(group, 0)
+            if blocks != known:
+                self.problems.append(
+                    f"{name}: unit {list(group)} holds {blocks} blocks, the books say {known}"
+                )
+
+    def lose(self, engines: Iterable[int]) -> None:
+        """Expect nothing more of dead engines."""
+        for engine in engines:
+            self._expected.pop(engine, None)
+
+    def time_out(self) -> None:
+        """Count engines that have not answered as broken."""
+        for engine in sorted(self._expected):
+            self.problems.append(f"engine {engine}: did not answer the audit")
+        self._expected.clear()
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody is left to answer."""
+        return not self._expected

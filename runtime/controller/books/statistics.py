@@ -1,0 +1,172 @@
+"""What the controller counts as things happen; what it can look up is in ``gauges.py``."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+from shoal.policies.values.partition import Group, layout_name
+from shoal.policies.values.plan import SwitchReason
+from shoal.runtime.controller.books.book import Request
+from shoal.runtime.protocol.messages import DeathCause, Treatment
+from shoal.runtime.protocol.messages.metrics import (
+    PRIORITY_CLASSES,
+    Counter,
+    Family,
+    Histogram,
+    priority_class,
+)
+from shoal.runtime.protocol.messages.views import SwitchView
+
+MANUAL = "manual"
+"""Reason of a switch that the admin API asked for."""
+PAUSED = "paused"
+"""Reason of a switch that gives a turn to requests which were paused for long (``pauses.py``)."""
+OTHER = "other"
+"""Reason, in metrics, of a switch whose policy named none that is known."""
+REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, PAUSED, OTHER)
+
+SWITCH_OUTCOMES = ("done", "failed")
+BIND_OUTCOMES = ("done", "aborted", "lost")
+RELEASE_OUTCOMES = ("done", "kept", "lost")
+PHASES = ("drain", "lease", "commit", "release", "resume")
+
+WAIT_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+SWITCH_BOUNDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+    *(0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600),
+)
+PHASE_BOUNDS = (0.0001, 0.00025, *SWITCH_BOUNDS)
+LOOP_BOUNDS = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1),
+)
+
+
+class Statistics:
+    """Counters and histograms of one controller.
+
+    Args:
+        degrees: sizes of the groups that the node forms.
+    """
+
+    def __init__(self, degrees: Sequence[int]) -> None:
+        layouts = [layout_name(tuple(range(degree))) for degree in degrees]
+        self.decisions = Histogram(
+            "shoal_policy_decision_seconds", "Time of one decision of the policy.", LOOP_BOUNDS
+        )
+        self.policy_errors = Counter(
+            "shoal_policy_errors_total", "Decisions that raised, or could not be done."
+        )
+        self.turns = Histogram(
+            "shoal_controller_loop_seconds",
+            "One turn of the controller's loop, without its wait for messages.",
+            LOOP_BOUNDS,
+        )
+        self.moved = Counter(
+            "shoal_moved_requests_total", "Requests taken out of a unit, to go on in another."
+        )
+        self.migrated = Counter(
+            "shoal_requests_migrated_total",
+            "Requests whose engine died, to go on in another.",
+        )
+        self._deaths = Counter(
+            "shoal_engine_deaths_total", "Engines that died, or were given up.", ("cause",)
+        )
+        self._deaths.preset(DeathCause)
+        self._queue = Histogram(
+            "shoal_request_queue_seconds",
+            "From a request's arrival at the controller until a unit is given it.",
+            WAIT_BOUNDS,
+            ("priority", "layout"),
+        )
+        self._queue.preset(PRIORITY_CLASSES, layouts)
+        self._switches = Counter(
+            "shoal_switches_total", "Switches that have ended.", ("outcome", "reason")
+        )
+        self._switches.preset(SWITCH_OUTCOMES, REASONS)
+        self._late = Counter(
+            "shoal_late_switches_total",
+            "Switches that requests kept waiting for too long: they went on without waiting.",
+            ("reason",),
+        )
+        self._late.preset(REASONS)
+        self._durations = Histogram(
+            "shoal_switch_seconds", "Time of a whole switch.", SWITCH_BOUNDS, ("treatment",)
+        )
+        self._durations.preset(Treatment)
+        self._binds = Counter(
+            "shoal_binds_total", "Groups that were to be formed.", ("outcome", "reason")
+        )
+        self._binds.preset(BIND_OUTCOMES, REASONS)
+        self._releases = Counter(
+            "shoal_releases_total", "Groups that were to be dissolved.", ("outcome", "reason")
+        )
+        self._releases.preset(RELEASE_OUTCOMES, REASONS)
+        self._phases = Histogram(
+            "shoal_switch_phase_seconds",
+            "Phases of binds and releases.",
+            PHASE_BOUNDS,
+            ("phase", "layout"),
+        )
+        self._phases.preset(PHASES, layouts[1:])
+        self._paused = Counter(
+            "shoal_paused_requests_total", "Requests paused by a switch, their KV in place."
+        )
+        self._resumed = Counter(
+            "shoal_resumed_requests_total", "Requests that went on when their unit was back."
+        )
+        self._drained = Counter(
+            "shoal_drained_requests_total", "Requests that a switch waited for."
+        )
+
+    def placed(self, request: Request, group: Group, now: float) -> None:
+        """Count a request that is given to a unit; its wait counts the first time only."""
+        if request.moved_at is None:
+            labels = priority_class(request.seen.priority), layout_name(group)
+            self._queue.observe(now - request.seen.arrival, *labels)
+
+    def died(self, cause: DeathCause) -> None:
+        """Count an engine's death."""
+        self._deaths.add(cause)
+
+    def switched(self, view: SwitchView) -> None:
+        """Count a switch that has ended."""
+        self._switches.add(view.outcome, _reason(view.reason))
+        if view.late:
+            self._late.add(_reason(view.reason))
+        self._durations.observe(view.duration_seconds, view.treatment)
+        self._paused.add(amount=view.paused)
+        self._resumed.add(amount=view.resumed)
+        self._drained.add(amount=view.drained)
+
+    def phase(self, name: str, group: Group, seconds: float) -> None:
+        """Count a phase (one of ``PHASES``) of a group's bind or release that went well."""
+        self._phases.observe(max(0.0, seconds), name, layout_name(group))
+
+    def bound(self, outcome: str, reason: str) -> None:
+        """Count the end of a bind: one of ``BIND_OUTCOMES``."""
+        self._binds.add(outcome, _reason(reason))
+
+    def released(self, outcome: str, reason: str) -> None:
+        """Count the end of a release: one of ``RELEASE_OUTCOMES``."""
+        self._releases.add(outcome, _reason(reason))
+
+    @property
+    def switches(self) -> dict[str, int]:
+        """Switches that have ended, by those outcomes that there were."""
+        counts = {outcome: int(self._switches.total(outcome)) for outcome in SWITCH_OUTCOMES}
+        return {outcome: count for outcome, count in counts.items() if count}
+
+    def families(self) -> list[Family]:
+        """Return everything as it is now."""
+        metrics = (
+            *(self._queue, self._switches, self._late, self._durations, self._binds),
+            self._releases,
+            *(self._phases, self._paused, self._resumed, self._drained, self.moved),
+            *(self.migrated, self._deaths),
+            *(self.decisions, self.policy_errors, self.turns),
+        )
+        return [metric.family() for metric in metrics]
+
+
+def _reason(reason: str) -> str:
+    return reason if reason in REASONS else OTHER

@@ -1,0 +1,321 @@
+"""How engines that were started again come back, and how their groups are formed anew.
+
+An engine comes back alone. It serves as soon as nothing of its former life is out any more. The
+groups that it belongs to have lost their communicators with it: each is formed again by all of its
+members, when they are alone and no switch runs, narrow groups first, one at a time:
+
+    FORMING ──Formed from all──> STARTING ──Formed from all──> done
+
+While they form, members wait for each other for a bounded time, and one that cannot make its part
+says so: nobody is lost. A group that fails so is tried again later, a few times. While they start
+the group's core, members are in its collectives: they live or die together.
+"""
+
+import enum
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+
+import msgspec
+
+from shoal.policies.values.partition import Group, groups_of, leader_of
+from shoal.runtime.clock import Clock
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import Arrival, ControllerTransport, parse_engine_identity
+
+log = logging.getLogger("shoal.controller")
+
+FORM_SECONDS = 120.0
+"""How long members have to make their parts of a group."""
+START_SECONDS = 600.0
+"""How long they have to start its core: that may compile a large model."""
+ATTEMPTS = 3
+"""How often the same members try to form a group."""
+RETRY_SECONDS = 5.0
+"""Pause after the first of these that fails; each further one is twice as long."""
+
+LoseEngines = Callable[[Collection[int], str], None]
+
+
+class Stage(enum.Enum):
+    """Where a group stands that is formed anew."""
+
+    FORMING = enum.auto()
+    STARTING = enum.auto()
+
+
+class Formation(msgspec.Struct):
+    """A group that is formed anew."""
+
+    group: Group
+    epoch: int
+    members: tuple[int, ...]
+    """Incarnations of the engines."""
+    began: float
+    stage: Stage
+    awaiting: set[int]
+    deadline: float
+    errors: list[str] = []
+
+
+class Failures(msgspec.Struct):
+    """Attempts of the same members that failed."""
+
+    members: tuple[int, ...]
+    count: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+
+
+class Rejoin:
+    """Takes engines in again, and has their groups formed.
+
+    Args:
+        config: the node.
+        book: engines and partition.
+        leases: block books.
+        transport: the way to the engines.
+        clock: monotonic seconds.
+        lose: takes engines down.
+        greet: tells an engine what engines must know of the node.
+        give_up: ends the requests that the node can hold no more.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        book: Book,
+        leases: Leases,
+        transport: ControllerTransport,
+        clock: Clock,
+        *,
+        lose: LoseEngines,
+        greet: Callable[[int], None],
+        give_up: Callable[[], None],
+    ) -> None:
+        self._groups = [g for d in config.degrees[1:] for g in groups_of(config.engines, d)]
+        self._book = book
+        self._leases = leases
+        self._transport = transport
+        self._clock = clock
+        self._lose = lose
+        self._greet = greet
+        self._give_up = give_up
+        self._early: list[Arrival] = []
+        self._back: dict[int, m.EngineReady] = {}
+        """Engines that could serve again, and what they said of themselves."""
+        self._formation: Formation | None = None
+        self._generations: Counter[Group] = Counter()
+        self._failures: dict[Group, Failures] = {}
+        for engine in book.engines:
+            engine.returns = config.restart_limit > 0
+
+    # --- engines ------------------------------------------------------------------------------
+
+    def is_current(self, arrival: Arrival) -> bool:
+        """Return whether a message comes from the engine as the controller knows it.
+
+        What an earlier incarnation left behind is dropped and counted. What comes from a later one
+        waits until the supervisor has told of it.
+        """
+        engine, sent = parse_engine_identity(arrival.peer)
+        known = self._book.engines[engine].incarnation
+        if sent < known:
+            self._book.stale += 1
+        elif sent > known:
+            self._early.append(arrival)
+        return sent == known
+
+    def died(self, message: m.EngineDied) -> bool:
+        """Take the supervisor's word on a death; False if the engine has been restarted since."""
+        engine = self._book.engines[message.engine]
+        if message.incarnation < engine.incarnation:
+            return False
+        engine.returns = message.restarts
+        if engine.state is EngineState.DEAD and not message.restarts:
+            self._give_up()
+        return True
+
+    def restarted(self, message: m.EngineStarting) -> list[Arrival]:
+        """Note that an engine's processes were started again; return what has come from them."""
+        engine = self._book.engines[message.engine]
+        engine.incarnation, engine.state = message.incarnation, EngineState.STARTING
+        self._book.forget_cores(message.engine)
+        self._transport.meet(message.engine, message.incarnation)
+        early, self._early = self._early, []
+        return early
+
+    def ready(self, message: m.EngineReady) -> None:
+        """Take in that an engine is up again: it serves when nothing holds it back."""
+        former = self._book.engines[message.engine].ready
+        assert former is not None
+        # It knows its own layout alone. The others will be what they were: KV bytes are agreed.
+        self._back[message.engine] = msgspec.structs.replace(message, layouts=former.layouts)
+
+    def tick(self, *, switching: bool) -> None:
+        """Do what is due.
+
+        Args:
+            switching: whether a switch runs: then only what goes on already.
+        """
+        self._watch()
+        if switching:
+            return
+        for number in list(self._back):
+            self._take_in(number)
+        if self._formation is None:
+            self._form_next()
+
+    def _take_in(self, number: int) -> None:
+        engine = self._book.engines[number]
+        if engine.state is not EngineState.STARTING:
+            del self._back[number]  # it has died since
+        elif not self._has_traces(number):
+            engine.ready = self._back.pop(number)
+            engine.state, engine.reason = EngineState.SERVING, None
+            log.warning("engine %d is back", number)
+            self._greet(number)
+
+    def _has_traces(self, engine: int) -> bool:
+        """Return whether a group still has blocks of the engine's former life in its lease."""
+        return any(blocks and engine in group for group, blocks in self._leases.opened.items())
+
+    # --- groups -------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> frozenset[int]:
+        """Engines whose runners are at forming a group."""
+        return frozenset() if self._formation is None else frozenset(self._formation.group)
+
+    @property
+    def deadline(self) -> float | None:
+        """When something is due without a message."""
+        if self._formation is not None:
+            return self._formation.deadline
+        due = [self._failures[g].retry_at for g in self._broken() if g in self._failures]
+        return min((at for at in due if at > self._clock()), default=None)
+
+    def unavailable(self) -> dict[Group, str]:
+        """Return the groups that cannot be bound now, and why."""
+        return {group: self._reason(group) for group in self._broken()}
+
+    def _broken(self) -> Iterator[Group]:
+        gone, unformed = self._book.gone, self._book.unformed(self._groups)
+        if not gone and not unformed:
+            return iter(())
+        return (g for g in self._groups if gone.intersection(g) or g in unformed)
+
+    def _reason(self, group: Group) -> str:
+        gone = sorted(self._book.gone.intersection(group))
+        if gone:
+            back = all(self._book.engines[engine].returns for engine in gone)
+            return f"engines {gone} are {'restarting' if back else 'lost'}"
+        if group in self._book.refused:
+            return f"it could not be formed again: {self._book.refused[group]}"
+        bound = [list(u) for u in self._book.partition if len(u) > 1 and set(u) & set(group)]
+        if bound:
+            return f"it is formed again when units {bound} are released"
+        return "it is being formed again"
+
+    def _form_next(self) -> None:
+        now = self._clock()
+        for group in self._broken():
+            if self._may_form(group, now):
+                self._begin(group, now)
+                return
+
+    def _may_form(self, group: Group, now: float) -> bool:
+        book = self._book
+        alone = all((engine,) in book.partition for engine in group)
+        if not alone or not book.serves(group) or self._leases.holds(group):
+            return False
+        narrow = (g for g in self._groups if len(g) < len(group) and set(g) < set(group))
+        if not all(book.is_formed(g) or g in book.refused for g in narrow):
+            return False
+        failures = self._failures.get(group)
+        if failures is not None and failures.members != book.incarnations(group):
+            # Others than those that failed.
+            del self._failures[group]
+            book.refused.pop(group, None)
+            failures = None
+        return failures is None or (failures.count < ATTEMPTS and failures.retry_at <= now)
+
+    def _begin(self, group: Group, now: float) -> None:
+        self._generations[group] += 1
+        self._formation = Formation(
+            group,
+            self._book.next_epoch(),
+            self._book.incarnations(group),
+            now,
+            Stage.FORMING,
+            set(group),
+            now + FORM_SECONDS,
+        )
+        form = m.FormGroup(self._formation.epoch, group, self._generations[group])
+        for engine in group:
+            self._transport.to_engine(engine, form)
+
+    def formed(self, message: m.Formed) -> None:
+        """Take a member's answer."""
+        formation = self._formation
+        if formation is None or formation.epoch != message.epoch:
+            self._book.stale += 1
+            return
+        formation.awaiting.discard(message.engine)
+        if message.error:
+            formation.errors.append(f"engine {message.engine}: {message.error}")
+        self._go_on(formation)
+
+    def _go_on(self, formation: Formation) -> None:
+        if formation.awaiting:
+            return
+        if formation.errors:
+            self._fail(formation)
+        elif formation.stage is Stage.FORMING:
+            formation.stage = Stage.STARTING
+            formation.awaiting = set(formation.group)
+            formation.deadline = self._clock() + START_SECONDS
+            self._book.starting = formation.group
+            for engine in formation.group:
+                start = m.StartGroup(formation.epoch, formation.group)
+                self._transport.to_engine(engine, start)
+        else:
+            self._end()
+            self._book.form(formation.group, formation.members)
+            took = self._clock() - formation.began
+            log.warning("unit %s is formed again after %.1f s", list(formation.group), took)
+            self._greet(leader_of(formation.group))
+
+    def _end(self) -> None:
+        self._formation = self._book.starting = None
+
+    def _fail(self, formation: Formation) -> None:
+        self._end()
+        group, reason = formation.group, "; ".join(formation.errors)
+        failures = self._failures.setdefault(group, Failures(formation.members))
+        failures.reason = reason
+        failures.retry_at = self._clock() + RETRY_SECONDS * 2**failures.count
+        failures.count += 1
+        log.error("unit %s cannot be formed again: %s", list(group), reason)
+        if failures.count == ATTEMPTS:
+            self._book.refused[group] = reason
+            self._give_up()
+
+    def _watch(self) -> None:
+        """See what has become of the members that have not answered."""
+        formation = self._formation
+        if formation is None:
+            return
+        if formation.deadline <= self._clock():
+            late = sorted(formation.awaiting)
+            lost = late if formation.stage is Stage.FORMING else list(formation.group)
+            unit = list(formation.group)
+            self._lose(lost, f"engines {late} did not answer as unit {unit} was formed again")
+        dead = formation.awaiting & self._book.gone
+        if dead:
+            formation.awaiting -= dead
+            formation.errors.append(f"engines {sorted(dead)} are lost")
+            self._go_on(formation)

@@ -1,0 +1,1 @@
+"""The controller's books as operators see them."""

@@ -1,0 +1,275 @@
+"""The node's metrics that are looked up when somebody asks, in the controller's books."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from shoal.policies.registry import POLICIES
+from shoal.policies.values.partition import Group, groups_of, layout_name, leader_of
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.protocol.messages import Load, Mode, Outcome, Work
+from shoal.runtime.protocol.messages.metrics import (
+    PRIORITY_CLASSES,
+    EngineGauges,
+    Family,
+    Labels,
+    counter,
+    gauge,
+    priority_class,
+)
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """What the controller knows at one moment.
+
+    Attributes:
+        busy: engines that a running switch regroups.
+        step_errors: see ``messages.LayoutView``.
+        now: the clock.
+    """
+
+    config: NodeConfig
+    book: Book
+    leases: Leases
+    pool: TaskPool
+    policy: str
+    busy: Collection[int]
+    unavailable: Collection[Group]
+    """Groups that cannot be formed now."""
+    step_errors: Mapping[str, float]
+    now: float
+
+    def families(self) -> list[Family]:
+        """Return everything."""
+        return [*self._node(), *self._engines(), *self._pool(), *self._steps()]
+
+    # --- the node -----------------------------------------------------------------------------
+
+    def _node(self) -> Iterator[Family]:
+        book = self.book
+        ready = book.started and not book.ending and bool(book.in_state(EngineState.SERVING))
+        yield gauge("shoal_ready", "1 if the node can take requests.", (), {(): int(ready)})
+        policies = {(name,): int(name == self.policy) for name in {*POLICIES, self.policy}}
+        yield gauge("shoal_policy_info", "1 for the policy that decides.", ("policy",), policies)
+        states = {(state.value,): len(book.in_state(state)) for state in EngineState}
+        yield gauge("shoal_engines", "Engines by state.", ("state",), states)
+        layouts = [layout_name(group) for group in book.partition]
+        units = {(name,): layouts.count(name) for name in map(layout_name, self._groups)}
+        yield gauge("shoal_units", "Units by layout.", ("layout",), units)
+        missing = [layout_name(group) for group in self.unavailable]
+        yield gauge(
+            "shoal_groups_unavailable",
+            "Groups that cannot be formed because engines died.",
+            ("layout",),
+            {(name,): missing.count(name) for (name,) in units if name != layout_name((0,))},
+        )
+        yield counter(
+            "shoal_requests_total",
+            "Requests that have left the node, by outcome.",
+            ("outcome",),
+            {(outcome.value,): book.outcomes[outcome] for outcome in Outcome},
+        )
+        yield counter(
+            "shoal_pushed_out_requests_total",
+            "Requests that waited, and made room in the task pool for more urgent ones.",
+            (),
+            {(): book.pushed_out},
+        )
+        yield counter(
+            "shoal_stale_messages_total",
+            "Messages of switches that were over, dropped.",
+            (),
+            {(): book.stale},
+        )
+
+    @property
+    def _groups(self) -> list[Group]:
+        """Every group that the node forms, of one engine too."""
+        config = self.config
+        return [g for degree in config.degrees for g in groups_of(config.engines, degree)]
+
+    # --- engines ------------------------------------------------------------------------------
+
+    def _engines(self) -> Iterator[Family]:
+        book = self.book
+        units = {engine: group for group in book.partition for engine in group}
+        yield gauge(
+            "shoal_engine_state",
+            "1 for the state that the engine is in.",
+            ("engine", "state"),
+            {
+                (str(engine.number), state.value): int(engine.state is state)
+                for engine in book.engines
+                for state in EngineState
+            },
+        )
+        yield counter(
+            "shoal_engine_restarts_total",
+            "Times that the engine was started again after it had died.",
+            ("engine",),
+            {(str(engine.number),): engine.incarnation for engine in book.engines},
+        )
+        yield self._per_engine(
+            "shoal_engine_layout",
+            "Engines of the unit that it is in; 0 while it does not serve.",
+            {e: len(unit) if book.serves((e,)) else 0 for e, unit in units.items()},
+        )
+        yield self._per_engine(
+            "shoal_engine_leader",
+            "First engine of the unit that it is in.",
+            {e: leader_of(unit) for e, unit in units.items()},
+        )
+        yield self._per_engine(
+            "shoal_engine_switching",
+            "1 while a switch regroups it.",
+            {e: int(e in self.busy) for e in units},
+        )
+        yield gauge(
+            "shoal_engine_requests",
+            "Requests of the units that the engine leads.",
+            ("engine", "state"),
+            {
+                (str(engine), state): count
+                for engine in units
+                for state, count in self._requests_of(engine).items()
+            },
+        )
+        yield self._kv_blocks()
+        yield gauge(
+            "shoal_lease_blocks",
+            "Virtual KV blocks that a group's leader holds.",
+            ("unit", "layout"),
+            {
+                (",".join(map(str, group)), layout_name(group)): self.leases.opened.get(group, 0)
+                for group in self._groups
+                if len(group) > 1
+            },
+        )
+
+    @staticmethod
+    def _per_engine(name: str, documentation: str, values: Mapping[int, float]) -> Family:
+        labelled = {(str(engine),): value for engine, value in values.items()}
+        return gauge(name, documentation, ("engine",), labelled)
+
+    def _requests_of(self, engine: int) -> dict[str, int]:
+        """Return the requests of the units that an engine leads, by what they do."""
+        counts = {"running": 0, "waiting": 0, "paused": 0}
+        for core in self.book.cores.values():
+            if leader_of(core.group) != engine:
+                continue
+            held = len(core.requests)
+            if core.group in self.book.partition or self.book.interleaves(core.group):
+                running = 0 if core.load is None else min(core.load.running, held)
+                counts["running"] += running
+                counts["waiting"] += held - running
+            else:
+                counts["paused"] += held
+        return counts
+
+    def _kv_blocks(self) -> Family:
+        values: dict[Labels, float] = {}
+        for number in range(len(self.book.engines)):
+            total, free = self.book.num_blocks(number), self._free_blocks((number,))
+            lent = sum(self.leases.lent_by(number).values())
+            name = str(number)
+            values |= {(name, "free"): free, (name, "lent"): lent}
+            values[name, "used"] = max(0, total - free - lent)
+        return gauge("shoal_engine_kv_blocks", "KV blocks.", ("engine", "state"), values)
+
+    def _free_blocks(self, group: Group) -> int:
+        load = self._load(group)
+        return 0 if load is None else load.free_blocks
+
+    def _load(self, group: Group) -> Load | None:
+        core = self.book.cores.get(group)
+        return None if core is None else core.load
+
+    def _kv_cache_usage(self, engine: int) -> float:
+        """Return which part of an engine's blocks requests hold, a group's requests included."""
+        total = self.book.num_blocks(engine)
+        lent = self.leases.lent_by(engine)
+        free = self._free_blocks((engine,))
+        free += sum(min(blocks, self._free_blocks(group)) for group, blocks in lent.items())
+        return min(1.0, max(0.0, 1 - free / total)) if total else 0.0
+
+    def engines(self) -> list[EngineGauges]:
+        """Return what vLLM's gauges show; what waits in the pool is spread over the engines."""
+        serving = sorted(self.book.in_state(EngineState.SERVING)) or [0]
+        share, rest = divmod(len(self.pool), len(serving))
+        shares = {engine: share + (k < rest) for k, engine in enumerate(serving)}
+        gauges = []
+        for engine in range(len(self.book.engines)):
+            requests = self._requests_of(engine)
+            gauges.append(
+                EngineGauges(
+                    engine=engine,
+                    running=requests["running"],
+                    waiting=requests["waiting"] + shares.get(engine, 0),
+                    deferred=requests["paused"],
+                    kv_cache_usage=self._kv_cache_usage(engine),
+                )
+            )
+        return gauges
+
+    # --- task pool ----------------------------------------------------------------------------
+
+    def _pool(self) -> Iterator[Family]:
+        waiting = dict.fromkeys(PRIORITY_CLASSES, 0)
+        tokens = dict.fromkeys(PRIORITY_CLASSES, 0)
+        oldest = dict.fromkeys(PRIORITY_CLASSES, 0.0)
+        for request in self.pool.all():
+            name = priority_class(request.seen.priority)
+            waiting[name] += 1
+            tokens[name] += request.seen.prompt_tokens
+            oldest[name] = max(oldest[name], self.now - request.seen.arrival)
+        for name, documentation, values in (
+            ("shoal_pool_waiting", "Requests in the task pool.", waiting),
+            ("shoal_pool_waiting_tokens", "Prompt tokens in the task pool.", tokens),
+            ("shoal_pool_oldest_seconds", "Wait of the oldest request in the pool.", oldest),
+        ):
+            yield gauge(name, documentation, ("priority",), {(k,): v for k, v in values.items()})
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _steps(self) -> Iterator[Family]:
+        steps, seconds, tokens = {}, {}, {}
+        for labels, work in self._work():
+            steps[labels] = work.steps
+            seconds[labels] = work.seconds
+            tokens[*labels, "decode"] = work.decodes
+            tokens[*labels, "prefill"] = work.prefill_tokens
+        labels = ("engine", "layout", "mode")
+        yield counter("shoal_steps_total", "Steps of the model.", labels, steps)
+        yield counter(
+            "shoal_step_seconds_total", "Time in which a step was in flight.", labels, seconds
+        )
+        yield counter(
+            "shoal_step_tokens_total", "Tokens that steps computed.", (*labels, "kind"), tokens
+        )
+        yield gauge(
+            "shoal_step_time_relative_error",
+            "Smoothed relative error of the predicted step times.",
+            ("layout", "mode", "kind"),
+            {_error_labels(name): error for name, error in self.step_errors.items()},
+        )
+
+    def _work(self) -> Iterable[tuple[tuple[str, str, str], Work]]:
+        for group in self._groups:
+            load = self._load(group)
+            for mode in Mode if len(group) > 1 and self.config.max_sp > 1 else (Mode.TP,):
+                labels = str(leader_of(group)), *_labels(layout_name(group), mode)
+                yield labels, Work() if load is None else load.done(mode).total
+
+
+def _labels(layout: str, mode: Mode) -> tuple[str, str]:
+    """Return the labels ``layout`` and ``mode`` of such steps."""
+    return layout, layout if layout == "dp" else mode.value
+
+
+def _error_labels(steps: str) -> tuple[str, str, str]:
+    """Return the labels of steps that go by such a name (``messages.LayoutView.step_errors``)."""
+    layout, *mode, kind = steps.split()
+    return *_labels(layout, Mode(*mode) if mode else Mode.TP), kind

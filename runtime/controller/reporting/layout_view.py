@@ -1,0 +1,162 @@
+"""The node as ``GET /admin/layout`` shows it."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from shoal.policies.values.partition import Group, Partition, layout_name
+from shoal.runtime.controller.books.book import Book, Engine, EngineState
+from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.controller.switching.switch import Switch
+from shoal.runtime.protocol.messages import SHUTTING_DOWN
+from shoal.runtime.protocol.messages.views import (
+    EngineView,
+    SwitchTrace,
+    SwitchView,
+    UnavailableView,
+    UnitView,
+)
+
+
+def engine_views(book: Book, leases: Leases) -> list[EngineView]:
+    """Return every engine."""
+    return [_engine_view(engine, leases) for engine in book.engines]
+
+
+def _engine_view(engine: Engine, leases: Leases) -> EngineView:
+    ready = engine.ready
+    return EngineView(
+        engine=engine.number,
+        state=engine.state,
+        num_blocks=0 if ready is None else ready.num_blocks,
+        lent_blocks={
+            ",".join(map(str, group)): blocks
+            for group, blocks in leases.lent_by(engine.number).items()
+        },
+        startup_seconds={} if ready is None else ready.startup.seconds,
+        startup_bytes={} if ready is None else ready.startup.device_bytes,
+        restarts=engine.incarnation,
+        reason=engine.reason,
+    )
+
+
+def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[UnitView]:
+    """Return every unit; ``busy`` are the engines that a switch regroups."""
+    paused = book.paused
+    return [_unit_view(book, leases, group, busy, paused[group]) for group in book.partition]
+
+
+def _unit_view(
+    book: Book, leases: Leases, group: Group, busy: Collection[int], paused: int
+) -> UnitView:
+    load, interleaved = book.core(group).load, book.interleaved_in(group)
+    return UnitView(
+        engines=group,
+        layout=layout_name(group),
+        state="switching" if set(busy).intersection(group) else _state(book, group),
+        running=0 if load is None else load.running,
+        waiting=0 if load is None else load.waiting,
+        lease_blocks=leases.opened.get(group, 0),
+        paused_requests=paused - interleaved,
+        interleaved_requests=interleaved,
+    )
+
+
+def _state(book: Book, group: Group) -> str:
+    states = {book.engines[engine].state for engine in group}
+    worst_first = (EngineState.DEAD, EngineState.SILENT, EngineState.STARTING)
+    return next((state for state in worst_first if state in states), EngineState.SERVING)
+
+
+def unavailable_views(reasons: Mapping[Group, str]) -> list[UnavailableView]:
+    """Return the groups that cannot be formed now, and why."""
+    return [UnavailableView(group, reason) for group, reason in reasons.items()]
+
+
+def lengths(book: Book) -> dict[str, int]:
+    """Return the tokens of the longest request that each layout holds, by its name."""
+    ready = [engine.ready for engine in book.engines if engine.ready is not None]
+    layouts = [limits for each in ready for limits in each.layouts]
+    return {layout_name(tuple(range(each.degree))): each.max_model_len for each in layouts}
+
+
+def not_ready_reason(book: Book) -> str | None:
+    """Return why the node cannot take requests; None if it can."""
+    if book.ending:
+        return SHUTTING_DOWN
+    if not book.started:
+        return f"engines {_numbers(book, EngineState.STARTING)} are starting"
+    if not book.in_state(EngineState.SERVING):
+        starting = _numbers(book, EngineState.STARTING)
+        lost = _numbers(book, EngineState.DEAD, EngineState.SILENT)
+        states = ((starting, "starting"), (lost, "lost"))
+        return ", ".join(f"engines {engines} are {state}" for engines, state in states if engines)
+    return None
+
+
+def refusal(book: Book, target: Partition, unavailable: Mapping[Group, str]) -> tuple[int, str]:
+    """Return the HTTP status and the reason why groups of a partition cannot be formed now.
+
+    Args:
+        book: the engines.
+        target: what is wanted.
+        unavailable: groups that engines' deaths have taken, and why.
+    """
+    silent = book.in_state(EngineState.SILENT)
+    for group in target:
+        if len(group) == 1 or group in book.partition:
+            continue
+        if late := sorted(silent.intersection(group)):
+            return 503, f"unit {list(group)} needs engines {late}, which do not answer"
+        if group in unavailable:
+            return 503, f"unit {list(group)} is not available: {unavailable[group]}"
+    return 200, ""
+
+
+def _numbers(book: Book, *states: EngineState) -> list[int]:
+    return sorted(book.in_state(*states))
+
+
+def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float) -> SwitchView:
+    """Return a finished switch.
+
+    Args:
+        switch: what happened.
+        after: the partition it left.
+        at: wall clock at its end, seconds.
+        now: monotonic clock at its end, seconds.
+    """
+    return SwitchView(
+        epoch=switch.epoch,
+        at=at - (now - switch.started),
+        before=list(switch.before),
+        after=list(after),
+        treatment=switch.treatment,
+        outcome=switch.outcome,
+        error=switch.error,
+        duration_seconds=now - switch.started,
+        paused=switch.paused,
+        resumed=switch.resumed,
+        drained=switch.drained,
+        moved=switch.moved,
+        reason=switch.reason,
+        late=switch.late,
+    )
+
+
+def switch_trace(book: Book, switch: Switch, done: SwitchView | None, *, now: float) -> SwitchTrace:
+    """Return what front ends trace of a switch that begins (``done`` is None), or has ended."""
+    return SwitchTrace(
+        traceparent=switch.traceparent,
+        at=switch.started if done is None else now,
+        epoch=switch.epoch,
+        treatment=switch.treatment,
+        reason=switch.reason,
+        units=list(switch.target),
+        done=done,
+        phases=[] if done is None else switch.phases,
+        paused=[] if done is None else _paused_units(book),
+    )
+
+
+def _paused_units(book: Book) -> list[Group]:
+    cores = book.cores.values()
+    return sorted(core.group for core in cores if core.requests and not book.runs(core))

@@ -1,0 +1,195 @@
+"""Who may wait in the task pool: requests come in, are refused, are dropped or withdrawn here.
+
+A limit holds for what waits: a request that a unit can start at once is never refused. So the
+newcomers of a turn are checked against the ``limits`` when the policy has dispatched what it could.
+The front ends are told when a limit is reached and who is let in all the same, and refuse all
+others before they have worked on them.
+"""
+
+import logging
+
+from shoal.policies.values.partition import leader_of
+from shoal.runtime.clock import Clock
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Book, Request, pool_request
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.demand import Drain
+from shoal.runtime.controller.books.family import Families
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.requests.limits import Limits
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages import Outcome
+from shoal.runtime.protocol.transport import ControllerTransport, front_identity
+
+log = logging.getLogger("shoal.controller")
+
+_QUIET = frozenset({Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL})
+"""Ends that a busy node makes many of, and that their callers know about: not for the log. vLLM's
+front end logs every finish reason ``error``, so theirs is ``abort``."""
+_UNLOGGED = _QUIET | {Outcome.HANDED_BACK, Outcome.UNAVAILABLE}
+"""Ends that are not logged one by one. A stream that is handed back must not look complete, so the
+finish reason of these stays ``error``."""
+
+
+class Admission:
+    """The way into the task pool, and every way out of it but to a unit.
+
+    Args:
+        config: the node; the limits are in it.
+        book: where requests are that have left the pool for a unit.
+        pool: the task pool.
+        capacity: what the node's groups can hold.
+        transport: the way to engines and front ends.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        book: Book,
+        pool: TaskPool,
+        capacity: Capacity,
+        transport: ControllerTransport,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._book = book
+        self._pool = pool
+        self._capacity = capacity
+        self._transport = transport
+        self._clock = clock
+        self._families = Families()
+        self._limits = Limits(config, pool, self._families, clock)
+        self._newcomers: list[Request] = []
+        self._drain = Drain(clock())
+        self._told = m.PoolLimits()
+
+    # --- in and out ---------------------------------------------------------------------------
+
+    def add(self, frames: list[bytes]) -> int:
+        """Take a request of a front end in, or end it if no group can hold it.
+
+        Returns:
+            Its prompt tokens; 0 if it was not taken in.
+
+        Raises:
+            msgspec.DecodeError: it is no ``EngineCoreRequest``.
+        """
+        view = wire.decode_request(frames)
+        if self._is_here(view.request_id):
+            log.error("dropped request %s: there is one of this id", view.request_id)
+            return 0
+        seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
+        terms = view.terms
+        family = self._families.join(view.client_index, terms.family, view.request_id)
+        request = Request(view.request_id, view.client_index, frames, seen, terms, family)
+        if not self._capacity.holds(seen):
+            self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
+            return 0
+        self._pool.add(request, deadline=request.terms.deadline)
+        self._newcomers.append(request)
+        return seen.prompt_tokens
+
+    def _is_here(self, request_id: str) -> bool:
+        book = self._book
+        sent = book.where(request_id) is not None or request_id in book.interrupted
+        return sent or request_id in self._pool
+
+    def _too_long(self, request: Request) -> str:
+        seen, limit = request.seen, self._capacity.longest_now
+        return (
+            f"the prompt has {seen.prompt_tokens} tokens and the request may grow to "
+            f"{seen.total_tokens}: the largest group of engines here holds {limit}"
+        )
+
+    def abort(self, request_ids: list[str], outcome: Outcome = Outcome.ABORTED) -> None:
+        """Forget requests wherever they are: their clients have gone, or have all they asked for.
+
+        Args:
+            request_ids: those; what is not known has ended otherwise meanwhile.
+            outcome: what they count as.
+        """
+        by_leader: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            group = self._book.where(request_id)
+            if group is not None:
+                by_leader.setdefault(leader_of(group), []).append(request_id)
+            waiting = self._pool.remove(request_id)
+            waiting = waiting or self._book.interrupted.pop(request_id, None)
+            if waiting is not None:
+                # A response that is held back until its request is placed goes on.
+                note = m.Ended(request_id, outcome)
+                self._transport.to_control(front_identity(waiting.client), note)
+            request = waiting or self._book.remove(request_id)
+            if request is not None:
+                self._book.count(request, outcome)
+        for engine, ids in by_leader.items():
+            self._transport.to_engine(engine, m.AbortRequests(ids))
+
+    def fail(
+        self,
+        requests: list[Request],
+        outcome: Outcome,
+        status: int | None,
+        message: str,
+        retry_after: int | None = None,
+    ) -> None:
+        """End requests that are in no book (any more).
+
+        Args:
+            requests: those.
+            outcome: why.
+            status: HTTP status for the caller.
+            message: why, for the caller.
+            retry_after: seconds after which the caller may try again, if that would help.
+        """
+        by_client: dict[int, list[str]] = {}
+        for request in requests:
+            self._book.count(request, outcome)
+            by_client.setdefault(request.client, []).append(request.id)
+        reason = wire.FinishReason.ABORT if outcome in _QUIET else wire.FinishReason.ERROR
+        for client, ids in by_client.items():
+            if outcome not in _UNLOGGED:
+                log.warning("requests end with an error (%s): %s", outcome, ", ".join(ids))
+            for request_id in ids:
+                note = m.Ended(request_id, outcome, status, message, retry_after)
+                self._transport.to_control(front_identity(client), note)
+            self._transport.to_front(client, [wire.encode_finish(ids, reason)])
+
+    # --- deadlines ----------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When a waiting request is to be dropped next."""
+        return self._pool.next_deadline
+
+    def expire(self) -> None:
+        """Drop the requests whose deadline has come while they waited."""
+        expired = self._pool.take_expired(self._clock())
+        if expired:
+            message = "the request still waited in the task pool at its deadline"
+            self.fail(expired, Outcome.EXPIRED, 504, message)
+
+    # --- limits -------------------------------------------------------------------------------
+
+    def hold_limits(self, started: int) -> None:
+        """End the requests that may not wait (any more), and tell the front ends what is full.
+
+        Args:
+            started: requests that have left the pool for a unit since the last call.
+        """
+        newcomers, self._newcomers = self._newcomers, []
+        waiting = [new for new in newcomers if self._pool.get(new.id) is new]
+        refused = self._limits.hold(waiting)
+        waits = len(self._pool)
+        self._drain.see(self._clock(), started=started, waits=waits > 0)
+        retry_after = self._drain.retry_after(waits)
+        self._book.pushed_out = self._limits.pushed_out
+        for request, why in refused:
+            self.fail([request], why.outcome, why.status, why.message, retry_after)
+        limits = self._limits.told(retry_after)
+        if limits != self._told:
+            self._told = limits
+            for index in range(self._config.api_servers):
+                self._transport.to_control(front_identity(index), limits)

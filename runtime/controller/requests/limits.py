@@ -1,0 +1,208 @@
+"""How many requests may wait: which newcomers are refused, and which of those that wait make room.
+
+A newcomer that the full pool has no room for pushes out the request that would be served last, if
+that comes after the newcomer in the order of service. So of two requests of one priority the later
+is refused, and what has waited for long counts as more urgent here, too. What a unit has had is
+never pushed out; nor is a request whose response may have begun, since it could not become an
+error any more.
+
+The engine requests of one HTTP request are let in, refused and pushed out together. Where a unit
+has one of them already, the others may wait beyond the limit.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from shoal.runtime.clock import Clock
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Request
+from shoal.runtime.controller.books.family import Families, Family, Refusal
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Outcome
+
+KEPT_SHARE = 0.25
+"""Of what waits: so many requests at the end of the order are not pushed out. However many urgent
+ones come, the others then have a part of the pool in which they age and come to their turn."""
+
+Party = list[Request]
+"""Newcomers of one family, or one that has none."""
+
+
+class Limits:
+    """Keeps the task pool within its limits, and those of callers.
+
+    Args:
+        config: the node; the limits of the pool are in it.
+        pool: the task pool.
+        families: which requests belong together.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: NodeConfig, pool: TaskPool, families: Families, clock: Clock
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._families = families
+        self._clock = clock
+        self._allowances: dict[str, int] = {}
+        """Requests that callers with a limit may have waiting, by caller."""
+        self.pushed_out = 0
+        """Requests that waited, and made room for more urgent ones."""
+
+    def hold(self, newcomers: Sequence[Request]) -> list[tuple[Request, Refusal]]:
+        """Let newcomers wait as far as the limits allow.
+
+        Args:
+            newcomers: requests that have come into the pool since the last call and still wait.
+
+        Returns:
+            The requests that have been taken out of the pool, and why.
+        """
+        for request in newcomers:
+            if request.terms.caller is not None and request.terms.max_waiting is not None:
+                self._allowances[request.terms.caller] = request.terms.max_waiting
+        for request in newcomers:
+            self._pool.remove(request.id)
+        # The most urgent first: no newcomer is let in only to be pushed out by another.
+        parties = sorted(_parties(newcomers), key=lambda party: self._pool.rank(party[0]))
+        return [refused for party in parties for refused in self._admit(party)]
+
+    def told(self, retry_after: int) -> m.PoolLimits:
+        """Return what the front ends are to refuse from now on.
+
+        Args:
+            retry_after: seconds after which those that are refused may try again.
+        """
+        full = self._full(len(self._pool) + 1, self._pool.tokens + 1)
+        callers = {
+            caller: _caller_full(allowed)
+            for caller, allowed in self._allowances.items()
+            if self._pool.waiting_of(caller) >= allowed
+        }
+        if full is None:
+            return m.PoolLimits(callers=callers, retry_after=retry_after if callers else 1)
+        let_in = self._pool.priority_before(self._clock(), self._kept)
+        return m.PoolLimits(full, callers, retry_after, let_in)
+
+    @property
+    def _kept(self) -> int:
+        return int(KEPT_SHARE * len(self._pool))
+
+    def _full(self, requests: int, tokens: int) -> str | None:
+        """Return which limit so many waiting requests and prompt tokens break, if any."""
+        limits = (
+            ("requests", requests, self._config.max_waiting_requests),
+            ("prompt tokens", tokens, self._config.max_waiting_tokens),
+        )
+        for what, amount, limit in limits:
+            if limit is not None and amount > limit:
+                return f"the task pool is full: {limit} {what} may wait"
+        return None
+
+    # --- newcomers ----------------------------------------------------------------------------
+
+    def _admit(self, party: Party) -> Iterator[tuple[Request, Refusal]]:
+        """Let newcomers wait, or refuse them; yield the requests that may not wait (any more)."""
+        family, room = party[0].family, self._room_for(party)
+        refusal = self._refusal(party, room)
+        if refusal is not None:
+            self._families.refuse(family, refusal)
+            for request in [*party, *self._take(self._waiting(family))]:
+                yield request, refusal
+            return
+        yield from self._push_out(room or [])
+        for request in party:
+            self._pool.add(request, deadline=request.terms.deadline)
+            if not request.terms.begun:
+                self._pool.let_in(request.id)
+
+    def _refusal(self, party: Party, room: Sequence[Request] | None) -> Refusal | None:
+        """Return why newcomers may not wait, if they may not.
+
+        Args:
+            party: those.
+            room: the requests that they would push out; None: there is no room for them.
+        """
+        terms, family = party[0].terms, party[0].family
+        if family is not None and family.started:
+            return None
+        if family is not None and family.refused is not None:
+            return family.refused
+        if terms.caller is not None and terms.max_waiting is not None:
+            waiting = self._pool.waiting_of(terms.caller) + len(party)
+            if waiting > terms.max_waiting:
+                return Refusal(Outcome.CALLER_FULL, 429, _caller_full(terms.max_waiting))
+        if room is None:
+            return Refusal(Outcome.POOL_FULL, 503, self._full(*self._with(party)) or "")
+        return None
+
+    def _with(self, party: Party) -> tuple[int, int]:
+        """Return the requests and prompt tokens that wait when newcomers do, too."""
+        tokens = sum(request.seen.prompt_tokens for request in party)
+        return len(self._pool) + len(party), self._pool.tokens + tokens
+
+    # --- making room --------------------------------------------------------------------------
+
+    def _room_for(self, party: Party) -> list[Request] | None:
+        """Return the requests to push out for newcomers; None if that would not be enough."""
+        requests, tokens = self._with(party)
+        pushed_out: dict[str, Request] = {}
+        if self._full(requests, tokens) is None:
+            return []
+        rank = self._pool.rank(party[0])
+        spare = self._pool.behind(rank) - self._kept
+        for last in self._pool.replaceable(rank):
+            if len(pushed_out) >= spare:
+                return None
+            if last.id in pushed_out:
+                continue
+            kin = self._replaceable_with(last, rank)
+            pushed_out |= {request.id: request for request in kin}
+            requests -= len(kin)
+            tokens -= sum(request.seen.prompt_tokens for request in kin)
+            if self._full(requests, tokens) is None:
+                return list(pushed_out.values())
+        return None
+
+    def _replaceable_with(self, request: Request, rank: float) -> list[Request]:
+        """Return a request and those that go with it; none if it must stay after all."""
+        if request.family is None:
+            return [request]
+        if request.family.started:
+            self._pool.keep(request.id)
+            return []
+        kin = self._waiting(request.family)
+        return kin if all(self._pool.rank(other) > rank for other in kin) else []
+
+    def _waiting(self, family: Family | None) -> list[Request]:
+        members = [] if family is None else [self._pool.get(id_) for id_ in family.members]
+        return [request for request in members if request is not None]
+
+    def _push_out(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Refusal]]:
+        if not requests:
+            return
+        full = self._full(len(self._pool) + 1, self._pool.tokens + 1) or "the task pool is full"
+        refusal = Refusal(Outcome.POOL_FULL, 503, f"{full}, and more urgent ones have come")
+        self.pushed_out += len(requests)
+        for request in self._take(requests):
+            self._families.refuse(request.family, refusal)
+            yield request, refusal
+
+    def _take(self, requests: Sequence[Request]) -> Sequence[Request]:
+        for request in requests:
+            self._pool.remove(request.id)
+        return requests
+
+
+def _parties(newcomers: Sequence[Request]) -> list[Party]:
+    """Return newcomers that belong together as one, in the order in which they came."""
+    parties: dict[int, Party] = {}
+    for request in newcomers:
+        of_its_own = request if request.family is None else request.family
+        parties.setdefault(id(of_its_own), []).append(request)
+    return list(parties.values())
+
+
+def _caller_full(allowed: int) -> str:
+    return f"{allowed} requests of this API key may wait, and so many do"

@@ -1,0 +1,230 @@
+"""Requests that a switch has paused, and whose unit does not come back: none waits for ever.
+
+A request resumes with its KV in place when its unit is back. Until then nobody computes it, and
+whether the unit comes back is up to an operator or a policy, who may have forgotten. So after a
+while it is moved to another unit, as a soft switch does. What cannot be moved without a change of
+its tokens (``wire.RequestView.movable``) is *pinned*. Under a policy it gets a turn: it goes on
+beside the group that its engine is in, or its unit is brought back for a while, again and again
+until it has ended. Where an operator decides the layout, it goes on waiting, and then ends.
+"""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from shoal.policies.values.partition import Group, Partition, leader_of
+from shoal.runtime.clock import Clock
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Book, CoreBook, Request
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.requests.admission import Admission
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Outcome
+from shoal.runtime.protocol.transport import ControllerTransport
+
+PAUSE_SECONDS = 5.0
+"""How long a request waits for its unit under a policy that decides the layout, before it is moved
+to another; and one that is interleaved under any policy, when the group has left it no KV blocks to
+go on with."""
+MANUAL_PAUSE_SECONDS = 30.0
+"""The same where an operator decides it, who needs longer to bring a unit back."""
+
+TURN_SECONDS = 3.0
+"""How long a unit is kept that was brought back for the requests paused in it. Then the policy has
+its way for ``PAUSE_SECONDS`` at least, before one is brought back again."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A partition in which requests go on that were paused for long."""
+
+    target: Partition
+    rebound: tuple[Group, ...]
+    """Groups that stay, but are to let requests of their single engines go on beside them."""
+
+
+class _Pause(msgspec.Struct):
+    """One core whose requests nobody computes."""
+
+    since: float
+    asked: float | None = None
+    """When it was last told to give its requests back."""
+
+
+class Pauses:
+    """Moves what has been paused for long, gives turns to what cannot be moved, or ends it.
+
+    Args:
+        config: the node; when a request ends that cannot be moved is in it.
+        book: units and their requests.
+        capacity: says whether requests may go on beside a group.
+        admission: ends requests.
+        transport: the way to engines.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        book: Book,
+        capacity: Capacity,
+        admission: Admission,
+        transport: ControllerTransport,
+        clock: Clock,
+    ) -> None:
+        self._limit = config.pause_limit_seconds
+        self._book = book
+        self._capacity = capacity
+        self._admission = admission
+        self._transport = transport
+        self._clock = clock
+        self._pauses: dict[Group, _Pause] = {}
+        self._manual = True
+        self._looked_at = clock()
+        self._turn: list[str] = []
+        """Requests that the latest turn is for."""
+        self._turn_ends = -math.inf
+
+    @property
+    def deadline(self) -> float | None:
+        """When something is due without a message."""
+        times = (at for item in self._pauses.items() for at in self._due(*item))
+        return min((at for at in times if at > self._looked_at), default=None)
+
+    def _due(self, group: Group, pause: _Pause) -> Iterator[float]:
+        """Yield when requests of a core are to be moved, and when they are to end."""
+        short = not self._manual or self._book.interleaves(group)
+        # Asked again only after as long a time: the answer is on its way.
+        last = pause.since if pause.asked is None else pause.asked
+        yield last + (PAUSE_SECONDS if short else MANUAL_PAUSE_SECONDS)
+        yield pause.since + self._limit
+
+    def end_long_ones(self, *, manual: bool, switching: bool) -> None:
+        """Do what is due: no policy need remember whom it has paused.
+
+        Args:
+            manual: whether an operator decides the layout, and not the policy.
+            switching: whether a switch is running, which may bring units back: then nothing is.
+        """
+        now = self._looked_at = self._clock()
+        self._manual = manual
+        for core in self._book.cores.values():
+            if self._goes_on(core):
+                self._pauses.pop(core.group, None)
+                continue
+            pause = self._pauses.setdefault(core.group, _Pause(now))
+            if switching or not self._book.serves((leader_of(core.group),)):
+                continue
+            move_at, end_at = self._due(core.group, pause)
+            if move_at <= now:
+                pause.asked = now
+                self._move(core)
+            if end_at <= now:
+                self._end(core)
+
+    def _goes_on(self, core: CoreBook) -> bool:
+        if not core.requests or core.group in self._book.partition:
+            return True
+        running = core.load is not None and core.load.running > 0
+        return running and self._book.interleaves(core.group)
+
+    # --- turns --------------------------------------------------------------------------------
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether a unit that was brought back is to be kept for the requests of its turn."""
+        return self._clock() < self._turn_ends and self.had_turn
+
+    @property
+    def had_turn(self) -> bool:
+        """Whether a unit is there that was brought back, and requests of its turn go on in it.
+
+        A switch was late for them before: the next one need not wait.
+        """
+        return any(
+            self._book.where(request_id) in self._book.partition for request_id in self._turn
+        )
+
+    def may_start(self, request: Request, group: Group) -> bool:
+        """Return whether a unit may be given a request: in a turn, none that would need another."""
+        is_there = any(self._book.where(request_id) == group for request_id in self._turn)
+        if not is_there or not self.is_turn:
+            return True
+        return request.movable
+
+    def next_turn(self) -> Turn | None:
+        """Return what lets pinned requests go on that have been paused for long, if any have.
+
+        Call it when a switch can start, and start it.
+        """
+        now = self._clock()
+        if self._manual or now < self._turn_ends + PAUSE_SECONDS:
+            return None
+        target, rebound, taken = self._book.partition, list[Group](), set[int]()
+        turn: list[str] = []
+        for group, pinned in self._starved(now):
+            unit = self._book.unit_of(leader_of(group))
+            beside = len(group) == 1 and unit not in self._book.interleaving
+            beside = beside and self._capacity.leaves_room(unit)
+            engines = unit if beside else group
+            if taken.intersection(engines):
+                continue
+            taken.update(engines)
+            if beside:
+                rebound.append(unit)
+            else:
+                target = _with(target, group)
+                turn += pinned
+        if not taken:
+            return None
+        self._turn, self._turn_ends = turn, now + TURN_SECONDS
+        return Turn(target, tuple(rebound))
+
+    def _starved(self, now: float) -> Iterator[tuple[Group, list[str]]]:
+        """Yield the cores that have waited too long for their unit, and their pinned requests."""
+        for group, pause in sorted(self._pauses.items(), key=lambda item: item[1].since):
+            if now < pause.since + PAUSE_SECONDS:
+                continue
+            # All engines that a switch would regroup: one that does not answer breaks its unit.
+            units = {self._book.unit_of(engine) for engine in group}
+            if self._book.is_formed(group) and all(map(self._book.serves, units)):
+                pinned = _pinned(self._book.core(group))
+                if pinned:
+                    yield group, pinned
+
+    def _move(self, core: CoreBook) -> None:
+        movable = core.movable()
+        if movable:
+            message = m.MoveOut(core.group, movable)
+            self._transport.to_engine(leader_of(core.group), message)
+
+    def _end(self, core: CoreBook) -> None:
+        """End the requests of a core that can only go on there."""
+        ids = _pinned(core)
+        if not ids:
+            return
+        self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
+        ended: list[Request] = []
+        for request_id in ids:
+            request = self._book.remove(request_id)
+            if request is not None:
+                ended.append(request)
+        reason = (
+            f"a switch paused the request, its unit {list(core.group)} was not back within "
+            f"{self._limit:g} s, and it cannot go on elsewhere: it has a seed, penalties, "
+            "structured output or the like"
+        )
+        self._admission.fail(ended, Outcome.LOST, 500, reason)
+
+
+def _pinned(core: CoreBook) -> list[str]:
+    """Return the requests of a core that can only go on there."""
+    movable = set(core.movable())
+    return [request_id for request_id in core.requests if request_id not in movable]
+
+
+def _with(partition: Partition, group: Group) -> Partition:
+    """Return a partition that has the group; engines it takes units apart for are alone."""
+    kept = [unit for unit in partition if not set(unit) & set(group)]
+    rest = set().union(*partition) - set(group).union(*kept)
+    return tuple(sorted([*kept, group, *((engine,) for engine in rest)]))

@@ -1,0 +1,215 @@
+"""The node's switches, one at a time: who asked, when the next may start, how each one ended."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Collection
+
+import msgspec
+
+from shoal.policies.values.partition import Group, Partition
+from shoal.runtime.clock import Clock
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Book
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.demand import SwitchBudget
+from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.controller.books.statistics import MANUAL, PAUSED, Statistics
+from shoal.runtime.controller.reporting import layout_view
+from shoal.runtime.controller.requests.pauses import Turn
+from shoal.runtime.controller.switching.switch import LoseEngines, Switch
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.transport import ControllerTransport, front_identity
+
+log = logging.getLogger("shoal.controller")
+
+SWITCHES_KEPT = 32
+"""Past switches that ``GET /admin/layout`` shows."""
+RETRY_SECONDS = 5.0
+"""Pause after a failed switch before the policy may ask for another."""
+WAITING_TREATMENTS = (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
+"""Those whose switches take as long as requests run."""
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """Who waits for a switch, and the number of the call."""
+
+    peer: str
+    number: int
+
+
+class Switching:
+    """Starts switches and tells of their ends.
+
+    Args:
+        config: the node.
+        book: engines and partition.
+        leases: block books.
+        capacity: what new groups are lent, and whether requests may go on beside them.
+        statistics: counts switches.
+        transport: the way to everybody.
+        clock: monotonic seconds.
+        wall: seconds since the epoch, for people to read.
+        lose: takes engines down that a broken group has lost.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        book: Book,
+        leases: Leases,
+        capacity: Capacity,
+        statistics: Statistics,
+        transport: ControllerTransport,
+        *,
+        clock: Clock,
+        wall: Clock,
+        lose: LoseEngines,
+    ) -> None:
+        self.running: Switch | None = None
+        self.past: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
+        self.ended_at = -math.inf
+        """When the last one ended that the policy or an operator asked for."""
+        self._config = config
+        self._book = book
+        self._leases = leases
+        self._capacity = capacity
+        self._statistics = statistics
+        self._transport = transport
+        self._clock = clock
+        self._wall = wall
+        self._lose = lose
+        self._caller: _Call | None = None
+        self._budget = SwitchBudget(clock())
+        self._retry_at = 0.0
+
+    # --- what others see ----------------------------------------------------------------------
+
+    @property
+    def engines(self) -> frozenset[int]:
+        """Engines that are regrouped now."""
+        return frozenset() if self.running is None else self.running.engines
+
+    @property
+    def pending(self) -> Partition | None:
+        """Where the running switch leads to."""
+        return None if self.running is None else self.running.target
+
+    @property
+    def deadline(self) -> float | None:
+        """When something is due without a message."""
+        return None if self.running is None else self.running.deadline
+
+    @property
+    def is_held(self) -> bool:
+        """Whether none can start now, whatever the policy has left of its budget."""
+        return self.running is not None or self._clock() < self._retry_at
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the policy may ask for one."""
+        return self._budget.allows(self._clock())
+
+    # --- start --------------------------------------------------------------------------------
+
+    def start_for_operator(self, peer: str, message: m.SetLayout, target: Partition) -> None:
+        """Start a switch that the admin API asked for: its requests are waited for as it says."""
+        timeout, wait = message.timeout_seconds, message.wait_seconds
+        if wait is None or wait >= timeout:
+            self._start(target, message.treatment, MANUAL, wait=timeout, gives_up=True)
+        else:
+            self._start(target, message.treatment, MANUAL, wait=wait)
+        self._caller = _Call(peer, message.call)
+        self.end()
+
+    def start_for_policy(
+        self, target: Partition, treatment: m.Treatment, reason: str, *, waits: bool
+    ) -> None:
+        """Start a switch that the policy asked for: it waits for no request for long, or at all."""
+        self._budget.spend(self._clock())
+        wait = self._config.switch_wait_seconds if waits else 0.0
+        self._start(target, treatment, reason, wait=wait)
+
+    def start_turn(self, turn: Turn) -> None:
+        """Start a switch after which requests go on that were paused for long: it never waits."""
+        self._start(turn.target, m.Treatment.INTERLEAVE, PAUSED, rebound=turn.rebound)
+
+    def _start(
+        self,
+        target: Partition,
+        treatment: m.Treatment,
+        reason: str,
+        *,
+        wait: float = 0.0,
+        gives_up: bool = False,
+        rebound: Collection[Group] = (),
+    ) -> None:
+        self.running = Switch(
+            self._book,
+            self._leases,
+            self._transport,
+            self._statistics,
+            clock=self._clock,
+            lose=self._lose,
+            target=target,
+            treatment=treatment,
+            reason=reason,
+            wait=wait,
+            gives_up=gives_up,
+            answer_timeout=self._config.prepare_timeout_seconds,
+            lease=self._capacity.lease_for,
+            leaves_room=self._capacity.leaves_room,
+            seed=lambda epoch: (self._config.seed + epoch) % 2**31,
+            rebound=rebound,
+        )
+        self._tell_fronts(self.running, None)
+
+    def _tell_fronts(self, switch: Switch, done: SwitchView | None) -> None:
+        """Tell the front ends that a switch begins, or has ended so."""
+        trace = None
+        if self._config.tracing:
+            trace = layout_view.switch_trace(self._book, switch, done, now=self._clock())
+        note = m.Switching(sorted(switch.engines), over=done is not None, trace=trace)
+        for index in range(self._config.api_servers):
+            self._transport.to_control(front_identity(index), note)
+
+    # --- answers and end ----------------------------------------------------------------------
+
+    def handle(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> bool:
+        """Take an engine's answer; False when it is about nothing that is going on."""
+        return self.running is not None and self.running.handle(message)
+
+    def tick(self) -> None:
+        """Act on what did not come in time, and end the switch if it is over."""
+        if self.running is not None:
+            self.running.tick()
+        self.end()
+
+    def end(self) -> None:
+        """End the switch if it is over: count it, tell of it, answer who asked."""
+        switch = self.running
+        if switch is None or not switch.done:
+            return
+        self.running = None
+        now = self._clock()
+        view = layout_view.switch_view(switch, self._book.partition, at=self._wall(), now=now)
+        self.past.append(view)
+        self._statistics.switched(view)
+        self._tell_fronts(switch, view)
+        level = logging.INFO if switch.error is None else logging.ERROR
+        log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
+        if switch.reason != PAUSED:
+            self.ended_at = now
+        if switch.treatment not in WAITING_TREATMENTS:
+            self._budget.learn(view.duration_seconds)
+        if switch.error is not None:
+            self._retry_at = now + RETRY_SECONDS
+        self._answer(switch, view)
+
+    def _answer(self, switch: Switch, view: SwitchView) -> None:
+        caller, self._caller = self._caller, None
+        if caller is not None:
+            failed = m.CallFailed(caller.number, switch.status, switch.error or "")
+            done = m.SwitchDone(caller.number, view)
+            self._transport.to_control(caller.peer, done if switch.error is None else failed)

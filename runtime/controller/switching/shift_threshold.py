@@ -1,0 +1,93 @@
+"""Which steps run in SP: the threshold that the node is set to, told to every engine."""
+
+from functools import cached_property
+
+from shoal.policies.shift import ShiftThreshold, ShiftThresholdError, tokens_for
+from shoal.policies.values.plan import Policy
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.protocol.messages import SetShift
+from shoal.runtime.protocol.messages.views import ShiftView
+from shoal.runtime.protocol.transport import ControllerTransport
+
+
+class Shifting:
+    """Keeps the threshold of the shift between TP and SP.
+
+    Args:
+        config: the node.
+        book: engines, and which layouts of theirs can run SP.
+        transport: the way to them.
+        policy: the first one; a policy may keep its groups in TP.
+
+    Raises:
+        ShiftThresholdError: the threshold is to come from a cost model that the node lacks.
+    """
+
+    def __init__(
+        self, config: NodeConfig, book: Book, transport: ControllerTransport, policy: Policy
+    ) -> None:
+        self._config = config
+        self._book = book
+        self._transport = transport
+        self._policy = policy
+        self._threshold: ShiftThreshold
+        self._tokens: dict[int, int]
+        self._take(config.shift_threshold)
+
+    def set(self, threshold: ShiftThreshold) -> None:
+        """Change the threshold for all steps that are scheduled from now on.
+
+        Raises:
+            ShiftThresholdError: the node has no SP, or no cost model to take a threshold from.
+        """
+        if self._config.max_sp == 1:
+            raise ShiftThresholdError("this node was started without SP (--max-sp)")
+        self._take(threshold)
+        self._tell_all()
+
+    def follow(self, policy: Policy) -> None:
+        """Obey another policy."""
+        self._policy = policy
+        self._tell_all()
+
+    def greet(self, engine: int) -> None:
+        """Tell an engine that has just started: until then it runs no step in SP."""
+        if self._config.max_sp > 1:
+            self._transport.to_engine(engine, SetShift(self._wanted))
+
+    def _take(self, threshold: ShiftThreshold) -> None:
+        config = self._config
+        degrees = config.degrees[1:] if config.max_sp > 1 else ()
+        self._tokens = tokens_for(threshold, config.cost_model, degrees)
+        self._threshold = threshold
+
+    def _tell_all(self) -> None:
+        for engine in sorted(self._book.in_state(EngineState.SERVING, EngineState.SILENT)):
+            self.greet(engine)
+
+    @property
+    def _wanted(self) -> dict[int, int]:
+        return self._tokens if self._policy.shifts else {}
+
+    @property
+    def sp_above(self) -> tuple[tuple[int, int], ...]:
+        """See ``Snapshot.sp_above``."""
+        wanted = self._wanted
+        return tuple(
+            (degree, max(floor, wanted[degree]))
+            for degree, floor in self._floors.items()
+            if floor is not None and degree in wanted
+        )
+
+    @cached_property
+    def _floors(self) -> dict[int, int | None]:
+        """The layouts' floors, narrowest first; they never change once all engines are ready."""
+        groups = [tuple(range(degree)) for degree in self._config.degrees]
+        return {len(group): self._book.limits(group).sp_floor for group in groups}
+
+    @property
+    def view(self) -> ShiftView:
+        """Return what the node is set to, and what comes of it."""
+        above = dict(self.sp_above) if self._book.started else {}
+        return ShiftView(self._threshold, self._config.max_sp, above)

@@ -1,0 +1,39 @@
+"""Which mode each step of a group takes: the leader's choice, told to the members with the step."""
+
+from shoal.runtime.protocol.messages import Mode
+
+
+class Shift:
+    """Chooses the mode of a unit's steps (Shift Parallelism, Algorithm 3).
+
+    A step of many tokens is run by sequence: it communicates less. One of few is not: every member
+    would read all the weights for a few tokens each.
+
+    Args:
+        floor: a step in SP batches more tokens than this: the size of the largest captured CUDA
+            graph, 0 where there are none. None: the unit cannot run SP at all.
+        threshold: see ``threshold``.
+    """
+
+    def __init__(self, floor: int | None, threshold: int | None = None) -> None:
+        self.floor = floor
+        self.threshold = threshold
+        """Steps that batch more tokens than this run in SP; None: none does. It may be set at any
+        time and counts from the next step on."""
+
+    def mode(self, num_tokens: int) -> Mode:
+        """Return the mode of a step that batches ``num_tokens`` tokens."""
+        if self.floor is None or self.threshold is None:
+            return Mode.TP
+        return Mode.SP if num_tokens > max(self.floor, self.threshold) else Mode.TP
+
+
+def sp_floor(degree: int, max_sp: int, captured: int) -> int | None:
+    """Return the floor (see ``Shift``) of a unit of ``degree`` engines.
+
+    Args:
+        degree: the unit's engines.
+        max_sp: see ``NodeConfig.max_sp``.
+        captured: tokens of the largest captured CUDA graph; 0: there are none.
+    """
+    return captured if min(degree, max_sp) > 1 else None

@@ -1,0 +1,135 @@
+"""When a step in flight counts as hung: its runner has stopped, or waits for a member for ever.
+
+A step says nothing while it runs, so only its time tells. Nobody knows beforehand how long a step
+may take: a long prompt takes seconds, and the first step of a new shape may compile much longer.
+But steps like it that went before do tell, and most are like many before.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.engine.agent.interface import EndedSteps
+from shoal.runtime.protocol.messages import Mode, Work
+
+SHORTEST_SECONDS = 1.5
+"""No step counts as hung before that: a busy machine delays any process for a while."""
+FACTOR = 10.0
+"""A step that takes so many times as long as the longest step like it hangs."""
+STEPS = 8
+"""Steps of a kind that tell how long one takes."""
+LIKENESS = 2.0
+"""A step is like those before if it is at most so many times as large as the largest of them."""
+
+
+Kind = tuple[Group, Mode, bool]
+"""The unit, the mode, and whether prompts are computed. A step by sequence and one in TP take
+different kernels and collectives: what one of them takes says nothing of the other."""
+
+
+class HungStepError(RuntimeError):
+    """A step takes too long; the message is one line."""
+
+
+class _Seen(msgspec.Struct):
+    """The steps of one kind that a unit has taken."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Of the longest."""
+    tokens: int = 0
+    """Of the largest."""
+    pairs: int = 0
+    """What the largest attended to."""
+
+    def add(self, work: Work, seconds: float) -> None:
+        self.steps += work.steps
+        self.seconds = max(self.seconds, seconds)
+        self.tokens = max(self.tokens, _tokens(work))
+        self.pairs = max(self.pairs, _pairs(work))
+
+    def tells(self, work: Work) -> bool:
+        return (
+            self.steps >= STEPS
+            and _tokens(work) <= LIKENESS * self.tokens
+            and _pairs(work) <= LIKENESS * self.pairs
+        )
+
+
+class StepWatch:
+    """Judges the steps in flight of one engine's cores.
+
+    Args:
+        timeout: seconds after which any step counts as hung.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._seen: dict[Kind, _Seen] = {}
+        self._delayed: set[Group] = set()
+        self._turned_at: float | None = None
+        self.awake_since = 0.0
+        """Since when the loop has run without a long break. In one, when the machine was suspended
+        say, the runners had none of their time either."""
+
+    def turn(self, now: float) -> None:
+        """Note a turn of the engine's loop."""
+        if self._turned_at is not None and now - self._turned_at > SHORTEST_SECONDS:
+            self.awake_since = now
+        self._turned_at = now
+
+    def see(self, group: Group, steps: Sequence[EndedSteps], seconds: float) -> None:
+        """Learn from steps of a core that have ended together.
+
+        Args:
+            group: the core's.
+            steps: what they computed, and in which mode.
+            seconds: what each of them took, on average.
+        """
+        if not steps:
+            return
+        delayed = group in self._delayed
+        self._delayed.discard(group)
+        for step in steps if not delayed else ():
+            seen = self._seen.setdefault(_kind(group, step.mode, step.work), _Seen())
+            seen.add(step.work, seconds / step.work.steps)
+
+    def expect_delay(self, group: Group) -> None:
+        """Note that the runners may do other things before the core's next step."""
+        self._delayed.add(group)
+
+    def limit(self, group: Group, mode: Mode, work: Work) -> float:
+        """Return how many seconds a step of a core may take."""
+        seen = self._seen.get(_kind(group, mode, work), _Seen())
+        if group in self._delayed or not seen.tells(work):
+            return self._timeout
+        return min(self._timeout, max(SHORTEST_SECONDS, FACTOR * seen.seconds))
+
+    def check(self, group: Group, mode: Mode, work: Work, seconds: float) -> None:
+        """Judge the oldest step in flight of a core.
+
+        Args:
+            group: the core's.
+            mode: how the step runs.
+            work: what it computes.
+            seconds: since it could begin.
+
+        Raises:
+            HungStepError: it hangs.
+        """
+        limit = self.limit(group, mode, work)
+        if seconds > limit:
+            raise HungStepError(f"a step of unit {list(group)} hangs: {limit:.1f} s and no result")
+
+
+def _kind(group: Group, mode: Mode, work: Work) -> Kind:
+    return group, mode, work.prefill_tokens > 0
+
+
+def _tokens(work: Work) -> int:
+    return (work.prefill_tokens + work.decodes) // max(1, work.steps)
+
+
+def _pairs(work: Work) -> int:
+    return (work.prefill_pairs + work.context_tokens) // max(1, work.steps)

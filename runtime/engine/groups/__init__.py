@@ -1,0 +1,1 @@
+"""Groups of engines: how members meet, and their communicators."""

@@ -1,0 +1,206 @@
+"""How the members of a group find each other: by themselves, and again after one of them has died.
+
+``torch.distributed.new_group`` is collective over every process of a node, and names what it makes
+by a counter that all of them must share: a process that comes back can never catch up. Here a group
+is made by its members alone, through a store of its own for every time that it is made. torch's
+default group only numbers the engines: it connects nobody, and a collective on it raises.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.node.runtime_dir import remove_former
+
+LOAD_SECONDS = 1800.0
+"""How long engines that start together wait for each other: for the slowest one's compilation."""
+REJOIN_SECONDS = 30.0
+"""How long members of a running node wait for each other: they were all asked at once."""
+
+_NUMBERING = "numbering"
+"""Name under which torch knows the default group's backend."""
+
+
+class _Numbering(dist.ProcessGroup):  # type: ignore[misc]
+    """Rank and size, and no way to communicate."""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return _NUMBERING
+
+
+def number_process(engine: int, engines: int) -> None:
+    """Make ``engine`` this process's rank among ``engines``, for torch. Waits for nobody."""
+    dist.Backend.register_backend(
+        _NUMBERING,
+        lambda _store, rank, size, _timeout: _Numbering(rank, size),
+        devices=["cpu", "cuda"],
+    )
+    dist.init_process_group(_NUMBERING, store=dist.HashStore(), rank=engine, world_size=engines)
+
+
+class SymmetricMemoryStore(dist.Store):  # type: ignore[misc]
+    """A group's store, in which the exchanges of symmetric memory count from the group's first.
+
+    vLLM's all-reduce over symmetric memory has torch exchange addresses through the store of a gloo
+    group. torch numbers that by a counter of the process (``StoreExchange``), which only stays the
+    same in processes that made every group together: one that comes back would wait for keys that
+    its peers write under other numbers, and they for its.
+
+    Args:
+        store: of the group.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _own(self, key: str) -> str:
+        """Return a key, with its number counted from the first one if it has such a number."""
+        match = _EXCHANGE.fullmatch(key)
+        if match is None:
+            return key
+        number = int(match["number"])
+        self._first = number if self._first is None else self._first
+        return f"{match['before']}{number - self._first}{match['after']}"
+
+    def set(self, key: str, value: Any) -> None:
+        """See ``torch.distributed.Store``."""
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        """See ``torch.distributed.Store``."""
+        value: bytes = self._store.get(self._own(key))
+        return value
+
+    def add(self, key: str, value: int) -> int:
+        """See ``torch.distributed.Store``."""
+        return int(self._store.add(self._own(key), value))
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._store.check([self._own(key) for key in keys]))
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        """See ``torch.distributed.Store``."""
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """See ``torch.distributed.Store``."""
+        return bool(self._store.delete_key(self._own(key)))
+
+
+_kept_alive: list[dist.Store] = []
+"""torch keeps of them what they are in C++; what they are in Python must live as long: for ever."""
+_EXCHANGE = re.compile(r"(?P<before>.*SymmetricMemory\w*/)(?P<number>\d+)(?P<after>.*)")
+
+
+class Rendezvous:
+    """Where the members of one group make the process groups of their layout.
+
+    Args:
+        directory: the node's private directory; the members meet at a file in it.
+        group: the engines of the group.
+        engine: this process's.
+        generation: how often the group was made before.
+        seconds: how long members wait for each other.
+    """
+
+    def __init__(
+        self, directory: Path, group: Group, engine: int, generation: int, seconds: float
+    ) -> None:
+        self._directory = directory
+        self._engine = engine
+        self._name = f"{'-'.join(map(str, group))}.{generation}"
+        self._patience = timedelta(seconds=seconds)
+        self._numbers = itertools.count()
+        # A file that is never used twice: one that a dying process wrote to may be damaged.
+        path = directory / f"members-{self._name}"
+        remove_former(path)
+        store = dist.FileStore(str(path)) if len(group) > 1 else dist.HashStore()
+        store.set_timeout(self._patience)
+        self._stores = {"nccl": store, "gloo": store}
+        if generation > 0:
+            # NCCL, which exchanges no such addresses, looks into it from threads of its own.
+            self._stores["gloo"] = SymmetricMemoryStore(store)
+            _kept_alive.append(self._stores["gloo"])
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta | None = None, backend: Any = None, **_: Any
+    ) -> Any:
+        """Return a process group of these engines; ``NON_GROUP_MEMBER`` if this is none of them.
+
+        Stands in for ``torch.distributed.new_group``. Collective over ``ranks`` alone, which are
+        members of the group; each makes its groups in the same order.
+
+        Args:
+            ranks: engines, ascending.
+            timeout: of the collectives; None: the backend's default.
+            backend: torch's name of it.
+
+        Raises:
+            RuntimeError: a member did not come.
+        """
+        if self._engine not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        members = "-".join(map(str, ranks))
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(self._engine),
+            list(ranks),
+            dist.Backend(backend),
+            dist.HashStore() if len(ranks) == 1 else self._stores[dist.Backend(backend)],
+            c10d.GroupName(f"{self._name}/{members}/{next(self._numbers)}"),
+            timeout=self._patience,
+        )
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        c10d._set_pg_timeout(timeout or c10d._get_default_timeout(dist.Backend(backend)), group)
+        return group
+
+    @property
+    def own_name(self) -> str:
+        """A name of this process for what it shares with nobody."""
+        return f"{self._directory.name}-{self._engine}"
+
+
+@contextmanager
+def new_group_replaced(new_group: Callable[..., Any]) -> Iterator[None]:
+    """Let what calls ``torch.distributed.new_group`` call this function."""
+    original = dist.new_group
+    torch.distributed.new_group = new_group
+    try:
+        yield
+    finally:
+        torch.distributed.new_group = original
+
+
+def agreed_minimum(directory: Path, name: str, engine: int, engines: int, value: int) -> int:
+    """Return the smallest ``value`` that the engines of a node have named; waits for all of them.
+
+    An engine that comes back keeps to what it named in its first life.
+
+    Args:
+        directory: the node's private directory.
+        name: what it is about.
+        engine: this process's.
+        engines: number of engines.
+        value: what this engine names.
+
+    Raises:
+        RuntimeError: an engine named nothing in time.
+    """
+    store = dist.FileStore(str(directory / "agreed"))
+    store.set_timeout(timedelta(seconds=LOAD_SECONDS))
+    own = f"{name}/{engine}"
+    if not store.check([own]):
+        store.set(own, str(value))
+    return min(int(store.get(f"{name}/{other}")) for other in range(engines))

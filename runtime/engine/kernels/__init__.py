@@ -1,0 +1,1 @@
+"""Linear layers over parts of a weight."""

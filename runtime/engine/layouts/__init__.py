@@ -1,0 +1,1 @@
+"""One vLLM configuration and one stock worker for each layout."""

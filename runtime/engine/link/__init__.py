@@ -1,0 +1,1 @@
+"""What runs between an engine's scheduler process and its runners."""

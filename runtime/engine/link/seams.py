@@ -1,0 +1,154 @@
+"""What Shoal needs of vLLM: the version and every function it hangs on, checked at start."""
+
+import importlib
+from dataclasses import dataclass
+
+VLLM_VERSION = "0.32.0"
+
+
+class UnsupportedVllm(RuntimeError):
+    """The installed vLLM is not the one Shoal hangs on; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One attribute of vLLM that a module of Shoal relies on."""
+
+    module: str
+    attribute: str
+    used_by: str
+
+
+_LAYERS = "vllm.model_executor.layers"
+_BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
+_DISPATCHER = "vllm.v1.cudagraph_dispatcher"
+_V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_V2_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+_ATTENTION = f"{_LAYERS}.attention.attention"
+_SCALED_MM = "vllm.model_executor.kernels.linear.scaled_mm"
+
+SEAMS = (
+    Seam("vllm.v1.engine.core", "EngineCore.preprocess_add_request", "vllm_core"),
+    Seam("vllm.v1.engine.core", "EngineCore.add_request", "vllm_core"),
+    Seam("vllm.v1.engine.core", "EngineCore.abort_requests", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "vllm_core"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", "lease"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.free_blocks", "lease"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.evict_blocks", "vllm_core"),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager.grammar_init", "grammars"),
+    Seam("vllm.sampling_params", "SamplingParams._validate_structured_outputs", "grammars"),
+    Seam("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "executor"),
+    Seam("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", "vllm_layout"),
+    Seam("vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper.cleanup", "vllm_layout"),
+    Seam("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache", "kv_cache"),
+    Seam("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache", "kv_cache"),
+    Seam("vllm.v1.kv_cache_interface", "create_kv_cache_views", "kv_cache"),
+    Seam("vllm.v1.worker.workspace", "_manager", "communicators"),
+    Seam("vllm.engine.arg_utils", "AsyncEngineArgs.create_engine_config", "layout_configs"),
+    Seam("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", "vllm_options"),
+    Seam(
+        "vllm.transformers_utils.config",
+        "maybe_register_config_serialize_by_value",
+        "layout_configs",
+    ),
+    Seam("vllm.distributed.parallel_state", "initialize_model_parallel", "communicators"),
+    Seam("vllm.distributed.parallel_state", "set_custom_all_reduce", "communicators"),
+    Seam("vllm.distributed.parallel_state", "GroupCoordinator.destroy", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_group_name_counter", "communicators"),
+    Seam(_BROADCAST, "Handle.local_subscribe_addr", "communicators"),
+    Seam(_BROADCAST, "Handle.local_notify_addr", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_WORLD", "communicators"),
+    Seam("vllm.distributed.parallel_state", "_TP", "communicators"),
+    Seam("torch.distributed.distributed_c10d", "_new_process_group_helper", "rendezvous"),
+    Seam("torch.distributed.distributed_c10d", "_set_pg_timeout", "rendezvous"),
+    Seam("vllm.distributed.parallel_state", "_EPLB", "communicators"),
+    Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", "shared_weights"),
+    Seam("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", "shared_weights"),
+    Seam("vllm.model_executor.model_loader", "register_model_loader", "shared_weights"),
+    Seam("vllm.forward_context", "get_forward_context", "ulysses"),
+    Seam("vllm.forward_context", "ForwardContext.cudagraph_runtime_mode", "ulysses"),
+    Seam("vllm.forward_context", "ForwardContext.batch_descriptor", "ulysses"),
+    Seam("vllm.forward_context", "ForwardContext.is_padding", "ulysses"),
+    Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", "piecewise_graphs"),
+    Seam(_DISPATCHER, "CudagraphDispatcher.initialize_cudagraph_keys", "capture_sizes"),
+    Seam(_DISPATCHER, "CudagraphDispatcher.dispatch", "capture_sizes"),
+    Seam(_V1_RUNNER, "GPUModelRunner._bookkeeping_sync", "seeded_sampling"),
+    Seam(_V1_RUNNER, "GPUModelRunner.capture_model", "capture_sizes"),
+    Seam(_V1_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "capture_sizes"),
+    Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "capture_sizes"),
+    Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "capture_sizes"),
+    Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
+    Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
+    Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "shared_weights"),
+    Seam(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.apply", "fp8"),
+    Seam(
+        f"{_LAYERS}.quantization.compressed_tensors.schemes",
+        "CompressedTensorsW8A8Fp8.apply_weights",
+        "fp8",
+    ),
+    Seam(f"{_SCALED_MM}.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel.apply_scaled_mm", "fp8"),
+    Seam(
+        f"{_SCALED_MM}.BlockScaledMMLinearKernel",
+        "Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm",
+        "fp8",
+    ),
+    Seam("vllm._custom_ops", "cutlass_scaled_mm", "partitioned_linear_fp8"),
+    Seam(
+        f"{_LAYERS}.quantization.utils.w8a8_utils",
+        "CUTLASS_BLOCK_FP8_SUPPORTED",
+        "partitioned_linear_fp8",
+    ),
+    Seam(
+        f"{_LAYERS}.quantization.utils.fp8_utils",
+        "get_w8a8_block_fp8_configs",
+        "partitioned_linear_fp8",
+    ),
+    Seam(
+        "vllm.v1.structured_output.request",
+        "StructuredOutputRequest.is_grammar_ready",
+        "vllm_core",
+    ),
+    Seam("vllm.v1.metrics.loggers", "StatLoggerManager.record", "frontend"),
+    Seam("vllm.envs", "enable_envs_cache", "frontend"),
+    Seam("vllm.entrypoints.launchers.api_server.app_state", "init_app_state", "frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.add_request_async", "frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.get_output_async", "frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", "frontend"),
+    Seam("vllm.v1.engine.core_client", "AsyncMPClient._send_input", "frontend"),
+    Seam("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", "frontend"),
+    Seam("vllm.v1.engine.output_processor", "OutputProcessor.do_tracing", "frontend"),
+    Seam("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer", "decode_streams"),
+)
+
+
+def missing_seams() -> list[Seam]:
+    """Return the seams that the installed vLLM lacks."""
+    return [seam for seam in SEAMS if not _present(seam)]
+
+
+def _present(seam: Seam) -> bool:
+    try:
+        target: object = importlib.import_module(seam.module)
+        for name in seam.attribute.split("."):
+            target = getattr(target, name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def check_seams() -> None:
+    """Check the installed vLLM.
+
+    Raises:
+        UnsupportedVllm: another version, or one that lacks a seam.
+    """
+    import vllm
+
+    if vllm.__version__.split("+")[0] != VLLM_VERSION:
+        raise UnsupportedVllm(f"Shoal needs vLLM {VLLM_VERSION}, found {vllm.__version__}")
+    if missing := missing_seams():
+        names = ", ".join(f"{seam.module}.{seam.attribute}" for seam in missing)
+        raise UnsupportedVllm(f"vLLM {vllm.__version__} lacks {names}")

@@ -1,0 +1,134 @@
+"""What a runner does next: its own steps, its group's, or both in turn.
+
+Between binds a runner reads its own queue, in a group that of the group. Where the two interleave,
+each member alone decides in which order it takes their steps. That cannot mismatch a collective:
+only the group's steps have any, and every member takes those in one order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
+
+OWN = 1
+"""Degree of an engine's own layout."""
+
+
+class Turns:
+    """Whose step comes next on a member that interleaves: its group's, or one of its own.
+
+    One of its own may come after every ``ratio`` steps of the group; while only one side has steps,
+    each turn is that side's. The members count the same steps, so their own ones run side by side,
+    and the group waits for the longest of them instead of one after the other.
+
+    Args:
+        ratio: steps of the group to one of the member's own.
+    """
+
+    def __init__(self, ratio: int) -> None:
+        self._ratio = ratio
+        self._steps = 0
+        self._own_due = False
+        self.group_works = False
+        """Whether another step of the group is sure to come, or word that none does."""
+
+    def group_step(self) -> None:
+        """Count a step of the group."""
+        self._steps += 1
+        self._own_due = self._steps % self._ratio == 0
+        self.group_works = True
+
+    def group_rests(self) -> None:
+        """Take the group's word that it has no step for now."""
+        self.group_works = False
+
+    def own_step(self) -> None:
+        """Count a step of the member's own."""
+        self._own_due = False
+
+    @property
+    def own_due(self) -> bool:
+        """Whether the member's own step goes first if there is one."""
+        return self._own_due
+
+    @property
+    def own_allowed(self) -> bool:
+        """Whether the member's own step need not wait for one of the group's."""
+        return self._own_due or not self.group_works
+
+
+class StepQueues:
+    """The queues of a runner, read in the order in which it has to do what they say.
+
+    Args:
+        queues: a PULL by the degree of the layout it is for.
+        ratio: see ``Turns``.
+    """
+
+    def __init__(self, queues: "Mapping[int, zmq.Socket[bytes]]", ratio: int) -> None:
+        self._queues = dict(queues)
+        self._ratio = ratio
+        self._bound = OWN
+        self._turns: Turns | None = None
+        self._unsampled: int | None = None
+        """Degree of the layout whose step waits for ``Sample``: nothing comes in between."""
+
+    def read(self, degree: int) -> None:
+        """Read only the queue of this layout, until ``Detach``: for the start of its core."""
+        self._bound = degree
+
+    def replace(self, degree: int, queue: "zmq.Socket[bytes]") -> None:
+        """Read this queue for a layout from now on; what its former one holds is dropped."""
+        former = self._queues.get(degree)
+        if former is not None:
+            former.close(linger=0)
+        self._queues[degree] = queue
+
+    def receive(self) -> tuple[int, instructions.Instruction]:
+        """Wait for the next instruction; return the degree of the layout it is for, and itself."""
+        while True:
+            degree = self._next()
+            instruction: instructions.Instruction = instructions.loads(self._queues[degree].recv())
+            self._follow(degree, instruction)
+            if not isinstance(instruction, instructions.OrderOfQueues):
+                return degree, instruction
+
+    def _next(self) -> int:
+        turns = self._turns
+        if self._unsampled is not None:
+            return self._wait(self._unsampled)
+        if turns is None or not turns.own_allowed:
+            return self._wait(self._bound)
+        return self._wait(OWN, self._bound) if turns.own_due else self._wait(self._bound, OWN)
+
+    def _wait(self, *degrees: int) -> int:
+        """Wait for one of these queues; return the first that has something."""
+        poller = zmq.Poller()
+        for degree in degrees:
+            poller.register(self._queues[degree], zmq.POLLIN)
+        ready: dict[Any, int] = {}
+        while not ready:
+            ready = dict(poller.poll(int(LONGEST_WAIT_SECONDS * 1000)))
+        return next(degree for degree in degrees if self._queues[degree] in ready)
+
+    def _follow(self, degree: int, instruction: instructions.Instruction) -> None:
+        turns = self._turns
+        match instruction:
+            case instructions.Step(sample=sample):
+                self._unsampled = None if sample else degree
+                if turns is not None:
+                    turns.own_step() if degree == OWN else turns.group_step()
+            case instructions.Sample():
+                self._unsampled = None
+            case instructions.Rest() if turns is not None:
+                turns.group_rests()
+            case instructions.Attach(group, _, interleaves):
+                self._bound = len(group)
+                self._turns = Turns(self._ratio) if interleaves else None
+            case instructions.AwaitDetach():
+                self._turns = None
+            case instructions.Detach():
+                self._bound, self._turns = OWN, None

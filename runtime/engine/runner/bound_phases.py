@@ -1,0 +1,154 @@
+"""When a group's first step begins on one member: what a recording runner notes of every bind.
+
+A step begins when the runner has taken it up and the device is free for it. The host runs ahead of
+a GPU, so when it takes a step up says only the former.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, Self
+
+from shoal.runtime.clock import Clock
+from shoal.runtime.protocol.recording import BoundPhase, append_phase
+
+FREED, BEGAN = "freed", "began"
+"""Marks: the end of the engine's latest own step, and the beginning of the group's first one."""
+
+
+class Marks(Protocol):
+    """Places in the order in which a device works."""
+
+    def set(self, name: str) -> None:
+        """Let the mark be where the device comes to next; the former one of this name is gone."""
+
+    def take(self) -> Mapping[str, float]:
+        """Wait until the device has done all it has to do.
+
+        Returns:
+            When it came to each mark that was set since this was last asked, in seconds of the
+            wall clock.
+        """
+
+
+class HostMarks:
+    """Those of a device that is the host (CPUs): a step has ended when its call returns.
+
+    Args:
+        wall: seconds since the epoch.
+    """
+
+    def __init__(self, wall: Clock = time.time) -> None:
+        self._wall = wall
+        self._times: dict[str, float] = {}
+
+    def set(self, name: str) -> None:
+        """See ``Marks.set``."""
+        self._times[name] = self._wall()
+
+    def take(self) -> Mapping[str, float]:
+        """See ``Marks.take``."""
+        times, self._times = self._times, {}
+        return times
+
+
+class TimingEvent(Protocol):
+    """What is used of ``torch.cuda.Event(enable_timing=True)``."""
+
+    def record(self) -> None:
+        """Put the event into the current stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+    def elapsed_time(self, end_event: Self) -> float:
+        """Return the milliseconds from this event to a later one."""
+
+
+class EventMarks:
+    """Those of a GPU: timing events in the stream that the layouts' steps run on.
+
+    Nothing waits for the device until ``take``. Only then is an event's time known, and only
+    relative to another's: the wall clock is read at one more event, and the time since counted
+    back. The clocks of host and device differ by some microseconds per second, so between a mark
+    and ``take`` there should be no more than the tens of milliseconds that a bound phase lasts: one
+    reading at the runner's start would be off by milliseconds within minutes. What the host takes
+    to notice that last event, some microseconds, makes the times as much too late.
+
+    Args:
+        event: makes a timing event.
+        wall: seconds since the epoch.
+    """
+
+    def __init__(self, event: Callable[[], TimingEvent], wall: Clock = time.time) -> None:
+        self._make, self._wall = event, wall
+        self._events: dict[str, TimingEvent] = {}
+        self._set: set[str] = set()
+        self._end = event()
+
+    def set(self, name: str) -> None:
+        """See ``Marks.set``."""
+        if name not in self._events:
+            self._events[name] = self._make()
+        self._events[name].record()
+        self._set.add(name)
+
+    def take(self) -> Mapping[str, float]:
+        """See ``Marks.take``."""
+        self._end.record()
+        self._end.synchronize()
+        now = self._wall()
+        names, self._set = self._set, set()
+        return {name: now - self._events[name].elapsed_time(self._end) / 1e3 for name in names}
+
+
+class BoundPhases:
+    """Notes a runner's phases in groups, and writes each when it is over.
+
+    What a former runner of the engine has written is lost: it was of another start.
+
+    Args:
+        path: of ``recording.phases_file``.
+        marks: of the runner's device.
+        wall: seconds since the epoch.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, marks: Marks, wall: Clock = time.time) -> None:
+        path.write_bytes(b"")
+        self._path, self._marks, self._wall = path, marks, wall
+        self._epoch: int | None = None
+        self._taken: float | None = None
+
+    def step_queued(self) -> None:
+        """Take note that the device has been given a step; in a group that is no matter.
+
+        There may be own steps, too, where the group interleaves: its first waits for none.
+        """
+        if self._epoch is None:
+            self._marks.set(FREED)
+
+    def bound(self, epoch: int) -> None:
+        """Take note of a bind."""
+        self._epoch, self._taken = epoch, None
+
+    def group_step(self, tokens: int) -> None:
+        """Take note of a step of the group just before it runs.
+
+        Args:
+            tokens: those without any only tell the runners which requests have ended.
+        """
+        if self._epoch is not None and self._taken is None and tokens:
+            self._taken = self._wall()
+            self._marks.set(BEGAN)
+
+    def left(self) -> None:
+        """Take note that the group is left, and write the phase; waits for the group's steps."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:  # of the start of a layout's core, which no bind begins
+            return
+        times = self._marks.take()
+        phase = BoundPhase(epoch, times.get(FREED), self._taken, times.get(BEGAN))
+        append_phase(self._path, phase)

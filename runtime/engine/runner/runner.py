@@ -1,0 +1,292 @@
+"""The runner process: owns one GPU, holds every layout, and does what the queues say, in order.
+
+``step_queues.py`` says which queue is next. Reading a group's queue is what makes it a member:
+there is no state to agree on beyond the order of messages.
+"""
+
+import os
+import queue
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import zmq
+from numpy.random import mtrand
+from vllm.envs import enable_envs_cache
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from shoal.policies.values.partition import Group, leader_of
+from shoal.runtime.config import Addresses, NodeConfig
+from shoal.runtime.engine.kv.kv_cache import BlockMap
+from shoal.runtime.engine.layouts.vllm_layout import Layout
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.link.executor import push_socket
+from shoal.runtime.engine.link.seams import check_seams
+from shoal.runtime.engine.link.step_queues import OWN, StepQueues
+from shoal.runtime.engine.runner.loading import LayoutLoader
+from shoal.runtime.node.runtime_dir import remove_former
+
+
+class Responder:
+    """Sends answers from a thread of its own, so that a copy off the device never holds the runner.
+
+    An asynchronous output is resolved here, in the order the steps ran.
+    """
+
+    def __init__(self, context: zmq.Context[Any], addresses: Addresses, engine: int) -> None:
+        self._context = context
+        self._addresses = addresses
+        self._engine = engine
+        self._queue: queue.SimpleQueue[tuple[Group, int, Any] | None] = queue.SimpleQueue()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+        self._thread.start()
+
+    def answer(self, group: Group, seq: int, value: Any) -> None:
+        """Queue the answer to instruction ``seq`` of ``group`` for the group's leader."""
+        self._queue.put((group, seq, value))
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+        for socket in self._sockets.values():
+            socket.close(linger=1000)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            group, seq, value = item
+            try:
+                if isinstance(value, AsyncModelRunnerOutput):
+                    value = value.get_output()
+                message = instructions.dumps(instructions.Result(group, seq, self._engine, value))
+            except Exception as error:  # noqa: BLE001 - reported to the scheduler, which ends
+                message = instructions.dumps(instructions.Failure(self._engine, one_line(error)))
+            self._socket(leader_of(group)).send(message)
+
+    def _socket(self, leader: int) -> "zmq.Socket[bytes]":
+        if leader not in self._sockets:
+            self._sockets[leader] = push_socket(self._context, self._addresses.responses(leader))
+        return self._sockets[leader]
+
+
+class RandomStates:
+    """The random number generators that vLLM's samplers draw from: a state for each layout.
+
+    The members of a group stay equal only if nothing else draws from theirs, and alone they go on
+    sampling differently.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[int, tuple[Any, ...]] = {}
+        """State of every layout that was left, by degree; without numpy's, which takes long to copy
+        and has a generator for each layout instead."""
+        self._numpys: dict[int, Any] = {}
+
+    def switch(self, before: int, after: int) -> None:
+        """Leave one layout's state for another's; one that has none is about to be reseeded."""
+        device = torch.cuda.get_rng_state() if current_platform.is_cuda() else None
+        self._left[before] = (torch.get_rng_state(), device, random.getstate())
+        self._numpys[before] = mtrand.get_bit_generator()
+        if after in self._left:
+            self._go_to(*self._left.pop(after))
+        if after not in self._numpys:
+            self._numpys[after] = numpy.random.MT19937()
+        mtrand.set_bit_generator(self._numpys[after])
+
+    def forget(self, degree: int) -> None:
+        """Forget the state of a layout that was left for good."""
+        self._left.pop(degree, None)
+
+    @staticmethod
+    def _go_to(cpu: Any, device: Any, pythons: Any) -> None:
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+        random.setstate(pythons)
+
+
+class Runner:
+    """The queues and layouts of one engine.
+
+    Args:
+        node: the node's configuration.
+        engine: this runner's engine.
+        loader: has loaded the layouts.
+        context: ZMQ context of the process.
+    """
+
+    def __init__(
+        self,
+        node: NodeConfig,
+        engine: int,
+        loader: LayoutLoader,
+        context: zmq.Context[Any],
+    ) -> None:
+        self._loader = loader
+        self._engine = engine
+        self._context = context
+        self._addresses = Addresses(node.runtime_dir)
+        self._responder = Responder(context, self._addresses, engine)
+        self._random = RandomStates()
+        queues = {degree: self._queue(layout.group) for degree, layout in loader.layouts.items()}
+        self._queues = StepQueues(queues, node.interleave_ratio)
+        self._degree = OWN
+        """Of the layout that the latest instruction was for."""
+
+    def _queue(self, group: Group, generation: int = 0) -> "zmq.Socket[bytes]":
+        queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        queue.set_hwm(0)
+        address = self._addresses.queue(group, self._engine, generation)
+        queue.bind(address)
+        if generation:
+            remove_former(Path(address.removeprefix("ipc://")))
+        return queue
+
+    @property
+    def _layouts(self) -> dict[int, Layout]:
+        return self._loader.layouts
+
+    def serve(self) -> None:
+        """Start the cores, narrow layouts first, then do what the queues say, for ever."""
+        for degree in self._layouts:
+            self._queues.read(degree)
+            with self._loader.memory.phase(instructions.core_phase(degree)):
+                while self._turn() != instructions.Detach(instructions.STARTUP_EPOCH):
+                    pass
+        # Every worker's start seeds alike; engines alone should not sample alike.
+        seed = self._layouts[OWN].config.model_config.seed
+        set_random_seed(seed + self._engine)
+        # As vLLM's own processes do: before, it looks up each setting at each use, in every step.
+        enable_envs_cache()
+        while True:
+            self._turn()
+
+    def _turn(self) -> instructions.Instruction:
+        degree, instruction = self._queues.receive()
+        self._enter(degree)
+        handler: Callable[[Any], None] = getattr(self, f"_on_{type(instruction).__name__.lower()}")
+        handler(instruction)
+        return instruction
+
+    def _enter(self, degree: int) -> None:
+        if degree != self._degree:
+            self._random.switch(self._degree, degree)
+            self._degree = degree
+
+    @property
+    def _layout(self) -> Layout:
+        return self._layouts[self._degree]
+
+    @property
+    def _is_first(self) -> bool:
+        return leader_of(self._layout.group) == self._engine
+
+    def _on_call(self, call: instructions.Call) -> None:
+        if call.method == instructions.STARTUP_PHASES:
+            value: Any = self._loader.phases
+        elif call.method == instructions.STARTUP_BYTES:
+            value = self._loader.memory.taken
+        else:
+            value = self._layout.call(call.method, call.args, call.kwargs)
+        self._responder.answer(self._layout.group, call.seq, value)
+
+    def _on_step(self, step: instructions.Step) -> None:
+        output = self._layout.execute(step.scheduler_output, step.mode)
+        if output is None and step.sample:
+            output = self._layout.sample(step.grammar_output)
+        if output is not None:
+            self._answer_step(step.seq, output)
+
+    def _on_sample(self, sample: instructions.Sample) -> None:
+        self._answer_step(sample.seq, self._layout.sample(sample.grammar_output))
+
+    def _answer_step(self, seq: int, output: Any) -> None:
+        if self._is_first:
+            self._responder.answer(self._layout.group, seq, output)
+
+    def _on_bind(self, bind: instructions.Bind) -> None:
+        # Members sample independently and stay equal only by equal generators: after unequal work
+        # alone they would pick different tokens, with no error.
+        set_random_seed(bind.seed)
+        if self._layout.block_map is None:
+            self._layout.block_map = BlockMap()
+        self._layout.block_map.extend(bind.virtual, bind.physical[self._engine])
+
+    def _on_extend(self, extend: instructions.Extend) -> None:
+        block_map = self._layout.block_map
+        if block_map is None:
+            raise RuntimeError("lease extended before the group was bound")
+        block_map.extend(extend.virtual, extend.physical[self._engine])
+
+    def _on_form(self, form: instructions.Form) -> None:
+        """Make a group's layout anew; without it the engine goes on as well as before."""
+        degree, error = len(form.group), ""
+        self._enter(degree)  # a worker that starts seeds the generators
+        try:
+            self._loader.remake(degree, form.generation)
+            self._queues.replace(degree, self._queue(form.group, form.generation))
+        except Exception as problem:  # noqa: BLE001 - told to the controller: the group is refused
+            error = one_line(problem)
+        self._enter(OWN)
+        self._random.forget(degree)
+        self._responder.answer(self._layout.group, form.seq, error)
+
+    def _on_detach(self, detach: instructions.Detach) -> None:
+        degree = self._degree
+        self._enter(OWN)
+        self._random.forget(degree)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error as one line: its type and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+@contextmanager
+def _failures_reported(node: NodeConfig, engine: int, context: zmq.Context[Any]) -> Iterator[None]:
+    """Tell every scheduler process that may wait for this runner that it will not answer."""
+    try:
+        yield
+    except Exception as error:
+        addresses = Addresses(node.runtime_dir)
+        message = instructions.dumps(instructions.Failure(engine, one_line(error)))
+        leaders = {engine - engine % degree for degree in node.degrees}
+        for leader in leaders:
+            socket = push_socket(context, addresses.responses(leader))
+            socket.send(message)
+            socket.close(linger=1000)
+        raise
+
+
+def run_runner(
+    node: NodeConfig, engine: int, incarnation: int = 0, kind: type[Runner] | None = None
+) -> None:
+    """Process entry: load everything and serve until the process is ended by a signal.
+
+    An engine that comes back (``incarnation``) loads its own layout alone: the others come with
+    ``Form``. It is of another ``kind`` than ``Runner`` if that is given.
+
+    There is nothing to clean up in order: the supervisor removes the node's sockets and shared
+    memory, the driver frees the GPU.
+    """
+    # vLLM 0.32 calls what torch 2.13 deprecates; nothing a user of Shoal could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed")
+    # Sockets that vLLM makes for itself are removed with the node's directory.
+    os.environ["VLLM_RPC_BASE_PATH"] = node.runtime_dir
+    check_seams()
+    context: zmq.Context[Any] = zmq.Context()
+    context.linger = 0  # an answer to a scheduler that has ended must not hold this process
+    with _failures_reported(node, engine, context):
+        loader = LayoutLoader(node, engine)
+        loader.load(node.degrees if incarnation == 0 else (OWN,))
+        (kind or Runner)(node, engine, loader, context).serve()

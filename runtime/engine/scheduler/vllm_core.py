@@ -1,0 +1,433 @@
+"""A unit: a stock vLLM ``EngineCore`` driven by Shoal's own loop.
+
+vLLM's ``EngineCore.step_with_batch_queue`` schedules one step and then blocks for an older one.
+Here the two halves are apart, so the engine can answer its controller at any moment between them:
+those moments are its safe points.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.engine.agent.interface import (
+    CoreLoad,
+    CoreOutputs,
+    EndedSteps,
+    Lease,
+    plain_lease,
+)
+from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
+from shoal.runtime.engine.kv.lease import GroupLease
+from shoal.runtime.engine.link import instructions as steps
+from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages import Mode, Work
+
+AHEAD_REQUESTS = 16
+"""Running requests from which on a step is scheduled ahead of what an older one gave."""
+
+LEASE_CHUNK = 16
+"""Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
+
+
+class SeveralKVGroups(ValueError):
+    """vLLM keeps several groups of KV blocks for the model; the message is one line."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was queued for the runners and not collected."""
+
+    seq: int
+    scheduled: SchedulerOutput
+    future: "Future[Any]"
+    mode: Mode
+    work: Work
+
+
+class VllmCore:
+    """Implements ``interface.Core`` over one ``EngineCore``.
+
+    Args:
+        group: the unit's engines.
+        config: the layout's vLLM configuration; the members' runners must be reading this unit's
+            queue, because creating the ``EngineCore`` starts their workers.
+        log_stats: whether vLLM's scheduler makes statistics.
+        max_sp: see ``NodeConfig.max_sp``.
+
+    Raises:
+        SeveralKVGroups: see ``check_kv_groups``.
+    """
+
+    def __init__(
+        self, group: Group, config: VllmConfig, *, log_stats: bool, max_sp: int = 1
+    ) -> None:
+        self.group = group
+        self.engine_core = EngineCore(config, UnitExecutor, log_stats)
+        self._scheduler: Any = self.engine_core.scheduler
+        check_kv_groups(self._scheduler.kv_cache_config)
+        self.supported_tasks = self.engine_core.get_supported_tasks()
+        # What the first step of a layout does once, such as connecting its members, is done here.
+        self.engine_core.execute_dummy_batch()
+        self._executor: UnitExecutor = self.engine_core.model_executor
+        self._depth = self.engine_core.batch_queue_size
+        captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
+        self.shift = Shift(sp_floor(len(group), max_sp, captured or 0))
+        self._steps: list[EndedSteps] = []
+        self._in_flight: deque[InFlight] = deque()
+        # A step whose sampling waits for the output of the step before it (grammars).
+        self._deferred: InFlight | None = None
+        self._rests = True
+        # The scheduler had nothing to run: asking again is useless until something changes.
+        self._stalled = False
+        self._outputs: list[CoreOutputs] = []
+        self._finished: list[str] = []
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder = MsgpackEncoder()
+        self._lease = GroupLease(group, self.block_pool) if len(group) > 1 else None
+
+    @property
+    def block_pool(self) -> Any:
+        """The core's ``vllm.v1.core.block_pool.BlockPool``: virtual blocks in a group."""
+        return self._scheduler.kv_cache_manager.block_pool
+
+    # --- requests ---
+
+    def add(self, request_id: str, frames: Sequence[Any]) -> None:
+        """See ``interface.Core.add``."""
+        request = self._decoder.decode(frames)
+        try:
+            self.engine_core.add_request(*self.engine_core.preprocess_add_request(request))
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error)) from error
+        self._stalled = False
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See ``interface.Core.abort``."""
+        self.engine_core.abort_requests(list(request_ids))
+        self._stalled = False
+
+    def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
+        """See ``interface.Core.withdraw``."""
+        known = [self._scheduler.requests.get(request_id) for request_id in request_ids]
+        tokens = {r.request_id: list(r.output_token_ids) for r in known if r is not None}
+        self.abort(list(tokens))
+        return tokens
+
+    # --- steps ---
+
+    def collect(self) -> bool:
+        """See ``interface.Core.collect``."""
+        collected = False
+        while self._in_flight and self._in_flight[0].future.done():
+            self._collect_one(self._in_flight.popleft())
+            collected = True
+        return collected
+
+    def _collect_one(self, step: InFlight) -> None:
+        outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
+        self._stalled = False
+        if step.scheduled.total_num_scheduled_tokens:
+            self._steps.append(EndedSteps(step.mode, step.work))
+        for client_index, client_outputs in outputs.items():
+            client_outputs.engine_index = wire.unit_index(self.group)
+            self._finished += [
+                output.request_id for output in client_outputs.outputs if output.finished
+            ]
+            self._outputs.append(CoreOutputs(client_index, self._encoder.encode(client_outputs)))
+        # Of a step that was scheduled ahead, the tokens of the one before are still to come.
+        if self._deferred is not None and self._in_flight[0] is self._deferred:
+            deferred, self._deferred = self._deferred, None
+            grammar = self._scheduler.get_grammar_bitmask(deferred.scheduled)
+            self._executor.sample_step(deferred.seq, grammar)
+
+    def dispatch(self) -> bool:
+        """See ``interface.Core.dispatch``."""
+        dispatched = self._dispatch()
+        self._tell_rest()
+        return dispatched
+
+    def dispatch_ahead(self) -> bool:
+        """See ``interface.Core.dispatch_ahead``.
+
+        To vLLM's scheduler it is a third step in flight, to runners the second as ever. With many
+        requests, scheduling a step takes the host about as long as what the outcome of one leads to
+        (``Scheduler.update_from_output``, answers), and together with what runners prepare longer
+        than a wide group's device computes.
+        """
+        return self._can_go_ahead() and self._dispatch(ended=1)
+
+    def _can_go_ahead(self) -> bool:
+        steps, running = self._in_flight, len(self._scheduler.running)
+        if running < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
+            return False
+        ended = steps[0].future
+        if not ended.done() or ended.exception() is not None:
+            return False
+        # A first token is not to wait for anything, and nobody to be preempted for a step in vain.
+        if any(step.work.prefill_tokens for step in steps):
+            return False
+        if self.block_pool.get_num_free_blocks() < running:
+            return False
+        # Where the later step left a request out, for want of blocks say, runners would be given
+        # its tokens anew, as far as they are known here: without that of the step that has ended.
+        older, newer = (step.scheduled.num_scheduled_tokens for step in (steps[0], steps[-1]))
+        return bool(older.keys() <= newer.keys())
+
+    def pause(self) -> None:
+        """See ``interface.Core.pause``: nothing to do, steps are queued one by one."""
+
+    def _dispatch(self, ended: int = 0) -> bool:
+        if self._deferred or len(self._in_flight) - ended >= self._depth:
+            return False
+        if self._stalled and not self._grammar_ready():
+            return False
+        if not self._scheduler.has_requests():
+            return False
+        scheduled = self._scheduler.schedule()
+        if not scheduled.total_num_scheduled_tokens:
+            # Nothing can run before a step in flight ends, blocks come free or a request arrives.
+            self._stalled = True
+            # A request whose grammar is wrong ends with the output of a step, were it empty.
+            if not _tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
+                return False
+        sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
+        grammar = self._grammar(scheduled) if sample else None
+        mode = self.shift.mode(scheduled.total_num_scheduled_tokens)
+        seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
+        step = InFlight(seq, scheduled, future, mode, work_of(scheduled))
+        self._in_flight.append(step)
+        if not sample:
+            self._deferred = step
+        return True
+
+    def _tell_rest(self) -> None:
+        """Tell the runners of a group when they need no longer expect a step."""
+        rests = not self._in_flight
+        if rests and not self._rests and self._lease is not None:
+            self._executor.channel.send(steps.Rest())
+        self._rests = rests
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether a request waits for its grammar, which a thread of vLLM compiles.
+
+        The end of that sends no message: somebody has to look.
+        """
+        return any(self._grammars())
+
+    def _grammar_ready(self) -> bool:
+        return any(grammar.is_grammar_ready for grammar in self._grammars())
+
+    def _grammars(self) -> Iterator[Any]:
+        for request in self._scheduler.deferred_waiting:
+            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                yield request.structured_output_request
+
+    def _grammar(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
+        if not scheduled.total_num_scheduled_tokens:
+            return None
+        return self._scheduler.get_grammar_bitmask(scheduled)
+
+    def take_outputs(self) -> list[CoreOutputs]:
+        """See ``interface.Core.take_outputs``."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_steps(self) -> list[EndedSteps]:
+        """See ``interface.Core.take_steps``."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def take_finished(self) -> list[str]:
+        """See ``interface.Core.take_finished``."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def in_flight(self) -> int:
+        """See ``interface.Core.in_flight``."""
+        return len(self._in_flight)
+
+    @property
+    def oldest_step(self) -> tuple[Mode, Work] | None:
+        """See ``interface.Core.oldest_step``."""
+        if not self._in_flight:
+            return None
+        oldest = self._in_flight[0]
+        return oldest.mode, oldest.work
+
+    @property
+    def num_requests(self) -> int:
+        """See ``interface.Core.num_requests``."""
+        return len(self._scheduler.requests)
+
+    @property
+    def load(self) -> CoreLoad:
+        """See ``interface.Core.load``."""
+        running, waiting = self._scheduler.get_request_counts()
+        return CoreLoad(running, waiting, int(self.block_pool.get_num_free_blocks()))
+
+    # --- group cores ---
+
+    @property
+    def _group_lease(self) -> GroupLease:
+        if self._lease is None:
+            raise TypeError("a single engine has no lease")
+        return self._lease
+
+    def bind(self, epoch: int, lease: Lease, seed: int) -> None:
+        """See ``interface.Core.bind``."""
+        virtual = self._group_lease.open(lease)
+        self._executor.channel.send(steps.Bind(epoch, virtual, plain_lease(lease), seed))
+        self._stalled = False
+
+    def grow(self, lease: Lease) -> None:
+        """See ``interface.Core.grow``."""
+        virtual = self._group_lease.open(lease)
+        self._executor.channel.send(steps.Extend(virtual, plain_lease(lease)))
+        self._stalled = False
+
+    def release(self, epoch: int) -> Lease:
+        """See ``interface.Core.release``."""
+        self._executor.channel.send(steps.Detach(epoch))
+        return self._group_lease.close()
+
+    def shrink(self, keep: int) -> Lease:
+        """See ``interface.Core.shrink``."""
+        return self._group_lease.close(keep)
+
+    @property
+    def blocks_wanted(self) -> int:
+        """See ``interface.Core.blocks_wanted``."""
+        if self._lease is None:
+            return 0
+        waiting = sum(
+            -(-(request.num_tokens + 1) // self.engine_core.vllm_config.cache_config.block_size)
+            for request in self._scheduler.waiting
+        )
+        # Each running request may cross into a new block before the next chance to grow.
+        lacking = len(self._scheduler.running) + waiting - self._lease.num_free
+        return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
+
+    @property
+    def blocks_ahead(self) -> int:
+        """See ``interface.Core.blocks_ahead``."""
+        config = self.engine_core.vllm_config
+        size, longest = config.cache_config.block_size, config.model_config.max_model_len
+        requests = self._scheduler.requests.values()
+        bounds = [(r, r.num_prompt_tokens + r.max_tokens) for r in requests]
+        return sum(
+            -(-bound // size) - request.num_computed_tokens // size
+            for request, bound in bounds
+            if bound < longest
+        )
+
+    @property
+    def lease_blocks(self) -> int:
+        """See ``interface.Core.lease_blocks``."""
+        return self._lease.num_open if self._lease is not None else 0
+
+    # --- lending (single cores) ---
+
+    def wake(self) -> None:
+        """Blocks came free: the scheduler may have something to run again."""
+        self._stalled = False
+
+    def preempt_last(self) -> bool:
+        """Preempt the latest running request: its blocks come free, it is recomputed later.
+
+        The body of ``Scheduler.reset_prefix_cache(reset_running_requests=True)`` for one request.
+        Returns whether there was one. Only while no step is in flight.
+        """
+        if not self._scheduler.running:
+            return False
+        request = self._scheduler.running.pop()
+        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return True
+
+    def evict_prefix_cache(self) -> None:
+        """Forget every cached prefix.
+
+        Also while blocks are lent or held, when vLLM's ``BlockPool.reset_prefix_cache`` refuses.
+        """
+        self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
+
+    def close(self) -> None:
+        """Free what the core holds beyond memory. Nobody may use it any more.
+
+        ``EngineCore.shutdown`` but for what it does to the whole process.
+        """
+        self.engine_core.structured_output_manager.clear_backend()
+        self._scheduler.shutdown()
+
+    def check_integrity(self) -> list[str]:
+        """See ``interface.Core.check_integrity``."""
+        name = f"core {list(self.group)}"
+        problems = self._lease.check_integrity() if self._lease is not None else []
+        if self.num_requests == 0 and self._lease is not None:
+            held = self._lease.num_open - self._lease.num_free
+            if held:
+                problems.append(f"{name}: {held} virtual blocks held by no request")
+        waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
+        if waiting + running > self.num_requests:
+            problems.append(f"{name}: {waiting + running} queued, {self.num_requests} known")
+        return problems
+
+
+def check_kv_groups(cache: Any) -> None:
+    """Refuse a model for which vLLM keeps more than one group of KV blocks.
+
+    A request takes blocks of every group, and all that Shoal reckons with (leases, wishes for
+    blocks, what still fits) counts those of one: a group of engines would wait for ever for blocks
+    that it does not know it lacks.
+
+    Args:
+        cache: vLLM's ``KVCacheConfig``.
+
+    Raises:
+        SeveralKVGroups: there are several.
+    """
+    groups = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
+    if len(groups) > 1:
+        raise SeveralKVGroups(
+            f"vLLM keeps {len(groups)} groups of KV blocks for this model ({', '.join(groups)}), "
+            "Shoal needs one: --disable-hybrid-kv-cache-manager may make them one"
+        )
+
+
+def _tells_runners(scheduled: SchedulerOutput) -> bool:
+    """Return whether a step without tokens still carries news for the runners."""
+    return bool(scheduled.finished_req_ids or scheduled.preempted_req_ids)
+
+
+def work_of(scheduled: SchedulerOutput) -> Work:
+    """Return what a step computes. A prompt's last token alone counts as a decode: it costs one."""
+    cached = scheduled.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    decodes = context = prefill = pairs = 0
+    for request_id, tokens in scheduled.num_scheduled_tokens.items():
+        before = computed[request_id]
+        if tokens == 1 and before:
+            decodes += 1
+            context += before + 1
+        else:
+            prefill += tokens
+            pairs += tokens * (2 * before + tokens + 1) // 2
+    return Work(1, 0.0, decodes, context, prefill, pairs)
+
+
+def _awaits_tokens(scheduled: SchedulerOutput) -> bool:
+    return bool(scheduled.pending_structured_output_tokens)

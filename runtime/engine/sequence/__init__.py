@@ -1,0 +1,1 @@
+"""Steps by sequence: SP on the requests, weights and KV cache of TP."""

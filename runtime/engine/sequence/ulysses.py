@@ -1,0 +1,353 @@
+"""Steps of a group by sequence: Arctic Ulysses on the TP layout's KV cache, without its model.
+
+Shift Parallelism, 3.2 (Algorithms 1 and 2). The narrower base layout's own model, compiled as it
+is, runs on this member's share of the step's tokens. Only its attention is another: where vLLM's
+opaque attention operators look a layer up in the forward context, they find one that exchanges
+tokens for heads, runs the TP layout's attention on the TP layout's KV cache and metadata, and
+exchanges back. So a step may run either way, and no weight, cache or graph is added.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor, get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.v1.attention.backend import AttentionType
+
+from shoal.runtime.engine.sequence.head_exchange import HeadExchange
+from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep, CapturedSteps
+
+# --- what can be exchanged ------------------------------------------------------------------------
+
+
+class UnexchangeableAttention(ValueError):
+    """A model that cannot run by sequence; the message names it and the reason."""
+
+
+def check_exchangeable(config: VllmConfig, model: nn.Module, *, reorders: bool) -> None:
+    """Check that every attention layer can be computed for some heads and all tokens.
+
+    Args:
+        config: of the DP layout, whose model is loaded.
+        model: the DP model.
+        reorders: whether a layout's heads are not in the order of its members (``head_order``).
+
+    Raises:
+        UnexchangeableAttention: one cannot.
+    """
+    problems = _model_problems(config)
+    parents = _parents(model) if reorders else {}
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, AttentionLayerBase):
+            problems += [f"{name} {problem}" for problem in _layer_problems(layer)]
+            if reorders and not problems:
+                problems += [f"{name} {problem}" for problem in _order_problems(parents, layer)]
+    if problems:
+        raise _refusal(config, problems[0])
+
+
+def _refusal(config: VllmConfig, problem: str) -> UnexchangeableAttention:
+    return UnexchangeableAttention(
+        f"{config.model_config.model} cannot run by sequence: {problem}; use --max-sp 1"
+    )
+
+
+def _model_problems(config: VllmConfig) -> list[str]:
+    model = config.model_config
+    problems = {
+        "its inputs are not tokens alone": model.is_multimodal_model
+        or model.is_encoder_decoder
+        or model.enable_prompt_embeds,
+        "its positions have several dimensions": model.uses_mrope,
+    }
+    return [problem for problem, holds in problems.items() if holds]
+
+
+def _layer_problems(layer: Any) -> Iterator[str]:
+    if type(layer) is not Attention:
+        yield f"({type(layer).__name__}) is no plain attention over heads"
+        return
+    problems = {
+        f"is {AttentionType(layer.attn_type).value} attention": layer.attn_type
+        != AttentionType.DECODER,
+        "shares another layer's KV": layer.kv_sharing_target_layer_name is not None,
+        "has sinks for each head": layer.has_sink,
+        "has ALiBi slopes for each head": getattr(layer.impl, "alibi_slopes", None) is not None,
+        "has heads of a size that is not a multiple of 8": bool(
+            layer.head_size % 8 or layer.head_size_v % 8
+        ),
+    }
+    yield from (problem for problem, holds in problems.items() if holds)
+
+
+def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    return {child: module for module in model.modules() for child in module.children()}
+
+
+def _order_problems(parents: Mapping[nn.Module, nn.Module], layer: Attention) -> Iterator[str]:
+    """Yield why the heads around an attention layer cannot change their order.
+
+    The layout views two projections in that order; nothing else there may know heads apart.
+    """
+    others = [child for child in parents[layer].children() if child is not layer]
+    projections = (QKVParallelLinear, RowParallelLinear)
+    for kind in projections:
+        if sum(isinstance(child, kind) for child in others) != 1:
+            yield f"is not between one {projections[0].__name__} and one {projections[1].__name__}"
+            return
+    for child in others:
+        sizes = {parameter.numel() for parameter in child.parameters()}
+        if not isinstance(child, projections) and not sizes <= {layer.head_size}:
+            yield f"is beside {type(child).__name__}, which has weights of its own for each head"
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class ExchangedAttention:
+    """What vLLM's attention operators find as a layer, and as its impl, in a step by sequence.
+
+    Keys and values come in a call of their own before the queries. They wait for these, so that
+    one exchange takes all three.
+
+    Args:
+        layer: the TP layout's attention layer.
+        exchange: the group's exchange.
+    """
+
+    def __init__(self, layer: Attention, exchange: HeadExchange) -> None:
+        self.impl = self
+        self._layer = layer
+        self._exchange = exchange
+        self._slots: torch.Tensor | None = None
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """The TP layout's KV cache of this layer."""
+        cache: torch.Tensor = self._layer.kv_cache
+        return cache
+
+    def do_kv_cache_update(
+        self,
+        _layer: object,
+        _key: torch.Tensor,
+        _value: torch.Tensor,
+        _kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Take note of where this step's keys and values go (``unified_kv_cache_update``)."""
+        self._slots = slot_mapping
+
+    def forward(
+        self,
+        _layer: object,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        *,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write to ``output`` what the layer computes of ``[share, heads, size]`` each.
+
+        Raises:
+            NotImplementedError: the output is to be quantised in blocks.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError("outputs quantised in blocks are not exchanged")
+        exchange, layer = self._exchange, self._layer
+        query, key, value = exchange.to_heads(query, key, value)
+        if self._slots is not None:
+            layer.impl.do_kv_cache_update(layer, key, value, kv_cache, self._slots)
+            self._slots = None
+        rows = exchange.sp * exchange.share
+        heads = exchange.new_heads(output, query.shape[1])
+        if rows > exchange.num_tokens:
+            # What lies there may not be a number, and a scale may be taken over all rows.
+            heads[exchange.num_tokens :].zero_()
+        layer.impl.forward(
+            layer,
+            query,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output=heads[: exchange.num_tokens],
+            output_scale=output_scale,
+        )
+        exchange.to_tokens(heads, output)
+        return output
+
+
+def exchanged_layers(
+    config: VllmConfig, base: VllmConfig, exchange: HeadExchange
+) -> dict[str, Any]:
+    """Return what a step by sequence finds in its forward context: layers by name.
+
+    Args:
+        config: of the TP layout, whose attention layers are run.
+        base: of the layout whose model runs.
+        exchange: the group's exchange.
+
+    Raises:
+        UnexchangeableAttention: a layer has another number of KV heads than the model says.
+    """
+    layers = dict(base.compilation_config.static_forward_context)
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, Attention):
+            if layer.num_kv_heads * exchange.kv_parts != layers[name].num_kv_heads:
+                raise _refusal(config, f"{name} has a number of KV heads of its own")
+            layers[name] = ExchangedAttention(layer, exchange)
+    return layers
+
+
+def exchanged_bytes(base: VllmConfig, copies: int) -> int:
+    """Return the most bytes that members get of one token, all of them together, in an exchange.
+
+    Args:
+        base: of the layout whose model runs: queries, keys and values of its attention, or its
+            hidden state.
+        copies: members that get the same keys and values.
+    """
+    widths = [base.model_config.get_hidden_size()]
+    for layer in base.compilation_config.static_forward_context.values():
+        if isinstance(layer, Attention):
+            keys_and_values = copies * layer.num_kv_heads * (layer.head_size + layer.head_size_v)
+            widths.append(layer.num_heads * layer.head_size + keys_and_values)
+    return int(max(widths) * base.model_config.dtype.itemsize)
+
+
+_descriptor = lru_cache(maxsize=1024)(BatchDescriptor)
+
+
+class SequenceParallelModel:
+    """Stands in for a TP layout's model while a step runs by sequence.
+
+    Everything but the forward pass is the TP layout's, its vocabulary-parallel head among it.
+
+    Args:
+        model: the TP layout's model.
+        base: the model of the base layout.
+        in_base: makes the base layout's groups vLLM's current ones.
+        exchange: the group's exchange.
+        layers: see ``exchanged_layers``.
+        captured: of the base layout, what there are graphs of that may be replayed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: nn.Module,
+        in_base: Callable[[], AbstractContextManager[None]],
+        exchange: HeadExchange,
+        layers: Mapping[str, Any],
+        captured: CapturedSteps,
+    ) -> None:
+        self._model = model
+        self._base = base
+        self._in_base = in_base
+        self._exchange = exchange
+        self._layers = layers
+        self._captured = captured
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer as the TP layout's model."""
+        return getattr(self._model, name)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: None = None,
+    ) -> torch.Tensor:
+        """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
+        num_tokens = input_ids.shape[0]
+        captured = self._captured.fitting(self._exchange.share_of(num_tokens))
+        with self._entered(num_tokens, captured):
+            ids, positions = self._own(input_ids, positions, captured)
+            hidden = self._base(
+                input_ids=ids,
+                positions=positions,
+                intermediate_tensors=intermediate_tensors,
+                inputs_embeds=inputs_embeds,
+            )
+        return self._exchange.gather(hidden)
+
+    def _own(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, captured: CapturedStep | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this member's share of both: where graphs that are to be replayed read them."""
+        ids, positions = self._exchange.own(input_ids), self._exchange.own(positions)
+        if captured is None:
+            return ids, positions
+        return captured.input_ids.copy_(ids), captured.positions.copy_(positions)
+
+    def _entered(self, num_tokens: int, captured: CapturedStep | None) -> "_BySequence":
+        """Be in a step by sequence of so many tokens: the base's groups, exchanged attention."""
+        self._exchange.begin(num_tokens, captured.descriptor.num_tokens if captured else None)
+        # Of the base's graphs, those between attention layers: in whole ones is its own attention.
+        mode = CUDAGraphMode.PIECEWISE if captured else CUDAGraphMode.NONE
+        descriptor = captured.descriptor if captured else _descriptor(self._exchange.share)
+        return _BySequence(self._layers, mode, descriptor, self._in_base())
+
+
+class _BySequence:
+    """While entered, vLLM's context of the step is that of a step by sequence.
+
+    The step's own context changes and changes back: with the caches cold, as they are between two
+    steps, another one would take as long as all the rest.
+
+    Args:
+        layers: see ``exchanged_layers``.
+        mode: which graphs are replayed.
+        descriptor: of which number of tokens.
+        in_base: makes the base layout's groups vLLM's current ones.
+    """
+
+    __slots__ = ("_context", "_former", "_in_base", "_now")
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        in_base: AbstractContextManager[None],
+    ) -> None:
+        # The mask of all tokens does not fit, and routers of experts alone would read one.
+        self._now = (layers, mode, descriptor, None)
+        self._in_base = in_base
+
+    def __enter__(self) -> None:
+        self._in_base.__enter__()
+        context = self._context = get_forward_context()
+        self._former = (
+            context.no_compile_layers,
+            context.cudagraph_runtime_mode,
+            context.batch_descriptor,
+            context.is_padding,
+        )
+        self._set(self._now)
+
+    def __exit__(self, *error: Any) -> None:
+        self._set(self._former)
+        self._in_base.__exit__(*error)
+
+    def _set(self, values: tuple[Any, ...]) -> None:
+        context = self._context
+        (
+            context.no_compile_layers,
+            context.cudagraph_runtime_mode,
+            context.batch_descriptor,
+            context.is_padding,
+        ) = values

@@ -1,0 +1,1 @@
+"""Every layout's weights as views of DP's."""

@@ -1,0 +1,453 @@
+"""The node's main process: starts every other one, watches them, and leaves nothing behind.
+
+A front end or the controller that ends takes the node with it, and so does a controller that hangs.
+An engine (its scheduler or its
+runner) that ends takes its twin with it. The node goes on with the engines it has left, and the
+dead one is started again, a few times (``restarts.py``).
+"""
+
+import enum
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from shoal.runtime.clock import Clock, process_seconds
+from shoal.runtime.config import Addresses, NodeConfig
+from shoal.runtime.node.child_process import (
+    Child,
+    Target,
+    choose_context,
+    end_helper,
+    named_target,
+    signals_held,
+)
+from shoal.runtime.node.heartbeat import HeartbeatMonitor, heartbeat_path
+from shoal.runtime.node.restarts import Restart, Restarts
+from shoal.runtime.node.runtime_dir import remove_runtime_dir
+from shoal.runtime.protocol.messages import (
+    DeathCause,
+    EndNode,
+    EngineDied,
+    EngineStarting,
+    GetLayout,
+    KillEngines,
+    LayoutView,
+    Message,
+    decode_from_controller,
+    encode,
+)
+from shoal.runtime.protocol.messages.views import EngineView
+from shoal.runtime.protocol.transport import SUPERVISOR, drain, open_socket
+
+Say = Callable[[str], None]
+"""Prints one line for the user."""
+
+_POLL_SECONDS = 0.1
+"""How often the controller is asked whether the engines are up, during the start."""
+_LOOK_SECONDS = 0.5
+"""How often processes are looked at: an engine with one that is stopped twice running is given up.
+"""
+_MOST_TIMEOUTS = 3.0
+"""The node ends when the controller has been silent for so many times its time-out: until then it
+may come back."""
+_EXIT_SECONDS = 5.0
+"""How long a process may take to end in order."""
+_HURRY_SECONDS = 3.0
+"""How long front ends may take to tell their clients that the node ends at once."""
+
+_GIB = 1 << 30
+
+_SCHEDULER = "shoal.runtime.engine.scheduler.vllm_backend:run_scheduler"
+_RUNNER = "shoal.runtime.engine.runner.runner:run_runner"
+_RECORDING_RUNNER = "shoal.runtime.engine.runner.recorder:run_recording_runner"
+_FAKE = "shoal.runtime.engine.fake.fake_backend:run_fake_engine"
+_CONTROLLER = "shoal.runtime.controller.main:run_controller"
+
+
+class NodeFailedError(RuntimeError):
+    """The node cannot go on; the message is the cause, in one line."""
+
+
+class StopRequestedError(Exception):
+    """A signal asked the node to end."""
+
+
+class _Stage(enum.Enum):
+    """What the supervisor is doing, which decides what the end of a process means."""
+
+    STARTING = enum.auto()
+    SERVING = enum.auto()
+    ENDING = enum.auto()
+
+
+class Supervisor:
+    """Runs one node from start to end.
+
+    Args:
+        config: the node.
+        frontends: what each front end runs.
+        say: prints a line of the start-up report.
+        shutdown_seconds: how long front ends may take to finish their requests.
+        elapsed: seconds since the node's start began, for the report of it.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        frontends: Sequence[Target],
+        say: Say,
+        shutdown_seconds: float = 0.0,
+        elapsed: Clock = process_seconds,
+    ) -> None:
+        self._config = config
+        self._elapsed = elapsed
+        self._frontend_targets = frontends
+        self._say = say
+        self._shutdown_seconds = shutdown_seconds
+        self._stage = _Stage.STARTING
+        self._children: list[Child] = []
+        self._frontends: list[Child] = []
+        self._dead_engines: set[int] = set()
+        self._restarts = Restarts(config.restart_limit, config.restart_backoff_seconds)
+        timeout = config.controller_timeout_seconds
+        self._controller_limit = None if timeout is None else _MOST_TIMEOUTS * timeout
+        self._controller = HeartbeatMonitor(
+            heartbeat_path(config.runtime_dir), self._controller_limit
+        )
+        self._stopped: set[Child] = set()
+        self._looked_at = 0.0
+        self._signals = 0
+        self._wakeup: socket.socket
+        self._control: zmq.Socket[Any] | None = None
+        self._layout: LayoutView | None = None
+
+    def run(self, on_ready: Callable[[], None]) -> int:
+        """Start the node, serve until a signal or a failure, end it, and return the exit code.
+
+        Args:
+            on_ready: called once when the node takes requests.
+        """
+        with self._signal_handlers():
+            try:
+                with suppress(StopRequestedError):
+                    self._serve(on_ready)
+                return 0 if self._end_in_order() else 1
+            except NodeFailedError as error:
+                self._say(f"shoal: {error}")
+                return 1
+            finally:
+                self._clean_up()
+
+    def _serve(self, on_ready: Callable[[], None]) -> None:
+        """Start the node and serve until ``StopRequestedError`` or ``NodeFailedError``."""
+        self._start()
+        self._wait_until_ready()
+        self._stage = _Stage.SERVING
+        on_ready()
+        while True:
+            self._turn(_LOOK_SECONDS)
+            self._look_for_stopped()
+            self._restart_engines()
+
+    # --- start ---
+
+    def _start(self) -> None:
+        config = self._config
+        child = partial(Child, choose_context(), log_format=config.log_format)
+        with signals_held():
+            for engine in range(config.engines):
+                self._start_engine(child, engine)
+            self._children.append(child("controller", named_target(_CONTROLLER, config)))
+            for index, target in enumerate(self._frontend_targets):
+                self._frontends.append(child(f"front end {index}", target))
+            self._children += self._frontends
+        # Only now: a ZMQ context starts threads, and must not be inherited.
+        self._control = open_socket(zmq.Context(), zmq.DEALER, identity=SUPERVISOR.encode())
+        self._control.connect(Addresses(config.runtime_dir).control)
+
+    def _start_engine(self, child: Callable[..., Child], engine: int) -> None:
+        for role, path in _engine_roles(self._config).items():
+            name = f"engine {engine} {role}".rstrip()
+            target = named_target(path, self._config, engine, self._restarts.incarnation(engine))
+            self._children.append(child(name, target, engine))
+
+    def _wait_until_ready(self) -> None:
+        view = self._ask_layout()
+        self._say(f"  controller up after {self._elapsed():.1f} s")
+        reported: set[int] = set()
+        while True:
+            self._report_engines(view, reported)
+            if view.ready:
+                break
+            self._turn(_POLL_SECONDS)
+            view = self._ask_layout()
+        while not all(child.is_ready for child in self._frontends):
+            self._turn(_LOOK_SECONDS)
+        self._say(f"  front end up after {self._elapsed():.1f} s")
+        if len(set(view.lengths.values())) > 1:
+            held = ", ".join(f"{tokens} in {name}" for name, tokens in view.lengths.items())
+            self._say(f"  not every layout holds the longest requests: up to {held} (tokens)")
+
+    def _ask_layout(self) -> LayoutView:
+        self._layout = None
+        self._send(GetLayout(call=0))
+        while (view := self._answer()) is None:
+            self._turn(_LOOK_SECONDS)
+        return view
+
+    def _answer(self) -> LayoutView | None:
+        return self._layout
+
+    def _report_engines(self, view: LayoutView, reported: set[int]) -> None:
+        for engine in view.engines:
+            if engine.startup_seconds and engine.engine not in reported:
+                reported.add(engine.engine)
+                after = f"after {self._elapsed():.1f} s"
+                self._say(f"  engine {engine.engine} up {after} ({_phases(engine)})")
+
+    # --- watch ---
+
+    def _turn(self, timeout: float) -> None:
+        """Wait for something to happen, at most ``timeout`` seconds, and deal with it.
+
+        Raises:
+            StopRequestedError: a signal has come.
+            NodeFailedError: the node cannot go on.
+        """
+        if not self._signals:
+            self._watch(timeout)
+        if self._signals:
+            raise StopRequestedError
+        self._controller.look()
+        if self._controller.is_silent:
+            limit = self._controller_limit
+            raise NodeFailedError(f"controller: it has not answered for {limit:g} s")
+
+    def _watch(self, timeout: float) -> None:
+        assert self._control is not None
+        # A ZMQ file descriptor tells of changes only: what is there already is read first.
+        if not self._read_control():
+            left = self._restarts.seconds_left(time.monotonic())
+            if left is not None:
+                timeout = min(timeout, max(left, _POLL_SECONDS))
+            reports = [child.reports for child in self._children if not child.is_ready]
+            wait(
+                [
+                    *(child.sentinel for child in self._children),
+                    *reports,
+                    self._control.fileno(),
+                    self._wakeup,
+                ],
+                timeout,
+            )
+            self._read_control()
+        for child in list(self._children):
+            child.read_report()
+            if not child.is_alive:
+                self._children.remove(child)
+                self._ended(child)
+
+    def _read_control(self) -> bool:
+        assert self._control is not None
+        messages = [decode_from_controller(frames[0]) for frames in drain(self._control)]
+        for message in messages:
+            if isinstance(message, LayoutView):
+                self._layout = message
+            elif isinstance(message, KillEngines):
+                for engine, incarnation in message.engines.items():
+                    if incarnation == self._restarts.incarnation(engine):
+                        self._lose_engine(engine, message.reason)
+        return bool(messages)
+
+    def _ended(self, child: Child) -> None:
+        if self._stage is _Stage.ENDING and child in self._frontends:
+            return
+        cause = f"{child.name}: {child.cause}"
+        if child.engine is None or self._stage is _Stage.STARTING:
+            raise NodeFailedError(cause)
+        self._lose_engine(child.engine, cause)
+
+    def _look_for_stopped(self) -> None:
+        """Give the engines up of which a process is stopped, and was at the last look."""
+        now = time.monotonic()
+        if now < self._looked_at + _LOOK_SECONDS:
+            return
+        engines = [child for child in self._children if child.engine is not None]
+        stopped = {child for child in engines if child.is_stopped}
+        for child in stopped & self._stopped:
+            assert child.engine is not None
+            reason = f"{child.name}: stopped by a signal"
+            self._lose_engine(child.engine, reason, DeathCause.STOPPED)
+        self._looked_at, self._stopped = now, stopped
+
+    def _lose_engine(self, engine: int, reason: str, cause: DeathCause = DeathCause.ENDED) -> None:
+        if engine in self._dead_engines:
+            return
+        if self._stage is _Stage.STARTING:
+            raise NodeFailedError(f"engine {engine}: {reason}")
+        self._dead_engines.add(engine)
+        for twin in self._children:
+            if twin.engine == engine:
+                twin.kill()
+        serving = self._stage is _Stage.SERVING
+        restart = self._restarts.plan(engine, time.monotonic()) if serving else None
+        hope = serving and self._restarts.pending
+        if len(self._dead_engines) == self._config.engines and not hope:
+            raise NodeFailedError(f"no engine is left: {reason}")
+        self._say(f"shoal: engine {engine} is lost, {self._prospect(restart)}: {reason}")
+        incarnation = self._restarts.incarnation(engine)
+        self._send(EngineDied(engine, reason, cause, incarnation, restart is not None))
+
+    def _prospect(self, restart: Restart | None) -> str:
+        """Return what is next, for the user."""
+        if restart is not None:
+            return f"to be restarted in {restart.at - time.monotonic():.1f} s"
+        if self._config.restart_limit and self._stage is _Stage.SERVING:
+            return "and was restarted too often to be restarted again; serving goes on"
+        return "serving goes on"
+
+    def _restart_engines(self) -> None:
+        """Start the dead engines again whose time has come, once nothing of them is left."""
+        dying = {child.engine for child in self._children if child.engine in self._dead_engines}
+        child = partial(Child, choose_context(), log_format=self._config.log_format)
+        for restart in self._restarts.due(time.monotonic()):
+            if restart.engine in dying:
+                continue
+            self._restarts.begun(restart)
+            self._dead_engines.discard(restart.engine)
+            with signals_held():
+                self._start_engine(child, restart.engine)
+            self._say(f"shoal: engine {restart.engine} is restarted ({restart.incarnation})")
+            self._send(EngineStarting(restart.engine, restart.incarnation))
+
+    def _send(self, message: Message) -> None:
+        assert self._control is not None
+        self._control.send(encode(message))
+
+    # --- end ---
+
+    def _end_in_order(self) -> bool:
+        """End the front ends, then the engines, then the controller; return whether all did.
+
+        A second signal, or a process that does not end, leaves the rest to ``_clean_up``.
+
+        Raises:
+            NodeFailedError: the controller ended first, or no engine is left.
+        """
+        self._stage = _Stage.ENDING
+        asked = self._signals
+        if not self._drain():
+            return False
+        engines = [child for child in self._children if child.engine is not None]
+        controller = [child for child in self._children if child.engine is None]
+        for children in (engines, controller):
+            for child in children:
+                child.terminate()
+            deadline = time.monotonic() + _EXIT_SECONDS
+            while alive := [child for child in children if child.is_alive]:
+                left = deadline - time.monotonic()
+                if self._signals > asked:
+                    return False
+                if left <= 0:
+                    self._say_late(alive, _EXIT_SECONDS)
+                    return False
+                wait([*(child.sentinel for child in alive), self._wakeup], left)
+                self._empty_wakeup()
+        return True
+
+    def _drain(self) -> bool:
+        """End the front ends when their requests are done; return whether that was in time.
+
+        A second signal leaves them just the time to tell their clients, a third none.
+        """
+        taken, asked = self._signals, self._signals
+        seconds = self._shutdown_seconds + _EXIT_SECONDS
+        deadline = self._end_front_ends(self._shutdown_seconds, seconds)
+        while alive := [child for child in self._frontends if child.is_alive]:
+            if self._signals > asked + 1:
+                return False
+            if self._signals > taken:
+                taken, seconds = self._signals, _HURRY_SECONDS
+                deadline = self._end_front_ends(0.0, seconds)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._say_late(alive, seconds)
+                return False
+            self._watch(left)
+            self._empty_wakeup()
+        return self._signals == asked
+
+    def _end_front_ends(self, request_seconds: float, exit_seconds: float) -> float:
+        """Ask the front ends to end, and return when they have to have ended."""
+        self._send(EndNode(request_seconds))
+        for child in self._frontends:
+            child.terminate()
+        return time.monotonic() + exit_seconds
+
+    def _say_late(self, children: Sequence[Child], seconds: float) -> None:
+        late = ", ".join(child.name for child in children)
+        self._say(f"shoal: killed what did not end within {seconds:g} s: {late}")
+
+    def _clean_up(self) -> None:
+        """Kill what still runs, and remove the runtime directory and shared memory."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.join()
+        end_helper()
+        if self._control is not None:
+            self._control.context.destroy(linger=0)
+        remove_runtime_dir(Path(self._config.runtime_dir))
+
+    # --- signals ---
+
+    @contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        self._wakeup, write_end = socket.socketpair()
+        self._wakeup.setblocking(False)
+        write_end.setblocking(False)
+        before = {n: signal.signal(n, self._count) for n in (signal.SIGINT, signal.SIGTERM)}
+        previous_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous_fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._wakeup.close()
+            write_end.close()
+
+    def _count(self, number: int, frame: object) -> None:
+        del number, frame
+        self._signals += 1
+
+    def _empty_wakeup(self) -> None:
+        try:
+            self._wakeup.recv(64)
+        except BlockingIOError:
+            return
+
+
+def _phases(engine: EngineView) -> str:
+    """Return what each phase of an engine's start took: of its time, and of its device."""
+    gib = {name: f" {taken / _GIB:.2f} GiB" for name, taken in engine.startup_bytes.items()}
+    # What was there before the first phase took no time.
+    times = {name: f" {seconds:.1f} s" for name, seconds in engine.startup_seconds.items()}
+    names = dict.fromkeys((*gib, *times))
+    return ", ".join(f"{name}{times.get(name, '')}{gib.get(name, '')}" for name in names)
+
+
+def _engine_roles(config: NodeConfig) -> Mapping[str, str]:
+    """Return the processes of one engine: their role for the user, and what they run."""
+    if config.fake is not None:
+        return {"": _FAKE}
+    runner = _RUNNER if config.recording_dir is None else _RECORDING_RUNNER
+    return {"scheduler": _SCHEDULER, "runner": runner}

@@ -1,0 +1,1 @@
+"""What processes tell each other, and the ways on which it travels."""

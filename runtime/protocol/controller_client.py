@@ -1,0 +1,242 @@
+"""The front ends' side of the control channel: calls to the controller, and its notes."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import zmq.asyncio
+
+from shoal.policies.shift import ShiftThreshold
+from shoal.runtime.config import Addresses
+from shoal.runtime.protocol.messages import (
+    AuditDone,
+    AuditNode,
+    CallFailed,
+    CountRefused,
+    Ended,
+    GetLayout,
+    GetMetrics,
+    GoesOn,
+    Interrupted,
+    KillEngines,
+    LayoutView,
+    Message,
+    NodeMetrics,
+    Note,
+    Outcome,
+    Placed,
+    PoolLimits,
+    Received,
+    SetLayout,
+    SetPolicy,
+    SetShiftThreshold,
+    Stopped,
+    SwitchDone,
+    Switching,
+    Treatment,
+    decode_from_controller,
+    encode,
+)
+from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.transport import front_identity
+
+ANSWER_SECONDS = 5.0
+"""How long the controller may take to answer a call that waits for nobody else."""
+
+Answer = LayoutView | NodeMetrics | SwitchDone | AuditDone
+A = TypeVar("A", LayoutView, NodeMetrics, SwitchDone, AuditDone)
+
+
+class CallError(Exception):
+    """The controller refused a call, failed at it, or did not answer.
+
+    Attributes:
+        status: the HTTP status that says which.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ControlClient:
+    """Calls to the controller, from one asyncio event loop. An asynchronous context manager.
+
+    Args:
+        addresses: the node's endpoints.
+        index: this front end's number.
+        on_note: called for every note of the controller, in order.
+    """
+
+    def __init__(self, addresses: Addresses, index: int, on_note: Callable[[Note], None]) -> None:
+        self._address = addresses.control
+        self._identity = front_identity(index).encode()
+        self._on_note = on_note
+        self._calls = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._reports: set[asyncio.Future[Any]] = set()
+        """On their way; asyncio keeps no reference."""
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket
+        self._reader: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._identity)
+        # No limit on what waits: a controller that hangs must hold up nobody who sends to it.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(self._address)
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._fail_pending("the front end is shutting down")
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    async def get_layout(self, timeout: float = ANSWER_SECONDS) -> LayoutView:
+        """Return what the node looks like now.
+
+        Raises:
+            CallError: there was no answer within ``timeout`` seconds.
+        """
+        return await self._call(LayoutView, lambda call: GetLayout(call), timeout)
+
+    async def get_metrics(self, timeout: float = ANSWER_SECONDS) -> NodeMetrics:
+        """Return what the controller counts.
+
+        Raises:
+            CallError: there was no answer within ``timeout`` seconds.
+        """
+        return await self._call(NodeMetrics, lambda call: GetMetrics(call), timeout)
+
+    async def set_layout(
+        self,
+        units: Sequence[Sequence[int]],
+        treatment: Treatment,
+        timeout: float,
+        wait: float | None = None,
+    ) -> SwitchView:
+        """Switch to a partition and return what that took, when it is done.
+
+        Args:
+            units: the engines of every unit.
+            treatment: what happens to the requests that run on the engines concerned.
+            timeout: seconds after which the controller gives up.
+            wait: seconds after which it goes on without waiting for requests; None: never.
+
+        Raises:
+            CallError: the partition is not valid, or the switch failed.
+        """
+        wanted = [list(unit) for unit in units]
+        done = await self._call(
+            SwitchDone,
+            lambda call: SetLayout(call, wanted, treatment, timeout, wait),
+            timeout + ANSWER_SECONDS,
+        )
+        return done.switch
+
+    async def set_policy(self, policy: str, timeout: float = ANSWER_SECONDS) -> LayoutView:
+        """Change the policy and return what the node looks like then.
+
+        Raises:
+            CallError: there is none of this name, or there was no answer.
+        """
+        return await self._call(LayoutView, lambda call: SetPolicy(call, policy), timeout)
+
+    async def set_shift(
+        self, threshold: ShiftThreshold, timeout: float = ANSWER_SECONDS
+    ) -> LayoutView:
+        """Change the threshold of the shift and return what the node looks like then.
+
+        Raises:
+            CallError: the node has no SP, or no such threshold, or there was no answer.
+        """
+        return await self._call(
+            LayoutView, lambda call: SetShiftThreshold(call, threshold), timeout
+        )
+
+    async def audit(self, timeout: float = 2 * ANSWER_SECONDS) -> list[str]:
+        """Return every broken invariant of the controller's and the engines' books.
+
+        Raises:
+            CallError: an engine or the controller did not answer.
+        """
+        return (await self._call(AuditDone, lambda call: AuditNode(call), timeout)).problems
+
+    async def count_refused(self, outcome: Outcome) -> None:
+        """Tell the controller of a request that this front end refused; nothing is answered."""
+        await self._socket.send(encode(CountRefused(outcome)))
+
+    async def stop_requests(self, request_ids: Sequence[str]) -> None:
+        """Tell the controller of requests that a stop string has ended; nothing is answered."""
+        await self._socket.send(encode(Stopped(list(request_ids))))
+
+    def report(self, message: Received | GoesOn) -> None:
+        """Tell the controller of requests that are begun again; nothing is answered."""
+        self._reports.add(report := asyncio.ensure_future(self._socket.send(encode(message))))
+        report.add_done_callback(self._reports.discard)
+
+    async def _call(self, kind: type[A], request: Callable[[int], Message], timeout: float) -> A:
+        if self._reader.done():
+            raise CallError(503, "the link to the controller is broken")
+        call = next(self._calls)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[call] = future
+        try:
+            await self._socket.send(encode(request(call)))
+            answer = await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            message = f"the controller did not answer within {timeout:g} seconds"
+            raise CallError(504, message) from None
+        finally:
+            del self._pending[call]
+        if not isinstance(answer, kind):
+            raise CallError(500, f"the controller answered with {type(answer).__name__}")
+        return answer
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(decode_from_controller(await self._socket.recv()))
+        finally:
+            self._fail_pending("the link to the controller is broken")
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Placed() | Ended() | Interrupted() | PoolLimits() | Switching():
+                self._on_note(message)
+            case KillEngines():
+                raise TypeError("KillEngines is for the supervisor")
+            case CallFailed(call=call, status=status, error=error):
+                self._settle(call, CallError(status, error))
+            case (
+                LayoutView(call=call)
+                | NodeMetrics(call=call)
+                | SwitchDone(call=call)
+                | AuditDone(call=call)
+            ):
+                self._settle(call, message)
+
+    def _settle(self, call: int, result: Answer | CallError) -> None:
+        future = self._pending.get(call)
+        if future is None or future.done():
+            return  # its caller gave up
+        if isinstance(result, CallError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _fail_pending(self, reason: str) -> None:
+        for call in list(self._pending):
+            self._settle(call, CallError(503, reason))

@@ -1,0 +1,397 @@
+"""What the controller and an engine tell each other, over a DEALER (engine) and a ROUTER.
+
+``AddRequest`` and ``Utility`` are followed by the raw frames of vLLM's own message, which the
+controller forwards without re-encoding.
+
+Every switch message carries the epoch of its bind or release. The controller hands epochs out in
+ascending order; a receiver drops and counts a message of an older epoch than it expects.
+"""
+
+import msgspec
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.protocol.messages.values import (
+    NOTHING_DONE,
+    DeathCause,
+    Message,
+    Mode,
+    ModeWork,
+    Treatment,
+)
+
+# --- controller -> engine ---------------------------------------------------------------------
+
+
+class AddRequest(Message, frozen=True):
+    """Start a request on the unit ``group`` (this engine leads it). Raw request frames follow."""
+
+    group: Group
+    request_id: str
+
+
+class AbortRequests(Message, frozen=True):
+    """Forget these requests, whichever of this engine's units they are in."""
+
+    request_ids: list[str]
+
+
+class MoveOut(Message, frozen=True):
+    """Take these requests of the core of ``group`` out at its next safe point; answer ``Moved``."""
+
+    group: Group
+    request_ids: list[str]
+
+
+class Prepare(Message, frozen=True):
+    """Phase one of a bind: reach a safe point, lend ``blocks`` KV blocks, answer ``Prepared``.
+
+    Under ``INTERLEAVE`` the engine's own requests go on, before and after ``Commit``. A second one
+    of the same epoch, ``HARD`` or ``INTERLEAVE``, ends the wait of a ``SEQUENTIAL`` one; a member
+    that has answered does not answer again.
+    """
+
+    epoch: int
+    group: Group
+    treatment: Treatment
+    blocks: int
+
+
+class Commit(Message, frozen=True):
+    """Phase two of a bind: every member is prepared, the group exists from now on.
+
+    ``lease`` maps each member to the physical block ids it lent, all of the same length: the
+    k-th id of every member together back the k-th virtual block that the leader opens.
+    """
+
+    epoch: int
+    group: Group
+    seed: int
+    lease: dict[int, list[int]]
+
+
+class AbortBind(Message, frozen=True):
+    """Undo ``Prepare``: take the lent blocks back and go on as before."""
+
+    epoch: int
+    group: Group
+
+
+class Release(Message, frozen=True):
+    """To the leader: dissolve the group that was bound in ``epoch``; answer ``Released``.
+
+    A second, ``HARD`` one ends the wait of a ``SEQUENTIAL`` one.
+    """
+
+    epoch: int
+    group: Group
+    treatment: Treatment
+
+
+class KeepBound(Message, frozen=True):
+    """To the leader: forget a sequential ``Release`` that still waits; answer ``Committed``.
+
+    A leader that has released the group meanwhile does not answer: its ``Released`` is on the way.
+    """
+
+    epoch: int
+    group: Group
+
+
+class Resume(Message, frozen=True):
+    """To each member after ``Released``: serve alone again; answer ``Resumed``.
+
+    ``blocks`` are this member's returned physical ids.
+    """
+
+    epoch: int
+    group: Group
+    blocks: list[int]
+
+
+class Lend(Message, frozen=True):
+    """To a member of a bound group: lend up to ``blocks`` more; answer ``Lent``.
+
+    ``urgent``: preempt this member's own paused requests (they are recomputed later) rather than
+    lend too little. One that interleaves lends what its requests will not need: they will end.
+    """
+
+    epoch: int
+    group: Group
+    blocks: int
+    urgent: bool
+
+
+class Grow(Message, frozen=True):
+    """To the leader: ``lease`` (see ``Commit``) was added to the group's lease."""
+
+    epoch: int
+    group: Group
+    lease: dict[int, list[int]]
+
+
+class TakeBack(Message, frozen=True):
+    """To a member: these physical blocks are no longer used by the group."""
+
+    epoch: int
+    group: Group
+    blocks: list[int]
+
+
+class SetShift(Message, frozen=True):
+    """From the next step on, run steps in SP that batch more than so many tokens.
+
+    ``thresholds`` has them by the degree of a group; a degree that is not in it runs in TP only.
+    """
+
+    thresholds: dict[int, int]
+
+
+class Utility(Message, frozen=True):
+    """Run a vLLM utility call (``EngineCoreRequestType.UTILITY``); raw frames follow.
+
+    Only the engine with ``answer`` set sends the result to the front end.
+    """
+
+    answer: bool
+
+
+class CheckIntegrity(Message, frozen=True):
+    """Check the engine's books; answer ``Integrity``."""
+
+    call: int
+
+
+class FormGroup(Message, frozen=True):
+    """Make your part of a group whose communicators are broken; answer ``Formed``.
+
+    To every member, while each is alone. ``generation`` says how often the group was made before.
+    """
+
+    epoch: int
+    group: Group
+    generation: int
+
+
+class StartGroup(Message, frozen=True):
+    """To the members, who have all made their parts: start the group's core; answer ``Formed``."""
+
+    epoch: int
+    group: Group
+
+
+class Ping(Message, frozen=True):
+    """Say that the engine's loop runs: answer ``Pong``."""
+
+
+class Stop(Message, frozen=True):
+    """End the engine in order."""
+
+
+ToEngine = (
+    AddRequest
+    | AbortRequests
+    | MoveOut
+    | Prepare
+    | Commit
+    | AbortBind
+    | Release
+    | KeepBound
+    | Resume
+    | Lend
+    | Grow
+    | TakeBack
+    | SetShift
+    | Utility
+    | CheckIntegrity
+    | FormGroup
+    | StartGroup
+    | Ping
+    | Stop
+)
+
+
+# --- engine -> controller ---------------------------------------------------------------------
+
+
+class LayoutLimits(msgspec.Struct, frozen=True):
+    """What one layout of an engine can hold."""
+
+    degree: int
+    block_tokens: int
+    """Tokens of one KV block under this layout."""
+    max_num_seqs: int
+    max_model_len: int
+    sp_floor: int | None = None
+    """A step in SP batches more tokens than this; None: this layout has no SP."""
+
+
+class Startup(msgspec.Struct, frozen=True):
+    """What an engine's start took, by phase."""
+
+    seconds: dict[str, float] = {}
+    device_bytes: dict[str, int] = {}
+    """Of its device, as the driver sees it; empty where it has none to itself."""
+
+
+class EngineReady(Message, frozen=True):
+    """The engine can serve. ``ready_response`` is vLLM's encoded ``EngineCoreReadyResponse``.
+
+    One that was restarted knows its own layout alone.
+    """
+
+    engine: int
+    num_blocks: int
+    """KV blocks of this engine's pool that can be lent or used (without the null block)."""
+    layouts: list[LayoutLimits]
+    ready_response: bytes
+    startup: Startup = Startup()
+
+
+class Prepared(Message, frozen=True):
+    """Answer to ``Prepare``: at a safe point, ``blocks`` lent, ``paused`` requests kept."""
+
+    epoch: int
+    engine: int
+    blocks: list[int]
+    paused: int
+    lend_seconds: float = 0.0
+    """What lending took."""
+
+
+class Committed(Message, frozen=True):
+    """Answer to ``Commit``: the runner has been told to join the group. Also to ``KeepBound``."""
+
+    epoch: int
+    engine: int
+
+
+class Released(Message, frozen=True):
+    """Answer to ``Release``: no further step of the group will be sent.
+
+    ``returned`` maps each member to the physical ids that come back (see ``Commit``); blocks of
+    requests paused in the group (``paused``) stay lent.
+    """
+
+    epoch: int
+    group: Group
+    returned: dict[int, list[int]]
+    paused: int
+
+
+class Resumed(Message, frozen=True):
+    """Answer to ``Resume`` and to ``AbortBind``: the engine serves alone again."""
+
+    epoch: int
+    engine: int
+    resumed: int
+
+
+class NeedBlocks(Message, frozen=True):
+    """A leader's wish for ``blocks`` more virtual blocks (each takes one block of every member)."""
+
+    epoch: int
+    group: Group
+    blocks: int
+    urgent: bool
+
+
+class Lent(Message, frozen=True):
+    """Answer to ``Lend``; ``blocks`` may be fewer than asked for."""
+
+    epoch: int
+    engine: int
+    group: Group
+    blocks: list[int]
+
+
+class Returning(Message, frozen=True):
+    """A leader shrinks its idle group's lease: give these back to the members."""
+
+    epoch: int
+    group: Group
+    returned: dict[int, list[int]]
+
+
+class Load(Message, frozen=True):
+    """State of one unit of an engine, sent when it changed and no step is skipped for it."""
+
+    engine: int
+    group: Group
+    running: int
+    waiting: int
+    free_blocks: int
+    added: int
+    """``AddRequest`` messages for this unit that the engine has taken in since it started: what
+    was sent to it later is not in the counts above."""
+    finished: list[str]
+    """Requests that ended since the last report, for any reason but ``AbortRequests``."""
+    work: dict[Mode, ModeWork] = msgspec.field(default_factory=dict)
+    """What the steps of each mode computed since the unit started; as far as there were any."""
+
+    def done(self, mode: Mode) -> ModeWork:
+        """Return what the steps of a mode computed."""
+        return self.work.get(mode, NOTHING_DONE)
+
+
+class Integrity(Message, frozen=True):
+    """Answer to ``CheckIntegrity``: one line per broken invariant, none when all hold.
+
+    ``lent`` (physical ids) and ``leases`` (virtual blocks of each group led, by group) are what the
+    controller holds against its own books.
+    """
+
+    call: int
+    engine: int
+    problems: list[str]
+    lent: list[int]
+    leases: list[tuple[Group, int]]
+
+
+class Moved(Message, frozen=True):
+    """Answer to ``MoveOut``: tokens that each request has generated here; it is forgotten.
+
+    Requests that had ended are not in it.
+    """
+
+    engine: int
+    tokens: dict[str, list[int]]
+
+
+class EngineFailed(Message, frozen=True):
+    """The engine met an error it cannot go on from; it ends after this message."""
+
+    engine: int
+    error: str
+    cause: DeathCause = DeathCause.FAILED
+
+
+class Formed(Message, frozen=True):
+    """Answer to ``FormGroup`` and ``StartGroup``; ``error`` is one line, empty if it is done."""
+
+    epoch: int
+    engine: int
+    error: str
+
+
+class Pong(Message, frozen=True):
+    """Answer to ``Ping``."""
+
+    engine: int
+
+
+ToController = (
+    EngineReady
+    | Prepared
+    | Committed
+    | Released
+    | Resumed
+    | NeedBlocks
+    | Lent
+    | Returning
+    | Load
+    | Integrity
+    | Moved
+    | EngineFailed
+    | Formed
+    | Pong
+)

@@ -1,0 +1,190 @@
+"""Counters and histograms of a process without ``prometheus_client``, and how they travel.
+
+Recording one value is a dictionary look-up and an addition. A front end turns families into
+Prometheus' text (``server/operator/metrics_page.py``); ``docs/metrics.md`` lists their names.
+"""
+
+import enum
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import TypeVar
+
+import msgspec
+
+from shoal.policies.values.snapshot import NORMAL_PRIORITY
+
+PRIORITY_CLASSES = ("urgent", "normal", "background")
+"""The values of the label ``priority``, most urgent first."""
+
+Labels = tuple[str, ...]
+"""The values of a family's labels, in their order."""
+L = TypeVar("L", bound=Labels)
+
+
+def priority_class(priority: int) -> str:
+    """Return the class of a request's priority, one of ``PRIORITY_CLASSES``."""
+    if priority == NORMAL_PRIORITY:
+        return "normal"
+    return "urgent" if priority < NORMAL_PRIORITY else "background"
+
+
+class Kind(enum.StrEnum):
+    """A metric's type, as Prometheus names it."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One series of a family."""
+
+    labels: Labels
+    value: float
+    """Of a histogram: the sum of its observations."""
+    counts: tuple[int, ...] = ()
+    """Observations of a histogram up to each bound and above the one before, then those above."""
+
+
+class Family(msgspec.Struct, frozen=True):
+    """All series of one metric."""
+
+    name: str
+    """As on the page, but for the endings of the series of a histogram."""
+    kind: Kind
+    documentation: str
+    labels: Labels
+    """Names of the labels."""
+    samples: list[Sample]
+    bounds: tuple[float, ...] = ()
+    """Of a histogram: inclusive upper bounds of its buckets, ascending."""
+
+
+class EngineGauges(msgspec.Struct, frozen=True):
+    """What vLLM's gauges show for one engine (``docs/metrics.md``, vLLM's metrics)."""
+
+    engine: int
+    running: int
+    waiting: int
+    """For capacity: in the engine's own queue, and its share of the task pool."""
+    deferred: int
+    """Paused."""
+    kv_cache_usage: float
+    """Part of the engine's KV blocks that requests hold, from 0 to 1."""
+
+
+class Counter:
+    """A counter with labels.
+
+    Args:
+        name: ending in ``_total``.
+        documentation: one sentence.
+        labels: names of its labels.
+    """
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = tuple(labels)
+        self._values: dict[Labels, float] = {}
+        if not labels:
+            self.preset()
+
+    def preset(self, *values: Iterable[str]) -> None:
+        """Have a series at 0 for every combination of these values of each label."""
+        for labels in product(*values):
+            self._values.setdefault(labels, 0)
+
+    def add(self, *labels: str, amount: float = 1) -> None:
+        """Count something."""
+        self._values[labels] = self._values.get(labels, 0) + amount
+
+    def total(self, *labels: str) -> float:
+        """Return the sum of the series whose first labels have these values."""
+        return sum(v for known, v in self._values.items() if known[: len(labels)] == labels)
+
+    def family(self) -> Family:
+        """Return the counter as it is now."""
+        samples = [Sample(labels, value) for labels, value in sorted(self._values.items())]
+        return Family(self._name, Kind.COUNTER, self._documentation, self._labels, samples)
+
+
+class Histogram:
+    """A histogram with labels and fixed buckets.
+
+    Args:
+        name: ending in a base unit, such as ``_seconds``.
+        documentation: one sentence.
+        bounds: inclusive upper bounds of the buckets, ascending, without infinity.
+        labels: names of its labels.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, bounds: Sequence[float], labels: Sequence[str] = ()
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._bounds = tuple(bounds)
+        self._labels = tuple(labels)
+        self._counts: dict[Labels, list[int]] = {}
+        self._sums: dict[Labels, float] = {}
+        if not labels:
+            self.preset()
+
+    def preset(self, *values: Iterable[str]) -> None:
+        """Have an empty series for every combination of these values of each label."""
+        for labels in product(*values):
+            self._series(labels)
+
+    def observe(self, value: float, *labels: str) -> None:
+        """Count a value."""
+        self._series(labels)[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def _series(self, labels: Labels) -> list[int]:
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+            self._sums[labels] = 0.0
+        return counts
+
+    def family(self) -> Family:
+        """Return the histogram as it is now."""
+        samples = [
+            Sample(labels, self._sums[labels], tuple(counts))
+            for labels, counts in sorted(self._counts.items())
+        ]
+        return Family(
+            self._name,
+            Kind.HISTOGRAM,
+            self._documentation,
+            self._labels,
+            samples,
+            self._bounds,
+        )
+
+
+def gauge(
+    name: str, documentation: str, labels: Sequence[str], values: Mapping[L, float]
+) -> Family:
+    """Return a gauge with these values, by the values of its labels."""
+    return _family(name, Kind.GAUGE, documentation, labels, values)
+
+
+def counter(
+    name: str, documentation: str, labels: Sequence[str], values: Mapping[L, float]
+) -> Family:
+    """Return a counter that is kept elsewhere, as it is now."""
+    return _family(name, Kind.COUNTER, documentation, labels, values)
+
+
+def _family(
+    name: str,
+    kind: Kind,
+    documentation: str,
+    labels: Sequence[str],
+    values: Mapping[L, float],
+) -> Family:
+    samples = [Sample(key, value) for key, value in sorted(values.items())]
+    return Family(name, kind, documentation, tuple(labels), samples)

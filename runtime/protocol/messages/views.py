@@ -1,0 +1,133 @@
+"""What the controller shows of the node: engines, units and past switches, as plain values."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from shoal.policies.shift import ShiftRule, ShiftThreshold
+from shoal.policies.values.partition import Group
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """One engine in ``GET /admin/layout``."""
+
+    engine: int
+    state: str
+    num_blocks: int
+    lent_blocks: dict[str, int]
+    """Blocks lent, by group, written like ``0,1``."""
+    startup_seconds: dict[str, float] = {}
+    """What its start took, by phase; empty until it is ready (see ``messages.Startup``)."""
+    startup_bytes: dict[str, int] = {}
+    """What it took of its device."""
+    restarts: int = 0
+    """How often it was started again."""
+    reason: str | None = None
+    """Why it does not serve, if it does not."""
+
+
+class UnitView(msgspec.Struct, frozen=True):
+    """One unit in ``GET /admin/layout``."""
+
+    engines: Group
+    layout: str
+    state: str
+    running: int
+    waiting: int
+    lease_blocks: int
+    paused_requests: int
+    interleaved_requests: int = 0
+    """Requests of its single engines that go on in turn with its own."""
+
+
+class UnavailableView(msgspec.Struct, frozen=True):
+    """A group in ``GET /admin/layout`` that cannot be formed now."""
+
+    engines: Group
+    reason: str
+
+
+class ShiftView(msgspec.Struct, frozen=True):
+    """How steps are shared out between TP and SP, in ``GET /admin/layout``."""
+
+    threshold: ShiftThreshold = ShiftRule.OFF
+    """What the node is set to."""
+    max_sp: int = 1
+    """See ``NodeConfig.max_sp``."""
+    sp_above: dict[int, int] = {}
+    """What comes of it: the tokens above which a step is run in SP, by the degree of its group."""
+
+
+class SwitchView(msgspec.Struct, frozen=True):
+    """One past switch: what, when, why, how long, and what it did to running requests."""
+
+    epoch: int
+    at: float
+    """Seconds since the epoch (wall clock)."""
+    before: list[Group]
+    after: list[Group]
+    treatment: str
+    """A ``messages.Treatment``."""
+    outcome: str
+    error: str | None
+    duration_seconds: float
+    paused: int
+    resumed: int
+    drained: int
+    moved: int = 0
+    reason: str = ""
+    """See ``shoal.policies.values.plan.SwitchReason``; empty: none was given."""
+    late: bool = False
+    """Whether requests that it waited for did not end in time, and it went on without waiting."""
+
+    def line(self) -> str:
+        """Return the switch in one line, for people to read."""
+        counts = {
+            "paused": self.paused,
+            "resumed": self.resumed,
+            "waited for": self.drained,
+            "moved": self.moved,
+        }
+        did = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        why = ", ".join(filter(None, (self.reason, self.treatment, "late" if self.late else "")))
+        took = f"{self.duration_seconds * 1e3:.1f} ms"
+        end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
+        return (
+            f"switch {self.epoch}: {units_text(self.before)} -> {units_text(self.after)} "
+            f"({why}) {end}; requests: {did or 'none concerned'}"
+        )
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """A phase of one group's bind or release (``controller.statistics.PHASES``)."""
+
+    name: str
+    unit: Group
+    start: float
+    """Monotonic seconds."""
+    end: float
+
+
+class SwitchTrace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What front ends that trace are told of a switch, at its beginning and at its end."""
+
+    traceparent: str
+    """W3C context of the switch's own trace."""
+    at: float
+    """When it began, or ended: monotonic seconds."""
+    epoch: int
+    treatment: str
+    """A ``messages.Treatment``."""
+    reason: str
+    units: list[Group]
+    """The partition that it is to make."""
+    done: SwitchView | None = None
+    """At its end: what has come of it."""
+    phases: list[Phase] = []
+    paused: list[Group] = []
+    """At its end: units whose requests nobody computes until they are back."""
+
+
+def units_text(units: Iterable[Group]) -> str:
+    """Return units, or a partition, for people to read."""
+    return " ".join(f"[{','.join(map(str, unit))}]" for unit in units)

@@ -1,0 +1,399 @@
+"""vLLM's front-end wire format, read and written without importing vLLM.
+
+A front end (vLLM's ``AsyncMPClient``) sends a one-byte request type followed by msgpack frames, and
+receives msgpack ``EngineCoreOutputs``. The structs here mirror ``vllm/v1/engine/__init__.py`` field
+by field as far as Shoal needs them: they are encoded as arrays, so positions are the format.
+``tests/runtime/protocol/test_wire.py`` holds them against vLLM's own classes.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.policies.values.partition import Group, leader_of
+
+
+class RequestType(bytes, enum.Enum):
+    """First frame of what a front end sends (vLLM ``EngineCoreRequestType``, but for the last)."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+    UNANSWERED = b"\x40"
+    """Like ``ABORT``, of requests that the front end has ended: the controller did not answer."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended (vLLM ``FinishReason``)."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """The part of vLLM's ``SamplingParams`` (a map) that scheduling looks at."""
+
+    max_tokens: int | None = 16
+    """Upper bound of output tokens; None means up to the model's length."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_logprobs: int | None = None
+    logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    bad_words: msgspec.Raw = msgspec.Raw()
+    extra_args: msgspec.Raw = msgspec.Raw()
+    repetition_detection: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def counts_outputs(self) -> bool:
+        """Whether what is sampled next, or the end, depends on which tokens so far are outputs."""
+        opaque = (
+            self.structured_outputs,
+            self.bad_words,
+            self.extra_args,
+            self.repetition_detection,
+        )
+        return (
+            (self.seed is not None and self.temperature > 0)
+            or bool(self.presence_penalty or self.frequency_penalty)
+            or self.prompt_logprobs is not None
+            or any(bytes(part) not in _NOTHING for part in opaque)
+        )
+
+
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a front end asks of the task pool for a request.
+
+    vLLM's format has no place for it, so it travels as one of the request's trace headers.
+    """
+
+    deadline: float | None = None
+    """When to give the request up if it still waits: seconds of the monotonic clock, which all
+    processes of a node share."""
+    caller: str | None = None
+    """Name of the API key."""
+    max_waiting: int | None = None
+    """How many requests of this caller may wait."""
+    family: int | None = None
+    """Its front end's number of the HTTP request, where several engine requests come of that."""
+    begun: bool = False
+    """Whether the response has begun, or may have: an error could not take its place any more."""
+
+    def added_to(self, trace_headers: Mapping[str, str] | None) -> dict[str, str]:
+        """Return a request's trace headers with these terms."""
+        return {**(trace_headers or {}), _TERMS_HEADER: msgspec.json.encode(self).decode()}
+
+
+_TERMS_HEADER = "x-shoal-terms"
+_ATTEMPT_HEADER = "x-shoal-attempt"
+_SIZE_SHIFT = 16
+_NOTHING = (b"", b"\xc0", b"\x90", b"\x80")
+"""A field that is absent, nil, or an empty array or map, in msgpack."""
+
+
+class RequestView(msgspec.Struct, array_like=True, frozen=True):
+    """vLLM's ``EngineCoreRequest``; fields that Shoal only forwards stay undecoded."""
+
+    request_id: str
+    prompt: msgspec.Raw
+    mm_features: msgspec.Raw
+    sampling_params: Sampling | None
+    pooling_params: msgspec.Raw
+    arrival_time: float
+    lora_request: msgspec.Raw
+    cache_salt: msgspec.Raw
+    data_parallel_rank: msgspec.Raw
+    prompt_embeds: msgspec.Raw = msgspec.Raw()
+    prompt_is_token_ids: msgspec.Raw = msgspec.Raw()
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+    trace_headers: msgspec.Raw = msgspec.Raw()
+    resumable: bool = False
+    external_req_id: str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens, read from the array's header; 0 when there is no token list."""
+        return _array_length(memoryview(self.prompt))
+
+    @property
+    def terms(self) -> Terms:
+        """What its front end asks for it.
+
+        Raises:
+            msgspec.DecodeError: the header is not one that ``Terms.added_to`` made.
+        """
+        text = (self.headers or {}).get(_TERMS_HEADER)
+        return Terms() if text is None else _terms_decoder.decode(text)
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """Its trace headers: every output of the request carries them."""
+        return _trace_headers_decoder.decode(self.trace_headers) if self.trace_headers else None
+
+    @property
+    def movable(self) -> bool:
+        """Whether the request can go on elsewhere as a new one whose prompt has its tokens so far.
+
+        It cannot where output tokens are not like prompt tokens: penalties, grammars, bad words,
+        repetition that is looked for, a seeded generator; nor where the prompt is more than tokens.
+        """
+        sampling = self.sampling_params
+        plain = (self.mm_features, self.pooling_params, self.prompt_embeds)
+        return (
+            sampling is not None
+            and not sampling.counts_outputs
+            and not self.resumable
+            and all(bytes(part) in _NOTHING for part in plain)
+        )
+
+    def prompt_token_ids(self) -> list[int]:
+        """Decode the prompt; an absent one is an empty list."""
+        return msgspec.msgpack.decode(self.prompt, type=list[int] | None) or []
+
+
+class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
+    """Payload of a ``UTILITY`` request."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class EventType(enum.IntEnum):
+    """What happened to a request in its engine (vLLM ``EngineCoreEventType``)."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class Event(msgspec.Struct, frozen=True):
+    """vLLM's ``EngineCoreEvent`` (a map)."""
+
+    type: EventType
+    timestamp: float
+    """Monotonic seconds."""
+
+
+class PrefillStats(msgspec.Struct, frozen=True):
+    """vLLM's ``PrefillStats`` (a map): how a prompt was computed, sent with its first token."""
+
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+
+
+PackedArray = tuple[str, tuple[int, ...], msgspec.msgpack.Ext]
+"""An array of numpy or torch as vLLM's ``MsgpackEncoder`` packs it: type, shape, content."""
+Logprobs = tuple[PackedArray, PackedArray, PackedArray, None]
+"""vLLM's ``LogprobsLists`` or ``LogprobsTensors``, a row per token: ids, logprobs, rank of the
+first."""
+_RAW_VIEW = 3
+"""vLLM's ``CUSTOM_TYPE_RAW_VIEW``."""
+
+
+def packed(dtype: str, shape: tuple[int, ...], content: bytes) -> PackedArray:
+    """Return an array in vLLM's format; ``content`` is row by row."""
+    return dtype, shape, msgspec.msgpack.Ext(_RAW_VIEW, content)
+
+
+class Output(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """vLLM's ``EngineCoreOutput``: new tokens of one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Logprobs | None = None
+    new_prompt_logprobs_tensors: Logprobs | None = None
+    pooling_output: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    events: list[Event] | None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    trace_headers: dict[str, str] | None = None
+    prefill_stats: PrefillStats | None = None
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, frozen=True):
+    """vLLM's ``UtilityOutput``; ``result`` is ``(type information or None, value)``."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: tuple[None, Any] | None = None
+
+
+class Outputs(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """vLLM's ``EngineCoreOutputs``: one message to one front end."""
+
+    engine_index: int = 0
+    """See ``unit_index``; 0: the controller's own."""
+    outputs: list[Output] = []
+    scheduler_stats: None = None
+    timestamp: float = 0.0
+    """Monotonic seconds; 0 lets the receiver fill it in."""
+    utility_output: UtilityOutput | None = None
+
+
+class ReadyResponse(msgspec.Struct, frozen=True):
+    """vLLM's ``EngineCoreReadyResponse`` (a map): the first message to every front end."""
+
+    max_model_len: int
+    num_gpu_blocks: int
+    block_size: int
+    dtype: str
+    vllm_version: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    instance_id: str
+    dp_stats_address: str | None = None
+    world_size: int = 1
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    supports_lora: bool = False
+    max_loras: int = 0
+
+
+_request_decoder = msgspec.msgpack.Decoder(RequestView)
+_raw_fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_PROMPT_FIELD = RequestView.__struct_fields__.index("prompt")
+_SAMPLING_FIELD = RequestView.__struct_fields__.index("sampling_params")
+_HEADERS_FIELD = RequestView.__struct_fields__.index("trace_headers")
+_abort_decoder = msgspec.msgpack.Decoder(list[str])
+_utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+_trace_headers_decoder = msgspec.msgpack.Decoder(dict[str, str] | None)
+_terms_decoder = msgspec.json.Decoder(Terms)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decode_request(frames: Sequence[Any]) -> RequestView:
+    """Read an ``ADD`` payload. Only the first frame is looked at; later ones carry tensors.
+
+    Raises:
+        msgspec.DecodeError: the frame is not an ``EngineCoreRequest``.
+    """
+    return _request_decoder.decode(frames[0])
+
+
+def continue_request(frames: Sequence[Any], tokens: Sequence[int], attempt: int = 0) -> list[bytes]:
+    """Return an ``ADD`` payload that goes on where a movable request stands.
+
+    Args:
+        frames: its payload.
+        tokens: what it has generated: they join the prompt, and its bounds on output shrink.
+        attempt: how often it was begun again; see ``attempt_of``.
+    """
+    fields = _raw_fields_decoder.decode(frames[0])
+    view = decode_request(frames)
+    sampling = msgspec.msgpack.decode(fields[_SAMPLING_FIELD])
+    bound = sampling.get("max_tokens", Sampling().max_tokens)
+    if bound is not None:
+        sampling["max_tokens"] = bound - len(tokens)
+    if sampling.get("min_tokens"):
+        sampling["min_tokens"] = max(0, sampling["min_tokens"] - len(tokens))
+    fields[_PROMPT_FIELD] = _raw([*view.prompt_token_ids(), *tokens])
+    fields[_SAMPLING_FIELD] = _raw(sampling)
+    if attempt:
+        fields += [_raw(None)] * (_HEADERS_FIELD + 1 - len(fields))
+        fields[_HEADERS_FIELD] = _raw({**(view.headers or {}), _ATTEMPT_HEADER: str(attempt)})
+    return [_encoder.encode(fields), *map(bytes, frames[1:])]
+
+
+def attempt_of(trace_headers: Mapping[str, str] | None) -> int:
+    """Return which attempt at its request an output belongs to, 0 being the first.
+
+    A request is begun again when its engine dies, and what the dead engine sent may come later. An
+    output carries its request's trace headers, so they tell the two apart.
+    """
+    return int(trace_headers.get(_ATTEMPT_HEADER, 0)) if trace_headers else 0
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(value))
+
+
+def decode_abort(frames: Sequence[Any]) -> list[str]:
+    """Read an ``ABORT`` payload: request ids.
+
+    Raises:
+        msgspec.DecodeError: the frame is not a list of ids.
+    """
+    return _abort_decoder.decode(frames[0])
+
+
+def decode_utility(frames: Sequence[Any]) -> UtilityCall:
+    """Read a ``UTILITY`` payload.
+
+    Raises:
+        msgspec.DecodeError: the frame is not a utility call.
+    """
+    return _utility_decoder.decode(frames[0])
+
+
+def unit_index(unit: Group) -> int:
+    """Return what a unit sends as its outputs' engine index: its first engine and its size.
+
+    vLLM's format has one number for the sender. A front end takes it apart (``unit_of``).
+    """
+    return len(unit) << _SIZE_SHIFT | leader_of(unit)
+
+
+def unit_of(index: int) -> Group:
+    """Return the unit that sent outputs with this engine index; the controller is none: empty."""
+    first, size = index & (1 << _SIZE_SHIFT) - 1, index >> _SIZE_SHIFT
+    return tuple(range(first, first + size))
+
+
+def encode_outputs(
+    outputs: Sequence[Output], *, unit: Group | None = None, timestamp: float = 0.0
+) -> bytes:
+    """Encode what a unit, or the controller, has for one front end."""
+    index = 0 if unit is None else unit_index(unit)
+    return _encoder.encode(Outputs(index, list(outputs), timestamp=timestamp))
+
+
+def encode_finish(request_ids: Iterable[str], reason: FinishReason) -> bytes:
+    """Encode the end of requests without a further token, for one front end."""
+    return encode_outputs([Output(id_, [], finish_reason=reason) for id_ in request_ids])
+
+
+def encode_utility_result(call_id: int, result: Any) -> bytes:
+    """Encode the answer to a utility call; ``result`` is made of msgpack's own types."""
+    return _encoder.encode(Outputs(utility_output=UtilityOutput(call_id, result=(None, result))))
+
+
+def encode_utility_failure(call_id: int, message: str) -> bytes:
+    """Encode the failure of a utility call; the front end raises ``message``."""
+    return _encoder.encode(Outputs(utility_output=UtilityOutput(call_id, failure_message=message)))
+
+
+def merge_ready_responses(
+    responses: Sequence[bytes], *, max_model_len: int, num_blocks: int
+) -> bytes:
+    """Return the node's ready response: the first engine's, with the node's own capacity."""
+    fields = msgspec.msgpack.decode(responses[0])
+    return _encoder.encode({**fields, "max_model_len": max_model_len, "num_gpu_blocks": num_blocks})
+
+
+def _array_length(raw: memoryview) -> int:
+    """Return the length in a msgpack array's header; 0 for anything that is not an array."""
+    head = raw[0] if raw.nbytes else 0xC0
+    if 0x90 <= head <= 0x9F:
+        return head & 0x0F
+    if head == 0xDC:
+        return int.from_bytes(raw[1:3], "big")
+    if head == 0xDD:
+        return int.from_bytes(raw[1:5], "big")
+    return 0

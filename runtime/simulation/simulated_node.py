@@ -1,0 +1,368 @@
+"""Runs a workload on a simulated node: the real controller, agents and fake cores, no thread.
+
+Every process is a turn function. It gets a turn when a message arrives for it or when something it
+waits for is due, as it would on sockets and clocks; nothing here decides anything.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
+from shoal.policies.values.partition import Group, Partition
+from shoal.policies.values.snapshot import Target
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.config import QUEUED_AHEAD, FakeSettings, NodeConfig
+from shoal.runtime.controller.loop import Controller
+from shoal.runtime.engine.agent.agent import Agent
+from shoal.runtime.engine.fake.fake_backend import FakeBackend
+from shoal.runtime.engine.fake.step_times import Devices
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.transport import Frames, front_identity
+from shoal.runtime.simulation.shape_files import (
+    BLOCK_TOKENS,
+    HardwareFile,
+    ShapeFile,
+    cost_model,
+    step_times,
+)
+from shoal.runtime.simulation.simulated_network import CONTROLLER, Events, SimulatedNetwork
+
+CAPTURED_TOKENS = 512
+"""Tokens of the largest CUDA graph that vLLM captures unless it is told otherwise."""
+STEPS_AT_ONCE = 64
+"""Steps that decode the same requests are simulated as one, up to this many."""
+LEAD_SECONDS = 1.0
+"""A node has this long to take its policy's first layout before the workload starts."""
+PATIENCE_SECONDS = 3600.0
+"""A workload that takes this much longer than its arrivals is given up."""
+_TURNS_AT_ONCE = 100
+
+_outputs = msgspec.msgpack.Decoder(wire.Outputs)
+
+
+class SimulationError(RuntimeError):
+    """The node came to a stop with requests left, or is broken; the message is one line."""
+
+
+class Arrival(Protocol):
+    """One request of a workload."""
+
+    @property
+    def at(self) -> float:
+        """Seconds from the start."""
+
+    @property
+    def prompt_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def output_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def priority(self) -> int: ...  # noqa: D102
+
+
+@dataclass(slots=True)
+class Life:
+    """What became of one request. Times are seconds from the workload's start."""
+
+    arrived: float
+    started: float | None = None
+    """When a step computed it for the first time."""
+    first_token: float | None = None
+    ended: float | None = None
+    tokens: int = 0
+    units: list[Group] = field(default_factory=list)
+    """Where it was sent, one after the other."""
+    outcome: m.Outcome | None = None
+    """``FINISHED``, or why it got no (further) tokens."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it got all of its tokens."""
+        return self.outcome is m.Outcome.FINISHED
+
+
+@dataclass(slots=True)
+class Run:
+    """One workload under one policy."""
+
+    policy: str
+    lives: list[Life]
+    """One per arrival, in their order."""
+    tokens: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Output tokens by the second in which they came: those of a run of steps evenly over it."""
+    switches: list[SwitchView] = field(default_factory=list)
+    """But the one that brought the policy's first layout, before the workload."""
+    layouts: list[tuple[float, Partition]] = field(default_factory=list)
+    """Every partition, and from when on it was there."""
+    moves: int = 0
+    """Requests taken out of a unit and recomputed elsewhere."""
+    policy_errors: int = 0
+    step_errors: dict[str, float] = field(default_factory=dict)
+    """Smoothed relative error of the cost model at the end (``messages.LayoutView``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is simulated.
+
+    Attributes:
+        engines: number of engines.
+        max_group: largest group.
+        max_num_seqs: requests in one unit's batch.
+        max_num_batched_tokens: tokens of one step.
+        targets: what priority classes were promised.
+        seed: of the node.
+        queued_ahead: requests that a unit with a full batch is given beyond it.
+        max_sp: largest degree of SP.
+        shift_threshold: which steps are run in it.
+        captured_tokens: tokens of the largest CUDA graph: a step in SP batches more.
+    """
+
+    shape: ShapeFile
+    hardware: HardwareFile
+    engines: int = 8
+    max_group: int = 8
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    targets: tuple[Target, ...] = ()
+    seed: int = 0
+    queued_ahead: int = QUEUED_AHEAD
+    max_sp: int = 1
+    shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
+    captured_tokens: int = CAPTURED_TOKENS
+
+    def config(self, policy: str) -> NodeConfig:
+        """Return the configuration of its processes.
+
+        Raises:
+            FileError: the model does not fit.
+        """
+        return NodeConfig(
+            engines=self.engines,
+            max_group=self.max_group,
+            policy=policy,
+            runtime_dir="",
+            fake=FakeSettings(
+                num_blocks=self.hardware.num_blocks(self.shape),
+                block_tokens=BLOCK_TOKENS,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.shape.max_model_len,
+                kv_heads=self.shape.kv_heads,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                captured_tokens=self.captured_tokens,
+                steps_at_once=STEPS_AT_ONCE,
+            ),
+            seed=self.seed,
+            queued_ahead=self.queued_ahead,
+            max_sp=self.max_sp,
+            shift_threshold=self.shift_threshold,
+            cost_model=cost_model(self.shape, self.hardware, self.max_sp),
+            targets=self.targets,
+        )
+
+
+def simulate(node: Node, policy: str, arrivals: Sequence[Arrival]) -> Run:
+    """Serve a workload and return what became of it.
+
+    Raises:
+        FileError: the model does not fit the node.
+        SimulationError: requests were left over, or a process broke.
+        UnknownPolicyError: ``policy`` names none.
+    """
+    return _Simulation(node, policy, arrivals).run()
+
+
+class _Simulation:
+    """The processes of one run, and the front end that measures it."""
+
+    def __init__(self, node: Node, policy: str, arrivals: Sequence[Arrival]) -> None:
+        self._arrivals = arrivals
+        self._clock = ManualClock()
+        self._events = Events(self._clock)
+        self._result = Run(policy, [Life(arrival.at) for arrival in arrivals])
+        self._last_output: dict[int, float] = {}
+        self._open = len(arrivals)
+        self._concluded = False
+        self._latest_switch: SwitchView | None = None
+        config = node.config(policy)
+        self._network = SimulatedNetwork(self._events, node.hardware.message_seconds, self)
+        self._controller = Controller(
+            config, self._network.controller, clock=self._clock, wall=self._clock
+        )
+        devices = Devices(config.interleave_ratio, self._wake)
+        times = step_times(node.shape, node.hardware, node.max_sp)
+        self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
+        for engine in range(node.engines):
+            backend = FakeBackend(
+                config,
+                engine,
+                clock=self._clock,
+                step_times=times,
+                devices=devices,
+                on_start=self._started,
+            )
+            agent = Agent(backend, self._network.agent(engine), clock=self._clock)
+            self._processes[engine] = agent
+        self._due: dict[int, float] = {}
+
+    def run(self) -> Run:
+        """Run until every request has ended."""
+        for number in self._processes:
+            self._wake_at(number, 0.0)
+        self._start()
+        end = PATIENCE_SECONDS + max((a.at for a in self._arrivals), default=0.0)
+        while self._open:
+            if self._clock.now > end or not self._go_on():
+                raise SimulationError(self._stuck())
+        self._network.control_sends(front_identity(0), m.GetLayout(0))
+        while not self._concluded and self._go_on():
+            pass
+        return self._result
+
+    def _go_on(self) -> bool:
+        """Let happen what is next; False when there is nothing."""
+        concerned = self._events.next()
+        for number in sorted(n for n in concerned if isinstance(n, int)):
+            self._turn(number)
+        return bool(concerned)
+
+    # --- processes ----------------------------------------------------------------------------
+
+    def _turn(self, number: int) -> None:
+        """Let a process do all it can at this time, and note when it wants to go on."""
+        process = self._processes[number]
+        for _ in range(_TURNS_AT_ONCE):
+            process.turn(0.0)
+            if number == CONTROLLER:
+                self._watch()
+            seconds = process.next_wakeup()
+            if seconds is None or seconds > 0:
+                break
+        else:
+            raise SimulationError(f"process {number} never rests at {self._clock.now:.3f} s")
+        if seconds is not None:
+            self._wake_at(number, self._clock.now + seconds)
+
+    def _wake_at(self, number: int, time: float) -> None:
+        """Give a process a turn at a time, unless by then it has changed its mind."""
+        if self._due.get(number) == time:
+            return
+        self._due[number] = time
+        self._events.at(time, partial(self._ring, number, time))
+
+    def _wake(self, number: int) -> None:
+        """Give a process a turn now."""
+        self._wake_at(number, self._clock.now)
+
+    def _ring(self, number: int, time: float) -> Hashable:
+        if self._due.get(number) != time:
+            return None
+        del self._due[number]
+        return number
+
+    def _watch(self) -> None:
+        """Note a new partition and a finished switch."""
+        controller, run = self._controller, self._result
+        partition = controller.book.partition
+        latest = controller.switches[-1] if controller.switches else None
+        if self._now < 0.0:
+            run.layouts = [(0.0, partition)]
+        elif run.layouts[-1][1] != partition:
+            run.layouts.append((self._now, partition))
+        if latest is not self._latest_switch and latest is not None and self._now >= 0.0:
+            run.switches.append(latest)
+        self._latest_switch = latest
+
+    # --- the front end ------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for index, arrival in enumerate(self._arrivals):
+            self._events.at(LEAD_SECONDS + arrival.at, partial(self._send, index))
+
+    @property
+    def _now(self) -> float:
+        return self._clock.now - LEAD_SECONDS
+
+    def _send(self, index: int) -> None:
+        arrival = self._arrivals[index]
+        payload = wire_request(
+            str(index), arrival.prompt_tokens, arrival.output_tokens, arrival.priority
+        )
+        self._network.front_sends(0, wire.RequestType.ADD, [payload])
+
+    def _started(self, request_id: str, at: float) -> None:
+        life = self._result.lives[int(request_id)]
+        if life.started is None:
+            life.started = at - LEAD_SECONDS
+
+    def outputs(self, frames: Frames) -> None:
+        """See ``FrontEnd.outputs``."""
+        now = self._now
+        for output in _outputs.decode(frames[0]).outputs:
+            number, count = int(output.request_id), len(output.new_token_ids)
+            life = self._result.lives[number]
+            if life.ended is not None:
+                raise SimulationError(f"request {number} got tokens after its end")
+            if count and life.first_token is None:
+                life.first_token = now
+            if count:
+                self._count(self._last_output.get(number, now), now, count)
+                self._last_output[number] = now
+                life.tokens += count
+            if output.finish_reason is not None:
+                self._end(life, output.finish_reason)
+
+    def _count(self, start: float, end: float, count: int) -> None:
+        tokens = self._result.tokens
+        first, last = int(start), int(end)
+        if first == last:
+            tokens[last] += count
+            return
+        rate = count / (end - start)
+        for second in range(first, last + 1):
+            tokens[second] += rate * (min(end, second + 1) - max(start, second))
+
+    def _end(self, life: Life, reason: wire.FinishReason) -> None:
+        life.ended = self._now
+        self._open -= 1
+        if reason is wire.FinishReason.LENGTH:
+            life.outcome = m.Outcome.FINISHED
+        elif life.outcome is None:
+            life.outcome = m.Outcome.LOST
+
+    def note(self, message: m.FromController) -> None:
+        """See ``FrontEnd.note``."""
+        match message:
+            case m.Placed(request_id, unit):
+                self._result.lives[int(request_id)].units.append(unit)
+            case m.Ended(request_id, outcome):
+                self._result.lives[int(request_id)].outcome = outcome
+            case m.LayoutView():
+                self._result.moves = message.moves_total
+                self._result.policy_errors = message.policy_errors
+                self._result.step_errors = message.step_errors
+                self._concluded = True
+
+    def _stuck(self) -> str:
+        left = [n for n, life in enumerate(self._result.lives) if life.ended is None]
+        partition = self._controller.book.partition
+        return (
+            f"{len(left)} requests are left at {self._clock.now:.0f} s, such as {left[:5]}, "
+            f"in {[list(group) for group in partition]}"
+        )
+
+
+def wire_request(request_id: str, prompt_tokens: int, output_tokens: int, priority: int) -> bytes:
+    """Return an ``EngineCoreRequest`` as vLLM encodes it, its prompt all of one token."""
+    prompt = msgspec.Raw(b"\xdd" + prompt_tokens.to_bytes(4, "big") + b"\x05" * prompt_tokens)
+    sampling = {"max_tokens": output_tokens}
+    head = [request_id, prompt, None, sampling, None, 0.0, None, None, None, None, None]
+    return msgspec.msgpack.encode([*head, 0, 0, priority])

@@ -1,0 +1,1 @@
+"""The ``shoal`` command and its subcommands."""

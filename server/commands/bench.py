@@ -1,0 +1,52 @@
+"""``shoal bench``: finds what is to be measured."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+BENCHMARKS = {
+    "switch": ("shoal.loadgen.bench.idle_switch", "idle binds and releases, fake and real engines"),
+    "steps": (
+        "shoal.loadgen.bench.steps",
+        "step times by layout, and the hardware file that fits them",
+    ),
+    "fit": ("shoal.loadgen.bench.fit", "the hardware file that fits results of 'shoal bench gpu'"),
+    "gpu": (
+        "shoal.loadgen.bench.compare",
+        "static DP and static TP of stock vLLM, and Shoal, side by side",
+    ),
+    "defaults": (
+        "shoal.loadgen.bench.defaults",
+        "the same three systems with their own defaults, under vLLM's own client",
+    ),
+    "overload": (
+        "shoal.loadgen.bench.overload",
+        "a node that is asked for many times what it can do",
+    ),
+    "failures": (
+        "shoal.loadgen.bench.engine_failures",
+        "engines that are killed and stopped under streams",
+    ),
+    "serve-compare": (
+        "shoal.loadgen.bench.compare",
+        "the same three systems under open-loop workloads",
+    ),
+}
+"""Benchmarks: the module that runs each, and what it measures."""
+COMPARISONS = ("gpu", "serve-compare")
+"""Those of one module, which is told by their name."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal bench`` and return the exit code.
+
+    Raises:
+        UserError: the arguments are not valid.
+    """
+    parser = argparse.ArgumentParser(prog="shoal bench", description="Measure a node.")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (_, summary) in BENCHMARKS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    benchmark = parser.parse_args(argv[:1]).benchmark
+    module = importlib.import_module(BENCHMARKS[benchmark][0])
+    return int(module.main(argv if benchmark in COMPARISONS else argv[1:]))

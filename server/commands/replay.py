@@ -1,0 +1,272 @@
+"""``shoal replay``: send a workload to a server as its users would, and say how it was served."""
+
+import argparse
+import asyncio
+import gc
+import os
+import resource
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from shoal.loadgen import page, text_tables
+from shoal.loadgen.client import Client, ClientError, Endpoint, Settings
+from shoal.loadgen.counters import Count, compare, read_counters, settled_counters
+from shoal.loadgen.open_loop import EventLoopClock, Replay, Run
+from shoal.loadgen.progress import StatusLine
+from shoal.loadgen.prompts import Prompts, text_prompts, token_prompts
+from shoal.loadgen.replay_results import Result, encode
+from shoal.loadgen.summary import Objective
+from shoal.loadgen.validity import MAX_LAG_SECONDS, judge
+from shoal.loadgen.workload import Workload
+from shoal.server.errors import UserError
+from shoal.server.files import write_file
+from shoal.server.options.workload_options import (
+    add_target_option,
+    add_workload_options,
+    read_objectives,
+    read_workload,
+)
+
+INVALID_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What has come of a replay."""
+
+    result: Result
+    counts: list[Count]
+    """Beside the server's own, if they were asked for."""
+    uncounted: str | None = None
+    """Why there are none although they were."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the command ends with."""
+        if self.result.run.interrupted:
+            return INTERRUPTED_EXIT_CODE
+        agrees = self.uncounted is None and all(count.agrees for count in self.counts)
+        return 0 if self.result.verdict.valid and agrees else INVALID_EXIT_CODE
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal replay`` and return the exit code.
+
+    Returns:
+        0 after a valid run, 1 after one that is not or that the server counted otherwise, 130 after
+        one that was stopped.
+
+    Raises:
+        UserError: an argument is not valid, or the server cannot be used.
+    """
+    args = _parser().parse_args(argv)
+    _check(args)
+    workload = read_workload(args)
+    objectives = read_objectives(args)
+    _allow_many_connections()
+    try:
+        finished = uvloop.run(_replay(args, workload))
+    except ClientError as error:
+        raise UserError(str(error)) from error
+    _print(finished, objectives)
+    _write_files(args, finished, objectives)
+    return finished.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shoal replay",
+        description="Send a workload to an OpenAI-compatible server, each request when it is due.",
+    )
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: %(default)s)")
+    add("--model", metavar="NAME", help="(default: the first that the server names)")
+    add("--api-key", metavar="KEY", help="(default: the environment's OPENAI_API_KEY)")
+    add(
+        "--admin-url",
+        metavar="URL",
+        help="Shoal's admin API, to draw the layout over time (default: not drawn)",
+    )
+    add("--admin-key", metavar="KEY", help="its key (default: the environment's SHOAL_ADMIN_KEY)")
+    add(
+        "--endpoint",
+        type=Endpoint,
+        choices=list(Endpoint),
+        default=Endpoint.COMPLETIONS,
+        help="(default: %(default)s)",
+    )
+    add("--text-prompts", action="store_true", help="completions of text, not of token ids")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="the model's tokenizer.json, for texts of exact length (default: the server's "
+        "/tokenize route)",
+    )
+    add(
+        "--no-extensions",
+        action="store_true",
+        help="send only what OpenAI's API has: no ignore_eos, no priority",
+    )
+    add("--deadline-ms", type=int, metavar="MS", help="drop requests that still wait then")
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="give up a response then (default: %(default)g)",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="after Ctrl-C, let responses end this long (default: %(default)g)",
+    )
+    add(
+        "--max-lag-ms",
+        type=float,
+        default=1000 * MAX_LAG_SECONDS,
+        metavar="MS",
+        help="a run with more lag (p99) is not valid (default: %(default)g)",
+    )
+    add("--check-metrics", action="store_true", help="compare all totals with the server's metrics")
+    add("--name", help="of the run, in reports (default: the workload's)")
+    add("--json", type=Path, metavar="FILE", help="write figures and all requests")
+    add("--html", type=Path, metavar="FILE", help="write a report with a picture")
+    add_target_option(parser)
+    add_workload_options(parser)
+    return parser
+
+
+def _check(args: Namespace) -> None:
+    for name in ("deadline_ms", "timeout", "max_lag_ms"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
+    if not args.grace >= 0:
+        raise UserError(f"--grace {args.grace:g}: it must not be negative")
+    for name in ("base_url", "admin_url"):
+        url = getattr(args, name)
+        if url is not None and not url.startswith(("http://", "https://")):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {url}: it must begin with http:// or https://")
+    for path in (args.json, args.html):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"cannot write {path}: there is no such directory")
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files, one of which every response takes, as far as one may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+async def _replay(args: Namespace, workload: Workload) -> Finished:
+    clock = EventLoopClock()
+    async with Client(_settings(args), clock.now) as client:
+        model = await client.find_model(args.model)
+        before = await read_counters(client) if args.check_metrics else None
+        prompts = await _prompts(args, client)
+        if before is not None and prompts.probes:
+            before = await settled_counters(client, prompts.probes, before)
+        replay = Replay(client, prompts, workload, clock, grace_seconds=args.grace)
+        run = await _run(replay)
+        counts: list[Count] = []
+        uncounted = None
+        if before is not None:
+            try:
+                after = await settled_counters(client, run.exchanges, before)
+                counts = compare(run.exchanges, after.since(before))
+            except ClientError as error:  # the run has been made: it is reported anyway
+                uncounted = str(error)
+    result = Result(
+        name=args.name or workload.name,
+        workload=workload.name,
+        endpoint=args.endpoint.path,
+        model=model,
+        verdict=judge(run, args.max_lag_ms / 1000),
+        run=run,
+    )
+    return Finished(result, counts, uncounted)
+
+
+def _settings(args: Namespace) -> Settings:
+    return Settings(
+        base_url=args.base_url,
+        endpoint=args.endpoint,
+        api_key=args.api_key or os.environ.get("OPENAI_API_KEY"),
+        extensions=not args.no_extensions,
+        deadline_ms=args.deadline_ms,
+        timeout_seconds=args.timeout,
+        admin_url=args.admin_url,
+        admin_key=args.admin_key or os.environ.get("SHOAL_ADMIN_KEY"),
+    )
+
+
+async def _prompts(args: Namespace, client: Client) -> Prompts:
+    if args.text_prompts or args.endpoint is Endpoint.CHAT:
+        return await text_prompts(client, args.seed, args.tokenizer)
+    return await token_prompts(client, args.seed)
+
+
+async def _run(replay: Replay) -> Run:
+    """Run to the end or until a signal, with a status line for whoever watches."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, replay.stop)
+    status = asyncio.create_task(StatusLine(sys.stderr, replay).show())
+    # The garbage collector must not walk through the workload while times are taken.
+    gc.collect()
+    gc.freeze()
+    try:
+        return await replay.run()
+    finally:
+        gc.unfreeze()
+        status.cancel()
+        await asyncio.wait({status})
+
+
+# --- what comes of it -----------------------------------------------------------------------------
+
+
+def _print(finished: Finished, objectives: Sequence[Objective]) -> None:
+    result = finished.result
+    report = result.report(objectives)
+    print(result.summary(objectives))
+    if len(report.groups) > 1 or report.switching is not None:
+        print(f"\n{text_tables.side_by_side([report])}")
+    for line in (*result.notes(), *text_tables.counts(finished.counts)):
+        print(line)
+    if finished.uncounted is not None:
+        print(f"the server's counters are not known: {finished.uncounted}")
+    verdict = result.verdict
+    print(f"sending lagged {verdict.send_lag}; the event loop {verdict.loop_lag}")
+    for problem in verdict.problems:
+        print(f"INVALID RUN: {problem}")
+
+
+def _write_files(args: Namespace, finished: Finished, objectives: Sequence[Objective]) -> None:
+    result = finished.result
+    if args.json is not None:
+        content = encode(
+            result,
+            objectives,
+            seed=args.seed,
+            rate_scale=args.rate_scale,
+            length_scale=args.length_scale,
+            counts=finished.counts,
+        )
+        write_file(args.json, content)
+    if args.html is not None:
+        write_file(args.html, page.page([result], objectives).encode())

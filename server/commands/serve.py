@@ -1,0 +1,326 @@
+"""``shoal serve``: from the command line to a running node."""
+
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from shoal.policies.values.partition import degrees
+from shoal.runtime.clock import process_seconds
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.logs import LogFormat, configure_logging
+from shoal.runtime.node.child_process import exit_without_teardown
+from shoal.runtime.node.runtime_dir import make_runtime_dir
+from shoal.runtime.node.supervisor import Say, Supervisor
+from shoal.server.commands import early
+from shoal.server.connections.accepting import Tally
+from shoal.server.errors import UserError
+from shoal.server.gate.access import Access, check_environment, take_access
+from shoal.server.options.promise_options import node_cost_model, promised
+from shoal.server.options.serve_options import (
+    add_shoal_options,
+    check_model,
+    check_options,
+    choose_tracing,
+    engines_and_group,
+    fake_settings,
+    model_defaults,
+    prepare_environment,
+    serves_demo,
+    with_chosen,
+)
+from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
+
+log = logging.getLogger("shoal.serve")
+
+_KEY_HEADER = " -H 'Authorization: Bearer KEY'"
+
+
+def say_aloud(line: str) -> None:
+    """Tell the user something, in the node's log format."""
+    log.info("%s", line)
+
+
+@dataclass(frozen=True)
+class ReadyNode:
+    """What a node that takes requests is called and where it is."""
+
+    address: str
+    """Base URL, without a slash at the end."""
+    model: str
+    """Name to ask for."""
+    engines: int
+    max_group: int
+    needs_key: bool
+    """Whether the address takes requests with an API key only."""
+    admin: str | None
+    """Base URL of the admin API, if there is one."""
+    admin_needs_key: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal serve`` and return the exit code.
+
+    Raises:
+        UserError: see ``run``.
+    """
+    if early.shows_help(argv, os.environ):
+        return 0
+    return run(argv, print_ready)
+
+
+def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = say_aloud) -> int:
+    """Serve until a signal or a failure, and return the exit code.
+
+    Args:
+        argv: the arguments of ``shoal serve``.
+        on_ready: called once requests are taken; the node ends in order if it raises
+            ``StopRequestedError``.
+        say: prints a line of the start-up report.
+
+    Raises:
+        UserError: the arguments, the model or the port do not allow to start.
+    """
+    with ExitStack() as sockets:
+        listening = _Listening(sockets)
+        known = early.known_arguments(argv, os.environ)
+        if known is not None:
+            listening.bind(early.check_early(known, os.environ))
+            configure_logging("shoal", known.log_format, sys.stdout, prefix=False)
+            say("Starting Shoal")
+        asked, access = _read_all(argv)
+        args = asked.args
+        # Again: vLLM's loggers are there now, and bring handlers of their own.
+        configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
+        if known is None:
+            say("Starting Shoal")
+        say(f"  imports done after {process_seconds():.1f} s")
+        listener, admin = listening.bind(early.bindings_of(args, access))
+        if admin is not None:
+            # Another front end may be the first to say that the node is ready: calls of the admin
+            # API wait for theirs then.
+            admin.listen()
+        config = _configure(asked, say)
+        say(f"  configuration done after {process_seconds():.1f} s")
+
+        def ready() -> None:
+            say(f"  ready after {process_seconds():.1f} s")
+            on_ready(_describe(args, config, access, listener, admin))
+
+        from shoal.server.frontend import frontend
+
+        tally = Tally(config.api_servers)
+        frontends = [
+            frontend.Frontend(
+                *(config, index, args, access, listener, tally),
+                admin=admin if index == 0 else None,
+            )
+            for index in range(config.api_servers)
+        ]
+        code = Supervisor(config, frontends, say, args.shutdown_timeout).run(ready)
+    exit_without_teardown(code)
+    return code
+
+
+def _read_all(argv: Sequence[str]) -> "tuple[Asked, Access]":
+    """Import vLLM, and return what the command line asks for, and who may call."""
+    prepare_environment(os.environ, argv)
+    from shoal.server.frontend import frontend  # noqa: F401 - slow: vLLM, and all that processes are forked with
+
+    asked = read_options(argv)
+    check_environment(os.environ)
+    access = take_access(asked.args, os.environ)
+    choose_tracing(asked.args, os.environ)
+    if asked.args.log_format is LogFormat.JSON:
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # read by processes that are not forked
+    return asked, access
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    args: Namespace
+    """With Shoal's defaults for this machine and this model."""
+    gpus: int
+    demo: bool
+    """Whether it names no model."""
+
+
+def read_options(argv: Sequence[str]) -> Asked:
+    """Return what the command line asks for.
+
+    Raises:
+        UserError: it is not valid, or asks for what Shoal does not support.
+    """
+    from shoal.server.options import vllm_options
+
+    parser = vllm_options.make_parser()
+    add_shoal_options(parser, os.environ)
+    args = vllm_options.parse(parser, argv)
+    check_options(args, parser.get_default)
+    gpus, demo = vllm_options.count_gpus(), serves_demo(args, parser.get_default)
+    # Only a parser can tell a default from the same value given by the user.
+    parser.set_defaults(**model_defaults(on_cpu=not gpus, demo=demo))
+    return Asked(with_chosen(vllm_options.parse(parser, argv)), gpus, demo)
+
+
+def _configure(asked: Asked, say: Say) -> NodeConfig:
+    """Return the node that the arguments describe."""
+    from shoal.server.options import vllm_options
+
+    args, gpus = asked.args, asked.gpus
+    engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
+    check_shift(args, [args.policy], max_group)
+    check_model(args.model)
+    engine_args = vllm_options.engine_args(args)
+    vllm_config = vllm_options.make_vllm_config(engine_args)
+    if args.max_sp == AUTO:
+        on_gpus = gpus > 0 and not args.fake_engine
+        args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=on_gpus)
+        check_shift(args, [args.policy], max_group)
+    layouts = (1,) if args.fake_engine else degrees(max_group)
+    configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
+    return NodeConfig(
+        engines=engines,
+        max_group=max_group,
+        policy=args.policy,
+        runtime_dir=str(make_runtime_dir()),
+        vllm=configs,
+        api_servers=args.api_server_count,
+        fake=fake_settings(
+            args,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+        ),
+        prepare_timeout_seconds=args.prepare_timeout,
+        switch_wait_seconds=args.switch_wait,
+        pause_limit_seconds=args.pause_limit,
+        max_retries=args.max_retries,
+        engine_timeout_seconds=args.engine_timeout,
+        controller_timeout_seconds=args.controller_timeout,
+        outage_limit_seconds=args.outage_limit,
+        step_timeout_seconds=args.step_timeout,
+        restart_limit=args.restart_limit,
+        restart_backoff_seconds=args.restart_backoff,
+        seed=args.seed or 0,
+        cost_model=node_cost_model(
+            args,
+            vllm_config.model_config,
+            vllm_config.cache_config.cache_dtype,
+            gpus=gpus,
+            say=say,
+        ),
+        targets=promised(args),
+        max_waiting_requests=args.max_waiting_requests,
+        max_waiting_tokens=args.max_waiting_tokens,
+        aging_seconds=args.priority_aging,
+        interleave_ratio=args.interleave_ratio,
+        max_sp=args.max_sp,
+        shift_threshold=args.shift_threshold,
+        recording_dir=args.recording_dir,
+        log_format=args.log_format,
+        tracing=args.otlp_traces_endpoint is not None,
+    )
+
+
+class _Listening:
+    """The sockets that a node listens on, bound so early that a port in use is known at once."""
+
+    def __init__(self, closing: ExitStack) -> None:
+        self._closing = closing
+        self._bindings: early.Bindings | None = None
+        self._listener: socket.socket
+        self._admin: socket.socket | None
+
+    def bind(self, bindings: early.Bindings) -> tuple[socket.socket, socket.socket | None]:
+        """Return the socket of the API, and that of the admin API if there is to be one.
+
+        Raises:
+            UserError: an address cannot be had.
+        """
+        if bindings != self._bindings:
+            self._closing.close()
+            self._listener = self._bound(*bindings.public)
+            self._admin = None if bindings.admin is None else self._bound(*bindings.admin)
+            self._bindings = bindings
+        return self._listener, self._admin
+
+    def _bound(self, host: str, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = self._closing.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            cause = "the port is in use" if in_use else (error.strerror or str(error)).lower()
+            raise UserError(f"cannot listen on {host}:{port}: {cause}") from None
+        return listener
+
+
+def _describe(
+    args: Namespace,
+    config: NodeConfig,
+    access: Access,
+    listener: socket.socket,
+    admin: socket.socket | None,
+) -> ReadyNode:
+    scheme = "https" if args.ssl_certfile else "http"
+    return ReadyNode(
+        address=_url(scheme, listener),
+        model=args.served_model_name[0] if args.served_model_name else args.model,
+        engines=config.engines,
+        max_group=config.max_group,
+        needs_key=access.needs_key,
+        admin=None if admin is None else _url(scheme, admin),
+        admin_needs_key=access.admin_key_file is not None,
+    )
+
+
+def _url(scheme: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def check_measurable(node: ReadyNode) -> None:
+    """Refuse a node that a benchmark which starts it could not speak to.
+
+    Raises:
+        UserError: it asks for keys, or has no admin API.
+    """
+    if node.needs_key or node.admin is None or node.admin_needs_key:
+        raise UserError("a node that is measured takes no API keys, and has an admin API")
+
+
+def print_ready(node: ReadyNode) -> None:
+    """Print where the node is, and what to try on it."""
+    key = _KEY_HEADER if node.needs_key else ""
+    chat = f'{{"model": "{node.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    say_aloud(f"Shoal serves {node.model} on {node.address}")
+    if node.admin is None:
+        say_aloud("  no admin API: see --admin-port and --admin-key-file")
+    else:
+        say_aloud(f"  admin API on {node.admin}")
+    say_aloud(
+        f"  try it:  curl {node.address}/v1/chat/completions{key} "
+        f"-H 'Content-Type: application/json' -d '{chat}'"
+    )
+    key = _KEY_HEADER if node.admin_needs_key else ""
+    for units in _switch_examples(node) if node.admin is not None else []:
+        body = json.dumps({"units": units})
+        say_aloud(f"  switch:  curl -X POST {node.admin}/admin/layout{key} -d '{body}'")
+
+
+def _switch_examples(node: ReadyNode) -> list[list[list[int]]]:
+    """Return the partition with the first group formed, if this node can form any."""
+    if node.max_group == 1:
+        return []
+    group = list(range(node.max_group))
+    return [[group, *([engine] for engine in range(node.max_group, node.engines))]]

@@ -1,0 +1,215 @@
+"""``shoal simulate``: one workload under several policies, in virtual time, side by side.
+
+The controller, its policies and the engines' protocol are the server's own; only the engines' step
+times come from a model of the hardware.
+"""
+
+import argparse
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.loadgen import plot, text_tables
+from shoal.loadgen import summary as figures
+from shoal.loadgen.workload import Workload
+from shoal.policies.registry import UnknownPolicyError, get_policy
+from shoal.policies.values.snapshot import Target
+from shoal.runtime.simulation.shape_files import FileError, built_in, read_hardware, read_shape
+from shoal.runtime.simulation.simulated_node import (
+    CAPTURED_TOKENS,
+    Node,
+    Run,
+    SimulationError,
+    simulate,
+)
+from shoal.server.errors import UserError
+from shoal.server.files import write_file
+from shoal.server.options.shift_options import add_shift_options, check_shift
+from shoal.server.options.workload_options import (
+    add_target_option,
+    add_workload_options,
+    read_objectives,
+    read_workload,
+)
+
+ENGINE_COUNTS = (1, 2, 4, 8)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``shoal simulate`` and return the exit code.
+
+    Raises:
+        UserError: an argument or a file is not valid.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        policies = [get_policy(name).name for name in args.policy.split(",")]
+        objectives = read_objectives(args)
+        node = _node(args, policies, objectives)
+        workload = read_workload(args)
+        runs = [_simulate(node, policy, workload, objectives) for policy in policies]
+    except (FileError, UnknownPolicyError) as error:
+        raise UserError(str(error)) from error
+    except SimulationError as error:
+        print(f"shoal: the simulated node failed: {error}", file=sys.stderr)
+        return 1
+    _show(args, workload, runs)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shoal simulate",
+        description="Serve a workload in virtual time under one policy after the other.",
+    )
+    add = parser.add_argument
+    add("--policy", required=True, metavar="NAME[,NAME]", help="policies to compare")
+    add("--engines", type=int, default=8, choices=ENGINE_COUNTS, help="(default: %(default)s)")
+    add("--max-group", type=int, choices=ENGINE_COUNTS, help="(default: all engines)")
+    add(
+        "--model-shape",
+        default="llama-3-70b-fp8",
+        metavar="FILE|NAME",
+        help=f"(default: %(default)s; built in: {', '.join(built_in('shapes'))})",
+    )
+    add(
+        "--hardware",
+        default="h200",
+        metavar="FILE|NAME",
+        help=f"(default: %(default)s; built in: {', '.join(built_in('hardware'))})",
+    )
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="(default: %(default)s)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures here too")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw requests, layout and TTFT over time")
+    add(
+        "--captured-tokens",
+        type=int,
+        default=CAPTURED_TOKENS,
+        metavar="N",
+        help="size of the largest CUDA graph: a step in SP batches more tokens, whatever the "
+        "threshold (default: %(default)s)",
+    )
+    add_shift_options(parser, automatic=False)
+    add_target_option(parser)
+    add_workload_options(parser)
+    return parser
+
+
+def _node(
+    args: Namespace, policies: Sequence[str], objectives: Sequence[figures.Objective]
+) -> Node:
+    max_group = args.max_group or args.engines
+    if max_group > args.engines:
+        raise UserError(f"--max-group {max_group}: there are only {args.engines} engines")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}: it must be at least 1")
+    if args.captured_tokens < 0:
+        raise UserError("--captured-tokens: it must not be negative")
+    check_shift(args, policies, max_group)
+    return Node(
+        shape=read_shape(args.model_shape),
+        hardware=read_hardware(args.hardware),
+        engines=args.engines,
+        max_group=max_group,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
+        seed=args.seed,
+        max_sp=args.max_sp,
+        shift_threshold=args.shift_threshold,
+        captured_tokens=args.captured_tokens,
+    )
+
+
+def _simulate(
+    node: Node, policy: str, workload: Workload, objectives: Sequence[figures.Objective]
+) -> tuple[Run, Sequence[figures.Record], figures.Report]:
+    begin = time.monotonic()
+    run = simulate(node, policy, workload.arrivals)
+    records = _records(run, workload)
+    one = figures.report(
+        policy,
+        records,
+        run.tokens,
+        switching=_switching(run),
+        objectives=objectives,
+        step_errors=run.step_errors,
+    )
+    last = max((r.ended for r in records if r.ended is not None), default=0.0)
+    took = time.monotonic() - begin
+    print(f"{policy}: {last:.0f} s simulated in {took:.1f} s", file=sys.stderr)
+    if run.policy_errors:
+        print(f"{policy}: {run.policy_errors} plans could not be done", file=sys.stderr)
+    return run, records, one
+
+
+def _records(run: Run, workload: Workload) -> list[figures.Record]:
+    return [
+        figures.Record(
+            arrived=life.arrived,
+            started=life.started,
+            first_token=life.first_token,
+            ended=life.ended,
+            output_tokens=life.tokens,
+            finished=life.finished,
+            priority=arrival.priority,
+            phase=arrival.phase,
+            prompt_tokens=arrival.prompt_tokens,
+        )
+        for life, arrival in zip(run.lives, workload.arrivals, strict=True)
+    ]
+
+
+def _switching(run: Run) -> figures.Switching:
+    return figures.Switching(
+        switches=len(run.switches),
+        failed=sum(switch.error is not None for switch in run.switches),
+        seconds=sum(switch.duration_seconds for switch in run.switches),
+        paused=sum(switch.paused for switch in run.switches),
+        moved=run.moves,
+    )
+
+
+def _show(
+    args: Namespace,
+    workload: Workload,
+    runs: Sequence[tuple[Run, Sequence[figures.Record], figures.Report]],
+) -> None:
+    reports = [one for _, _, one in runs]
+    print(text_tables.side_by_side(reports))
+    if args.json is not None:
+        about = {
+            "trace": workload.name,
+            "requests": len(workload.arrivals),
+            "rate_scale": args.rate_scale,
+            "seed": args.seed,
+            "engines": args.engines,
+            "model_shape": args.model_shape,
+            "hardware": args.hardware,
+        }
+        content = msgspec.json.encode(figures.as_json(reports, **about))
+        write_file(args.json, msgspec.json.format(content) + b"\n")
+    if args.plot is not None:
+        timelines = [
+            plot.Timeline(
+                run.policy,
+                records,
+                tokens=run.tokens,
+                widths=[(at, args.engines / len(p)) for at, p in run.layouts],
+            )
+            for run, records, _ in runs
+        ]
+        title = f"{workload.name} x {args.rate_scale:g} on {args.engines} engines"
+        write_file(args.plot, plot.draw(title, timelines).encode())

@@ -1,0 +1,1 @@
+"""Connections of a front end, below the application."""

@@ -1,0 +1,313 @@
+"""The connections of a front end: how many there may be, and how long a client may take.
+
+A client that sends or reads too slowly holds memory, and a connection. uvicorn waits for it for
+ever, so all connections are looked at every second: at what the kernel holds for their clients,
+too, which is all of a short response. While the front end drains, every response says that its
+connection ends.
+"""
+
+import argparse
+import enum
+import math
+import socket
+import struct
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.runtime.clock import Clock, monotonic
+from shoal.server.connections.http_protocol import BoundedHttpProtocol
+from shoal.server.errors import UserError, refusal_response
+
+MAX_CONNECTIONS = 4096
+CLIENT_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+"""How often connections are to be looked at."""
+BODY_BYTES_PER_SECOND = 16 << 10
+"""A client that sends a body more slowly than this is too slow."""
+UNSENT_BYTES = 128 << 10
+"""What the kernel keeps of a response for one client that does not take it."""
+
+_KERNEL_SECONDS = 5
+"""How much later the kernel ends a connection whose client takes nothing: it tells nobody why."""
+_TCP_INFO = struct.Struct("=24xI92xQ16xI")
+"""Of ``struct tcp_info`` (``linux/tcp.h``): segments that are not acknowledged, bytes that are, and
+bytes that are not sent."""
+
+_RETRY_SECONDS = 1
+_PROBES = (b"/health", b"/ready", b"/ping")
+"""Paths that are answered however many connections there are."""
+_MOST_TIMES_LIMIT = 2
+"""A connection is accepted, to be told that there are too many, up to so many times the limit."""
+
+
+class Cutoff(enum.StrEnum):
+    """Why a connection was ended, or a request refused because of it."""
+
+    SLOW_REQUEST = "slow_request"
+    """Its client took too long to send a request."""
+    SLOW_RESPONSE = "slow_response"
+    """Its client took nothing of a response for too long."""
+    TOO_MANY = "too_many"
+    """There were more connections than may be."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What clients may do with their connections."""
+
+    connections: int = MAX_CONNECTIONS
+    client_seconds: float = CLIENT_SECONDS
+    """How long a client may take to send the head of a request, or none of a response."""
+
+
+def add_connection_options(group: argparse._ArgumentGroup) -> None:
+    """Add ``--max-connections`` and ``--client-timeout``; ``--shutdown-timeout`` is vLLM's."""
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        default=MAX_CONNECTIONS,
+        metavar="N",
+        help="connections of clients to each front end (default: %(default)s)",
+    )
+    group.add_argument(
+        "--client-timeout",
+        type=float,
+        default=CLIENT_SECONDS,
+        metavar="SECONDS",
+        help="how long a client may take to send a request, or to take anything of a response "
+        "(default: %(default)s)",
+    )
+
+
+def check_connection_options(args: Namespace) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        UserError: the first such option; the message names it.
+    """
+    if args.max_connections < 1:
+        raise UserError(f"--max-connections {args.max_connections}: it must be at least 1")
+    if args.shutdown_timeout < 0:
+        raise UserError(f"--shutdown-timeout {args.shutdown_timeout}: it must not be negative")
+    if not 1 <= args.client_timeout < math.inf:
+        raise UserError(f"--client-timeout {args.client_timeout:g}: it must be at least 1")
+
+
+def prepare_listener(listener: socket.socket, client_seconds: float) -> None:
+    """Have the kernel end connections whose other side has vanished, and buffer little for others.
+
+    Nothing else tells of a vanished client while nothing is sent to it, and the kernel would keep
+    megabytes of what a client does not take. Accepted sockets inherit this.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    half = max(1, int(client_seconds / 2))
+    for option, value in (
+        (socket.TCP_KEEPIDLE, half),
+        (socket.TCP_KEEPINTVL, max(1, half // 2)),
+        (socket.TCP_USER_TIMEOUT, int((client_seconds + _KERNEL_SECONDS) * 1000)),
+        (socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES),
+    ):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def do_nothing() -> None:
+    """Do nothing."""
+
+
+class Connections:
+    """The open connections of one front end.
+
+    Args:
+        limits: what their clients may do.
+        count: called for every connection that is ended, and every request that is refused.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        count: Callable[[Cutoff], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        self.limits = limits
+        self.count = count
+        self.clock = clock
+        self.is_draining = False
+        self.changed: Callable[[], None] = do_nothing
+        """Called when a connection has come or gone."""
+        self._open: set[ClientProtocol] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def protocol(self, **arguments: Any) -> "ClientProtocol":
+        """Return the protocol of a new connection: uvicorn's ``http``."""
+        return ClientProtocol(self, **arguments)
+
+    def add(self, connection: "ClientProtocol") -> None:
+        """Take a new connection."""
+        self._open.add(connection)
+        self.changed()
+
+    def remove(self, connection: "ClientProtocol") -> None:
+        """Forget a connection that has ended."""
+        self._open.discard(connection)
+        self.changed()
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether requests on the latest connections are to be refused."""
+        return len(self._open) > self.limits.connections
+
+    @property
+    def are_far_too_many(self) -> bool:
+        """Whether the latest connections are to be ended as they come."""
+        return len(self._open) > _MOST_TIMES_LIMIT * self.limits.connections
+
+    def end_overdue(self) -> None:
+        """End the connections of clients that are too slow; to be called every ``LOOK_SECONDS``."""
+        now = self.clock()
+        for connection in list(self._open):
+            cutoff = connection.end_if_overdue(now)
+            if cutoff is not None:
+                self.count(cutoff)
+
+    def drain(self) -> None:
+        """Have every response that begins from now on be the last of its connection."""
+        self.is_draining = True
+        for connection in self._open:
+            connection.end_with_response()
+
+    @property
+    def answering(self) -> "list[ClientProtocol]":
+        """Those with a response in progress."""
+        return [connection for connection in self._open if connection.is_answering]
+
+
+class ClientProtocol(BoundedHttpProtocol):
+    """uvicorn's HTTP/1.1 on one connection of ``Connections``; built by that."""
+
+    def __init__(self, connections: Connections, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._connections = connections
+        self._is_surplus = False
+        """Whether there were too many connections when it was made."""
+        self._asking_since: float | None = None
+        """When its client began to send a request; None: none is incomplete."""
+        self._received = 0
+        """Bytes since then."""
+        self._waiting: tuple[float, int] | None = None
+        """Since when bytes wait for the client, which had taken so many by then."""
+
+    # --- events -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a new connection: its client is to send a request."""
+        super().connection_made(transport)
+        self._begin()
+        self._connections.add(self)
+        self._is_surplus = self._connections.are_too_many
+        if self._connections.are_far_too_many:
+            self._connections.count(Cutoff.TOO_MANY)
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the connection."""
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the client sent."""
+        if self._asking_since is None:
+            self._begin()
+        self._received += len(data)
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """Take the beginning of a request."""
+        if self._asking_since is None:
+            self._begin()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Start to work on a request, or to refuse it."""
+        self.app = self._application()
+        super().on_headers_complete()
+        if self._connections.is_draining:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        """Take the end of a request."""
+        self._asking_since = None
+        super().on_message_complete()
+
+    def _begin(self) -> None:
+        self._asking_since = self._connections.clock()
+        self._received = 0
+
+    def _application(self) -> Any:
+        refused = self._is_surplus and self._connections.are_too_many
+        if not refused or self.url.partition(b"?")[0] in _PROBES:
+            return self.config.loaded_app
+        self._connections.count(Cutoff.TOO_MANY)
+        most = self._connections.limits.connections
+        response = refusal_response(503, f"more than {most} connections are open", _RETRY_SECONDS)
+        response.headers["Connection"] = "close"
+        return response
+
+    # --- state --------------------------------------------------------------------------------
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request was taken whose response is not complete."""
+        cycle = self.cycle
+        return bool(cycle) and not cycle.response_complete and not cycle.disconnected
+
+    def end_with_response(self) -> None:
+        """Let the connection end with the response in progress, if there is one."""
+        if self.is_answering:
+            self.cycle.keep_alive = False
+
+    def end_if_overdue(self, now: float) -> Cutoff | None:
+        """End the connection if its client is too slow, and return in what."""
+        if self._takes_nothing(now):
+            self.transport.abort()
+            return Cutoff.SLOW_RESPONSE
+        if self._asks_too_slowly(now) and not self.transport.is_closing():
+            self._end_slow_request()
+            return Cutoff.SLOW_REQUEST
+        return None
+
+    def _takes_nothing(self, now: float) -> bool:
+        """Return whether something waits for the client, and it has taken nothing for too long."""
+        connected = self.transport.get_extra_info("socket")
+        try:
+            info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return False  # it has just been closed
+        unacknowledged, taken, unsent = _TCP_INFO.unpack(info)
+        if not (unacknowledged or unsent or self.transport.get_write_buffer_size()):
+            self._waiting = None
+            return False
+        if self._waiting is None or self._waiting[1] != taken:
+            self._waiting = now, taken
+        return now - self._waiting[0] >= self._connections.limits.client_seconds
+
+    def _asks_too_slowly(self, now: float) -> bool:
+        if self._asking_since is None:
+            return False
+        if self.flow.read_paused or (self.is_answering and not self.cycle.more_body):
+            self._begin()  # what comes before it takes time
+        allowed = self._connections.limits.client_seconds + self._received / BODY_BYTES_PER_SECOND
+        return now - self._asking_since >= allowed
+
+    def _end_slow_request(self) -> None:
+        cycle = self.cycle
+        responded = bool(cycle) and cycle.more_body and cycle.response_started
+        if self._received and not responded:
+            seconds = self._connections.limits.client_seconds
+            self.answer_and_close(408, f"the request was not there within {seconds:g} seconds")
+        else:
+            self.transport.close()

@@ -1,0 +1,149 @@
+"""uvicorn's server, as a front end runs it: it drains before it ends.
+
+While it drains it goes on to listen, for probes must get through and a load balancer takes time to
+notice: new requests are answered (with a 503, by ``PoolDoor``), not met by a closed port. Idle
+connections stay open for a moment, since a request may be on its way on them.
+"""
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from shoal.runtime.clock import Clock, monotonic
+from shoal.server.connections.accepting import Acceptor, Tally
+from shoal.server.connections.connection_limits import Connections, do_nothing
+
+LINGER_SECONDS = 1.0
+"""How long idle connections stay open once nothing runs: longer than a request takes to arrive."""
+LAST_SECONDS = 2.0
+"""What responses may take to end once the controller has handed their requests back."""
+_POLL_SECONDS = 0.05
+
+Share = tuple[Tally, int]
+"""The connections of all front ends, and which of these a server is."""
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that SIGTERM ends when its requests are done, and a second one sooner.
+
+    Args:
+        config: the application, and how it is served.
+        connections: those of this server.
+        on_started: called when connections are accepted.
+        on_drain: called when the server begins to drain: to refuse requests from then on.
+        request_seconds: how long requests may go on. The controller sees to it; what is not over a
+            little later is cut off.
+        clock: monotonic seconds.
+        share: of which connections it is to accept its part; None: all that it can.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        on_started: Callable[[], None],
+        on_drain: Callable[[], None],
+        request_seconds: float,
+        clock: Clock = monotonic,
+        *,
+        share: Share | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._share = share
+        self._acceptor: Acceptor | None = None
+        self._accepting: set[asyncio.Task[object]] = set()
+        self._connections = connections
+        self._on_started = on_started
+        self._on_drain = on_drain
+        self._request_seconds = request_seconds
+        self._clock = clock
+        self._hurried_at = math.inf
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture SIGTERM alone: a terminal's SIGINT is the supervisor's business."""
+        before = signal.signal(signal.SIGTERM, self.handle_exit)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: drain, or, at the second, end as soon as clients have been told."""
+        del sig, frame
+        if self.should_exit:
+            self._hurried_at = min(self._hurried_at, self._clock())
+        self.should_exit = True
+        self._begin_to_drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        shared = self._share is not None and sockets is not None
+        await super().startup([] if shared else sockets)
+        if self.started and self._share is not None and sockets is not None:
+            (listener,) = sockets
+            tally, front_end = self._share
+            self._acceptor = Acceptor(
+                listener, tally, front_end, self._connections.__len__, self._serve_accepted
+            )
+            self._connections.changed = self._acceptor.note
+            self._acceptor.start(self.config.backlog)
+        if self.started:
+            self._on_started()
+
+    def _serve_accepted(self, accepted: socket.socket) -> None:
+        """Serve a connection as ``uvicorn.Server.startup`` has its loop serve those it accepts."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            make: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = make(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                _loop=loop,
+            )
+            return made
+
+        async def connect() -> None:
+            with suppress(OSError):  # its client has gone, or speaks no TLS
+                await loop.connect_accepted_socket(protocol, accepted, ssl=self.config.ssl)
+
+        task: asyncio.Task[object] = loop.create_task(connect())
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then end as uvicorn does."""
+        self._begin_to_drain()
+        await self._drain()
+        # A client that does not read its response is cut off by uvicorn: nothing to report.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        if self._acceptor is not None:
+            self._connections.changed = do_nothing
+            self._acceptor.stop()
+        await super().shutdown(sockets)
+
+    def _begin_to_drain(self) -> None:
+        self._on_drain()
+        self._connections.drain()
+
+    async def _drain(self) -> None:
+        cycles = [connection.cycle for connection in self._connections.answering]
+        end = self._clock() + self._request_seconds
+        while cycles and self._clock() < min(end, self._hurried_at) + LAST_SECONDS:
+            await asyncio.sleep(_POLL_SECONDS)
+            cycles = [c for c in cycles if not (c.response_complete or c.disconnected)]
+        quiet = self._clock() + LINGER_SECONDS
+        while not cycles and len(self._connections) and self._clock() < quiet:
+            if self._hurried_at < math.inf:
+                return
+            await asyncio.sleep(_POLL_SECONDS)

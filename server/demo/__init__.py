@@ -1,0 +1,1 @@
+"""The demo model: its checkpoint, and how that is made."""

@@ -1,0 +1,1 @@
+"""The front end: a process with vLLM's ``AsyncLLM`` and its OpenAI routes."""

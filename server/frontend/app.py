@@ -1,0 +1,286 @@
+"""Shoal's FastAPI application: vLLM's routes that Shoal offers, and its own.
+
+This module imports no vLLM: ``frontend.py`` hands in vLLM's routers. The routes are a list of what
+is offered, so that a new vLLM adds none by itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from shoal.runtime.protocol.controller_client import CallError, ControlClient
+from shoal.runtime.protocol.messages import SHUTTING_DOWN
+from shoal.server.errors import error_response
+from shoal.server.frontend.anthropic_messages import MessagesErrorMiddleware, check_messages
+from shoal.server.frontend.invocations import INVOCATIONS_PATH, PING_PATH, invocations_router
+from shoal.server.frontend.keepalive import KeepAliveMiddleware, Streams
+from shoal.server.gate.access import Access, MetricsAccess
+from shoal.server.gate.bodies import DecodedBodyRouter
+from shoal.server.gate.bounds import DEFAULTS as BOUNDS
+from shoal.server.gate.bounds import Bounds, check_body
+from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from shoal.server.gate.keys import KeyRing
+from shoal.server.gate.logprob_bounds import check_logprobs
+from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
+from shoal.server.gate.placement import CountRejection, PlacementMiddleware, Placements
+from shoal.server.gate.pool_door import PoolDoor
+from shoal.server.gate.quotas import Quotas
+from shoal.server.operator.admin import admin_router
+from shoal.server.operator.admin_answers import readiness_json
+from shoal.server.operator.metrics_page import page
+from shoal.server.operator.tracing import Traces, TracingMiddleware
+
+MESSAGES_PATH = "/v1/messages"
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
+MESSAGES_PATHS = (MESSAGES_PATH, COUNT_TOKENS_PATH)
+"""Routes of Anthropic's API."""
+
+_VLLM_GENERATING_PATHS = (
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
+    *("/v1/responses", MESSAGES_PATH),
+)
+GENERATING_PATHS = (*_VLLM_GENERATING_PATHS, INVOCATIONS_PATH)
+"""Routes whose requests run on a unit."""
+
+TOKENIZER_INFO_PATH = "/tokenizer_info"
+
+VLLM_PATHS = frozenset(
+    {
+        *_VLLM_GENERATING_PATHS,
+        COUNT_TOKENS_PATH,
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/load",
+    }
+)
+"""Routes taken from vLLM's routers; each router's others are left out."""
+
+OPEN_PATHS = ("/health", "/ready", PING_PATH)
+"""Routes that need no API key."""
+
+METRICS_PATH = "/metrics"
+
+ADMIN_BODY_BYTES = 64 << 10
+
+READY_SECONDS = 2.0
+"""How long ``/ready`` waits for the controller."""
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True)
+class AppOptions:
+    """What the command line says about the application."""
+
+    access: Access = field(default_factory=Access)
+    bounds: Bounds = BOUNDS
+    tokenizer_info: bool = False
+    """Whether to offer ``/tokenizer_info``."""
+    front_ends: int = 1
+    """How many of them share an API key's limits."""
+    root_path: str = ""
+    allowed_origins: Sequence[str] = ()
+    allowed_methods: Sequence[str] = ("*",)
+    allowed_headers: Sequence[str] = ("*",)
+    allow_credentials: bool = False
+
+
+@dataclass(frozen=True)
+class Backstage:
+    """What the routes talk to."""
+
+    control: ControlClient
+    placements: Placements
+    door: PoolDoor
+    is_alive: Callable[[], bool]
+    """Whether the front end's link to the engines works."""
+    registered: Callable[[], Iterable[Metric]]
+    """The metrics of vLLM and of the front ends."""
+    rejected: CountRejection
+    """Counts refused requests."""
+    vllm_routers: Sequence[APIRouter] = field(default_factory=tuple)
+    traces: Traces | None = None
+    """None: requests are not traced."""
+    streams: Streams = field(default_factory=Streams)
+    """The event streams in progress."""
+
+
+def build_app(
+    backstage: Backstage, options: AppOptions, lifespan: Lifespan | None = None
+) -> FastAPI:
+    """Return the application, without vLLM's state and exception handlers."""
+    app = FastAPI(
+        title="Shoal",
+        root_path=options.root_path,
+        lifespan=lifespan,
+        openapi_url=None,  # and with it no documentation pages: docs/api.md
+    )
+    paths = VLLM_PATHS | ({TOKENIZER_INFO_PATH} if options.tokenizer_info else set())
+    for router in backstage.vllm_routers:
+        app.include_router(_only(router, paths))
+    app.include_router(invocations_router(app.routes))
+    app.include_router(_health_router(backstage))
+    if options.access.metrics is not MetricsAccess.OFF:
+        app.include_router(_metrics_router(backstage))
+    _add_middleware(app, backstage, options)
+    app.add_exception_handler(HTTPException, _http_error)  # vLLM's handles a subclass of it
+    return app
+
+
+def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
+    """Return the application of the admin API, for a port of its own.
+
+    A browser on this machine must not act on it for a page of someone else's, so what a browser
+    sends across origins is refused.
+    """
+    app = FastAPI(title="Shoal admin", openapi_url=None)
+    app.include_router(admin_router(backstage.control))
+    app.add_middleware(BodyMiddleware, limit=ADMIN_BODY_BYTES, check=_accept)
+    if access.admin_key_file is not None:
+        app.add_middleware(
+            ApiKeyMiddleware,
+            keys=KeyRing((), access.admin_key_file),
+            quotas=Quotas(),
+            open_paths=(),
+            rejected=backstage.rejected,
+        )
+    app.add_middleware(NoBrowserMiddleware)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failure)
+    return app
+
+
+def _check(body: bytes, bounds: Bounds) -> dict[str, Any]:
+    """Check a body of OpenAI's API, each field by itself and then their product."""
+    fields = check_body(body, bounds)
+    check_logprobs(fields, bounds)
+    return fields
+
+
+def _accept(body: bytes) -> None:
+    """Leave a body to its route."""
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that is not there, in the shape of the other errors."""
+    del request
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    """Answer for an error of the server's own, which is logged, in the shape of the others."""
+    del request
+    return error_response(500, f"the server failed at this request: {type(error).__name__}")
+
+
+def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> None:
+    # The last one added is the first to see a request.
+    placements, access, bounds = backstage.placements, options.access, options.bounds
+    app.add_middleware(
+        TermsMiddleware,
+        placements=placements,
+        door=backstage.door,
+        bounds=bounds,
+        share_prefix_cache=access.share_prefix_cache,
+    )
+    app.add_middleware(
+        BodyMiddleware,
+        limit=bounds.body_bytes,
+        check=partial(_check, bounds=bounds),
+        checks=dict.fromkeys(MESSAGES_PATHS, partial(check_messages, bounds=bounds)),
+    )
+    app.add_middleware(
+        PlacementMiddleware,
+        placements=placements,
+        paths=GENERATING_PATHS,
+        rejected=backstage.rejected,
+    )
+    app.add_middleware(KeepAliveMiddleware, streams=backstage.streams, paths=GENERATING_PATHS)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_credentials=options.allow_credentials,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+        )
+    if access.needs_key:
+        metrics_open = access.metrics is MetricsAccess.OPEN
+        app.add_middleware(
+            ApiKeyMiddleware,
+            keys=KeyRing(access.keys, access.key_file),
+            quotas=Quotas(options.front_ends),
+            open_paths=(*OPEN_PATHS, METRICS_PATH) if metrics_open else OPEN_PATHS,
+            rejected=backstage.rejected,
+        )
+    app.add_middleware(HeadMiddleware, bounds=bounds, rejected=backstage.rejected)
+    app.add_middleware(MessagesErrorMiddleware, paths=MESSAGES_PATHS)
+    if backstage.traces is not None:
+        app.add_middleware(TracingMiddleware, traces=backstage.traces, paths=GENERATING_PATHS)
+
+
+def _only(router: APIRouter, paths: Iterable[str]) -> APIRouter:
+    chosen, served = APIRouter(), DecodedBodyRouter()
+    chosen.routes.extend(
+        route for route in router.routes if isinstance(route, APIRoute) and route.path in paths
+    )
+    served.include_router(chosen)
+    return served
+
+
+def _health_router(backstage: Backstage) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(PING_PATH)
+    @router.post(PING_PATH)
+    @router.get("/health")
+    async def health() -> Response:
+        if not backstage.is_alive():
+            return error_response(503, "the link to the engines is broken")
+        if backstage.door.unavailable is not None:
+            return error_response(503, backstage.door.unavailable)
+        return Response(status_code=200)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        if backstage.door.is_closed:
+            return error_response(503, SHUTTING_DOWN)
+        try:
+            view = await backstage.control.get_layout(READY_SECONDS)
+        except CallError as error:
+            return error_response(503, str(error))
+        if not view.ready:
+            return error_response(503, view.reason or "the node is not ready")
+        return JSONResponse(readiness_json(view))
+
+    return router
+
+
+def _metrics_router(backstage: Backstage) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(METRICS_PATH)
+    async def metrics() -> Response:
+        try:
+            node = await backstage.control.get_metrics()
+        except CallError as error:
+            return error_response(error.status, str(error))
+        text = page(backstage.registered(), node)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return router

@@ -1,0 +1,137 @@
+"""Grammars of structured outputs: compiled where that can be killed, before an engine does it.
+
+vLLM compiles a grammar in threads of the engine, and some of it in the front end's event loop. A
+thread cannot be ended: a schema that takes minutes takes a core of the engine for as long. So every
+grammar is compiled once in a sandbox first, with the engine's own code, and refused if that takes
+too long. What was accepted or refused is remembered.
+"""
+
+import hashlib
+import logging
+import warnings
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from shoal.server.frontend.grammar_queue import Caller, GrammarQueue
+from shoal.server.frontend.sandbox import RefusedError
+
+REMEMBERED = 1024
+"""Grammars whose verdict is kept."""
+MEMORY_BYTES = 2 << 30
+"""Of one compilation."""
+_FIELDS = (
+    *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+)
+_XGRAMMAR = ("auto", "xgrammar")
+_TRIVIAL = b'{"json_object": true}'
+
+
+class GrammarCompiler:
+    """Compiles grammars as vLLM's engine core does, in the calling thread.
+
+    Args:
+        vllm_config: vLLM's configuration of the engine.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
+        self._manager: Any = None
+
+    def prepare(self) -> None:
+        """Read the tokenizer's vocabulary, which takes longer than most grammars."""
+        # What is wrong with a grammar is told to its client.
+        logging.disable(logging.CRITICAL)
+        warnings.simplefilter("ignore")
+        self._manager = StructuredOutputManager(self._config)
+        self._manager._use_async_grammar_compilation = False
+        if self._config.structured_outputs_config.backend in _XGRAMMAR:
+            self._manager.backend = XgrammarBackend(
+                self._config,
+                tokenizer=self._manager.tokenizer,
+                vocab_size=self._config.model_config.get_vocab_size(),
+            )
+            self(_TRIVIAL)  # vLLM imports its backends when it validates
+
+    def __call__(self, job: bytes) -> None:
+        """Compile the grammar that ``encoded`` has made a job of.
+
+        Raises:
+            ValueError: it is not valid.
+        """
+        params = SamplingParams(
+            structured_outputs=StructuredOutputsParams(**msgspec.json.decode(job))
+        )
+        params._validate_structured_outputs(
+            self._config.model_config,
+            self._config.structured_outputs_config,
+            self._manager.tokenizer,
+        )
+        request = SimpleNamespace(
+            request_id="",
+            sampling_params=params,
+            structured_output_request=StructuredOutputRequest.from_sampling_params(params),
+        )
+        if params.structured_outputs._backend not in _XGRAMMAR:
+            self._manager.backend = None  # the manager makes the one that is asked for
+        self._manager.grammar_init(request)
+        outcome = request.structured_output_request.grammar
+        if isinstance(outcome, Exception):
+            raise ValueError(f"the grammar cannot be compiled: {outcome}")
+
+
+def encoded(constraint: Any) -> bytes:
+    """Return vLLM's ``StructuredOutputsParams`` as a job of ``GrammarCompiler``."""
+    fields = {name: getattr(constraint, name) for name in _FIELDS}
+    return msgspec.json.encode({n: v for n, v in fields.items() if v is not None})
+
+
+class GrammarCheck:
+    """Says of every grammar, once, whether it may be used.
+
+    Args:
+        queue: has a ``GrammarCompiler`` do its work.
+    """
+
+    def __init__(self, queue: GrammarQueue) -> None:
+        self._queue = queue
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+
+    async def check(self, caller: Caller, constraint: Any) -> None:
+        """Return if this ``StructuredOutputsParams`` may be used.
+
+        Args:
+            caller: who asks.
+            constraint: that.
+
+        Raises:
+            VLLMValidationError: it is not valid, or costs too much to compile.
+            QueueFullError: the caller has too many that wait to be compiled.
+        """
+        job = encoded(constraint)
+        digest = hashlib.sha256(job).digest()
+        if digest not in self._verdicts:
+            verdict = await self._verdict(caller, job)
+            self._verdicts[digest] = verdict
+            if len(self._verdicts) > REMEMBERED:
+                self._verdicts.popitem(last=False)
+        else:
+            verdict = self._verdicts[digest]
+            self._verdicts.move_to_end(digest)
+        if verdict is not None:
+            raise VLLMValidationError(verdict, parameter="structured_outputs")
+
+    async def _verdict(self, caller: Caller, job: bytes) -> str | None:
+        try:
+            await self._queue.run(caller, job)
+        except RefusedError as error:
+            return str(error)
+        return None

@@ -1,0 +1,135 @@
+"""Requests whose engines died: what their clients have, and where they go on.
+
+The controller asks how far an interrupted request has come. The answer counts every output that was
+let through to vLLM's output processor, so it is given when that has taken them all in: between two
+messages. From then on outputs of earlier attempts at the request are dropped; each output says
+which attempt it belongs to (``shoal.runtime.protocol.wire.attempt_of``).
+
+An engine that dies just after a request was moved out of it may take the last outputs with it. Then
+those of the next unit wait for them in vain: the request is begun again from what there is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.protocol.messages import GoesOn, Interrupted, Progress, Received
+from shoal.runtime.protocol.wire import attempt_of
+from shoal.server.frontend.ordering import InOrder
+
+OVERDUE_SECONDS = 2.0
+"""How long a moved request's outputs wait for those before them."""
+
+TokensOf = Callable[[str], Sequence[int] | None]
+"""Returns the output tokens of a request that were taken in; None if it has ended."""
+Send = Callable[[Received | GoesOn], None]
+"""Sends to the controller."""
+
+
+class Interruptions:
+    """A front end's side of the requests that are begun again.
+
+    Args:
+        client: number of the front end.
+        order: where outputs are held back.
+        tokens_of: what was taken in of a request.
+        send: answers the controller.
+        expect: called with every request of which the controller's next note is to be awaited.
+        count_late: called with the number of outputs that were dropped.
+    """
+
+    def __init__(
+        self,
+        client: int,
+        order: InOrder,
+        tokens_of: TokensOf,
+        *,
+        send: Send,
+        expect: Callable[[str], None],
+        count_late: Callable[[int], None],
+    ) -> None:
+        self._client = client
+        self._order = order
+        self._tokens_of = tokens_of
+        self._send = send
+        self._expect = expect
+        self._count_late = count_late
+        self._attempts: dict[str, int] = {}
+        """The latest attempts at those that were begun again."""
+        self._unheard: set[str] = set()
+        """Those of them that have no output since."""
+        self._asked: dict[str, int] = {}
+        self._is_settled = True
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def take_note(self, note: Interrupted) -> None:
+        """Take the controller's question; it is answered as soon as it can be."""
+        self._asked.update(note.attempts)
+        self._answer()
+
+    def settle(self) -> None:
+        """Note that every output so far was taken in."""
+        self._is_settled = True
+        self._answer()
+
+    def admit(self, unit: Group, outputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of one message without those of attempts that are over.
+
+        Until ``settle`` is called they count as on their way.
+
+        Args:
+            unit: who made them; empty: the controller, whose word always holds.
+            outputs: ``EngineCoreOutput`` of the message.
+        """
+        self._is_settled = False
+        if not unit or not self._attempts:
+            return list(outputs)
+        valid = [output for output in outputs if self._is_valid(output)]
+        if len(valid) < len(outputs):
+            self._count_late(len(outputs) - len(valid))
+        heard = [output.request_id for output in valid if output.request_id in self._unheard]
+        if heard:
+            self._unheard.difference_update(heard)
+            self._send(GoesOn(heard))
+        return valid
+
+    def _is_valid(self, output: Any) -> bool:
+        return attempt_of(output.trace_headers) >= self._attempts.get(output.request_id, 0)
+
+    def begin_overdue_again(self) -> None:
+        """Ask for requests to be begun again whose next outputs seem to be lost."""
+        for request_id in self._order.overdue(OVERDUE_SECONDS):
+            self._asked.setdefault(request_id, self._attempts.get(request_id, 0) + 1)
+        self._answer()
+
+    def _answer(self) -> None:
+        if not self._asked or not self._is_settled:
+            return
+        asked, self._asked = self._asked, {}
+        progress: dict[str, Progress] = {}
+        ended: list[str] = []
+        self._forget_ended()
+        for request_id, attempt in asked.items():
+            tokens = self._tokens_of(request_id)
+            if tokens is None:
+                ended.append(request_id)
+            else:
+                attempt = self._begin_again(request_id, attempt)
+                progress[request_id] = Progress(attempt, list(tokens))
+        self._send(Received(self._client, progress, ended))
+
+    def _begin_again(self, request_id: str, attempt: int) -> int:
+        attempt = max(attempt, self._attempts.get(request_id, 0))
+        self._attempts[request_id] = attempt
+        self._unheard.add(request_id)
+        self._order.drop(request_id)
+        self._expect(request_id)
+        return attempt
+
+    def _forget_ended(self) -> None:
+        over = [request_id for request_id in self._attempts if self._tokens_of(request_id) is None]
+        for request_id in over:
+            del self._attempts[request_id]
+        self._unheard.difference_update(over)

@@ -1,0 +1,181 @@
+"""Work on what strangers sent where it can be killed: in a forked process with limits.
+
+The kernel keeps the limits, so nothing has to watch: a process that has used up its CPU seconds or
+asks for too much memory is gone, and its end of the connection with it.
+"""
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal.server.errors import one_line
+
+Work = Callable[[bytes], None]
+"""What is done with a job. Raises ``ValueError`` with one line if the job is wrong."""
+
+_ACCEPTED = b"accepted"
+_REFUSED = b"refused "
+_CHUNK = 1 << 16
+_PATIENCE = 4
+"""Wall seconds per CPU second that a job may take: it shares the CPUs."""
+_MESSAGE_BYTES = 4096
+
+
+class RefusedError(ValueError):
+    """A job was wrong, or needed more than it may; the message is one line."""
+
+
+class KilledError(RefusedError):
+    """A job was killed at its limits."""
+
+
+class Sandbox:
+    """A process that forks another one for every job. A context manager that ends it.
+
+    It is itself a fork of the process that makes it, with all that has been imported there: make
+    it while there is one thread.
+
+    Args:
+        work: what is done with a job.
+        prepare: called once, in the sandbox, when the first job comes.
+        memory_bytes: memory of one job, beyond what there is after ``prepare``.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        memory_bytes: int,
+    ) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = 1
+            try:
+                _serve(theirs, work, prepare, memory_bytes)
+                code = 0
+            except Exception:  # noqa: BLE001 - told where the process's own errors are told
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._control.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    async def run(self, job: bytes, cpu_seconds: int) -> None:
+        """Have a job done, beside all others.
+
+        Args:
+            job: that.
+            cpu_seconds: CPU time that it may take; the next whole second counts.
+
+        Raises:
+            RefusedError: it is wrong.
+            KilledError: it was killed at its limits.
+            OSError: the sandbox is gone.
+        """
+        near, far = socket.socketpair()
+        with near:
+            with far:
+                socket.send_fds(self._control, [b"%d" % cpu_seconds], [far.fileno()])
+            answer = await _exchange(near, job)
+        if answer.startswith(_REFUSED):
+            raise RefusedError(answer.removeprefix(_REFUSED).decode(errors="replace"))
+        if answer != _ACCEPTED:
+            raise KilledError(f"it took more than {cpu_seconds} s, or too much memory")
+
+
+class _Limits:
+    """What a job may use."""
+
+    def __init__(self, cpu_seconds: int, memory_bytes: int) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._memory_bytes = memory_bytes
+
+    def apply(self) -> None:
+        """Bind this process to them. A job that waits for something is killed, too."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        memory = pages * resource.getpagesize() + self._memory_bytes
+        for limit, value in (
+            (resource.RLIMIT_CPU, self._cpu_seconds),
+            (resource.RLIMIT_AS, memory),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_FSIZE, 0),
+        ):
+            resource.setrlimit(limit, (value, value))
+        signal.alarm(_PATIENCE * self._cpu_seconds)
+
+
+async def _exchange(near: socket.socket, job: bytes) -> bytes:
+    """Send a job, and return all that is answered until the other side has closed."""
+    loop = asyncio.get_running_loop()
+    near.setblocking(False)
+    answer = b""
+    with suppress(ConnectionError):  # it was killed: the answer says so by its absence
+        await loop.sock_sendall(near, job)
+        near.shutdown(socket.SHUT_WR)
+        while chunk := await loop.sock_recv(near, _CHUNK):
+            answer += chunk
+    return answer
+
+
+# --- in the sandbox ---
+
+
+def _serve(
+    control: socket.socket, work: Work, prepare: Callable[[], None], memory_bytes: int
+) -> None:
+    """Fork a process for every job, until the other side has closed the control connection."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the process that made it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    kept = control.fileno()
+    os.closerange(3, kept)
+    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    prepared = False
+    while True:
+        cpu_seconds, connections, _, _ = socket.recv_fds(control, 16, 1)
+        if not connections:
+            return
+        if not prepared:
+            prepare()
+            prepared = True
+        if os.fork() == 0:
+            control.close()
+            with socket.socket(fileno=connections[0]) as connection:
+                limits = _Limits(int(cpu_seconds), memory_bytes)
+                connection.sendall(_answer(connection, work, limits))
+            os._exit(0)
+        os.close(connections[0])
+
+
+def _answer(connection: socket.socket, work: Work, limits: _Limits) -> bytes:
+    limits.apply()
+    job = b""
+    while chunk := connection.recv(_CHUNK):
+        job += chunk
+    try:
+        work(job)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the job is refused for it
+        return _REFUSED + one_line(error).encode()[:_MESSAGE_BYTES]
+    return _ACCEPTED

@@ -1,0 +1,432 @@
+"""What became of a request in the task pool: from the controller's notes to the HTTP response.
+
+One HTTP request may become several engine requests (``n``, lists of prompts). The middleware opens
+a ``Placement`` for each HTTP request; the front end's engine client, called in the same context,
+adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` notes say the rest.
+"""
+
+import asyncio
+import enum
+import hashlib
+import json
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.clock import Clock, monotonic
+from shoal.runtime.protocol.messages import Ended, Outcome, Placed
+from shoal.runtime.protocol.wire import Terms
+from shoal.server.errors import (
+    MESSAGES_ERROR_EVENT,
+    error_body,
+    messages_error_event,
+    refusal_response,
+)
+from shoal.server.gate.logprob_bounds import LogprobBudget
+
+UNIT_HEADER = "x-shoal-unit"
+LAYOUT_HEADER = "x-shoal-layout"
+PRIORITY_HEADER = "x-shoal-priority"
+
+_STREAM = "text/event-stream"
+_ERROR_EVENT = b'data: {"error"'
+"""How the event begins that vLLM ends a stream with when its request fails."""
+_AT_ANY_TIME = (Outcome.HANDED_BACK, Outcome.UNAVAILABLE)
+"""Outcomes of requests that waited, or were refused, and of those that a unit already had."""
+_TOO_MANY = 429
+"""Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
+
+
+class Rejection(enum.StrEnum):
+    """Why an HTTP request was refused before a unit had it."""
+
+    UNAUTHORIZED = "unauthorized"
+    """It has no valid API key."""
+    INVALID = "invalid"
+    """It asks for what cannot be."""
+    TOO_LONG = Outcome.TOO_LONG.value
+    EXPIRED = Outcome.EXPIRED.value
+    POOL_FULL = Outcome.POOL_FULL.value
+    CALLER_FULL = Outcome.CALLER_FULL.value
+    CALLER_LIMIT = "caller_limit"
+    """Its caller has as many requests in progress, has as many grammars that wait to be compiled,
+    or has used as much a minute, as it may."""
+    HANDED_BACK = Outcome.HANDED_BACK.value
+    UNAVAILABLE = Outcome.UNAVAILABLE.value
+
+
+_REJECTIONS = {
+    outcome: Rejection(outcome.value)
+    for outcome in (
+        *(Outcome.TOO_LONG, Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL),
+        *(Outcome.HANDED_BACK, Outcome.UNAVAILABLE),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a request is refused with before an engine has seen it."""
+
+    status: int
+    message: str
+    retry_after: int | None = None
+    """Seconds after which to try again; None where that would not help."""
+
+
+CountRejection = Callable[[Rejection], None]
+"""Called for every refused request."""
+
+
+class Placement:
+    """One HTTP request of a generating route: what it asked for, and where it runs.
+
+    Attributes:
+        arrival: when it came.
+        number: tells it from the others of this front end.
+        request_ids: its engine requests.
+        terms: what the task pool is told about them.
+        priority: the effective one; None while it is not known.
+        in_background: whether the response does not wait for what is generated.
+        holder: of the API key; None: there is none.
+        tenant: whose prefixes it may find in the cache; None: those of all who have no tenant.
+        spend_tokens: counts tokens of its prompts and answers.
+        ended: the controller's word on the first engine request that it refused or dropped.
+        logprobs: how many log probabilities it may ask for; None: that is not known.
+        refused: why it was refused after its response had begun, as that of a stream has.
+    """
+
+    def __init__(self, arrival: float = 0.0, number: int = 0) -> None:
+        self.arrival = arrival
+        self.number = number
+        self.request_ids: set[str] = set()
+        self.terms = Terms()
+        self.priority: int | None = None
+        self.in_background = False
+        self.holder: str | None = None
+        self.tenant: str | None = None
+        self.spend_tokens: Callable[[int], None] = _spend_nothing
+        self.ended: Ended | None = None
+        self.logprobs: LogprobBudget | None = None
+        self.refused: Refused | None = None
+        self._units: list[tuple[Group, str]] = []
+        self._awaited: set[str] = set()
+        self._noted = asyncio.Event()
+
+    def expect(self, request_id: str) -> None:
+        """Count an engine request in, of which the controller's note is to come."""
+        self.request_ids.add(request_id)
+        self._awaited.add(request_id)
+
+    def take(self, note: Placed | Ended) -> None:
+        """Take the controller's note on an engine request."""
+        match note:
+            case Placed(unit=unit, layout=layout):
+                if (unit, layout) not in self._units:
+                    self._units.append((unit, layout))
+            case Ended(status=status):
+                if status is not None and self.ended is None:
+                    self.ended = note
+        self._awaited.discard(note.request_id)
+        self._noted.set()
+
+    async def wait(self, *, for_all: bool) -> None:
+        """Return when the note on all engine requests, or on one of them, has come.
+
+        The controller sends each one's before it hands it to a unit or ends it, and an engine
+        request that the front end aborts is ended.
+        """
+        while self._awaited and (for_all or len(self._awaited) == len(self.request_ids)):
+            self._noted.clear()
+            await self._noted.wait()
+
+    def awaits(self, request_id: str) -> bool:
+        """Whether the controller's note on an engine request is to come."""
+        return request_id in self._awaited
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a unit has had any of its engine requests."""
+        return bool(self._units)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response headers, as far as they are known.
+
+        The effective priority, distinct units in order of dispatch, and their layouts.
+        """
+        headers = {}
+        if self.priority is not None:
+            headers[PRIORITY_HEADER] = str(self.priority)
+        if self._units:
+            units = (",".join(map(str, unit)) for unit, _ in self._units)
+            headers[UNIT_HEADER] = ";".join(units)
+            headers[LAYOUT_HEADER] = ";".join(layout for _, layout in self._units)
+        return headers
+
+
+def _spend_nothing(tokens: int) -> None:
+    """Count nothing: the request has no limit."""
+
+
+class Placements:
+    """The placements of the HTTP requests in progress, by engine request.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._current: ContextVar[Placement | None] = ContextVar("placement", default=None)
+        self._by_request: dict[str, Placement] = {}
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def current(self) -> Placement | None:
+        """The placement of the HTTP request that the current context serves."""
+        return self._current.get()
+
+    @property
+    def holder(self) -> str | None:
+        """Who holds the API key of the HTTP request that the current context serves, if any."""
+        placement = self.current
+        return None if placement is None else placement.holder
+
+    @property
+    def arrival(self) -> float:
+        """When the HTTP request came that the current context serves; now if there is none."""
+        placement = self.current
+        return self._clock() if placement is None else placement.arrival
+
+    def open(self) -> Placement:
+        """Start the placement of the HTTP request that the current context serves."""
+        placement = Placement(self._clock(), next(self._numbers))
+        self._current.set(placement)
+        return placement
+
+    def close(self, placement: Placement) -> None:
+        """Forget a placement: its response has ended."""
+        for request_id in placement.request_ids:
+            self._by_request.pop(request_id, None)
+
+    def expect(self, request_id: str) -> Terms:
+        """Count an engine request towards the HTTP request of the current context, if any.
+
+        Returns:
+            What the task pool is to be told about it.
+        """
+        placement = self._current.get()
+        if placement is None:
+            return Terms()
+        placement.expect(request_id)
+        self._by_request[request_id] = placement
+        if placement.is_placed:
+            return msgspec.structs.replace(placement.terms, begun=True)
+        return placement.terms
+
+    def expect_again(self, request_id: str) -> None:
+        """Await another note of an engine request: its engine died."""
+        placement = self._by_request.get(request_id)
+        if placement is not None:
+            placement.expect(request_id)
+
+    def expect_end(self, request_id: str) -> None:
+        """Await the controller's note on an engine request that it has ended, unless it is there.
+
+        Notes and outputs come by different ways.
+        """
+        placement = self._by_request.get(request_id)
+        if placement is not None and placement.ended is None:
+            placement.expect(request_id)
+
+    def awaiting(self) -> list[str]:
+        """Return the engine requests of which a note of the controller is to come."""
+        placements = self._by_request.items()
+        return [request_id for request_id, placement in placements if placement.awaits(request_id)]
+
+    def refuse(self, refused: Refused) -> None:
+        """Note why the HTTP request of the current context is refused without an engine."""
+        placement = self._current.get()
+        if placement is not None:
+            placement.refused = refused
+
+    def give_up(self, request_id: str) -> None:
+        """Await no note of an engine request: it never reached the controller."""
+        self.take(Ended(request_id, Outcome.ABORTED))
+
+    def spend_tokens(self, request_id: str, tokens: int) -> None:
+        """Count tokens that an engine request has brought, or has been answered with."""
+        placement = self._by_request.get(request_id)
+        if placement is not None:
+            placement.spend_tokens(tokens)
+
+    def salt(self, own: str | None) -> str | None:
+        """Return the cache salt of the HTTP request that the current context serves.
+
+        Only requests of one salt find each other's prefixes in a cache (vLLM mixes it into the
+        hash of the first block).
+
+        Args:
+            own: the salt that the request asks for.
+        """
+        placement = self._current.get()
+        if placement is None or placement.tenant is None:
+            return own
+        mixed = f"{len(placement.tenant)}:{placement.tenant}:{own or ''}"
+        return hashlib.sha256(mixed.encode()).hexdigest()
+
+    def take(self, note: Placed | Ended) -> None:
+        """Take a note of the controller; one for a request that has ended is ignored."""
+        placement = self._by_request.get(note.request_id)
+        if placement is not None:
+            placement.take(note)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path by which a request is routed: without the application's ``root_path``.
+
+    Middleware that goes by paths must see the one that Starlette's router does, or a prefix would
+    lead around it.
+    """
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
+
+
+class PlacementMiddleware:
+    """Tells the callers of generating routes what became of their requests in the task pool.
+
+    A response's head is held back until its request has left the pool: it says in which priority
+    and where the request runs, or else the whole response is the error that the controller ended
+    the request with. So a stream that never began has an honest status, too.
+
+    Args:
+        app: the application behind this middleware.
+        placements: the HTTP requests in progress.
+        paths: the generating routes.
+        rejected: counts refused requests, but for those that ``PoolDoor`` refuses.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        placements: Placements,
+        paths: Collection[str],
+        rejected: CountRejection,
+    ) -> None:
+        self._app = app
+        self._rejected = rejected
+        self._placements = placements
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI event stream."""
+        if scope["type"] != "http" or route_path(scope) not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        placement = self._placements.open()
+        try:
+            held = _HeldHead(scope, receive, send, placement)
+            await self._app(scope, receive, held)
+        finally:
+            self._placements.close(placement)
+        reason = _rejection(held.status, placement)
+        if reason is not None:
+            self._rejected(reason)
+
+
+def _rejection(status: int, placement: Placement) -> Rejection | None:
+    """Return why a request was refused, as its response's status or the controller says."""
+    ended = placement.ended
+    if ended is not None:
+        ran = ended.outcome in _AT_ANY_TIME and placement.is_placed
+        return None if ran else _REJECTIONS.get(ended.outcome)
+    if placement.refused is not None and placement.refused.status == _TOO_MANY:
+        return Rejection.CALLER_LIMIT
+    invalid = 400 <= status < 500 and status != _TOO_MANY
+    return Rejection.INVALID if invalid else None
+
+
+class _HeldHead:
+    """An ASGI ``send`` that keeps the beginning of a response until its status is certain."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, placement: Placement) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._placement = placement
+        self._held: list[Message] = []
+        self._replaced = False
+        self.status = 0
+        """Of the response that was sent; 0 while there is none."""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._held = [message]
+        elif self._held:
+            self._held.append(message)
+            if not self._is_too_early(message):
+                await self._release()
+        elif not self._replaced:
+            await self._send(await self._explained(message))
+
+    @property
+    def _streams(self) -> bool:
+        content_type = Headers(raw=self._held[0]["headers"]).get("content-type", "")
+        return content_type.startswith(_STREAM)
+
+    def _is_too_early(self, message: Message) -> bool:
+        """Whether a stream talks (as the Responses API does) before it has asked an engine."""
+        more = message.get("more_body", False)
+        return more and self._streams and not self._placement.request_ids
+
+    async def _explained(self, message: Message) -> Message:
+        """Give an error in the middle of a stream the reason that the controller has for it."""
+        body = message.get("body", b"")
+        if not body.startswith((_ERROR_EVENT, MESSAGES_ERROR_EVENT)):
+            return message
+        await self._placement.wait(for_all=True)
+        ended = self._placement.ended
+        if ended is None or ended.status is None:
+            return message
+        error = error_body(ended.status, ended.message)
+        if body.startswith(MESSAGES_ERROR_EVENT):
+            event = messages_error_event(error).encode()
+        else:
+            event = f"data: {json.dumps(error)}\n\n".encode()
+        return {**message, "body": event + body.partition(b"\n\n")[2]}
+
+    async def _release(self) -> None:
+        """Send what was held, or the error that takes its place, once the notes are there."""
+        placement = self._placement
+        streams = self._streams
+        if not placement.in_background:
+            await placement.wait(for_all=not streams)
+        ended, held, self._held = placement.ended, self._held, []
+        if ended is not None and ended.status is not None:
+            await self._replace(Refused(ended.status, ended.message, ended.retry_after))
+            return
+        refused, self.status = placement.refused, held[0]["status"]
+        if refused is not None and not placement.request_ids and refused.status != self.status:
+            await self._replace(refused)
+            return
+        MutableHeaders(raw=held[0]["headers"]).update(placement.headers)
+        for message in held:
+            await self._send(message)
+
+    async def _replace(self, refused: Refused) -> None:
+        """Send an error in the place of the response."""
+        self._replaced, self.status = True, refused.status
+        response = refusal_response(refused.status, refused.message, refused.retry_after)
+        response.headers.update(self._placement.headers)
+        await response(self._scope, self._receive, self._send)

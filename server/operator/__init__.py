@@ -1,0 +1,1 @@
+"""What operators see and do: the admin API, metrics and traces."""

@@ -1,0 +1,91 @@
+"""The page of metrics: vLLM's and the front ends' own registry, and what the controller counts."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from shoal.runtime.protocol.messages import NodeMetrics
+from shoal.runtime.protocol.messages.metrics import EngineGauges, Family, Kind
+
+SCHEDULER_GAUGES: Mapping[str, Callable[[EngineGauges, str], float]] = {
+    "vllm:num_requests_running": lambda engine, _: engine.running,
+    "vllm:num_requests_waiting": lambda engine, _: engine.waiting + engine.deferred,
+    "vllm:num_requests_waiting_by_reason": lambda engine, reason: (
+        engine.deferred if reason == "deferred" else engine.waiting
+    ),
+    "vllm:kv_cache_usage_perc": lambda engine, _: engine.kv_cache_usage,
+}
+"""vLLM's gauges that a step of a scheduler sets, and what they show here.
+
+An engine whose unit is another one now makes no steps: its gauges would keep their last values. The
+functions take an engine and the value of the label ``reason``, empty where there is none.
+"""
+
+
+class NodePage(Collector):
+    """Everything on the page.
+
+    Args:
+        registered: families of the front ends' registry.
+        node: what the controller says.
+    """
+
+    def __init__(self, registered: Iterable[Metric], node: NodeMetrics) -> None:
+        self._registered = registered
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        engines = {str(gauges.engine): gauges for gauges in self._node.engines}
+        for metric in self._registered:
+            if metric.name in SCHEDULER_GAUGES:
+                _show(metric, engines)
+            elif metric.name.startswith("shoal_"):
+                metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
+        yield from map(_metric, self._node.families)
+
+
+def page(registered: Iterable[Metric], node: NodeMetrics) -> bytes:
+    """Return the page in Prometheus' text format; for the arguments see ``NodePage``."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodePage(registered, node))
+    return generate_latest(registry)
+
+
+def _show(metric: Metric, engines: Mapping[str, EngineGauges]) -> None:
+    """Put what is true now in place of what the last step of each engine said."""
+    value = SCHEDULER_GAUGES[metric.name]
+    metric.samples = [
+        sample._replace(value=value(engines[engine], sample.labels.get("reason", "")))
+        for sample in metric.samples
+        if (engine := sample.labels["engine"]) in engines
+    ]
+
+
+def _metric(family: Family) -> Metric:
+    """Return a family of ours as one of prometheus_client's."""
+    if family.kind is Kind.HISTOGRAM:
+        return _histogram(family)
+    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    metric = kind(family.name, family.documentation, labels=family.labels)
+    for sample in family.samples:
+        metric.add_metric(sample.labels, sample.value)
+    return metric
+
+
+def _histogram(family: Family) -> Metric:
+    metric = HistogramMetricFamily(family.name, family.documentation, labels=family.labels)
+    bounds = [*(str(float(bound)) for bound in family.bounds), "+Inf"]
+    for sample in family.samples:
+        buckets = list(zip(bounds, accumulate(sample.counts), strict=True))
+        metric.add_metric(sample.labels, buckets, sample.value)
+    return metric

@@ -1,0 +1,255 @@
+"""What a front end measures of its requests: latencies by class and layout, stalls, refusals.
+
+With several front ends each of them adds to files that all of them read (prometheus_client's
+multi-process mode, which vLLM's own metrics use as well), so the page of any of them shows all.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+
+from shoal.policies.values.partition import Group, layout_name
+from shoal.runtime.clock import Clock, monotonic
+from shoal.runtime.protocol.messages import Switching
+from shoal.runtime.protocol.messages.metrics import PRIORITY_CLASSES, priority_class
+from shoal.runtime.protocol.wire import FinishReason
+from shoal.server.connections.connection_limits import Cutoff
+from shoal.server.gate.placement import Rejection
+
+MIXED = "mixed"
+"""Layout of a request that ran in several."""
+STALL_SECONDS = 1.0
+"""Shortest gap between two outputs of a stream that counts as a stall."""
+
+FIRST_TOKEN_BOUNDS = (
+    *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640),
+)
+TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10),
+)
+REQUEST_BOUNDS = (
+    *(0.05, 0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 40, 60),
+    *(120, 240, 480, 960, 1920),
+)
+STALL_BOUNDS = (STALL_SECONDS, 1.5, 2, 3, 5, 10, 20, 30, 60, 120)
+
+_UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR)
+
+
+class StallCause(enum.StrEnum):
+    """Why a stream stalled, as far as a front end can tell."""
+
+    MOVED = "moved"
+    """Its request went to another unit."""
+    SWITCH = "switch"
+    """The engines of its unit were regrouped."""
+    OTHER = "other"
+
+
+class RequestMetrics:
+    """The metrics' names and series.
+
+    Args:
+        layouts: those that the node forms.
+        registry: where they are registered.
+    """
+
+    def __init__(self, layouts: Sequence[str], registry: CollectorRegistry = REGISTRY) -> None:
+        def latency(name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
+            return Histogram(
+                name, documentation, ("priority", "layout"), buckets=bounds, registry=registry
+            )
+
+        self.first_token = latency(
+            "shoal_time_to_first_token_seconds",
+            "From a request's arrival until its first token.",
+            FIRST_TOKEN_BOUNDS,
+        )
+        self.inter_token = latency(
+            "shoal_inter_token_latency_seconds", "Between two outputs of a stream.", TOKEN_BOUNDS
+        )
+        self.per_token = latency(
+            "shoal_time_per_output_token_seconds",
+            "Mean time per token after the first, per request.",
+            TOKEN_BOUNDS,
+        )
+        self.request = latency(
+            "shoal_request_seconds",
+            "From a request's arrival until its last token.",
+            REQUEST_BOUNDS,
+        )
+        self.stalls = Histogram(
+            "shoal_stream_stall_seconds",
+            "Gaps of at least a second between two outputs of a stream.",
+            ("cause",),
+            buckets=STALL_BOUNDS,
+            registry=registry,
+        )
+        self.rejected = Counter(
+            "shoal_rejected_requests_total",
+            "HTTP requests refused before a unit had them.",
+            ("reason",),
+            registry=registry,
+        )
+        self.late_outputs = Counter(
+            "shoal_late_outputs_total",
+            "Outputs of dead engines that came when their requests had been begun again.",
+            registry=registry,
+        )
+        self.cutoffs = Counter(
+            "shoal_client_cutoffs_total",
+            "Connections ended, and requests refused, because of how clients use connections.",
+            ("reason",),
+            registry=registry,
+        )
+        self.gaps = {
+            (priority, layout): self.inter_token.labels(priority, layout)
+            for priority in PRIORITY_CLASSES
+            for layout in layouts
+        }
+        """The series of ``inter_token``: every output token goes to one, so none is looked up."""
+        for cutoff in Cutoff:
+            self.cutoffs.labels(cutoff)
+        for priority in PRIORITY_CLASSES:
+            for layout in layouts:
+                self.first_token.labels(priority, layout)
+            for layout in (*layouts, MIXED):
+                self.per_token.labels(priority, layout)
+                self.request.labels(priority, layout)
+        for cause in StallCause:
+            self.stalls.labels(cause)
+        for reason in Rejection:
+            self.rejected.labels(reason)
+
+    def reject(self, reason: Rejection) -> None:
+        """Count a refused request."""
+        self.rejected.labels(reason).inc()
+
+    def cut_off(self, reason: Cutoff) -> None:
+        """Count a connection that was ended, or a request that was refused on it."""
+        self.cutoffs.labels(reason).inc()
+
+
+class _Life(msgspec.Struct):
+    """One engine request in progress."""
+
+    priority: str
+    arrival: float
+    sent: float
+    unit: Group = ()
+    """That of its last output."""
+    layouts: set[str] = set()
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+
+class RequestTimes:
+    """Follows the requests of one front end from their arrival to their last output.
+
+    Args:
+        metrics: what is measured goes there.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, metrics: RequestMetrics, clock: Clock = monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._lives: dict[str, _Life] = {}
+        self._switching: set[int] = set()
+        self._switched: dict[int, float] = {}
+        """When the last switch of an engine ended."""
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def start(self, request_id: str, priority: int, arrival: float) -> None:
+        """Follow an engine request that is sent now.
+
+        Args:
+            request_id: vLLM's internal one.
+            priority: the effective one.
+            arrival: when its HTTP request came.
+        """
+        self._lives[request_id] = _Life(priority_class(priority), arrival, self._clock())
+
+    def sent(self, request_id: str) -> float | None:
+        """Return when an engine request was sent; None if it is not followed."""
+        life = self._lives.get(request_id)
+        return None if life is None else life.sent
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Follow requests no longer: their clients have gone."""
+        for request_id in request_ids:
+            self._lives.pop(request_id, None)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Conclude requests whose last output was taken, though it did not say so."""
+        for request_id in request_ids:
+            life = self._lives.pop(request_id, None)
+            if life is not None and life.tokens:
+                self._conclude(life)
+
+    def note(self, switching: Switching) -> None:
+        """Take the controller's word that a switch begins or has ended."""
+        if switching.over:
+            self._switching.difference_update(switching.engines)
+            self._switched |= dict.fromkeys(switching.engines, self._clock())
+        else:
+            self._switching.update(switching.engines)
+
+    def take(self, unit: Group, outputs: Iterable[Any]) -> None:
+        """Measure outputs that go to their clients now.
+
+        Args:
+            unit: who made them; empty: the controller, which only ends requests.
+            outputs: vLLM's ``EngineCoreOutput``.
+        """
+        now, layout = self._clock(), layout_name(unit) if unit else ""
+        for output in outputs:
+            life = self._lives.get(output.request_id)
+            if life is None:
+                continue
+            if output.new_token_ids:
+                self._take_tokens(life, unit, layout, len(output.new_token_ids), now)
+            if output.finish_reason is None:
+                continue
+            if output.finish_reason in _UNANSWERED:
+                self.forget([output.request_id])
+            else:
+                self.finish([output.request_id])
+
+    def _take_tokens(self, life: _Life, unit: Group, layout: str, tokens: int, now: float) -> None:
+        if not life.tokens:
+            life.first = now
+            labels = life.priority, layout
+            self._metrics.first_token.labels(*labels).observe(now - life.arrival)
+        else:
+            gap = now - life.last
+            self._metrics.gaps[life.priority, layout].observe(gap)
+            if gap >= STALL_SECONDS:
+                self._metrics.stalls.labels(self._cause(life, unit)).observe(gap)
+        life.unit, life.last = unit, now
+        life.layouts.add(layout)
+        life.tokens += tokens
+
+    def _cause(self, life: _Life, unit: Group) -> StallCause:
+        if unit != life.unit:
+            return StallCause.MOVED
+        regrouped = any(self._switched.get(engine, 0.0) >= life.last for engine in unit)
+        if regrouped or self._switching.intersection(unit):
+            return StallCause.SWITCH
+        return StallCause.OTHER
+
+    def _conclude(self, life: _Life) -> None:
+        (layout,) = life.layouts if len(life.layouts) == 1 else (MIXED,)
+        labels = life.priority, layout
+        self._metrics.request.labels(*labels).observe(life.last - life.arrival)
+        if life.tokens > 1:
+            mean = (life.last - life.first) / (life.tokens - 1)
+            self._metrics.per_token.labels(*labels).observe(mean)

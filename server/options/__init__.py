@@ -1,0 +1,1 @@
+"""Options of commands: what they mean, and which are refused."""

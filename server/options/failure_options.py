@@ -1,0 +1,97 @@
+"""When an engine or the controller counts as dead, and what becomes of requests then: options."""
+
+import argparse
+import math
+from argparse import Namespace
+
+from shoal.runtime.config import (
+    MAX_RETRIES,
+    OUTAGE_LIMIT_SECONDS,
+    RESTART_BACKOFF_SECONDS,
+    RESTART_LIMIT,
+)
+from shoal.runtime.node.restarts import WINDOW_SECONDS
+from shoal.server.errors import UserError
+
+ENGINE_TIMEOUT_SECONDS = 10.0
+CONTROLLER_TIMEOUT_SECONDS = 10.0
+STEP_TIMEOUT_SECONDS = 60.0
+
+
+def add_failure_options(group: argparse._ArgumentGroup) -> None:
+    """Add ``--max-retries``, ``--outage-limit``, ``--...-timeout`` and ``--restart-...``."""
+    group.add_argument(
+        "--max-retries",
+        type=int,
+        default=MAX_RETRIES,
+        metavar="N",
+        help="how often a request goes on elsewhere when an engine has died that computed it "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=ENGINE_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="an engine that does not answer for so long counts as dead (default: %(default)s)",
+    )
+    group.add_argument(
+        "--controller-timeout",
+        type=float,
+        default=CONTROLLER_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="while the controller has not answered for so long, /health is a 503 and so are "
+        "requests that wait for it; after three times as long the node ends "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--outage-limit",
+        type=float,
+        default=OUTAGE_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="how long requests wait while no engine serves, before they end with a 503 "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        default=STEP_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="an engine with a step that takes so long counts as dead; it need not take that long "
+        "when many like it were much shorter (default: %(default)s)",
+    )
+    group.add_argument(
+        "--restart-limit",
+        type=int,
+        default=RESTART_LIMIT,
+        metavar="N",
+        help="how often an engine that died is started again within "
+        f"{WINDOW_SECONDS / 60:.0f} minutes; 0: never (default: %(default)s)",
+    )
+    group.add_argument(
+        "--restart-backoff",
+        type=float,
+        default=RESTART_BACKOFF_SECONDS,
+        metavar="SECONDS",
+        help="pause before that; each further one is twice as long (default: %(default)s)",
+    )
+
+
+def check_failure_options(args: Namespace) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        UserError: the first such option; the message names it.
+    """
+    if args.max_retries < 0:
+        raise UserError(f"--max-retries {args.max_retries}: it must not be negative")
+    if args.restart_limit < 0:
+        raise UserError(f"--restart-limit {args.restart_limit}: it must not be negative")
+    for name in (
+        *("engine_timeout", "controller_timeout", "outage_limit"),
+        *("step_timeout", "restart_backoff"),
+    ):
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} {value:g}: it must be more than 0")

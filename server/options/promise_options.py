@@ -1,0 +1,128 @@
+"""What requests are promised, and the cost model by which a policy keeps it: from options."""
+
+import argparse
+from argparse import Namespace
+from typing import Any, Literal
+
+from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.shift import ShiftRule
+from shoal.policies.slo import SLO
+from shoal.policies.values.snapshot import Target
+from shoal.runtime.node.supervisor import Say
+from shoal.runtime.simulation.shape_files import (
+    FileError,
+    ShapeFile,
+    built_in,
+    cost_model,
+    read_hardware,
+    read_shape,
+)
+from shoal.server.errors import UserError
+from shoal.server.options.workload_options import add_target_option, read_objectives
+
+GPU_HARDWARE = "h200"
+"""What GPUs are taken for unless the user says what they are; measured steps correct the rest."""
+CPU_HARDWARE = "cpu-2core"
+"""The same for engines on a CPU."""
+DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}
+"""torch's names of dtypes, and those of shape files."""
+
+
+def add_promise_options(group: argparse._ArgumentGroup) -> None:
+    """Add ``--target``, ``--cost-model-shape`` and ``--cost-model-hardware``."""
+    add_target_option(group)
+    group.add_argument(
+        "--cost-model-shape",
+        metavar="FILE|NAME",
+        help="model whose step times policies reckon with (default: the served one; built in: "
+        f"{', '.join(built_in('shapes'))})",
+    )
+    group.add_argument(
+        "--cost-model-hardware",
+        metavar="FILE|NAME",
+        help=f"hardware they reckon with (default: {GPU_HARDWARE} for GPUs, {CPU_HARDWARE} for "
+        f"CPUs; built in: {', '.join(built_in('hardware'))})",
+    )
+
+
+def promised(args: Namespace) -> tuple[Target, ...]:
+    """Return what requests are promised as policies want it: the most urgent class first.
+
+    Raises:
+        UserError: nothing is, but the policy goes by promises.
+    """
+    targets = tuple(Target(o.priority, o.ttft, o.tpot) for o in read_objectives(args))
+    if args.policy == SLO.name and not targets:
+        raise UserError("--policy slo: say what requests are promised with --target")
+    return targets
+
+
+def node_cost_model(
+    args: Namespace, model: Any, cache_dtype: str, *, gpus: int, say: Say
+) -> CostModel | None:
+    """Return the cost model of a node before anything was measured, None if there can be none.
+
+    Args:
+        args: the parsed arguments.
+        model: vLLM's ``ModelConfig``.
+        cache_dtype: vLLM's name of the KV cache's dtype.
+        gpus: GPUs of this machine; 0 on a CPU.
+        say: is told why there is none.
+
+    Raises:
+        UserError: there is none, but the policy or the shift needs one, or the user described it.
+    """
+    shape, hardware = args.cost_model_shape, args.cost_model_hardware
+    try:
+        return cost_model(
+            read_shape(shape) if shape else shape_of(model, cache_dtype),
+            read_hardware(hardware or (GPU_HARDWARE if gpus else CPU_HARDWARE)),
+            args.max_sp,
+        )
+    except FileError as error:
+        needed = args.policy == SLO.name or args.shift_threshold is ShiftRule.AUTO
+        if needed or shape or hardware:
+            raise UserError(f"no cost model: {error}") from error
+        say(f"  no cost model: {error}")
+        return None
+
+
+_SIZES = ("num_attention_heads", "intermediate_size")
+"""What the shape takes from the model's own configuration, which need not have it (BLOOM, MPT)."""
+
+
+def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
+    """Return the shape of a model that vLLM has read.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+        cache_dtype: vLLM's name of the KV cache's dtype.
+
+    Raises:
+        FileError: its dtype is none that shape files know, or its configuration names no size of
+            its MLPs, as those of gated ones do.
+    """
+    text = model.hf_text_config
+    own = str(model.dtype).removeprefix("torch.")
+    if own not in DTYPES:
+        raise FileError(f"nothing is known of dtype {own}")
+    missing = [name for name in _SIZES if not hasattr(text, name)]
+    if missing:
+        raise FileError(f"the model's configuration has no {missing[0]}")
+    dtype = DTYPES[own]
+    return ShapeFile(
+        layers=model.get_total_num_hidden_layers(),
+        hidden=model.get_hidden_size(),
+        heads=text.num_attention_heads,
+        kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        intermediate=text.intermediate_size,
+        vocab=model.get_vocab_size(),
+        weight_dtype="fp8" if model.quantization == "fp8" else dtype,
+        kv_dtype="fp8" if cache_dtype.startswith("fp8") else dtype,
+        max_model_len=model.max_model_len,
+    )

@@ -1,0 +1,537 @@
+"""The options of ``shoal serve``: Shoal's own, its defaults, and what of vLLM's it refuses.
+
+Works on the parsed ``argparse.Namespace``, without importing vLLM. What can only be told from the
+model is checked in ``frontend.py``.
+"""
+
+import argparse
+import math
+from argparse import Namespace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
+from shoal.runtime.config import (
+    AGING_SECONDS,
+    INTERLEAVE_RATIO,
+    MAX_WAITING_REQUESTS,
+    MAX_WAITING_TOKENS,
+    PAUSE_LIMIT_SECONDS,
+    SWITCH_WAIT_SECONDS,
+    FakeSettings,
+)
+from shoal.runtime.logs import LogFormat
+from shoal.server.connections.connection_limits import (
+    add_connection_options,
+    check_connection_options,
+)
+from shoal.server.errors import UserError
+from shoal.server.gate.access import add_access_options
+from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
+from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
+from shoal.server.options.failure_options import add_failure_options, check_failure_options
+from shoal.server.options.promise_options import add_promise_options, promised
+from shoal.server.options.shift_options import add_shift_options
+
+DEFAULT_POLICY = "manual"
+ENGINE_COUNTS = (1, 2, 4, 8)
+DEFAULT_HOST = "127.0.0.1"
+LOOPBACK = "lo"
+"""The network interface that only this machine reaches."""
+DEFAULT_PORT = 8000
+
+SHUTDOWN_SECONDS = 30
+"""vLLM's own default would cut off every running request."""
+
+DEMO_NAME = "shoal-demo"
+DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo" / "checkpoint"
+"""What is served when no model is named; ``shoal.server.demo.training`` made it."""
+DEMO_ENGINES = 2
+DEMO_TOOL_PARSER = "hermes"
+CPU_ENGINES = 2
+DEMO_KV_BYTES = 64 << 20
+CPU_KV_BYTES = 1 << 30
+"""KV cache of an engine on a CPU, where vLLM's own default is a share of all memory."""
+
+_LORA = "LoRA is not supported"
+_MULTIMODAL = "multimodal models are not supported"
+_SPECULATIVE = "speculative decoding is not supported"
+_POOLING = "pooling models are not supported"
+_SHOAL_CHOOSES = "Shoal chooses it while it serves; use --engines and --max-group"
+_EXPERTS = "mixture-of-experts models are not supported"
+_TRANSFER = "transferring KV between servers is not supported"
+_OFFLOAD = "offloading is not supported"
+_ONE_NODE = "Shoal serves on one node"
+_PROCESSES = "Shoal runs its own engine processes"
+_SLEEP = "sleep mode is not supported"
+_FAULTS = "Shoal supervises its engines itself"
+_ROUTES = "Shoal does not offer the routes it adds"
+_NOT_OFFERED = "Shoal does not offer the routes that it is for"
+_LOGGING = "use --log-format, and the environment variable VLLM_LOGGING_LEVEL"
+_STARTS = "Shoal bounds itself how long engines may take to meet"
+_NUMA = "binding engines to NUMA nodes is not supported"
+
+REFUSED: Mapping[str, str] = {
+    "enable_lora": _LORA,
+    "lora_modules": _LORA,
+    "default_mm_loras": _LORA,
+    "lora_target_modules": _LORA,
+    "limit_mm_per_prompt": _MULTIMODAL,
+    "mm_processor_kwargs": _MULTIMODAL,
+    "media_io_kwargs": _MULTIMODAL,
+    "enable_mm_embeds": _MULTIMODAL,
+    "mm_encoder_only": _MULTIMODAL,
+    "speculative_config": _SPECULATIVE,
+    "spec_method": _SPECULATIVE,
+    "spec_model": _SPECULATIVE,
+    "spec_tokens": _SPECULATIVE,
+    "diffusion_config": "diffusion models are not supported",
+    "convert": _POOLING,
+    "pooler_config": _POOLING,
+    "enable_flash_late_interaction": _POOLING,
+    "pipeline_parallel_size": "pipeline parallel is not supported",
+    "tensor_parallel_size": _SHOAL_CHOOSES,
+    "data_parallel_size": _SHOAL_CHOOSES,
+    "data_parallel_size_local": _SHOAL_CHOOSES,
+    "data_parallel_rank": _SHOAL_CHOOSES,
+    "data_parallel_start_rank": _SHOAL_CHOOSES,
+    "data_parallel_backend": _SHOAL_CHOOSES,
+    "data_parallel_hybrid_lb": _SHOAL_CHOOSES,
+    "data_parallel_external_lb": _SHOAL_CHOOSES,
+    "data_parallel_multi_port_external_lb": _SHOAL_CHOOSES,
+    "decode_context_parallel_size": "context parallel is not supported",
+    "prefill_context_parallel_size": "context parallel is not supported",
+    "enable_expert_parallel": _EXPERTS,
+    "enable_eplb": _EXPERTS,
+    "enable_elastic_ep": _EXPERTS,
+    "enable_batch_sharded_sampling": "every member of a group samples all of its requests",
+    "enable_dbo": "dual batch overlap is not supported",
+    "ubatch_size": "micro-batching is not supported",
+    "quantization_config": "use --quantization",
+    "kv_transfer_config": _TRANSFER,
+    "ec_transfer_config": _TRANSFER,
+    "kv_events_config": "KV events are not supported",
+    "kv_offloading_size": _OFFLOAD,
+    "cpu_offload_gb": _OFFLOAD,
+    "cpu_offload_params": _OFFLOAD,
+    "offload_group_size": _OFFLOAD,
+    "nnodes": _ONE_NODE,
+    "node_rank": _ONE_NODE,
+    "headless": _ONE_NODE,
+    "device_ids": "choose GPUs with CUDA_VISIBLE_DEVICES",
+    "distributed_executor_backend": _PROCESSES,
+    "scheduler_cls": _PROCESSES,
+    "worker_cls": _PROCESSES,
+    "worker_extension_cls": _PROCESSES,
+    "max_num_queued_reqs": "use --max-waiting-requests",
+    "max_num_queued_tokens": "use --max-waiting-tokens",
+    "enable_logging_iteration_details": "Shoal has its own loop around vLLM's scheduler",
+    "distributed_timeout_seconds": _STARTS,
+    "cpu_distributed_timeout_seconds": _STARTS,
+    "numa_bind": _NUMA,
+    "numa_bind_nodes": _NUMA,
+    "numa_bind_cpus": _NUMA,
+    "enable_shm_tensor_arena": _PROCESSES,
+    "enable_sleep_mode": _SLEEP,
+    "sleep_mode_offload_cudagraph": _SLEEP,
+    "sleep_preserve_parameter_names": _SLEEP,
+    "enable_cumem_allocator": _SLEEP,
+    "enable_nccl_comm_suspend": _SLEEP,
+    "enable_fault_tolerance": _FAULTS,
+    "fault_tolerance_config": _FAULTS,
+    "logging_config": _LOGGING,
+    "log_level": _LOGGING,
+    "log_config_file": _LOGGING,
+    "weight_transfer_config": "changing weights while serving is not supported",
+    "enable_prompt_embeds": "prompt embeddings are not supported",
+    "grpc": "gRPC is not supported",
+    "grpc_port": "gRPC is not supported",
+    "uds": "Unix domain sockets are not supported; use --host and --port",
+    "middleware": "middleware from the command line is not supported",
+    "enable_ssl_refresh": "refreshing certificates is not supported",
+    "enable_offline_docs": _ROUTES,
+    "enable_scale_out": _ROUTES,
+    "tokens_only": _ROUTES,
+    "cohere_is_reasoning_model": _NOT_OFFERED,
+    "anthropic_disabled_thinking_effort": _NOT_OFFERED,
+    "profiler_config": _ROUTES,
+}
+"""Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
+
+FP8_QUANTIZATION = frozenset(
+    {"fp8", "compressed-tensors", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"}
+)
+"""vLLM's names of quantisations that every layout can serve: FP8 weights.
+
+Of compressed-tensors only the FP8 schemes (``model_kinds.check_quantisation``).
+"""
+
+
+OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+OTLP_PROTOCOLS = ("grpc", "http/protobuf")
+"""Those that vLLM's exporter speaks; the first by default."""
+
+
+def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add Shoal's own options to vLLM's parser, and change the defaults of some of vLLM's.
+
+    Raises:
+        UserError: ``PORT`` in ``environ`` is not a port.
+    """
+    group = parser.add_argument_group("Shoal", "How many engines, and how they may be grouped.")
+    group.add_argument(
+        "--engines",
+        type=int,
+        help="number of engines: 1, 2, 4 or 8 (default: the GPUs, rounded down to one of these; "
+        f"{CPU_ENGINES} on a CPU)",
+    )
+    group.add_argument(
+        "--max-group", type=int, help="largest group of engines (default: all of them)"
+    )
+    group.add_argument(
+        "--policy",
+        default=DEFAULT_POLICY,
+        help=f"what decides the layout: {', '.join(POLICIES)} (default: %(default)s)",
+    )
+    add_promise_options(group)
+    group.add_argument(
+        "--prepare-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long an engine may take to reach a safe point (default: %(default)s)",
+    )
+    group.add_argument(
+        "--switch-wait",
+        type=float,
+        default=SWITCH_WAIT_SECONDS,
+        metavar="SECONDS",
+        help="how long a switch that the policy asks for waits for requests to end, before it goes "
+        "on without waiting (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pause-limit",
+        type=float,
+        default=PAUSE_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="how long a request that a hard switch has paused, and that cannot be moved, waits "
+        "for its unit before it ends (default: %(default)s)",
+    )
+    add_failure_options(group)
+    group.add_argument(
+        "--max-waiting-requests",
+        type=int,
+        default=MAX_WAITING_REQUESTS,
+        metavar="N",
+        help="requests that may wait in the task pool (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-waiting-tokens",
+        type=int,
+        default=MAX_WAITING_TOKENS,
+        metavar="N",
+        help="prompt tokens that may wait in the task pool (default: %(default)s)",
+    )
+    group.add_argument(
+        "--priority-aging",
+        type=float,
+        default=AGING_SECONDS,
+        metavar="SECONDS",
+        help="wait that makes up for one class of priority (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format",
+        type=LogFormat,
+        choices=tuple(LogFormat),
+        default=LogFormat.TEXT,
+        help="lines for people, or one JSON object per line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--interleave-ratio",
+        type=int,
+        default=INTERLEAVE_RATIO,
+        metavar="N",
+        help="steps of a group to one of an engine's own where they interleave "
+        "(default: %(default)s)",
+    )
+    add_access_options(group)
+    add_shift_options(group, automatic=True)
+    add_bounds_options(group)
+    add_connection_options(group)
+    group.add_argument(
+        "--recording-dir",
+        metavar="DIR",
+        help="for benchmarks: runners record there when groups' first steps begin, and what their "
+        "devices do when DIR/record says so",
+    )
+    group.add_argument(
+        "--fake-engine",
+        action="store_true",
+        help="for tests: engines that run no model and make tokens up",
+    )
+    group.add_argument(
+        "--fake-step-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="for tests: duration of a step of the fake engine (default: %(default)s)",
+    )
+    parser.set_defaults(
+        host=DEFAULT_HOST,
+        port=_port_of(environ),
+        uvicorn_log_level="warning",
+        api_server_count=1,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        h11_max_header_count=DEFAULT_BOUNDS.headers,
+        h11_max_incomplete_event_size=DEFAULT_BOUNDS.header_bytes,
+    )
+
+
+def _port_of(environ: Mapping[str, str]) -> int:
+    text = environ.get("PORT", str(DEFAULT_PORT))
+    if not text.isdecimal() or int(text) > 65535:
+        raise UserError(f"PORT is {text!r}: it must be a port number from 0 to 65535")
+    return int(text)
+
+
+def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) -> None:
+    """Set the defaults of the environment that vLLM and its libraries read when they are imported.
+
+    Args:
+        environ: the environment, changed in place; what the user set stays.
+        argv: the arguments of ``shoal serve``.
+    """
+    # A VLLM_CPU_KVCACHE_SPACE meant for one engine would be taken by each.
+    environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    defaults = {
+        # Several engines share the cores: no pinning, no thread pool in each.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        # FlashInfer would compile its sampler when the server starts.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # One node: what its processes tell each other over TCP stays on this machine.
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        "VLLM_HOST_IP": DEFAULT_HOST,
+        # vLLM and torch warn of every default that does not suit the machine.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        defaults["OTEL_SERVICE_NAME"] = "shoal"
+    model = _model_in(argv)
+    if model is None or Path(model).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    for name, value in defaults.items():
+        environ.setdefault(name, value)
+
+
+def _model_in(argv: Sequence[str]) -> str | None:
+    """Return the model named first in ``argv`` or by ``--model``, before there is a parser."""
+    for position, argument in enumerate(argv):
+        if argument.startswith("--model="):
+            return argument.removeprefix("--model=")
+        if argument == "--model" and position + 1 < len(argv):
+            return argv[position + 1]
+    if argv and not argv[0].startswith("-"):
+        return argv[0]
+    return None
+
+
+def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
+    """Refuse what Shoal does not support or cannot mean.
+
+    Args:
+        args: the parsed arguments.
+        default_of: returns the default of an argument.
+
+    Raises:
+        UserError: the first such option; the message names it.
+    """
+    for name, reason in REFUSED.items():
+        # Some of vLLM's are there only if they are given.
+        if hasattr(args, name) and getattr(args, name) != default_of(name):
+            raise UserError(f"{_flag(name)}: {reason}")
+    if args.quantization not in (None, *FP8_QUANTIZATION):
+        raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
+    if args.runner not in ("auto", "generate"):
+        raise UserError(f"--runner {args.runner}: {_POOLING}")
+    check_shoal_options(args)
+
+
+def check_shoal_options(args: Namespace) -> None:
+    """Refuse what Shoal's own options, and a few of vLLM's, cannot mean.
+
+    Raises:
+        UserError: the first such option; the message names it.
+    """
+    try:
+        get_policy(args.policy)
+    except UnknownPolicyError as error:
+        raise UserError(f"--policy: {error}") from None
+    promised(args)
+    check_failure_options(args)
+    for name in ("engines", "max_group"):
+        value = getattr(args, name)
+        if value is not None and value not in ENGINE_COUNTS:
+            raise UserError(f"{_flag(name)} {value}: it must be one of 1, 2, 4, 8")
+    if args.prepare_timeout <= 0:
+        raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
+    if not 0 <= args.switch_wait < math.inf:
+        raise UserError(f"--switch-wait {args.switch_wait:g}: it must be 0 or more")
+    if not 0 < args.pause_limit < math.inf:
+        raise UserError(f"--pause-limit {args.pause_limit:g}: it must be more than 0")
+    for name in ("max_waiting_requests", "max_waiting_tokens"):
+        value = getattr(args, name)
+        if value < 1:
+            raise UserError(f"{_flag(name)} {value}: it must be at least 1")
+    if not 0 < args.priority_aging < math.inf:
+        raise UserError(f"--priority-aging {args.priority_aging:g}: it must be more than 0")
+    if args.interleave_ratio < 1:
+        raise UserError(f"--interleave-ratio {args.interleave_ratio}: it must be at least 1")
+    check_bounds_options(args)
+    check_connection_options(args)
+    if args.recording_dir is not None:
+        if args.fake_engine:
+            raise UserError("--recording-dir: fake engines have nothing to record")
+        if not Path(args.recording_dir).is_dir():
+            raise UserError(f"--recording-dir {args.recording_dir}: no such directory")
+    if args.fake_step_ms < 0:
+        raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
+    if args.fake_step_ms and not args.fake_engine:
+        raise UserError("--fake-step-ms needs --fake-engine")
+    if args.api_server_count is None or args.api_server_count < 1:
+        raise UserError(f"--api-server-count {args.api_server_count}: it must be at least 1")
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port {args.port}: it must be from 0 to 65535")
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise UserError("--ssl-keyfile and --ssl-certfile need each other")
+
+
+def choose_tracing(args: Namespace, environ: Mapping[str, str]) -> None:
+    """Fill in where traces are sent, as OpenTelemetry's environment variables say.
+
+    Args:
+        args: the parsed arguments, changed in place.
+        environ: the environment.
+
+    Raises:
+        UserError: traces cannot be made or sent as it is asked for.
+    """
+    args.otlp_traces_endpoint = args.otlp_traces_endpoint or environ.get(OTLP_ENDPOINT) or None
+    if args.otlp_traces_endpoint is None:
+        return
+    if args.disable_log_stats:
+        raise UserError("--otlp-traces-endpoint: traces need the statistics of --disable-log-stats")
+    protocol = environ.get(OTLP_PROTOCOL)
+    if protocol is not None and protocol not in OTLP_PROTOCOLS:
+        raise UserError(
+            f"{OTLP_PROTOCOL} is {protocol!r}: it must be {' or '.join(OTLP_PROTOCOLS)}"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_model(model: str) -> None:
+    """Refuse a model directory that is not there or holds no model.
+
+    A name that does not look like a path is left to vLLM, which asks the Hugging Face hub.
+
+    Raises:
+        UserError: it is a path with no model.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{model}: no config.json, so no model in Hugging Face format")
+    elif path.exists():
+        raise UserError(f"{model}: not a directory")
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise UserError(f"{model}: no such directory")
+
+
+def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, int]:
+    """Return the number of engines and the largest group.
+
+    Args:
+        args: the parsed arguments.
+        gpus: GPUs that vLLM can use; 0 on a CPU.
+        demo: whether it is the demo model that is served.
+
+    Raises:
+        UserError: more engines than GPUs, or a group larger than the engines.
+    """
+    available = gpus or CPU_ENGINES
+    if demo:
+        available = min(available, DEMO_ENGINES)
+    engines = args.engines or max(count for count in ENGINE_COUNTS if count <= available)
+    if gpus and engines > gpus and not args.fake_engine:
+        raise UserError(f"--engines {engines}: this machine has {gpus} GPUs")
+    max_group = args.max_group or engines
+    if max_group > engines:
+        raise UserError(f"--max-group {max_group}: there are only {engines} engines")
+    return engines, max_group
+
+
+def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
+    """Return whether no model is named, so that the demo checkpoint is served.
+
+    Args:
+        args: the parsed arguments.
+        default_of: returns the default of an argument.
+    """
+    return args.model_tag is None and args.model == default_of("model")
+
+
+def model_defaults(*, on_cpu: bool, demo: bool) -> dict[str, Any]:
+    """Return defaults that Shoal has instead of vLLM's.
+
+    They are for the parser: an option that the user gives holds, whatever its value.
+
+    Args:
+        on_cpu: whether the engines run on a CPU.
+        demo: whether the demo checkpoint is served.
+    """
+    defaults: dict[str, Any] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
+    if demo:
+        defaults |= {
+            "model": str(DEMO_CHECKPOINT),
+            "served_model_name": [DEMO_NAME],
+            "enforce_eager": True,
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": DEMO_TOOL_PARSER,
+            "kv_cache_memory_bytes": DEMO_KV_BYTES,
+        }
+        if on_cpu:
+            defaults["dtype"] = "float32"
+    return defaults
+
+
+def with_chosen(args: Namespace) -> Namespace:
+    """Return arguments with what Shoal decides of vLLM's, whatever the user does.
+
+    Args:
+        args: the parsed arguments, changed in place.
+    """
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    # vLLM accepts a request's priority under this policy only; equal ones keep their order.
+    args.scheduling_policy = "priority"
+    return args
+
+
+def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> FakeSettings | None:
+    """Return the fake engine's settings, or None if real engines are asked for."""
+    if not args.fake_engine:
+        return None
+    return FakeSettings(
+        step_seconds=args.fake_step_ms / 1000,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )

@@ -1,0 +1,116 @@
+"""Kinds of models that Shoal does not serve, told before an engine starts.
+
+From vLLM's configuration, so by a model's ``config.json`` and the options. What these do not say,
+which kernel multiplies a layer's weights, say, engines see as they load.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+from shoal.server.errors import UserError
+from shoal.server.options.serve_options import FP8_QUANTIZATION
+
+_STRATEGIES = ("tensor", "channel", "block")
+"""What one scale of an FP8 weight may be for, in compressed-tensors' words."""
+
+ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
+"""vLLM's option that has it keep the KV of every layer for all tokens, in one group."""
+
+
+def check_model_config(model: Any) -> None:
+    """Refuse kinds of models that Shoal does not support.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+
+    Raises:
+        UserError: the model is of such a kind; the message names it.
+    """
+    kinds = {
+        "a multimodal model": model.is_multimodal_model,
+        "a pooling model": model.runner_type != "generate",
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a mixture-of-experts model": model.is_moe,
+        "a model with state-space layers": model.is_hybrid or model.is_attention_free,
+        "a model with latent attention (MLA)": model.use_mla,
+        f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTIZATION),
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise UserError(f"{model.model} is {kind}: not supported")
+
+
+def check_kv_groups(config: Any) -> None:
+    """Refuse a model for whose layers vLLM keeps several groups of KV blocks.
+
+    vLLM's ``kv_cache_utils.get_kv_cache_groups`` puts layers that keep different tokens, such as
+    those of a sliding window and those of all, into groups of their own. A request then takes
+    blocks of every group, and the lease of a group of engines counts the blocks of one. The layers
+    tell their windows only once they are made; here is what the configuration says of them, as
+    vLLM's models read it. Engines check what became of it (``vllm_core.check_kv_groups``).
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        UserError: the model has layers of several kinds, and vLLM is to tell them apart.
+    """
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return
+    model = config.model_config
+    reaches = sorted(_reaches(model.hf_text_config))
+    if len(reaches) > 1:
+        raise UserError(
+            f"{model.model} is a model whose layers reach back differently far "
+            f"({', '.join(reaches)}), so vLLM keeps several groups of KV blocks: not supported; "
+            f"with {ONE_KV_GROUP} it keeps one"
+        )
+
+
+def _reaches(text: Any) -> Set[str]:
+    """Return to what the layers attend, by the ``config.json`` of a model's text part.
+
+    Empty if it says nothing of single layers: then vLLM's models make all of one kind.
+    """
+    window = getattr(text, "sliding_window", None)
+    windows = getattr(text, "interleaved_sliding_window", None)
+    if not isinstance(windows, list | tuple):
+        chunk = getattr(text, "attention_chunk_size", None)
+        sizes = {"sliding_attention": window, "chunked_attention": chunk or window}
+        windows = [sizes.get(kind) for kind in getattr(text, "layer_types", None) or ()]
+    return {f"the last {size} tokens" if size else "all tokens" for size in windows}
+
+
+def check_quantisation(model: str, quantisation: Any) -> None:
+    """Refuse a compressed-tensors checkpoint with anything but FP8 weights and FP8 activations.
+
+    Such layers vLLM computes with ``CompressedTensorsW8A8Fp8``, the one of its schemes that every
+    layout can view (``shoal.runtime.engine.weights.fp8.check_method``).
+
+    Args:
+        model: what the model is called.
+        quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
+
+    Raises:
+        UserError: a group of layers is quantised otherwise; the message says how.
+    """
+    if getattr(quantisation, "online_quantization_config", None) is not None:
+        return  # It is quantised again as it is loaded.
+    for target, scheme in getattr(quantisation, "target_scheme_map", {}).items():
+        weights, activations = scheme["weights"], scheme["input_activations"]
+        if not (_is_fp8(weights) and weights.strategy in _STRATEGIES and _is_fp8(activations)):
+            raise UserError(
+                f"{model} is quantised (compressed-tensors: {target} has {_words(weights)} weights "
+                f"and {_words(activations)} activations): not supported"
+            )
+
+
+def _is_fp8(quantised: Any) -> bool:
+    return quantised is not None and (quantised.type, quantised.num_bits) == ("float", 8)
+
+
+def _words(quantised: Any) -> str:
+    """Say what compressed-tensors' ``QuantizationArgs`` are, in short."""
+    if quantised is None:
+        return "plain"
+    return f"{quantised.num_bits}-bit {quantised.type} ({quantised.strategy})"

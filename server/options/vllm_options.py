@@ -1,0 +1,122 @@
+"""vLLM's options and what it makes of them, in the main process: its parser, its configuration."""
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.exceptions import VLLMError
+from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from shoal.runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
+from shoal.server.errors import UserError, one_line
+from shoal.server.options.unsupported_models import (
+    check_kv_groups,
+    check_model_config,
+    check_quantisation,
+)
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    """vLLM's parser with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return vLLM's parser of ``vllm serve``, without Shoal's own options."""
+    parser: argparse.ArgumentParser = make_arg_parser(
+        _Parser(
+            prog="shoal serve",
+            description="Serve one model on this machine and switch between DP and TP.",
+        )
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Parse the arguments of ``shoal serve``.
+
+    Raises:
+        UserError: they are not valid.
+    """
+    try:
+        args = parser.parse_args(list(argv))
+        validate_parsed_serve_args(args)
+        for plugin, load in (
+            (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
+            (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
+        ):
+            if plugin:
+                load(plugin)
+        validate_api_server_args(args)
+    except (VLLMError, ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(one_line(error)) from error
+    return args
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that vLLM can use, without initialising CUDA; 0 on a CPU."""
+    return int(current_platform.device_count()) if current_platform.is_cuda_alike() else 0
+
+
+def engine_args(args: Namespace) -> AsyncEngineArgs:
+    """Return vLLM's arguments of an engine, as ``build_async_engine_client`` makes them of these.
+
+    What vLLM writes back into a configuration that is among them, as it does with
+    ``--reasoning-parser``, is in ``args`` too, where vLLM's application looks for it.
+
+    Raises:
+        UserError: vLLM refuses the arguments.
+    """
+    try:
+        return prepare(AsyncEngineArgs.from_cli_args(args), args.api_server_count)
+    except Exception as error:  # see make_vllm_config
+        raise UserError(one_line(error)) from error
+
+
+def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
+    """Return the ``VllmConfig`` of the node, checked for what Shoal supports.
+
+    Args:
+        engine_args: see ``engine_args``; what vLLM derives of them is in them then.
+
+    Raises:
+        UserError: vLLM refuses the arguments, or the model is of a kind Shoal does not support.
+    """
+    try:
+        config = dp_config(engine_args)
+    except Exception as error:  # vLLM and transformers raise every kind here
+        raise UserError(one_line(error)) from error
+    if config.speculative_config is not None:  # some checkpoints bring it with them
+        raise UserError(f"{config.model_config.model}: speculative decoding is not supported")
+    check_model_config(config.model_config)
+    check_kv_groups(config)
+    check_quantisation(config.model_config.model, config.quant_config)
+    return config
+
+
+def make_layout_configs(
+    engine_args: AsyncEngineArgs, vllm_config: Any, degrees: Sequence[int]
+) -> LayoutConfigs:
+    """Return what all processes of the node are given of vLLM's configuration.
+
+    Args:
+        engine_args: what ``vllm_config`` was made of.
+        vllm_config: see ``make_vllm_config``.
+        degrees: of the layouts that have engines.
+
+    Raises:
+        UserError: vLLM refuses a layout.
+    """
+    try:
+        return layout_configs(engine_args, vllm_config, degrees)
+    except Exception as error:  # see make_vllm_config
+        raise UserError(one_line(error)) from error

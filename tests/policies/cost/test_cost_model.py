@@ -1,0 +1,269 @@
+"""The roofline's terms, each where it is the one that counts; its correction by measurements."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.policies.cost.cost_model import (
+    MAX_CORRECTION,
+    Batch,
+    CostModel,
+    Hardware,
+    Mode,
+    ModelShape,
+    StepKind,
+)
+
+SHAPE = ModelShape(
+    layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
+)
+HARDWARE = Hardware(memory_bytes_per_second=1e9, flops_per_second=1e12, link_bytes_per_second=1e8)
+MODEL = CostModel(SHAPE, HARDWARE)
+ONE = Batch(decodes=1)
+
+
+def test_a_small_batch_costs_the_reading_of_the_weights() -> None:
+    assert MODEL.step_seconds(1, ONE) == pytest.approx(2e6 / 1e9)
+
+
+def test_a_long_prompt_costs_its_arithmetic() -> None:
+    assert MODEL.step_seconds(1, Batch(prefill_tokens=10_000)) == pytest.approx(2e6 * 1e4 / 1e12)
+
+
+def test_context_costs_the_reading_of_its_keys_and_values() -> None:
+    one_token = 2 * 10 * 4 * 16 * 2
+    assert SHAPE.kv_bytes_per_token == one_token
+    extra = MODEL.step_seconds(1, Batch(1, 5000)) - MODEL.step_seconds(1, ONE)
+    assert extra == pytest.approx(5000 * one_token / 1e9)
+
+
+def test_copies_of_the_kv_heads_make_reading_no_faster() -> None:
+    fast = replace(MODEL, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
+    extra = [fast.step_seconds(d, Batch(1, 5000)) - fast.step_seconds(d, ONE) for d in (1, 2, 4, 8)]
+    assert extra[0] == pytest.approx(2 * extra[1])
+    assert extra[1] == pytest.approx(2 * extra[2])
+    assert extra[3] == pytest.approx(extra[2])
+
+
+def test_a_group_divides_the_work_and_pays_for_reducing() -> None:
+    reduce = 2 * 10 * (2 * 3 / 4 * 100 * 2 / 1e8 + 1e-5)
+    model = replace(MODEL, hardware=replace(HARDWARE, allreduce_seconds=1e-5, overhead_seconds=7.0))
+    assert model.step_seconds(4, ONE) == pytest.approx(2e6 / 1e9 / 4 + reduce + 7.0)
+    assert model.step_seconds(1, ONE) == pytest.approx(2e6 / 1e9 + 7.0)
+
+
+def test_measurements_correct_their_degree_only() -> None:
+    model = MODEL.observe(1, ONE, MODEL.step_seconds(1, ONE))
+    for _ in range(5):
+        model = model.observe(2, ONE, 1.5 * MODEL.step_seconds(2, ONE))
+    assert model.step_seconds(2, ONE) == pytest.approx(1.5 * MODEL.step_seconds(2, ONE))
+    assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+    assert model.correction(2, StepKind.DECODE).samples == 5
+
+
+def test_what_was_not_measured_misses_as_the_most_similar_that_was() -> None:
+    """Else the layout that runs would look slow beside those that do not."""
+    neutral, late = replace(MODEL, max_sp=4), 0.001
+    model = neutral.observe(4, ONE, neutral.step_seconds(4, ONE) + late)
+    for degree, mode in ((4, Mode.SP), (2, Mode.TP), (1, Mode.TP)):
+        truth = neutral.step_seconds(degree, ONE, mode) + late
+        assert model.step_seconds(degree, ONE, mode) == pytest.approx(truth)
+        assert model.correction(degree, StepKind.DECODE, mode).samples == 0
+    nearer = model.observe(2, ONE, MODEL.step_seconds(2, ONE))
+    assert nearer.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+
+
+def batch(tokens: int) -> Batch:
+    return Batch(decodes=1, prefill_tokens=tokens)
+
+
+@pytest.mark.parametrize(("part", "constant"), [(1.0, 0.004), (1.5, 0.0), (1.2, 0.002)])
+def test_steps_of_many_lengths_tell_a_part_from_a_constant(part: float, constant: float) -> None:
+    """What short steps miss says what long ones will, which were never measured."""
+    model = MODEL
+    for tokens in [2000, 6000, 4000, 8000] * 20:
+        seconds = part * MODEL.step_seconds(1, batch(tokens)) + constant
+        model = model.observe(1, batch(tokens), seconds)
+    for tokens in (1000, 40_000):
+        truth = part * MODEL.step_seconds(1, batch(tokens)) + constant
+        assert model.step_seconds(1, batch(tokens)) == pytest.approx(truth, rel=0.1)
+
+
+def test_steps_of_one_length_are_taken_to_miss_a_constant() -> None:
+    model = MODEL
+    for _ in range(20):
+        model = model.observe(1, batch(4000), 0.004 + MODEL.step_seconds(1, batch(4000)))
+    truth = 0.004 + MODEL.step_seconds(1, batch(40_000))
+    assert model.step_seconds(1, batch(40_000)) == pytest.approx(truth)
+
+
+def test_more_work_takes_no_less_time_whatever_was_measured() -> None:
+    model = MODEL
+    for tokens, seconds in [(4000, 0.05), (8000, 0.005)] * 10:
+        model = model.observe(1, batch(tokens), seconds)
+    assert model.step_seconds(1, batch(8000)) >= model.step_seconds(1, batch(4000)) > 0
+
+
+def test_steps_with_prompts_are_corrected_apart() -> None:
+    prompt = Batch(decodes=3, prefill_tokens=500)
+    model = MODEL.observe(1, prompt, 4 * MODEL.step_seconds(1, prompt))
+    assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
+    assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+    model = model.observe(1, ONE, 0.5 * MODEL.step_seconds(1, ONE))
+    assert [c.kind for c in model.corrections] == [StepKind.PREFILL, StepKind.DECODE]
+    assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
+
+
+def worst_error(model: CostModel) -> float:
+    """Learn steps with prompts that are twice as fast as the roofline says, all others half."""
+    for tokens in [2000, 6000, 4000, 8000] * 10:
+        prompt = Batch(prefill_tokens=tokens)
+        decodes = Batch(decodes=tokens // 8)
+        model = model.observe(1, prompt, 0.5 * model.roofline_seconds(1, prompt))
+        model = model.observe(1, decodes, 2.0 * model.roofline_seconds(1, decodes))
+    return max(correction.error for correction in model.corrections)
+
+
+def test_no_line_fits_steps_with_prompts_and_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worst_error(MODEL) < 0.05
+    monkeypatch.setattr(Batch, "kind", StepKind.DECODE)
+    assert worst_error(MODEL) > 0.2
+
+
+def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
+    model = MODEL.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
+    assert model.correction(1, StepKind.DECODE).error == pytest.approx(0.5)
+    better = model
+    for _ in range(50):
+        better = better.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
+    assert better.correction(1, StepKind.DECODE).error < 0.01
+
+
+def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
+    slow = MODEL.observe(1, ONE, 1e6).step_seconds(1, ONE)
+    assert slow == pytest.approx(MAX_CORRECTION * MODEL.step_seconds(1, ONE))
+    with pytest.raises(ValueError, match="cannot be"):
+        MODEL.observe(1, ONE, 0.0)
+
+
+# --- SP ---
+
+EVERY = Batch(decodes=3, context_tokens=900, prefill_tokens=4000, prefill_context=2000)
+
+
+def test_sp_of_degree_one_is_tp() -> None:
+    for degree in (1, 2, 4):
+        assert MODEL.step_seconds(degree, EVERY, Mode.SP) == MODEL.step_seconds(degree, EVERY)
+
+
+def test_a_small_batch_in_sp_reads_all_the_weights_at_every_member() -> None:
+    model = replace(MODEL, max_sp=8, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
+    assert model.step_seconds(4, ONE) == pytest.approx(2e6 / 1e9 / 4)
+    assert model.step_seconds(4, ONE, Mode.SP) == pytest.approx(2e6 / 1e9)
+    half = replace(model, max_sp=2)
+    assert half.step_seconds(4, ONE, Mode.SP) == pytest.approx(2e6 / 1e9 / 2), "with TP of 2"
+
+
+def test_a_long_prompt_in_sp_costs_each_member_its_part() -> None:
+    model = replace(MODEL, max_sp=8, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
+    for tokens in (40_000, 39_997):  # padded to the same
+        step = model.step_seconds(4, Batch(prefill_tokens=tokens), Mode.SP)
+        assert step == pytest.approx(2e6 * 1e4 / 1e12)
+    attention = replace(EVERY, prefill_context=10**6)
+    extra = [
+        model.step_seconds(4, attention, mode) - model.step_seconds(4, EVERY, mode) for mode in Mode
+    ]
+    assert extra[0] == pytest.approx(extra[1]), "the heads are shared out in the same way"
+
+
+def test_sp_exchanges_the_heads_of_a_member_s_tokens() -> None:
+    """Two all-to-alls a layer: of 8 query and 2 * 4 KV heads, and of 8 heads of output."""
+    slow = replace(HARDWARE, flops_per_second=1e30, memory_bytes_per_second=1e30)
+    model = CostModel(SHAPE, replace(slow, allreduce_seconds=1e-3), max_sp=4)
+    prompt = Batch(prefill_tokens=4000)
+    moved = 3 / 4 * 1000 * (2 * 8 + 2 * 4) * 16 * 2
+    assert model.step_seconds(4, prompt, Mode.SP) == pytest.approx(10 * (2e-3 + moved / 1e8))
+    # Eight members share four KV heads: each of them is sent twice.
+    wide = replace(model, max_sp=8)
+    moved = 7 / 8 * 500 * (2 * 8 + 2 * 8) * 16 * 2
+    assert wide.step_seconds(8, prompt, Mode.SP) == pytest.approx(10 * (2e-3 + moved / 1e8))
+
+
+def test_sp_and_tp_together_pay_for_both() -> None:
+    slow = replace(HARDWARE, flops_per_second=1e30, memory_bytes_per_second=1e30)
+    model = CostModel(SHAPE, slow, max_sp=2)
+    exchanged = 1 / 2 * 2000 * (2 * 8 + 2 * 4) / 2 * 16 * 2
+    reduced = 2 * (2 * 1 / 2 * 2000 * 100 * 2)
+    step = model.step_seconds(4, Batch(prefill_tokens=4000), Mode.SP)
+    assert step == pytest.approx(10 * (exchanged + reduced) / 1e8)
+
+
+HOST = replace(HARDWARE, sp_layer_host_seconds=3e-4, overhead_seconds=1e-3)
+"""3 ms of the host for a step by sequence."""
+COUNTS = st.integers(0, 20_000)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 400])
+def test_a_short_step_in_sp_waits_for_the_host(tokens: int) -> None:
+    """Whatever its tokens: it launches all layers, and what the device does is done by then."""
+    free = replace(HOST, link_bytes_per_second=1e30)
+    for max_sp in (2, 4):  # combined with TP, or not
+        model = CostModel(SHAPE, free, max_sp=max_sp)
+        step = model.roofline_seconds(4, Batch(prefill_tokens=tokens), Mode.SP)
+        assert step == pytest.approx(10 * 3e-4 + 1e-3)
+
+
+def test_a_long_step_in_sp_hides_the_host() -> None:
+    with_host, without = CostModel(SHAPE, HOST, max_sp=4), replace(HOST, sp_layer_host_seconds=0.0)
+    step = with_host.roofline_seconds(4, EVERY, Mode.SP)
+    assert step == replace(with_host, hardware=without).roofline_seconds(4, EVERY, Mode.SP)
+    assert step > 10 * 3e-4 + 1e-3
+
+
+@given(
+    degree=st.sampled_from((1, 2, 4, 8)),
+    max_sp=st.sampled_from((1, 2, 4, 8)),
+    batch=st.builds(Batch, COUNTS, COUNTS, COUNTS, COUNTS),
+    host=st.floats(0.0, 0.1),
+)
+def test_no_step_in_sp_is_faster_than_its_host_and_none_in_tp_waits_for_it(
+    degree: int, max_sp: int, batch: Batch, host: float
+) -> None:
+    hardware = replace(HARDWARE, sp_layer_host_seconds=host)
+    slow, free = (CostModel(SHAPE, h, max_sp=max_sp) for h in (hardware, HARDWARE))
+    assert slow.roofline_seconds(degree, batch) == free.roofline_seconds(degree, batch)
+    in_sp, device = (m.roofline_seconds(degree, batch, Mode.SP) for m in (slow, free))
+    runs_sp = min(degree, max_sp) > 1
+    assert in_sp == pytest.approx(max(device, 10 * host if runs_sp else 0.0))
+
+
+@given(
+    degree=st.sampled_from((1, 2, 4, 8)),
+    max_sp=st.sampled_from((1, 2, 4, 8)),
+    batch=st.builds(Batch, COUNTS, COUNTS, COUNTS, COUNTS),
+    host=st.floats(0.0, 0.1),
+    mode=st.sampled_from(Mode),
+)
+def test_what_devices_take_has_neither_host_nor_overhead(
+    degree: int, max_sp: int, batch: Batch, host: float, mode: Mode
+) -> None:
+    slow = replace(HARDWARE, sp_layer_host_seconds=host, overhead_seconds=1.0)
+    waiting, free = (CostModel(SHAPE, h, max_sp=max_sp) for h in (slow, HARDWARE))
+    assert HARDWARE.overhead_seconds == 0.0
+    device = free.roofline_seconds(degree, batch, mode)
+    assert waiting.device_seconds(degree, batch, mode) == device
+    assert waiting.roofline_seconds(degree, batch, mode) >= device + 1.0
+
+
+def test_measurements_correct_their_mode_only() -> None:
+    model = replace(MODEL, max_sp=4)
+    model = model.observe(4, EVERY, model.step_seconds(4, EVERY))
+    measured = model.observe(4, EVERY, 3 * model.step_seconds(4, EVERY, Mode.SP), Mode.SP)
+    assert measured.step_seconds(4, EVERY) == model.step_seconds(4, EVERY)
+    in_sp = measured.step_seconds(4, EVERY, Mode.SP)
+    assert in_sp == pytest.approx(3 * model.step_seconds(4, EVERY, Mode.SP))
+    both = measured.observe(4, EVERY, 1.0).observe(4, EVERY, 1.0)
+    assert len(both.corrections) == 2
+    assert both.correction(4, StepKind.PREFILL, Mode.SP).samples == 1

@@ -1,0 +1,102 @@
+"""What units are said to be able to take, and what it costs to say so."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from shoal.policies.values.partition import Group
+from shoal.policies.values.snapshot import PoolRequest, UnitState
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.books.book import CoreBook, Request
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.demand import Demand
+from shoal.runtime.protocol import messages as m
+from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.random_run import RandomRun
+from tests.work_counts import bytecodes
+
+LARGE = FakeSettings(step_seconds=1.0, num_blocks=4096, max_num_seqs=256, max_model_len=512)
+BLOCK_TOKENS = 4
+
+
+def request(number: int, rng: random.Random) -> Request:
+    prompt = rng.randint(1, 40)
+    total, priority = prompt + rng.randint(1, 9), rng.choice((-1, 0, 0, 2))
+    seen = PoolRequest(f"r{number}", prompt, total, priority, arrival=0.0)
+    return Request(seen.request_id, 0, [], seen)
+
+
+def load(core: CoreBook, waiting: int) -> m.Load:
+    return m.Load(0, core.group, 0, waiting, 100, core.sent, [], {})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> None:
+    rng, core = random.Random(seed), CoreBook((0,))
+    for number in range(300):
+        match rng.randrange(3):
+            case 0 if core.requests:
+                core.pop(rng.choice(list(core.requests)))
+            case 1 if core.requests:
+                core.load = load(core, rng.randint(0, min(3, len(core.requests))))
+            case _:
+                core.put(request(number, rng))
+
+        seen = [r.seen for r in core.requests.values()]
+        assert core.figures.prompt_tokens == sum(r.prompt_tokens for r in seen)
+        assert core.figures.longest_tokens == max((r.total_tokens for r in seen), default=0)
+        priorities = Counter(r.priority for r in seen)
+        assert core.figures.by_priority == tuple(sorted(priorities.items()))
+        latest = seen
+        if core.load is not None:
+            count = core.sent - core.load.added + core.load.waiting
+            latest = seen[max(0, len(seen) - count) :]
+        uncounted = core.uncounted
+        assert [r.seen for r in uncounted.requests] == latest
+        assert uncounted.prompt_tokens == sum(r.prompt_tokens for r in latest)
+        blocks = sum(-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in latest)
+        assert uncounted.blocks(BLOCK_TOKENS) == blocks
+
+
+def test_a_unit_that_has_not_changed_is_as_if_it_were_looked_at_anew() -> None:
+    run = RandomRun(LoopbackNode(4, seed=11))
+    controller, config = run.node.controller, run.node.config
+    kept = seen = 0
+    before: dict[Group, UnitState] = {}
+    for _ in range(1500):
+        run.act()
+        shown = controller.snapshot()
+        anew = Capacity(config, controller.book, controller.leases, controller.pool)
+        # All that serves now: only a switch keeps units from it here.
+        demand = Demand(shown.now)
+        expected = anew.snapshot(shown.now, demand, switching=False, busy=(), pending=None).units
+        assert [replace(u, serving=True) for u in shown.units] == list(expected)
+        units = {unit.group: unit for unit in shown.units}
+        kept += sum(before.get(group) is unit for group, unit in units.items())
+        seen, before = seen + len(units), units
+    assert seen / 10 < kept < seen
+
+
+def test_a_turn_costs_the_same_however_many_requests_run() -> None:
+    def turn(requests: int, *, reports: bool) -> int:
+        node = LoopbackNode(2, settings=LARGE)
+        node.settle()
+        for number in range(2 * requests):
+            node.send(f"{number:03}", 8, 100)
+        for _ in range(4):
+            node.controller.turn()
+            for engine in (0, 1):
+                node.turn_agent(engine)
+        node.clock.advance(1.0)
+        for engine in (0, 1) if reports else (0,):
+            node.turn_agent(engine)
+        node.controller.turn()  # what comes next is a turn like any other
+        node.send("last", 8, 100)
+        return bytecodes(node.controller.turn)
+
+    # But for a branch that depends on how fast they came.
+    assert turn(200, reports=True) == pytest.approx(turn(4, reports=True), rel=0.01)
+    # Nor how many have been sent to an engine whose step takes so long that it has not said so.
+    assert turn(200, reports=False) == pytest.approx(turn(4, reports=False), rel=0.01)

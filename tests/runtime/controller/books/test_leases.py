@@ -1,0 +1,175 @@
+"""Leases: how they grow and shrink, and what the audit notices."""
+
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.agent.agent import IDLE_SECONDS, LEASE_FLOOR
+from shoal.runtime.engine.fake.fake_core import Faults
+from shoal.runtime.protocol import messages as m
+from tests.runtime.loopback_node import LoopbackNode
+
+LARGE = FakeSettings(num_blocks=400, block_tokens=4, max_num_seqs=8, max_model_len=3000)
+
+
+def started(**settings) -> LoopbackNode:
+    node = LoopbackNode(2, **({"settings": LARGE} | settings))
+    node.settle()
+    return node
+
+
+def lease(node: LoopbackNode) -> int:
+    return node.view().units[0].lease_blocks
+
+
+def test_idle_bind_lends_the_floor_only() -> None:
+    node = started()
+    node.switch((0, 1))
+    assert lease(node) == LEASE_FLOOR
+    assert node.view().engines[1].lent_blocks == {"0,1": LEASE_FLOOR}
+
+
+def test_first_lease_is_what_waiting_requests_need() -> None:
+    node = started()
+    for k in range(40):  # more than the batches of both engines take
+        node.send(f"r{k}", 100, 4)
+    node.controller.turn()
+    assert len(node.controller.pool) == 22
+    node.set_layout((0, 1))
+    node.controller.turn()
+    prepares = [
+        message
+        for frames in node.network.to_engines[1]
+        if isinstance(message := m.decode_to_engine(frames[0]), m.Prepare)
+    ]
+    assert [prepare.blocks for prepare in prepares] == [8 * 13]
+    node.settle()
+
+
+def test_request_larger_than_the_lease_makes_it_grow() -> None:
+    node = started()
+    node.switch((0, 1))
+    node.send("large", 2000, 20)
+    node.settle()
+    assert node.missing == []
+    node.assert_exact()
+    assert lease(node) >= 2000 // 8 > LEASE_FLOOR
+    assert node.audit() == []
+
+
+def test_idle_lease_shrinks_to_the_floor_and_blocks_come_home() -> None:
+    node = started()
+    node.switch((0, 1))
+    node.send("large", 2000, 20)
+    node.settle()
+    node.run_for(IDLE_SECONDS, tick=0.5)
+    node.settle()
+    assert lease(node) == LEASE_FLOOR
+    assert [len(backend.lent) for backend in node.backends.values()] == [LEASE_FLOOR] * 2
+    assert node.audit() == []
+
+
+def test_group_takes_the_blocks_of_paused_requests_when_it_has_none() -> None:
+    node = started()
+    for k in range(8):
+        node.send(f"own-{k}", 190, 10)
+    node.turns(3)
+    node.switch((0, 1))
+    paused = set(node.missing)
+    assert len(paused) == 8
+    node.send("large", 2500, 10)
+    node.settle()
+    assert set(node.missing) == paused
+    node.switch((0,), (1,))
+    node.run_for(0.5)
+    assert node.missing == []
+    node.assert_exact()
+    assert node.audit() == []
+
+
+def test_request_too_long_for_one_engine_waits_for_a_group() -> None:
+    node = started(settings=FakeSettings(0.0, 60, 4, 8, 400))
+    node.send("long", 300, 20)
+    node.send("short", 10, 5)
+    node.settle()
+    assert node.missing == ["long"]
+    node.switch((0, 1))
+    assert node.missing == []
+    assert node.placed()["long"] == (0, 1)
+    node.assert_exact()
+
+
+def test_wish_that_a_release_overtakes() -> None:
+    node = started(seed=11)
+    for round_ in range(30):
+        call = node.set_layout((0, 1))
+        while node.reply(call) is None:
+            node.step()
+        node.send(f"large-{round_}", 1500, 6)
+        for _ in range(node.rng.randrange(12)):
+            node.step()
+        node.switch((0,), (1,))
+        assert node.audit() == []
+    node.switch((0, 1))
+    node.run_for(2.0)
+    assert node.missing == []
+    node.assert_exact()
+
+
+# --- negative controls ---
+
+
+def test_audit_notices_a_block_lent_twice() -> None:
+    node = started(faults={1: Faults(double_lend=True)})
+    node.switch((0, 1))
+    node.send("large", 2000, 4)
+    node.settle()
+    assert any("engine 1 lent blocks twice" in problem for problem in node.audit())
+
+
+def test_audit_notices_a_lost_block() -> None:
+    node = started(faults={1: Faults(drop_block=True)})
+    node.switch((0, 1))
+    node.switch((0,), (1,))
+    assert node.audit() == ["engine 1: 1 blocks are lost"]
+
+
+def test_audit_notices_a_lease_that_differs() -> None:
+    node = started()
+    node.switch((0, 1))
+    node.backends[0].core((0, 1)).shrink(10)
+    problems = node.audit()
+    assert "engine 0: unit [0, 1] holds 10 blocks, the books say 64" in problems
+
+
+def test_audit_notices_lent_blocks_that_differ() -> None:
+    node = started()
+    node.backends[1].lend(2)
+    (problem,) = node.audit()
+    assert problem.startswith("engine 1: lent blocks differ from the books")
+
+
+def test_audit_names_an_engine_that_does_not_answer() -> None:
+    node = started()
+    node.hung = {1}
+    call = node.call(m.AuditNode)
+    node.settle()
+    assert node.reply(call) is None
+    node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
+    reply = node.reply(call)
+    assert isinstance(reply, m.AuditDone)
+    assert reply.problems == ["engine 1: did not answer the audit"]
+
+
+def test_audit_waits_for_a_switch_and_holds_the_next_one_back() -> None:
+    node = started()
+    calls = [
+        node.set_layout((0, 1)),
+        node.call(m.AuditNode),
+        node.call(m.AuditNode),
+    ]
+    node.controller.turn()
+    assert node.reply(calls[1]) is None
+    node.settle()
+    assert [type(node.reply(call)) for call in calls] == [m.SwitchDone, m.AuditDone, m.AuditDone]
+    audit, switch = node.call(m.AuditNode), node.set_layout((0,), (1,))
+    node.settle()
+    assert isinstance(node.reply(audit), m.AuditDone)
+    assert isinstance(node.reply(switch), m.SwitchDone)

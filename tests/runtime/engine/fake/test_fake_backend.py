@@ -1,0 +1,343 @@
+"""The fake engine keeps the interface's promises on its own."""
+
+import msgspec
+import pytest
+
+from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.engine.agent.interface import CoreLoad, EndedSteps, RunnerDied
+from shoal.runtime.engine.fake.fake_backend import FakeBackend
+from shoal.runtime.engine.fake.fake_core import NO_FAULTS, FakeCore, Faults, Seam, expected_tokens
+from shoal.runtime.engine.fake.step_times import Devices
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages import Work
+from tests.runtime.loopback_node import request_payload
+
+SETTINGS = FakeSettings(
+    step_seconds=0.5, num_blocks=10, block_tokens=4, max_num_seqs=3, max_model_len=30
+)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def make(clock: ManualClock, engine: int = 0, faults: Faults = NO_FAULTS) -> FakeBackend:
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+    return FakeBackend(config, engine, clock=clock, faults=faults)
+
+
+def advance(core) -> bool:
+    """Take what has ended and go on, as an agent does; return whether there was anything."""
+    collected = core.collect()
+    return core.dispatch() or collected
+
+
+def run(core, clock: ManualClock, steps: int = 200) -> dict[str, list[int]]:
+    """Step until nothing is left and return every token."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(steps):
+        clock.advance(SETTINGS.step_seconds)
+        advance(core)
+        for outputs in core.take_outputs():
+            for output in msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        if not core.num_requests and not core.in_flight:
+            return tokens
+    raise AssertionError("requests are left")
+
+
+def test_tokens_depend_on_prompt_and_position_only() -> None:
+    assert expected_tokens([1, 2, 3], 50) == expected_tokens([1, 2, 3], 60)[:50]
+    assert expected_tokens([1, 2, 3], 50) != expected_tokens([1, 2, 4], 50)
+    tokens = expected_tokens([1, 2, 3], 50)
+    assert all(tokens[k : k + 2] != tokens[k + 1 : k + 3] for k in range(48))
+
+
+def test_a_step_takes_its_time(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    core.add("a", request_payload("a", [1, 2], 1))
+    assert advance(core)
+    assert core.in_flight == 1
+    assert not core.collect()
+    clock.advance(0.5)
+    assert core.collect()
+    assert (core.in_flight, core.num_requests, core.take_finished()) == (0, 0, ["a"])
+
+
+def test_steps_say_what_they_computed(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    core.add("a", request_payload("a", [1, 2, 3, 4], 3))
+    run(core, clock)
+    # Four prompt tokens attend to 1, 2, 3 and 4; the two decodes read 5 and 6.
+    assert core.take_steps() == [
+        EndedSteps(Mode.TP, Work(steps=1, prefill_tokens=4, prefill_pairs=10)),
+        EndedSteps(Mode.TP, Work(steps=1, decodes=1, context_tokens=5)),
+        EndedSteps(Mode.TP, Work(steps=1, decodes=1, context_tokens=6)),
+    ]
+    assert core.take_steps() == []
+
+
+def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
+    settings = msgspec.structs.replace(SETTINGS, steps_at_once=64)
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
+    core = FakeBackend(config, 0, clock=clock).core((0,))
+    core.add("a", request_payload("a", [1, 2, 3, 4], 9))
+    clock.advance(SETTINGS.step_seconds)
+    advance(core)
+    clock.advance(SETTINGS.step_seconds)
+    advance(core)
+    clock.advance(8 * SETTINGS.step_seconds)
+    advance(core)
+    (ended,) = core.take_steps()[1:]
+    assert ended.work == Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))
+
+
+def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
+    backend = make(clock)
+    assert backend.next_wakeup() is None
+    backend.core((0,)).add("a", request_payload("a", [1, 2], 1))
+    advance(backend.core((0,)))
+    clock.advance(0.2)
+    assert backend.next_wakeup() == pytest.approx(0.3)
+
+
+def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock) -> None:
+    backend = make(clock)
+    core = backend.core((0,))
+    prompts = {f"r{k}": [k + 1] * 9 for k in range(3)}
+    for request_id, prompt in prompts.items():
+        core.add(request_id, request_payload(request_id, prompt, 18))
+    # Three requests of 27 tokens want 21 blocks of the 10 there are.
+    tokens = run(core, clock)
+    assert tokens == {r: expected_tokens(p, 18) for r, p in prompts.items()}
+    assert backend.check_integrity() == []
+    assert core.load == CoreLoad(0, 0, 10)
+
+
+def test_batch_is_bounded(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    for k in range(5):
+        core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
+    advance(core)
+    assert core.load == CoreLoad(3, 2, 7)
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 30])
+def test_impossible_prompts_are_refused(clock: ManualClock, prompt: list[int]) -> None:
+    core = make(clock).core((0,))
+    with pytest.raises(ValueError, match="prompt of"):
+        core.add("a", request_payload("a", prompt, 3))
+    assert core.num_requests == 0
+
+
+def test_output_ends_at_the_model_length(clock: ManualClock) -> None:
+    core = make(clock).core((0,))
+    core.add("a", request_payload("a", [1] * 28, None))
+    assert len(run(core, clock)["a"]) == 2
+
+
+def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
+    backend = make(clock)
+    core = backend.core((0,))
+    for request_id in ("early", "late"):
+        core.add(request_id, request_payload(request_id, [1] * 16, 3))
+    advance(core)
+    assert len(backend.lend(5)) == 2
+    assert len(backend.lend(4, urgent=True)) == 4
+    assert core.load == CoreLoad(1, 1, 0)
+    backend.take_back(sorted(backend.lent))
+    assert run(core, clock)["late"] == expected_tokens([1] * 16, 3)
+    assert backend.check_integrity() == []
+
+
+def test_blocks_that_are_not_lent_cannot_come_back(clock: ManualClock) -> None:
+    with pytest.raises(KeyError):
+        make(clock).take_back([3])
+
+
+def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
+    backend = make(clock)
+    group = backend.core((0, 1))
+    mine = backend.lend(6)
+    lease = {0: mine, 1: [9, 8, 7, 6, 5, 4]}
+    pairs = set(zip(lease[0], lease[1], strict=True))
+    group.bind(1, lease, seed=0)
+    group.add("a", request_payload("a", [1] * 9, 8))  # two blocks of 8 tokens, then a third
+    advance(group)
+    first = group.shrink(3)
+    assert group.lease_blocks == 3
+    assert run(group, clock)["a"] == expected_tokens([1] * 9, 8)
+    rest = group.release(1)
+    assert (len(first[0]), len(rest[0]), group.lease_blocks) == (3, 3, 0)
+    returned = set(zip([*first[0], *rest[0]], [*first[1], *rest[1]], strict=True))
+    assert returned == pairs
+
+
+def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
+    backend = make(clock)
+    group = backend.core((0, 1))
+    group.bind(1, {0: backend.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
+    group.add("a", request_payload("a", [1] * 9, 8))
+    advance(group)
+    assert len(group.release(1)[0]) == 4
+    assert group.lease_blocks == 2
+    assert not advance(group)
+    group.abort(["a"])
+    assert len(group.shrink(0)[1]) == 2
+
+
+def test_blocks_wanted_is_what_is_lacking(clock: ManualClock) -> None:
+    backend = make(clock)
+    group = backend.core((0, 1))
+    group.bind(1, {0: backend.lend(1), 1: [1]}, seed=0)
+    assert group.blocks_wanted == 0
+    group.add("a", request_payload("a", [1] * 20, 8))
+    assert group.blocks_wanted == 2
+    group.grow({0: backend.lend(2), 1: [2, 3]})
+    assert group.blocks_wanted == 0
+
+
+def test_lease_of_uneven_columns_is_refused(clock: ManualClock) -> None:
+    backend = make(clock)
+    with pytest.raises(ValueError, match="zip"):
+        backend.core((0, 1)).bind(1, {0: backend.lend(3), 1: [1]}, seed=0)
+
+
+def test_only_leaders_have_a_group_core(clock: ManualClock) -> None:
+    assert set(make(clock, 0).cores) == {(0,), (0, 1)}
+    assert set(make(clock, 1).cores) == {(1,)}
+
+
+def test_utility_calls(clock: ManualClock) -> None:
+    backend = make(clock)
+
+    def ask(method: str, *, answer: bool) -> wire.UtilityOutput | None:
+        output = backend.utility([msgspec.msgpack.encode([1, 5, method, []])], answer=answer)
+        if output is None:
+            return None
+        assert output.client_index == 1
+        return msgspec.msgpack.decode(output.frames[0], type=wire.Outputs).utility_output
+
+    tasks = ask("get_supported_tasks", answer=True)
+    assert tasks is not None
+    assert tasks.result == (None, ["generate"])
+    unknown = ask("sleep", answer=True)
+    assert unknown is not None
+    assert "sleep" in (unknown.failure_message or "")
+    assert ask("get_supported_tasks", answer=False) is None
+
+
+@pytest.mark.parametrize("seam", list(Seam))
+def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None:
+    backend = make(clock, faults=Faults(die_at=seam))
+    calls = {
+        Seam.LEND: lambda: backend.lend(1),
+        Seam.TAKE_BACK: lambda: backend.take_back([]),
+        Seam.ATTACH: lambda: backend.attach((0, 1), 1),
+        Seam.BIND: lambda: backend.core((0, 1)).bind(1, {0: [], 1: []}, 0),
+        Seam.RELEASE: lambda: backend.core((0, 1)).release(1),
+    }
+    for other, call in calls.items():
+        if other is not seam:
+            call()
+    with pytest.raises(RunnerDied, match=seam.value):
+        calls[seam]()
+
+
+def timed(clock: ManualClock, **settings: int) -> FakeCore:
+    """Return a core whose steps take a second, and a tenth more for every prompt token."""
+    fake = msgspec.structs.replace(SETTINGS, **settings)
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=fake)
+
+    def times(degree: int, batch: Batch, mode: Mode = Mode.TP, /) -> float:
+        return 1.0 + batch.prefill_tokens / 10
+
+    return FakeBackend(config, 0, clock=clock, step_times=times).core((0,))
+
+
+def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
+    core = timed(clock, max_num_batched_tokens=8)
+    core.add("a", request_payload("a", [1] * 20, 2))
+    for seconds, outputs in ((1.8, 0), (1.8, 0), (1.4, 1), (1.0, 1)):
+        advance(core)
+        clock.advance(seconds - 0.01)
+        assert not core.collect()
+        clock.advance(0.02)
+        assert core.collect()
+        assert len(core.take_outputs()) == outputs
+    assert core.num_requests == 0
+
+
+def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
+    core = timed(clock, max_num_batched_tokens=6)
+    core.add("a", request_payload("a", [1] * 4, 9))
+    advance(core)
+    clock.advance(2.0)
+    core.add("b", request_payload("b", [2] * 10, 2))
+    # Five of b's tokens beside one of a's, twice.
+    for ids in (["a"], ["a", "b"]):
+        advance(core)
+        core.take_outputs()
+        clock.advance(1.6)
+        core.collect()
+        (outputs,) = core.take_outputs()
+        message = msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs)
+        assert [output.request_id for output in message.outputs] == ids
+
+
+def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> None:
+    core = timed(clock, steps_at_once=64)
+    core.add("a", request_payload("a", [1] * 2, 12))
+    advance(core)
+    clock.advance(1.2)
+    advance(core)
+    # Eleven tokens are left: eleven steps of a second.
+    clock.advance(5.5)
+    assert not core.collect()
+    core.pause()  # The caller has something else to do: cut after the sixth.
+    clock.advance(0.6)
+    core.take_outputs()
+    assert core.collect()
+    (outputs,) = core.take_outputs()
+    (output,) = msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs
+    assert output.new_token_ids == expected_tokens([1] * 2, 12)[1:7]
+    assert core.check_integrity() == []
+
+
+def test_a_new_request_ends_a_run_of_steps(clock: ManualClock) -> None:
+    core = timed(clock, steps_at_once=64)
+    core.add("a", request_payload("a", [1] * 2, 12))
+    advance(core)
+    clock.advance(1.2)
+    advance(core)
+    clock.advance(2.5)
+    core.add("b", request_payload("b", [2] * 3, 1))
+    assert core.due == pytest.approx(1.2 + 3.0)
+
+
+def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+    devices = Devices()
+    first, second = (FakeBackend(config, e, clock=clock, devices=devices) for e in range(2))
+    second.core((1,)).add("m", request_payload("m", [1], 5))
+    clock.advance(0.3)
+    advance(second.core((1,)))
+    group = first.core((0, 1))
+    group.bind(1, {0: first.lend(2), 1: second.lend(2)}, 0)
+    group.add("g", request_payload("g", [1], 5))
+    clock.advance(0.1)
+    advance(group)
+    assert group.due == pytest.approx(0.3 + 2 * SETTINGS.step_seconds)
+
+
+def test_starts_are_told_once(clock: ManualClock) -> None:
+    started: list[tuple[str, float]] = []
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+    backend = FakeBackend(config, 0, clock=clock, on_start=lambda *start: started.append(start))
+    clock.advance(2.0)
+    backend.core((0,)).add("a", request_payload("a", [1], 3))
+    run(backend.core((0,)), clock)
+    assert started == [("a", 2.5)]

@@ -1,0 +1,111 @@
+"""Shape and hardware files, and what the built-in ones predict."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.policies.shift import ShiftRule, tokens_for
+from shoal.runtime.simulation.shape_files import (
+    FileError,
+    built_in,
+    cost_model,
+    read_hardware,
+    read_shape,
+    step_times,
+)
+
+SHAPE = read_shape("llama-3-8b-bf16")
+H200 = read_hardware("h200")
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    embedding = SHAPE.hidden * SHAPE.vocab
+    # 8.03 and 70.6 billion, but for the norms.
+    assert SHAPE.parameters + embedding == pytest.approx(8.03e9, rel=0.001)
+    large = read_shape("llama-3-70b-fp8")
+    assert large.parameters + large.hidden * large.vocab == pytest.approx(70.55e9, rel=0.001)
+    assert large.weight_bytes == pytest.approx(large.parameters + 2 * large.hidden * large.vocab)
+
+
+def test_the_cpu_file_keeps_the_order_of_what_was_measured() -> None:
+    """On two shared cores, a group of two is the slower one for a single request."""
+    seconds = step_times(read_shape("shoal-demo"), read_hardware("cpu-2core"))
+    assert 0.003 < seconds(1, Batch(1, 100)) < 0.012 < seconds(2, Batch(1, 100)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "threshold", "with_host"),
+    [
+        ("llama-3-8b-bf16", 2, 288, 1042),
+        ("llama-3-8b-bf16", 4, 432, 1553),
+        ("llama-3-8b-bf16", 8, 565, 2058),
+        ("llama-3-70b-fp8", 8, 520, 1027),
+    ],
+)
+def test_h200_says_from_how_many_tokens_on_sp_is_faster(
+    name: str, degree: int, threshold: int, with_host: int
+) -> None:
+    """As docs/policies.md has it; not from where simulated steps, which wait for a host in SP, are.
+
+    On four H200s, of 600 and 1,024 tokens, SP was the faster one (llama-3-8b-4xh200-c.md).
+    """
+    model = cost_model(read_shape(name), H200, degree)
+    assert tokens_for(ShiftRule.AUTO, model, (degree,)) == {degree: threshold}
+    seconds = step_times(read_shape(name), H200, degree)
+    for tokens, faster in ((threshold + 1, False), (with_host, False), (with_host + 1, True)):
+        tp, sp = (seconds(degree, Batch(prefill_tokens=tokens), mode) for mode in Mode)
+        assert (sp < tp) is faster
+
+
+def test_a_short_step_in_sp_takes_what_the_file_says_of_the_host() -> None:
+    seconds = step_times(SHAPE, H200, 2)
+    host = SHAPE.layers * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
+    assert 0.011 < SHAPE.layers * H200.sp_layer_host_seconds < 0.015, "as measured, 32 layers"
+    for tokens in (600, 1000):
+        assert seconds(2, Batch(prefill_tokens=tokens), Mode.SP) == pytest.approx(host)
+    assert seconds(2, Batch(prefill_tokens=600)) < host
+
+
+def test_a_file_need_not_say_what_sp_takes_of_the_host() -> None:
+    assert read_hardware("cpu-2core").sp_layer_host_seconds == 0.0
+
+
+def test_memory_is_what_weights_and_reserve_leave() -> None:
+    tokens = H200.num_blocks(SHAPE) * 16
+    used = SHAPE.weight_bytes + H200.reserved_bytes + tokens * 131072
+    assert used == pytest.approx(0.9 * H200.memory_bytes, rel=0.001)
+    small = msgspec.structs.replace(H200, memory_bytes=16e9)
+    with pytest.raises(FileError, match="do not fit"):
+        small.num_blocks(SHAPE)
+
+
+def test_a_file_may_lie_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "shape.json"
+    path.write_bytes(msgspec.json.encode(SHAPE))
+    assert read_shape(str(path)) == SHAPE
+    assert "llama-3-8b-bf16" in built_in("shapes")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file.*built-in ones: .*h200"),
+        ("{", "truncated"),
+        ("{}", "missing required field"),
+        ('{"colour": 1}', "unknown field"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(FileError, match=rf"bad\.json.*{message}"):
+        read_hardware(str(path))
+
+
+def test_a_dtype_without_a_rate_is_an_error() -> None:
+    shape = msgspec.structs.replace(SHAPE, weight_dtype="fp32")
+    with pytest.raises(FileError, match="no flops_per_second of fp32"):
+        step_times(shape, H200)

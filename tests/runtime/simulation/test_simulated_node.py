@@ -1,0 +1,271 @@
+"""A simulated node serves as the real one would, and tells the truth about it."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from shoal.loadgen.workload import Arrival
+from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.policies.registry import POLICIES
+from shoal.policies.shift import ShiftRule
+from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.values.plan import Plan, Policy
+from shoal.policies.values.snapshot import Snapshot, Target
+from shoal.runtime.config import INTERLEAVE_RATIO
+from shoal.runtime.protocol.messages import Outcome
+from shoal.runtime.simulation import simulated_node as module
+from shoal.runtime.simulation.shape_files import MEMORY_SHARE, read_hardware, read_shape, step_times
+from shoal.runtime.simulation.simulated_node import Node, Run, SimulationError, simulate
+
+SHAPE = read_shape("llama-3-70b-fp8")
+H200 = read_hardware("h200")
+NODE = Node(SHAPE, H200)
+TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
+DECIDING = sorted(name for name, policy in POLICIES.items() if policy.decides_layout)
+
+
+def arrivals(count: int, rate: float, *, seed: int = 1, urgent: float = 0.0) -> list[Arrival]:
+    rng = random.Random(seed)
+    at, made = 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        priority = -10 if rng.random() < urgent else 0
+        made.append(Arrival(at, rng.randint(16, 3000), rng.randint(1, 300), priority))
+    return made
+
+
+def tpot(run: Run, number: int) -> float:
+    life = run.lives[number]
+    assert life.ended is not None
+    assert life.first_token is not None
+    return (life.ended - life.first_token) / (life.tokens - 1)
+
+
+@pytest.mark.parametrize("policy", DECIDING)
+def test_every_request_gets_exactly_its_tokens(policy: str) -> None:
+    load = arrivals(150, 40.0, urgent=0.2)
+    run = simulate(NODE, policy, load)
+    assert [life.tokens for life in run.lives] == [arrival.output_tokens for arrival in load]
+    assert all(life.finished and life.units for life in run.lives)
+    assert sum(run.tokens.values()) == pytest.approx(sum(a.output_tokens for a in load))
+    assert run.policy_errors == 0
+    for life in run.lives:
+        assert None not in (life.started, life.first_token, life.ended)
+        assert life.arrived <= life.started < life.first_token <= life.ended
+
+
+@pytest.mark.parametrize("policy", DECIDING)
+def test_a_run_can_be_repeated(policy: str) -> None:
+    load = arrivals(80, 30.0, urgent=0.2)
+    assert simulate(NODE, policy, load) == simulate(NODE, policy, load)
+
+
+@pytest.mark.parametrize(("policy", "degree"), [("static-dp", 1), ("static-tp", 8)])
+def test_a_request_alone_takes_the_times_of_its_steps(policy: str, degree: int) -> None:
+    prompt, output = 1000, 200
+    run = simulate(NODE, policy, [Arrival(0.0, prompt, output)])
+    seconds = step_times(SHAPE, H200)
+    decode = [seconds(degree, Batch(1, prompt + k)) for k in range(1, output)]
+    assert tpot(run, 0) == pytest.approx(sum(decode) / len(decode), rel=1e-5)
+    prefill = seconds(degree, Batch(prefill_tokens=prompt, prefill_context=(prompt + 1) // 2))
+    # To the controller, to the engine, and back to the front end.
+    assert run.lives[0].first_token == pytest.approx(prefill + 3 * H200.message_seconds)
+    assert run.lives[0].units == [tuple(range(degree))]
+
+
+def test_runs_of_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = arrivals(60, 20.0)
+    together = simulate(NODE, "static-dp", load)
+    monkeypatch.setattr(module, "STEPS_AT_ONCE", 1)
+    one_by_one = simulate(NODE, "static-dp", load)
+    for fast, exact in zip(together.lives, one_by_one.lives, strict=True):
+        assert fast.first_token == pytest.approx(exact.first_token, rel=1e-3)
+        assert fast.ended == pytest.approx(exact.ended, rel=1e-3)
+
+
+def test_runs_of_steps_change_little_where_leases_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A run takes the blocks of all its steps: a new prompt may find some, or have to ask for them.
+    load = arrivals(60, 8.0)
+    together = simulate(NODE, "static-tp", load)
+    monkeypatch.setattr(module, "STEPS_AT_ONCE", 1)
+    one_by_one = simulate(NODE, "static-tp", load)
+    ends = [sum(life.ended - life.arrived for life in run.lives) for run in (together, one_by_one)]
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+
+
+def test_a_request_that_arrives_in_a_run_of_steps_waits_for_one() -> None:
+    run = simulate(NODE, "static-tp", [Arrival(0.0, 100, 2000), Arrival(1.0, 100, 2)])
+    seconds = step_times(SHAPE, H200)
+    step = seconds(8, Batch(1, 2100, 100, 50))
+    ttft = run.lives[1].first_token - run.lives[1].arrived
+    assert ttft < 2 * step + 3 * H200.message_seconds
+
+
+def test_a_prompt_is_computed_in_chunks() -> None:
+    small = Node(SHAPE, H200, max_num_batched_tokens=512)
+    load = [Arrival(0.0, 4096, 2)]
+    whole = simulate(NODE, "static-dp", load).lives[0].first_token
+    chunks = simulate(small, "static-dp", load).lives[0].first_token
+    # Each chunk reads the weights and pays the overhead of a step again.
+    assert chunks > whole + 6 * H200.step_seconds
+
+
+def test_a_request_that_nobody_holds_ends_without_a_token() -> None:
+    run = simulate(NODE, "static-dp", [Arrival(0.0, SHAPE.max_model_len + 1, 5)])
+    life = run.lives[0]
+    assert (life.outcome, life.tokens, life.finished) == (Outcome.TOO_LONG, 0, False)
+    assert life.units == []
+
+
+def test_a_node_that_stops_is_an_error() -> None:
+    spare = 100 * 16 * SHAPE.model_shape().kv_bytes_per_token
+    needed = (SHAPE.weight_bytes + H200.reserved_bytes + spare) / MEMORY_SHARE
+    small = msgspec.structs.replace(H200, memory_bytes=needed)
+    # Two engines together hold it, but this policy never forms a group.
+    load = [Arrival(0.0, 16 * small.num_blocks(SHAPE) + 16, 5)]
+    node = Node(SHAPE, small, engines=2, max_group=2)
+    with pytest.raises(SimulationError, match="1 requests are left"):
+        simulate(node, "manual", load)
+    assert simulate(node, "static-tp", load).lives[0].finished
+
+
+def test_layouts_and_switches_are_those_of_the_policy() -> None:
+    run = simulate(NODE, "static-tp", [Arrival(0.0, 10, 2)])
+    assert run.layouts == [(0.0, (tuple(range(8)),))]
+    assert run.switches == []
+
+
+def group_for_the_urgent(snapshot: Snapshot, /) -> Plan:
+    """Bind both engines when somebody urgent comes, beside what runs on them."""
+    waits = [request for request in snapshot.pool if request.priority < 0]
+    if waits and len(snapshot.units) > 1:
+        return Plan((), ((0, 1),), "interleave")
+    return Plan(dispatch_least_loaded(snapshot))
+
+
+def test_interleaved_requests_share_devices_in_the_set_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(POLICIES, "urgent", Policy("urgent", group_for_the_urgent, True))
+    node = Node(SHAPE, H200, engines=2, max_group=2)
+    load = [Arrival(0.0, 100, 900), Arrival(0.0, 100, 900), Arrival(2.0, 100, 300, -1)]
+    run = simulate(node, "urgent", load)
+    assert [switch.treatment for switch in run.switches] == ["interleave"]
+    assert [(life.tokens, life.units) for life in run.lives] == [
+        (900, [(0,)]),
+        (900, [(1,)]),
+        (300, [(0, 1)]),
+    ]
+    seconds = step_times(SHAPE, H200)
+    own, group = (seconds(degree, Batch(1, 300)) for degree in (1, 2))
+    assert tpot(run, 2) == pytest.approx(group + own / INTERLEAVE_RATIO, rel=0.02)
+    # Side by side: the group's steps delay both, theirs do not delay each other.
+    for life in run.lives[:2]:
+        assert life.ended == pytest.approx(900 * own + 300 * group, rel=0.02)
+
+
+# --- SP ---
+
+SP = replace(NODE, max_sp=8, captured_tokens=100)
+
+
+def test_steps_in_sp_take_the_time_of_sp() -> None:
+    """Prompts above the threshold, and above the largest graph, and nothing else."""
+    seconds = step_times(SHAPE, H200, 8)
+    for tokens, mode in ((256, Mode.TP), (257, Mode.SP), (3000, Mode.SP)):
+        run = simulate(SP, "shift", [Arrival(0.0, tokens, 1, 0)])
+        (life,) = run.lives
+        step = seconds(8, Batch(prefill_tokens=tokens, prefill_context=(tokens + 1) // 2), mode)
+        messages = 3 * H200.message_seconds
+        assert life.first_token == pytest.approx(step + messages, rel=0.01), tokens
+
+
+def test_short_steps_in_sp_take_the_host_s_time_whatever_their_tokens() -> None:
+    free = msgspec.structs.replace(H200, sp_layer_host_seconds=0.0)
+
+    def ttfts(node: Node) -> list[float]:
+        loads = ([Arrival(0.0, tokens, 1, 0)] for tokens in (300, 900))
+        return [simulate(node, "shift", load).lives[0].first_token for load in loads]
+
+    short, longer = ttfts(SP)
+    host = 80 * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
+    assert short == pytest.approx(host + 3 * H200.message_seconds)
+    assert longer == pytest.approx(short)
+    short, longer = ttfts(replace(SP, hardware=free))
+    assert short < longer < host
+
+
+def test_what_is_decoded_stays_in_tp() -> None:
+    load = [Arrival(0.0, 3000, 200, 0)]
+    (shift,), (tp,) = (simulate(SP, policy, load).lives for policy in ("shift", "static-tp"))
+    assert shift.first_token < tp.first_token
+    assert shift.ended - shift.first_token == pytest.approx(tp.ended - tp.first_token)
+
+
+@pytest.mark.parametrize("policy", ["shift", "flying", "slo"])
+def test_no_policy_loses_a_token_in_sp(policy: str) -> None:
+    load = arrivals(150, 40.0, urgent=0.2)
+    run = simulate(replace(SP, targets=TARGETS, shift_threshold=ShiftRule.AUTO), policy, load)
+    assert [life.tokens for life in run.lives] == [arrival.output_tokens for arrival in load]
+    assert run.policy_errors == 0
+    assert any(" sp " in steps for steps in run.step_errors)
+
+
+# --- what policies learn of the steps ---
+
+
+def uneven(shape, hardware, max_sp):
+    """Steps with prompts twice as fast as the roofline says, all others three times as slow.
+
+    Not the other way round: long steps that take longer still would be one line with short ones.
+    """
+    roofline = step_times(shape, hardware, max_sp)
+    return lambda degree, batch, mode: (
+        roofline(degree, batch, mode) * (0.5 if batch.prefill_tokens else 3.0)
+    )
+
+
+@pytest.mark.parametrize("policy", ["static-dp", "static-tp"])
+def test_the_cost_model_learns_steps_with_and_without_prompts(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr(module, "step_times", uneven)
+    run = simulate(NODE, policy, arrivals(200, 8.0))
+    layout = {"static-dp": "dp", "static-tp": "tp8"}[policy]
+    assert set(run.step_errors) == {f"{layout} decode", f"{layout} prefill"}
+    assert all(error < 0.05 for error in run.step_errors.values())
+
+
+# --- promises ---
+
+PROMISED = (Target(0, 1.0, 0.03),)
+
+
+@pytest.mark.parametrize("period", [1.0, 3.0, 7.0])
+def test_a_square_wave_does_not_make_slo_flap(period: float) -> None:
+    """Load that rises and falls as fast as it is measured: the policy does not follow it."""
+    load = [a for a in arrivals(400, 20.0) if int(a.at / period) % 2 == 0]
+    run = simulate(Node(SHAPE, H200, targets=PROMISED), "slo", load)
+    assert all(life.finished for life in run.lives)
+    assert 1 <= len(run.switches) <= 4
+
+
+def test_slo_keeps_more_promises_than_either_layout_alone() -> None:
+    load = arrivals(150, 3.0) + [
+        Arrival(50.0 + a.at, a.prompt_tokens, a.output_tokens) for a in arrivals(450, 24.0)
+    ]
+    node = Node(SHAPE, H200, targets=PROMISED)
+    kept = {name: promises_kept(simulate(node, name, load)) for name in DECIDING}
+    assert max(kept, key=lambda name: kept[name]) == "slo"
+
+
+def promises_kept(run: Run) -> int:
+    """Return how many requests got their first token and each other one in time."""
+    (target,) = PROMISED
+    return sum(
+        life.first_token - life.arrived <= target.ttft_seconds
+        and (life.tokens == 1 or tpot(run, number) <= target.tpot_seconds)
+        for number, life in enumerate(run.lives)
+    )

@@ -1,0 +1,103 @@
+"""``shoal simulate`` from its arguments to its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.server.commands import cli
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["simulate", *arguments])
+
+
+def test_policies_are_shown_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
+    code = run(
+        *("--trace", "priority", "--requests", "60", "--rate-scale", "2"),
+        *("--policy", "static-dp,static-tp", "--engines", "2"),
+        *("--model-shape", "llama-3-8b-bf16", "--target=-10:500:20", "--target=0:1000:50"),
+        *("--json", str(figures), "--plot", str(picture)),
+    )
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "static-dp" in out
+    assert "priority -10" in out
+    content = json.loads(figures.read_text())
+    assert [one["run"] for one in content["reports"]] == ["static-dp", "static-tp"]
+    assert content["requests"] == 60
+    for one in content["reports"]:
+        assert one["groups"]["all"]["finished"] == 60
+        assert one["groups"]["all"]["attainment"] is not None
+    assert picture.read_text().startswith("<svg")
+
+
+def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
+    """In prompts SP is faster than TP and DP, in outputs much slower where it runs alone."""
+    figures = tmp_path / "figures.json"
+    workload = ("--trace", "poisson", "--rate", "1", "--requests", "30", "--prompt-tokens", "4000")
+    common = (*workload, "--output-tokens", "50", "--max-sp", "8", "--json", str(figures))
+
+    def means(*arguments: str) -> dict[str, tuple[float, float]]:
+        assert run(*common, *arguments) == 0
+        return {
+            one["run"]: tuple(one["groups"]["all"][of]["mean"] for of in ("ttft", "tpot"))
+            for one in json.loads(figures.read_text())["reports"]
+        }
+
+    found = means("--policy", "static-dp,static-tp,shift")
+    only = means("--policy", "shift", "--shift-threshold", "0", "--captured-tokens", "0")
+    dp, tp, shift, sp = (*(found[n] for n in ("static-dp", "static-tp", "shift")), only["shift"])
+    assert shift[0] < tp[0] < dp[0]
+    assert shift[0] < sp[0] < dp[0]  # a prompt waits for the slower outputs of those before it
+    assert shift[1] <= tp[1] < 0.5 * sp[1]
+    off = means("--policy", "static-tp,shift", "--shift-threshold", "off")
+    assert off["shift"] == off["static-tp"]
+
+
+def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,100,10\n"
+    )
+    assert run("--trace", str(trace), "--policy", "static-dp", "--engines", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trace", "none.csv", "--policy", "static-dp"), "cannot read none.csv"),
+        (("--trace", "bursty", "--policy", "static"), "no policy 'static'"),
+        (("--trace", "bursty", "--policy", "static-dp", "--rate-scale", "0"), "--rate-scale"),
+        (("--trace", "bursty", "--policy", "static-dp", "--requests", "0"), "--requests 0"),
+        (("--trace", "bursty", "--policy", "static-dp", "--model-shape", "x"), "cannot read x"),
+        (("--trace", "bursty", "--policy", "static-dp", "--max-num-seqs", "0"), "--max-num-seqs"),
+        (("--trace", "bursty", "--policy", "shift"), "--policy shift needs --max-sp"),
+        (("--trace", "bursty", "--policy", "shift", "--max-sp", "5"), "--max-sp 5"),
+        (
+            ("--trace", "bursty", "--policy", "static-dp", "--captured-tokens", "-1"),
+            "--captured-tokens",
+        ),
+        (
+            ("--trace", "bursty", "--policy", "static-dp", "--engines", "2", "--max-group", "4"),
+            "--max-group 4: there are only 2 engines",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["0:1", "a:1:1", "0:0:1"])
+def test_a_target_has_three_parts(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--trace", "bursty", "--policy", "static-dp", "--target", target)
+    assert "--target" in capsys.readouterr().err

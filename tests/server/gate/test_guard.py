@@ -1,0 +1,136 @@
+from dataclasses import replace
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from shoal.server.gate.bodies import DECODED_BODY
+from shoal.server.gate.bounds import DEFAULTS, BoundsError
+from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from shoal.server.gate.placement import Rejection
+
+
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(await request.body())
+
+
+APP = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST"])])
+
+
+def client(app: object) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=transport, base_url="http://shoal")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/x", {}, 200),
+        ("/" + "x" * 99, {}, 200),
+        ("/" + "x" * 100, {}, 414),
+        ("/?" + "x" * 200, {}, 414),
+        ("/x", {f"x-{k}": "" for k in range(16)}, 431),
+        ("/x", {"x-a": "y" * 1000}, 431),
+    ],
+)
+async def test_a_head_is_bounded(path: str, headers: dict[str, str], status: int) -> None:
+    bounds = replace(DEFAULTS, url_bytes=100, headers=20, header_bytes=1000)
+    rejected: list[Rejection] = []
+    async with client(HeadMiddleware(APP, bounds, rejected.append)) as http:
+        response = await http.get(path, headers=headers)
+    assert response.status_code == status
+    if status != 200:
+        assert response.json()["error"]["code"] == status
+        assert rejected == [Rejection.INVALID]
+
+
+def refuse_no(body: bytes) -> None:
+    if body == b"no":
+        raise BoundsError("field", "no")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"", 200), (b"x" * 50, 200), (b"x" * 51, 413), (b"no", 400)]
+)
+async def test_a_body_is_bounded_and_checked(body: bytes, status: int, chunked: bool) -> None:
+    async def pieces() -> object:
+        for at in range(0, len(body), 20):
+            yield body[at : at + 20]
+
+    async with client(BodyMiddleware(APP, 50, refuse_no)) as http:
+        response = await http.post("/x", content=pieces() if chunked else body)  # type: ignore[arg-type]
+    assert response.status_code == status
+    if status == 200:
+        assert response.content == body
+    else:
+        assert response.json()["error"]["code"] == status
+    if status == 400:
+        assert response.json()["error"]["param"] == "field"
+
+
+async def test_no_more_of_a_body_is_read_than_is_allowed() -> None:
+    asked = 0
+
+    async def receive() -> dict[str, object]:
+        nonlocal asked
+        asked += 1
+        return {"type": "http.request", "body": b"x" * 20, "more_body": True}
+
+    sent: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    await BodyMiddleware(APP, 50, refuse_no)(scope, receive, send)  # type: ignore[arg-type]
+    assert asked == 3
+    assert sent[0]["status"] == 413
+
+
+async def test_a_body_that_stops_before_its_end_reaches_nobody() -> None:
+    """Its connection is closed, or ends with a wrong chunk: what there is of it looks whole."""
+    messages = iter(
+        [{"type": "http.request", "body": b"{}", "more_body": True}, {"type": "http.disconnect"}]
+    )
+    sent: list[dict[str, object]] = []
+
+    async def receive() -> dict[str, object]:
+        return next(messages)
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    await BodyMiddleware(APP, 50, refuse_no)(scope, receive, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 400
+
+
+@pytest.mark.parametrize("said", [{"prompt": [1]}, None])
+async def test_what_a_body_says_goes_on_with_it(said: dict[str, object] | None) -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope[DECODED_BODY])
+        await APP(scope, receive, send)
+
+    async with client(BodyMiddleware(app, 50, lambda _: said)) as http:
+        assert (await http.post("/x", content=b"text")).text == "text"
+        assert (await http.post("/x")).text == ""
+    assert seen == [said, None]
+
+
+async def test_a_get_has_no_body_to_check() -> None:
+    async with client(BodyMiddleware(APP, 1, refuse_no)) as http:
+        assert (await http.request("GET", "/x", content=b"no")).status_code == 200
+
+
+async def test_a_page_in_a_browser_is_turned_away() -> None:
+    async with client(NoBrowserMiddleware(APP)) as http:
+        assert (await http.post("/x", headers={"Origin": "http://evil"})).status_code == 403
+        assert (await http.post("/x", headers={"Origin": "null"})).status_code == 403
+        assert (await http.post("/x")).status_code == 200

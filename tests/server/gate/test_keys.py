@@ -1,0 +1,151 @@
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.runtime.clock import ManualClock
+from shoal.server.errors import UserError
+from shoal.server.gate.keys import ApiKey, KeyRing, digest_of, plain_key, read_api_keys
+
+
+def written(tmp_path: Path, content: Any, name: str = "keys.json") -> Path:
+    path = tmp_path / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.chmod(0o600)
+    return path
+
+
+def entries(*keys: str) -> list[dict[str, str]]:
+    return [{"key": key, "name": key} for key in keys]
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        [
+            {"key": "a", "name": "batch", "min_priority": 10, "max_waiting": 5},
+            {"sha256": digest_of("b").hex(), "name": "chat", "requests_per_minute": 3},
+        ],
+    )
+    assert read_api_keys(path) == (
+        ApiKey(digest_of("a"), "batch", min_priority=10, max_waiting=5),
+        ApiKey(digest_of("b"), "chat", requests_per_minute=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[{", "truncated"),
+        ("{}", "array"),
+        ([], "no key"),
+        ([{"name": "a"}], "either key or sha256"),
+        ([{"name": "a", "key": "x", "sha256": "00" * 32}], "either key or sha256"),
+        ([{"key": "", "name": "a"}], "empty"),
+        ([{"sha256": "abc", "name": "a"}], "64 hexadecimal"),
+        ([{"sha256": "zz" * 32, "name": "a"}], "64 hexadecimal"),
+        ([{"key": "a"}], "name"),
+        ([{"key": "a", "name": ""}], "name"),
+        ([{"key": "a", "name": "x"}, {"key": "b", "name": "x"}], "name"),
+        ([{"key": "a", "name": "x", "max_waiting": 0}], "max_waiting"),
+        ([{"key": "a", "name": "x", "tokens_per_minute": 0}], "tokens_per_minute"),
+        ([{"key": "a", "name": "x", "min_priority": "high"}], "min_priority"),
+        ([{"key": "a", "name": "x", "priority": 1}], "priority"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        read_api_keys(written(tmp_path, content))
+    assert str(caught.value).startswith(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        KeyRing((), tmp_path / "none.json")
+
+
+def test_a_ring_finds_its_keys_only() -> None:
+    first, second = plain_key("first"), plain_key("second")
+    ring = KeyRing([first, second])
+    assert ring.find("first") is first
+    assert ring.find("second") is second
+    assert [ring.find(other) for other in ("", "firs", "firstsecond", "\udc80")] == [None] * 4
+
+
+def test_no_text_of_a_key_is_kept(tmp_path: Path) -> None:
+    ring = KeyRing([plain_key("s3cret")], written(tmp_path, entries("0ther")))
+    kept = repr(vars(ring))
+    assert "s3cret" not in kept
+    assert digest_of("s3cret") in {key.digest for key in ring._keys}
+    assert [key.digest for key in ring._keys] == [digest_of("s3cret"), digest_of("0ther")]
+
+
+def test_a_key_without_a_name_is_a_tenant_of_its_own() -> None:
+    assert plain_key("a").tenant == plain_key("a").tenant != plain_key("b").tenant
+    assert ApiKey(digest_of("a"), "team").tenant == ApiKey(digest_of("b"), "team").tenant
+
+
+# --- a file that changes ---
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    path, clock = written(tmp_path, entries("old")), ManualClock()
+    ring = KeyRing([plain_key("fixed")], path, clock)
+    written(tmp_path, entries("new", "newer"))
+    assert ring.find("old") is not None  # not looked at yet
+    clock.advance(1)
+    assert ring.find("old") is None
+    assert ring.find("new") is not None
+    assert ring.find("newer") is not None
+    assert ring.find("fixed") is not None
+
+
+def test_a_link_that_points_elsewhere_is_a_change(tmp_path: Path) -> None:
+    # How a mounted secret is replaced: the link keeps its name and leads to another file.
+    link, clock = tmp_path / "keys", ManualClock()
+    link.symlink_to(written(tmp_path, entries("old"), "one"))
+    ring = KeyRing((), link, clock)
+    other = written(tmp_path, entries("new"), "two")
+    os.utime(other, ns=(0, (tmp_path / "one").stat().st_mtime_ns))
+    link.unlink()
+    link.symlink_to(other)
+    clock.advance(1)
+    assert ring.find("new") is not None
+    assert ring.find("old") is None
+
+
+@pytest.mark.parametrize("broken", ["[{", None])
+def test_a_broken_file_changes_nothing_and_is_told_once(
+    tmp_path: Path, broken: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = written(tmp_path, entries("old")), ManualClock()
+    ring = KeyRing((), path, clock)
+    if broken is None:
+        path.unlink()
+    else:
+        written(tmp_path, broken)
+    for _ in range(3):
+        clock.advance(1)
+        assert ring.find("old") is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(path) in caplog.text
+    written(tmp_path, entries("new"))
+    clock.advance(1)
+    assert ring.find("new") is not None
+    assert ring.find("old") is None
+
+
+def test_a_file_that_everyone_can_read_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, entries("a"))
+    with caplog.at_level(logging.WARNING):
+        KeyRing((), path)
+        assert caplog.records == []
+        path.chmod(0o644)
+        KeyRing((), path)
+    assert "can be read by every user" in caplog.text

@@ -1,0 +1,191 @@
+"""What a front end measures, on a clock of the test's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from shoal.policies.values.partition import Group
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.protocol.messages import Switching
+from shoal.runtime.protocol.wire import FinishReason
+from shoal.server.gate.placement import Rejection
+from shoal.server.operator.request_metrics import STALL_SECONDS, RequestMetrics, RequestTimes
+
+FIRST, BETWEEN = "shoal_time_to_first_token_seconds", "shoal_inter_token_latency_seconds"
+PER_TOKEN, WHOLE = "shoal_time_per_output_token_seconds", "shoal_request_seconds"
+STALL = "shoal_stream_stall_seconds"
+
+
+@dataclass
+class Bench:
+    """A front end's measures."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    clock: ManualClock = field(default_factory=lambda: ManualClock(100.0))
+
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(["dp", "tp2"], self.registry)
+        self.times = RequestTimes(self.metrics, self.clock)
+
+    def output(
+        self,
+        request_id: str = "r",
+        tokens: int = 1,
+        unit: Group = (0,),
+        reason: FinishReason | None = None,
+        after: float = 0.0,
+    ) -> None:
+        self.clock.advance(after)
+        output = SimpleNamespace(
+            request_id=request_id, new_token_ids=[7] * tokens, finish_reason=reason
+        )
+        self.times.take(unit, [output])
+
+    def seen(self, name: str) -> dict[tuple[str, ...], tuple[float, float]]:
+        """Return count and sum of a histogram's series that have observations."""
+        found: dict[tuple[str, ...], list[float]] = {}
+        for metric in self.registry.collect():
+            for sample in metric.samples if metric.name == name else ():
+                labels = tuple(sample.labels[k] for k in sorted(sample.labels) if k != "le")
+                pair = found.setdefault(labels, [0, 0])
+                if sample.name.endswith("_count"):
+                    pair[0] = sample.value
+                if sample.name.endswith("_sum"):
+                    pair[1] = sample.value
+        return {labels: (n, pytest.approx(total)) for labels, (n, total) in found.items() if n}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_request_from_its_arrival_to_its_last_token(bench: Bench) -> None:
+    bench.times.start("r", -3, arrival=99.0)
+    assert bench.times.sent("r") == 100.0
+    bench.output(after=1.0)
+    bench.output(after=0.2)
+    bench.output(after=0.4, reason=FinishReason.LENGTH)
+    assert bench.seen(FIRST) == {("dp", "urgent"): (1, 2.0)}
+    assert bench.seen(BETWEEN) == {("dp", "urgent"): (2, 0.6)}
+    assert bench.seen(PER_TOKEN) == {("dp", "urgent"): (1, 0.3)}
+    assert bench.seen(WHOLE) == {("dp", "urgent"): (1, 2.6)}
+    assert bench.seen(STALL) == {}
+    assert len(bench.times) == 0
+
+
+def test_a_single_token_has_no_time_per_token(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(after=0.5, reason=FinishReason.STOP)
+    assert bench.seen(WHOLE) == {("dp", "normal"): (1, 0.5)}
+    assert bench.seen(PER_TOKEN) == {}
+
+
+def test_tokens_count_where_they_were_made_and_a_whole_request_as_mixed(bench: Bench) -> None:
+    bench.times.start("r", 4, arrival=100.0)
+    bench.output(unit=(0,), after=0.1)
+    bench.output(unit=(0, 1), after=0.3)
+    bench.output(unit=(0, 1), after=0.1, reason=FinishReason.LENGTH)
+    assert bench.seen(FIRST) == {("dp", "background"): (1, 0.1)}
+    assert bench.seen(BETWEEN) == {("tp2", "background"): (2, 0.4)}
+    assert bench.seen(WHOLE) == {("mixed", "background"): (1, 0.5)}
+    assert bench.seen(PER_TOKEN) == {("mixed", "background"): (1, 0.2)}
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_a_request_that_was_not_answered_is_in_no_total(bench: Bench, reason: FinishReason) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(after=0.5)
+    bench.output(tokens=0, unit=(), reason=reason, after=0.5)
+    assert bench.seen(WHOLE) == bench.seen(PER_TOKEN) == bench.seen(BETWEEN) == {}
+    assert len(bench.times) == 0
+
+
+def test_a_refused_request_has_no_first_token(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(tokens=0, unit=(), reason=FinishReason.ABORT, after=0.5)
+    assert bench.seen(FIRST) == {}
+    assert len(bench.times) == 0
+
+
+def test_a_client_that_leaves_ends_its_measure(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(after=0.5)
+    bench.times.forget(["r", "unknown"])
+    bench.output(after=0.5, reason=FinishReason.LENGTH)
+    assert bench.seen(WHOLE) == {}
+    assert bench.times.sent("r") is None
+
+
+def test_a_stop_string_ends_a_request_at_its_last_output(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(after=0.5)
+    bench.output(after=0.5)
+    bench.clock.advance(7.0)
+    bench.times.finish(["r", "unknown"])
+    assert bench.seen(WHOLE) == {("dp", "normal"): (1, 1.0)}
+
+
+def stalled(bench: Bench, gap: float, unit: Group = (0,)) -> None:
+    bench.output(unit=unit, after=gap)
+
+
+def test_a_gap_of_a_second_is_a_stall_and_a_shorter_one_is_none(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(after=5.0)
+    stalled(bench, STALL_SECONDS - 0.25)
+    assert bench.seen(STALL) == {}
+    stalled(bench, STALL_SECONDS)
+    assert bench.seen(STALL) == {("other",): (1, STALL_SECONDS)}
+
+
+@pytest.mark.parametrize(
+    ("engines", "over", "cause"),
+    [
+        ([0, 1], True, "switch"),
+        ([0, 1], False, "switch"),
+        ([2, 3], True, "other"),
+        ([2, 3], False, "other"),
+    ],
+)
+def test_a_stall_in_a_switch_of_its_engines_is_the_switchs(
+    bench: Bench, engines: Sequence[int], over: bool, cause: str
+) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output()
+    bench.clock.advance(1.0)
+    bench.times.note(Switching(list(engines), over=False))
+    if over:
+        bench.times.note(Switching(list(engines), over=True))
+    stalled(bench, 1.0)
+    assert bench.seen(STALL) == {(cause,): (1, 2.0)}
+
+
+def test_a_switch_before_the_last_output_is_not_the_cause(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.times.note(Switching([0, 1], over=False))
+    bench.times.note(Switching([0, 1], over=True))
+    bench.output(after=1.0)
+    stalled(bench, 3.0)
+    assert bench.seen(STALL) == {("other",): (1, 3.0)}
+
+
+def test_a_stall_of_a_moved_request_is_the_moves(bench: Bench) -> None:
+    bench.times.start("r", 0, arrival=100.0)
+    bench.output(unit=(0,))
+    bench.times.note(Switching([0, 1], over=False))
+    stalled(bench, 2.0, unit=(0, 1))
+    assert bench.seen(STALL) == {("moved",): (1, 2.0)}
+
+
+def test_refusals_are_counted_by_reason(bench: Bench) -> None:
+    bench.metrics.reject(Rejection.EXPIRED)
+    bench.metrics.reject(Rejection.EXPIRED)
+    counts = {
+        reason: bench.registry.get_sample_value("shoal_rejected_requests_total", {"reason": reason})
+        for reason in Rejection
+    }
+    assert counts == dict.fromkeys(Rejection, 0.0) | {Rejection.EXPIRED: 2.0}

@@ -1,0 +1,258 @@
+"""Processes of a served node die: streams go on, or end with a reason, and nothing is left over."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal.loadgen.bench.engine_failures import counter
+from tests.server.node import ServedNode, children_of
+
+STREAMS = 8
+PINNED = 4
+TOKENS = 120
+EARLY = 5
+"""Chunks that every stream has got before an engine goes."""
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")  # a short name: sockets are in it
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "shoal-demo",
+        "prompt": f"The sea, number {number}: " * 3,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        **more,
+    }
+
+
+class Stream:
+    """One streamed completion."""
+
+    def __init__(self, client: httpx.AsyncClient, request: dict[str, Any]) -> None:
+        self._client = client
+        self._request = request
+        self.texts: dict[int, str] = {}
+        self.chunks = 0
+        self.started = asyncio.Event()
+        self.error: str | None = None
+
+    async def run(self) -> None:
+        async with self._client.stream("POST", "/v1/completions", json=self._request) as response:
+            assert response.status_code == 200, await response.aread()
+            async for event in self._events(response):
+                if "error" in event:
+                    self.error = event["error"]["message"]
+                for choice in event.get("choices", []):
+                    index, text = choice["index"], choice["text"]
+                    self.texts[index] = self.texts.get(index, "") + text
+                self.chunks += 1
+                if self.chunks == EARLY:
+                    self.started.set()
+
+    async def refusal(self) -> httpx.Response:
+        async with self._client.stream("POST", "/v1/completions", json=self._request) as response:
+            await response.aread()
+            return response
+
+    @staticmethod
+    async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def requests() -> list[dict[str, Any]]:
+    """Return requests with one possible answer, one of them with two choices, then seeded ones."""
+    twice = body(STREAMS, n=2, temperature=1, top_k=1)
+    return (
+        [body(k) for k in range(STREAMS - 1)]
+        + [twice]
+        + [body(100 + k, seed=k, temperature=0.8) for k in range(PINNED)]
+    )
+
+
+async def run_streams(node: ServedNode, act: Any = None) -> list[Stream]:
+    """Run all streams at a time; act when each has begun."""
+    async with node.async_client() as client:
+        streams = [Stream(client, request) for request in requests()]
+        tasks = [asyncio.create_task(stream.run()) for stream in streams]
+        if act is not None:
+            await asyncio.gather(*(stream.started.wait() for stream in streams))
+            act()
+        await asyncio.gather(*tasks)
+    return streams
+
+
+def check_streams(node: ServedNode, act: Any) -> None:
+    """Have a part of the node die under streams: their clients see nothing of it, or the reason."""
+    undisturbed = asyncio.run(run_streams(node))
+    streams = asyncio.run(run_streams(node, act))
+    greedy = slice(0, STREAMS)
+    assert [stream.error for stream in streams[greedy]] == [None] * STREAMS
+    assert [s.texts for s in streams[greedy]] == [s.texts for s in undisturbed[greedy]]
+    reasons = [stream.error for stream in streams[STREAMS:] if stream.error is not None]
+    assert 0 < len(reasons) < PINNED
+    assert all("cannot go on elsewhere" in reason for reason in reasons)
+    with node.client() as http:
+        metrics = http.get("/metrics").text
+    assert counter(metrics, "shoal_requests_migrated_total") > 0
+    outcomes = 'shoal_requests_total{outcome="%s"}'
+    assert counter(metrics, outcomes % "lost") == len(reasons)
+    assert counter(metrics, outcomes % "poisoned") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_when_an_engine_dies(cache: Path, number: signal.Signals) -> None:
+    node = ServedNode(cache, "--fake-step-ms", "20")
+    check_streams(node, lambda: os.kill(node.children[0], number))
+    cause = {signal.SIGKILL: "ended", signal.SIGSTOP: "stopped"}[number]
+    with node.client() as http:
+        metrics = http.get("/metrics").text
+    assert counter(metrics, f'shoal_engine_deaths_total{{cause="{cause}"}}') == 1
+    node.stop()
+    assert node.leftovers() == []
+
+
+def test_streams_go_on_when_a_real_engine_dies(cache: Path) -> None:
+    node = ServedNode(cache, real=True, VLLM_LOGGING_LEVEL="CRITICAL")
+    assert node.url, "\n".join(node.lines)
+    scheduler, runner, *_ = node.children
+    check_streams(node, lambda: os.kill(runner, signal.SIGKILL))
+    assert not Path(f"/proc/{scheduler}").exists(), "an engine dies whole"
+    node.stop()
+    assert node.leftovers() == []
+
+
+async def run_until_broken(node: ServedNode, act: Callable[[], None]) -> list[Stream]:
+    """Run streams that are far from their end, act when each has begun, and wait for their ends."""
+    async with node.async_client() as client:
+        streams = [Stream(client, body(k, max_tokens=1000)) for k in range(24)]
+        tasks = [asyncio.create_task(stream.run()) for stream in streams]
+        await asyncio.gather(*(stream.started.wait() for stream in streams))
+        act()
+        await asyncio.gather(*tasks)
+    return streams
+
+
+def test_streams_end_when_no_engine_is_back_in_time(cache: Path) -> None:
+    options = ("--restart-backoff", "1000", "--outage-limit", "0.5")
+    node = ServedNode(cache, "--fake-step-ms", "20", *options)
+
+    def lose_both() -> None:
+        os.kill(node.children[0], signal.SIGSTOP)
+        os.kill(node.children[1], signal.SIGKILL)
+
+    streams = asyncio.run(run_until_broken(node, lose_both))
+    assert {stream.error for stream in streams} == {"no engine has served for 0.5 s"}
+    with node.client() as http:
+        late = http.post("/v1/completions", json=body(0, stream=False))
+        assert late.status_code == 503
+        assert late.headers["retry-after"] == "10"
+        assert http.get("/health").status_code == 200
+        assert http.get("/ready").status_code == 503
+        metrics = http.get("/metrics").text
+    outcomes = 'shoal_requests_total{outcome="%s"}'
+    assert counter(metrics, outcomes % "unavailable") == len(streams) + 1
+    assert counter(metrics, outcomes % "poisoned") == counter(metrics, outcomes % "lost") == 0
+    refused = 'shoal_rejected_requests_total{reason="unavailable"}'
+    assert counter(metrics, refused) == 1, "those that had begun were not refused"
+    node.stop()
+    assert node.leftovers() == []
+
+
+def test_streams_go_on_when_both_engines_come_back(cache: Path) -> None:
+    node = ServedNode(cache, "--fake-step-ms", "20", "--restart-backoff", "0.1")
+    children = children_of(node.process.pid)
+
+    def lose_both() -> None:
+        os.kill(children[0], signal.SIGSTOP)
+        os.kill(children[1], signal.SIGKILL)
+
+    async def run(act: Callable[[], None]) -> list[Stream]:
+        async with node.async_client() as client:
+            streams = [Stream(client, body(k)) for k in range(24)]
+            tasks = [asyncio.create_task(stream.run()) for stream in streams]
+            await asyncio.gather(*(stream.started.wait() for stream in streams))
+            act()
+            await asyncio.gather(*tasks)
+        return streams
+
+    undisturbed, streams = asyncio.run(run(lambda: None)), asyncio.run(run(lose_both))
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert [stream.texts for stream in streams] == [stream.texts for stream in undisturbed]
+    node.children += children_of(node.process.pid)
+    node.stop()
+    assert node.leftovers() == []
+
+
+def test_a_controller_that_hangs_is_noticed_and_ends_the_node(cache: Path) -> None:
+    node = ServedNode(cache, "--fake-step-ms", "20", "--controller-timeout", "3")
+    controller = node.children[2]
+    asyncio.run(use_while_it_hangs(node, controller))
+    os.kill(controller, signal.SIGSTOP)
+    assert node.wait()[-1] == "shoal: controller: it has not answered for 9 s"
+    assert node.process.returncode == 1
+    assert node.leftovers() == []
+
+
+async def use_while_it_hangs(node: ServedNode, controller: int) -> None:
+    """Have the controller stop for so long that it is noticed, and not for so long that it ends."""
+    async with node.async_client() as http:
+
+        async def ask() -> httpx.Response:
+            return await http.post("/v1/completions", json=body(0, max_tokens=1, stream=False))
+
+        async def health_is(status: int) -> None:
+            while (await http.get("/health")).status_code != status:
+                await asyncio.sleep(0.01)  # bounded by the test's time limit
+
+        running = Stream(http, body(1, max_tokens=300))
+        reading = asyncio.create_task(running.run())
+        await running.started.wait()
+        os.kill(controller, signal.SIGSTOP)
+        waiting = [asyncio.create_task(ask()) for _ in range(4)]
+        waiting += [asyncio.create_task(Stream(http, body(k)).refusal()) for k in range(4)]
+        answers = await asyncio.gather(*waiting)
+        assert {answer.status_code for answer in answers} == {503}
+        assert {answer.headers["retry-after"] for answer in answers} == {"10"}
+        reasons = {answer.json()["error"]["message"] for answer in answers}
+        assert reasons == {"the controller has not answered for 3 s"}
+        assert (await http.get("/health")).status_code == 503
+        assert (await ask()).status_code == 503
+        before = running.chunks
+        while running.chunks < before + EARLY:
+            await asyncio.sleep(0.01)  # it goes on: its engine needs no controller
+        os.kill(controller, signal.SIGCONT)
+        await health_is(200)
+        assert (await ask()).status_code == 200
+        await reading
+        assert running.error is None
+        metrics = (await http.get("/metrics")).text
+    outcomes = 'shoal_requests_total{outcome="%s"}'
+    assert counter(metrics, outcomes % "unavailable") == len(answers) + 1
+    assert counter(metrics, outcomes % "finished") == 2
+    assert counter(metrics, 'shoal_rejected_requests_total{reason="unavailable"}') == 9
+
+
+def test_a_killed_server_takes_its_processes_along_and_the_next_one_cleans_up(cache: Path) -> None:
+    node = ServedNode(cache)
+    node.process.kill()
+    node.wait()  # until nobody is left who could write
+    assert node.runtime_dir.exists()
+    following = ServedNode(cache)
+    assert not node.runtime_dir.exists()
+    following.stop()
+    assert following.leftovers() == []

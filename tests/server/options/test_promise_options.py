@@ -1,0 +1,126 @@
+"""What options say about promises and step times becomes what the node is started with."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.policies.values.snapshot import Target
+from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
+from shoal.server.errors import UserError
+from shoal.server.options.promise_options import (
+    add_promise_options,
+    node_cost_model,
+    promised,
+    shape_of,
+)
+from shoal.server.options.shift_options import add_shift_options
+
+LLAMA = read_shape("llama-3-8b-bf16")
+
+
+class Model(SimpleNamespace):
+    """What of vLLM's ``ModelConfig`` is read: that of a Llama 3 of 8B."""
+
+    def __init__(self, **changes: Any) -> None:
+        text = SimpleNamespace(num_attention_heads=32, intermediate_size=14336)
+        fields = {"hf_text_config": text, "dtype": "torch.bfloat16", "quantization": None}
+        super().__init__(**{**fields, "max_model_len": 131072, **changes})
+
+    def get_total_num_hidden_layers(self) -> int:
+        return 32
+
+    def get_hidden_size(self) -> int:
+        return 4096
+
+    def get_total_num_kv_heads(self) -> int:
+        return 8
+
+    def get_head_size(self) -> int:
+        return 128
+
+    def get_vocab_size(self) -> int:
+        return 128256
+
+
+def parsed(*argv: str, policy: str = "slo") -> Namespace:
+    parser = ArgumentParser(exit_on_error=False)
+    add_promise_options(parser.add_argument_group("Shoal"))
+    add_shift_options(parser, automatic=False)
+    return parser.parse_args(argv, Namespace(policy=policy))
+
+
+def test_targets_are_in_seconds_and_in_order() -> None:
+    args = parsed("--target=0:1000:30", "--target=-10:500:15")
+    assert promised(args) == (Target(-10, 0.5, 0.015), Target(0, 1.0, 0.03))
+
+
+def test_only_a_policy_that_goes_by_promises_needs_them() -> None:
+    assert promised(parsed(policy="flying")) == ()
+    with pytest.raises(UserError, match="--target"):
+        promised(parsed())
+
+
+def test_the_shape_is_that_of_the_served_model() -> None:
+    assert shape_of(Model(), "auto") == LLAMA
+    small = msgspec.structs.replace(LLAMA, weight_dtype="fp8", kv_dtype="fp8")
+    assert shape_of(Model(quantization="fp8"), "fp8_e4m3") == small
+
+
+def test_gpus_are_taken_for_h200_unless_they_are_said_to_be_others(tmp_path: Path) -> None:
+    h200 = read_hardware("h200")
+    known = node_cost_model(parsed(), Model(), "auto", gpus=8, say=print)
+    assert known == cost_model(LLAMA, h200)
+    slower = msgspec.structs.replace(h200, memory_bytes_per_second=1e12)
+    path = tmp_path / "slower.json"
+    path.write_bytes(msgspec.json.encode(slower))
+    args = parsed("--cost-model-hardware", str(path), "--cost-model-shape", "llama-3-70b-fp8")
+    named = node_cost_model(args, Model(), "auto", gpus=8, say=print)
+    assert named == cost_model(read_shape("llama-3-70b-fp8"), slower)
+
+
+def test_the_model_knows_how_far_sp_goes() -> None:
+    model = node_cost_model(parsed("--max-sp", "4"), Model(), "auto", gpus=8, say=print)
+    assert model == cost_model(LLAMA, read_hardware("h200"), 4)
+
+
+def test_a_node_that_needs_no_cost_model_starts_without_and_says_so() -> None:
+    said: list[str] = []
+    strange = Model(dtype="torch.float64")
+    none = node_cost_model(parsed(policy="flying"), strange, "auto", gpus=8, say=said.append)
+    assert none is None
+    assert said == ["  no cost model: nothing is known of dtype float64"]
+
+
+def test_a_model_whose_configuration_names_no_mlp_size_has_no_cost_model() -> None:
+    said: list[str] = []
+    bloom = Model(hf_text_config=SimpleNamespace(num_attention_heads=32))
+    args = parsed(policy="flying")
+    assert node_cost_model(args, bloom, "auto", gpus=8, say=said.append) is None
+    assert said == ["  no cost model: the model's configuration has no intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "policy"),
+    [
+        ((), "slo"),
+        (("--cost-model-hardware", "h200"), "flying"),
+        (("--max-sp", "2", "--shift-threshold", "auto"), "flying"),
+    ],
+    ids=["needed", "asked-for", "needed-for-the-shift"],
+)
+def test_a_cost_model_that_is_wanted_is_there_or_nothing_starts(
+    argv: tuple[str, ...], policy: str
+) -> None:
+    strange = Model(dtype="torch.float64")
+    with pytest.raises(UserError, match="no cost model: nothing is known of dtype float64"):
+        node_cost_model(parsed(*argv, policy=policy), strange, "auto", gpus=8, say=print)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    args = parsed("--cost-model-hardware", "h2000", policy="flying")
+    with pytest.raises(UserError, match=r"cannot read h2000.*built-in ones: .*h200"):
+        node_cost_model(args, Model(), "auto", gpus=8, say=print)

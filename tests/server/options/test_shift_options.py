@@ -1,0 +1,138 @@
+"""What options and callers say of the shift between TP and SP becomes what the node does."""
+
+from argparse import ArgumentError, ArgumentParser, Namespace
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftRule
+from shoal.server.errors import UserError
+from shoal.server.operator.admin import BadRequestError, parse_shift_request
+from shoal.server.options.shift_options import (
+    AUTO,
+    add_shift_options,
+    automatic_max_sp,
+    check_shift,
+)
+
+
+def parsed(*argv: str, automatic: bool = False) -> Namespace:
+    parser = ArgumentParser(exit_on_error=False)
+    add_shift_options(parser.add_argument_group("Shoal"), automatic=automatic)
+    return parser.parse_args(argv)
+
+
+served = partial(parsed, automatic=True)
+
+
+def test_a_simulated_node_has_no_sp_unless_asked_for() -> None:
+    args = parsed()
+    assert (args.max_sp, args.shift_threshold) == (1, DEFAULT_THRESHOLD)
+    check_shift(args, ["flying"], 8)
+
+
+def test_a_node_is_refused_nothing_until_its_sp_is_chosen() -> None:
+    args = served("--shift-threshold", "512")
+    assert args.max_sp == AUTO
+    check_shift(args, ["shift"], 4)
+    args.max_sp = 1
+    with pytest.raises(UserError, match="--shift-threshold needs --max-sp"):
+        check_shift(args, ["shift"], 4)
+
+
+def test_a_node_may_be_told_its_degree() -> None:
+    assert served("--max-sp", "2").max_sp == 2
+    with pytest.raises(ArgumentError, match="'many' is neither a number nor auto"):
+        served("--max-sp", "many")
+
+
+@dataclass
+class Model:
+    architecture: str = "Qwen3ForCausalLM"
+    enable_prompt_embeds: bool = False
+    uses_mrope: bool = False
+    head_size: int = 128
+
+    def get_head_size(self) -> int:
+        return self.head_size
+
+
+def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
+    assert automatic_max_sp(Model(), 4, on_gpus=True) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "on_gpus"),
+    [
+        pytest.param(Model(), False, id="on CPUs, or with fake engines"),
+        pytest.param(Model("BloomForCausalLM"), True, id="an architecture nobody has tested"),
+        pytest.param(Model(enable_prompt_embeds=True), True, id="inputs that are not tokens"),
+        pytest.param(Model(uses_mrope=True), True, id="positions of several dimensions"),
+        pytest.param(Model("LlamaForCausalLM", head_size=100), True, id="heads of odd sizes"),
+    ],
+)
+def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:
+    assert automatic_max_sp(model, 4, on_gpus=on_gpus) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "threshold"), [("512", 512), ("auto", ShiftRule.AUTO), ("off", ShiftRule.OFF)]
+)
+def test_thresholds(text: str, threshold: int | ShiftRule) -> None:
+    args = parsed("--max-sp", "2", "--shift-threshold", text)
+    check_shift(args, ["shift"], 2)
+    assert args.shift_threshold == threshold
+
+
+def test_what_is_no_threshold_is_named() -> None:
+    with pytest.raises(ArgumentError, match="'some' is no threshold"):
+        parsed("--shift-threshold", "some")
+
+
+@pytest.mark.parametrize(
+    ("argv", "policy", "named"),
+    [
+        (["--max-sp", "3"], "flying", "--max-sp 3: with groups of up to 4 it is 1, 2, 4"),
+        (["--max-sp", "0"], "flying", "--max-sp 0"),
+        (["--max-sp", "8"], "flying", "--max-sp 8"),
+        (["--shift-threshold", "512"], "flying", "--shift-threshold needs --max-sp"),
+        ([], "shift", "--policy shift needs --max-sp"),
+    ],
+)
+def test_what_no_group_can_do_is_refused(argv: list[str], policy: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        check_shift(parsed(*argv), [policy], 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "threshold"),
+    [
+        (b'{"threshold": 512}', 512),
+        (b'{"threshold": "auto"}', ShiftRule.AUTO),
+        (b'{"threshold": "off"}', ShiftRule.OFF),
+    ],
+)
+def test_a_request_says_a_threshold(body: bytes, threshold: int | ShiftRule) -> None:
+    assert parse_shift_request(body) == threshold
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "not valid"),
+        (b"512", "object"),
+        (b"{}", "threshold"),
+        (b'{"threshold": null}', "threshold"),
+        (b'{"threshold": 1.5}', "threshold"),
+        (b'{"threshold": -1}', "'-1' is no threshold"),
+        (b'{"threshold": 99999999}', "'99999999' is no threshold"),
+        (b'{"threshold": "on"}', "'on' is no threshold"),
+        (b'{"threshold": "512"}', "without quotes"),
+        (b'{"threshold": "' + b"9" * 5000 + b'"}', "without quotes"),
+        (b'{"threshold": 512, "degree": 2}', "unknown field degree"),
+    ],
+)
+def test_what_is_wrong_with_it_is_named(body: bytes, named: str) -> None:
+    with pytest.raises(BadRequestError, match=named):
+        parse_shift_request(body)

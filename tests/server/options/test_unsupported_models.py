@@ -1,0 +1,274 @@
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+from shoal.server.errors import UserError
+from shoal.server.options import vllm_options
+from shoal.server.options.unsupported_models import check_kv_groups, check_model_config
+from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
+from tests.server.node import ServedNode, run_shoal
+
+SUPPORTED: dict[str, Any] = {
+    "model": "m",
+    "is_multimodal_model": False,
+    "runner_type": "generate",
+    "is_encoder_decoder": False,
+    "is_moe": False,
+    "is_hybrid": False,
+    "is_attention_free": False,
+    "use_mla": False,
+    "quantization": None,
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "compressed-tensors", "fp8_per_block"])
+def test_a_plain_model_is_supported(quantization: str | None) -> None:
+    check_model_config(SimpleNamespace(**SUPPORTED | {"quantization": quantization}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ({"is_multimodal_model": True}, "multimodal"),
+        ({"runner_type": "pooling"}, "pooling"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_moe": True}, "mixture-of-experts"),
+        ({"is_hybrid": True}, "state-space"),
+        ({"is_attention_free": True}, "state-space"),
+        ({"use_mla": True}, "MLA"),
+        ({"quantization": "awq"}, "awq"),
+    ],
+)
+def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        check_model_config(SimpleNamespace(**SUPPORTED | kind))
+
+
+# --- groups of KV blocks ---
+
+SHAPE = model_config(CheckpointSpec(layers=6)) | {"dtype": "bfloat16"}
+WINDOW: dict[str, Any] = {"sliding_window": 512}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def family(name: str, architecture: str, **more: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of another family."""
+    return SHAPE | {"model_type": name, "architectures": [architecture]} | more
+
+
+GEMMA_2 = family("gemma2", "Gemma2ForCausalLM", **WINDOW)
+SEVERAL_GROUPS = {
+    "gemma-2": GEMMA_2,
+    "gemma-3": family("gemma3_text", "Gemma3ForCausalLM", **WINDOW),
+    "gpt-oss": family("gpt_oss", "GptOssForCausalLM", **WINDOW, num_local_experts=4),
+    "mistral-some-layers": family(
+        "mistral", "MistralForCausalLM", **WINDOW, layer_types=[SLIDING, FULL, FULL] * 2
+    ),
+    "window-by-layer": family(
+        "mistral", "MistralForCausalLM", interleaved_sliding_window=[None, 512, 512] * 2
+    ),
+}
+ONE_GROUP = {
+    "llama": SHAPE,
+    "qwen2": family("qwen2", "Qwen2ForCausalLM"),
+    "qwen2-window-off": family(
+        *("qwen2", "Qwen2ForCausalLM"), **WINDOW, use_sliding_window=False, max_window_layers=3
+    ),
+    "qwen3": family("qwen3", "Qwen3ForCausalLM"),
+    "mistral-all-layers": family("mistral", "MistralForCausalLM", **WINDOW),
+    "mistral-no-window": family("mistral", "MistralForCausalLM", sliding_window=None),
+    "gemma-2-window-off": family("gemma2", "Gemma2ForCausalLM", sliding_window=None),
+}
+
+
+def configured(path: Path, config: dict[str, Any], *, one_group: bool = False) -> Any:
+    """Return what is read of vLLM's ``VllmConfig`` for a model with this ``config.json``."""
+    (path / "config.json").write_text(json.dumps(config))
+    text = get_hf_text_config(get_config(str(path), trust_remote_code=False))
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_group),
+        model_config=SimpleNamespace(model="m", hf_text_config=text),
+    )
+
+
+@pytest.mark.parametrize("config", SEVERAL_GROUPS.values(), ids=SEVERAL_GROUPS)
+def test_a_model_with_several_groups_of_kv_blocks_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_kv_groups(configured(tmp_path, config))
+    assert str(caught.value) == (
+        "m is a model whose layers reach back differently far (all tokens, the last 512 tokens), "
+        "so vLLM keeps several groups of KV blocks: not supported; with "
+        "--disable-hybrid-kv-cache-manager it keeps one"
+    )
+
+
+@pytest.mark.parametrize("config", SEVERAL_GROUPS.values(), ids=SEVERAL_GROUPS)
+def test_it_is_served_where_vllm_is_told_to_keep_one(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    check_kv_groups(configured(tmp_path, config, one_group=True))
+
+
+@pytest.mark.parametrize("config", ONE_GROUP.values(), ids=ONE_GROUP)
+def test_a_model_with_one_group_is_served(tmp_path: Path, config: dict[str, Any]) -> None:
+    check_kv_groups(configured(tmp_path, config))
+
+
+def test_the_groups_are_checked_as_a_node_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_2))
+    with pytest.raises(UserError, match="several groups of KV blocks"):
+        vllm_options.make_vllm_config(AsyncEngineArgs(model=str(tmp_path)))
+    one = AsyncEngineArgs(model=str(tmp_path), disable_hybrid_kv_cache_manager=True)
+    vllm_options.make_vllm_config(one)
+
+
+# --- compressed-tensors ---
+
+Arguments = Mapping[str, Any]
+"""How one tensor is quantised, as compressed-tensors writes it."""
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+BLOCK = {"strategy": "block", "block_structure": [128, 128]}
+OF_128 = {"dynamic": True, "strategy": "group", "group_size": 128}
+TOKEN = {"dynamic": True, "strategy": "token"}
+CHANNEL = {"strategy": "channel"}
+TENSOR = {"strategy": "tensor"}
+HADAMARD = {
+    "config_groups": {
+        "all": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}
+    }
+}
+
+
+def layers(weights: Arguments, activations: Arguments | None, target: str = "Linear") -> Any:
+    return {"targets": [target], "weights": weights, "input_activations": activations}
+
+
+def checkpoint(path: Path, *groups: Any, form: str = "float-quantized", **more: Any) -> Path:
+    """Write the configuration of a checkpoint whose groups of layers are quantised like this."""
+    config = model_config(CheckpointSpec(layers=1)) | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "ignore": ["lm_head"],
+            "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+            **more,
+        },
+        "dtype": "bfloat16",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(layers(FP8 | CHANNEL, FP8 | TOKEN), id="channel"),
+        pytest.param(layers(FP8 | TENSOR, FP8 | TENSOR), id="tensor-static"),
+        pytest.param(layers(FP8 | BLOCK, FP8 | OF_128), id="block"),
+    ],
+)
+def test_fp8_is_supported(tmp_path: Path, group: Any) -> None:
+    config = vllm_options.make_vllm_config(AsyncEngineArgs(model=str(checkpoint(tmp_path, group))))
+    assert config.quant_config.target_scheme_map.keys() == {"Linear"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "form", "named"),
+    [
+        pytest.param(
+            [layers(INT8 | CHANNEL, INT8 | TOKEN)],
+            "int-quantized",
+            "Linear has 8-bit int (channel) weights and 8-bit int (token) activations",
+            id="int8",
+        ),
+        pytest.param(
+            [layers(INT4, None)],
+            "pack-quantized",
+            "Linear has 4-bit int (group) weights and plain activations",
+            id="int4",
+        ),
+        pytest.param(
+            [layers(INT4, FP8 | TOKEN)],
+            "pack-quantized",
+            "Linear has 4-bit int (group) weights and 8-bit float (token) activations",
+            id="int4-fp8",
+        ),
+        pytest.param(
+            [layers(FP8 | CHANNEL, None)],
+            "naive-quantized",
+            "Linear has 8-bit float (channel) weights and plain activations",
+            id="fp8-weights-alone",
+        ),
+        pytest.param(
+            [layers(FP8 | {"strategy": "group", "group_size": 32}, FP8 | TOKEN)],
+            "float-quantized",
+            "Linear has 8-bit float (group) weights and 8-bit float (token) activations",
+            id="fp8-groups",
+        ),
+        pytest.param(
+            [layers(FP8 | CHANNEL, FP8 | TOKEN), layers(INT8 | CHANNEL, None, "re:.*down_proj")],
+            "mixed-precision",
+            "re:.*down_proj has 8-bit int (channel) weights and plain activations",
+            id="one-group-of-two",
+        ),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(
+    tmp_path: Path, groups: list[Any], form: str, named: str
+) -> None:
+    model = checkpoint(tmp_path, *groups, form=form)
+    with pytest.raises(UserError) as caught:
+        vllm_options.make_vllm_config(AsyncEngineArgs(model=str(model)))
+    assert str(caught.value) == f"{model} is quantised (compressed-tensors: {named}): not supported"
+
+
+def test_weights_that_are_quantised_again_are_left_to_the_engines(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, layers(INT8 | CHANNEL, INT8 | TOKEN), form="int-quantized")
+    again: Any = {"linear": "fp8_per_channel"}
+    args = AsyncEngineArgs(model=str(model), quantization_config=again)
+    quantisation = vllm_options.make_vllm_config(args).quant_config
+    assert quantisation.online_quantization_config is not None
+
+
+def test_no_engine_is_started_for_one(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, layers(INT4, None), form="pack-quantized")
+    process = run_shoal(["serve", str(model), "--port", "0"], dict(os.environ))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    _starting, _imports, error = output.splitlines()
+    assert error.startswith(f"shoal: {model} is quantised (compressed-tensors: Linear has 4-bit ")
+
+
+def test_real_engines_refuse_what_they_alone_see(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """FP8 by the scheme of its groups, but for transforms that are applied to the activations."""
+    model = tmp_path_factory.mktemp("models") / "transformed"
+    write_checkpoint(model, CheckpointSpec(layers=1))
+    (model / "model.safetensors").unlink()
+    checkpoint(model, layers(FP8 | CHANNEL, FP8 | TOKEN), transform_config=HADAMARD)
+    node = ServedNode(
+        tmp_path_factory.mktemp("c"),  # of a short name: sockets are below it
+        *(str(model), "--engines", "2", "--load-format", "dummy", "--enforce-eager"),
+        *("--max-model-len", "256", "--kv-cache-memory-bytes", str(16 << 20)),
+        real=True,
+    )
+    lines = [*node.lines, *node.wait()]
+    assert node.process.returncode == 1
+    (line,) = [line for line in lines if line.startswith("shoal: ")]
+    assert line.endswith(
+        "UnviewableWeights: model.layers.0.self_attn.qkv_proj: "
+        "CompressedTensorsLinearTransformMethod weights are not supported"
+    )
+    assert not any("Traceback" in line for line in lines)
+    assert node.leftovers() == []

@@ -1,0 +1,103 @@
+"""The options that say what the load is."""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from shoal.loadgen.summary import Objective
+from shoal.loadgen.workload import Workload
+from shoal.server.errors import UserError
+from shoal.server.options.workload_options import (
+    add_target_option,
+    add_workload_options,
+    read_objectives,
+    read_workload,
+)
+
+
+def parser() -> ArgumentParser:
+    made = ArgumentParser(prog="p")
+    add_workload_options(made)
+    add_target_option(made)
+    return made
+
+
+def workload(*arguments: str) -> Workload:
+    return read_workload(parser().parse_args(arguments))
+
+
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "t.jsonl"
+    lines = [
+        f'{{"at": {k}, "prompt_tokens": {10 * (k + 1)}, "output_tokens": 4}}' for k in range(10)
+    ]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_trace_is_cut_and_scaled(tmp_path: Path) -> None:
+    one = workload(
+        *("--trace", trace(tmp_path), "--rate-scale", "2", "--length-scale", "0.5"),
+        *("--duration", "3", "--requests", "4", "--max-request-tokens", "32"),
+    )
+    assert [(a.at, a.prompt_tokens, a.output_tokens) for a in one.arrivals] == [
+        (0.0, 5, 2),
+        (0.5, 10, 2),
+        (1.0, 15, 2),
+        (1.5, 20, 2),
+    ]
+
+
+def test_a_made_up_workload_lasts_as_long_as_asked_at_any_rate() -> None:
+    for scale in ("1", "4"):
+        one = workload("--trace", "poisson", "--rate", "9", "--rate-scale", scale, "--duration=30")
+        assert 29 < one.arrivals[-1].at < 30
+    assert len(workload("--trace", "ramp", "--rate", "1:5", "--requests", "7").arrivals) == 7
+
+
+def test_lengths_and_priorities_are_drawn() -> None:
+    one = workload(
+        *("--trace", "gamma", "--burstiness", "0.5", "--requests", "50", "--prompt-tokens", "3"),
+        *("--output-tokens", "5:6", "--priorities=-10:1,4:1"),
+    )
+    assert {a.prompt_tokens for a in one.arrivals} == {3}
+    assert {a.output_tokens for a in one.arrivals} == {5, 6}
+    assert {a.priority for a in one.arrivals} == {-10, 4}
+
+
+def test_objectives_come_in_the_order_of_urgency() -> None:
+    args = parser().parse_args(["--trace", "x", "--target=0:1000:50", "--target=-10:500:20"])
+    assert read_objectives(args) == [Objective(-10, 0.5, 0.02), Objective(0, 1.0, 0.05)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trace", "none.csv"), "cannot read none.csv"),
+        (("--trace", "none.csv", "--rate", "1"), "--rate is for made-up workloads"),
+        (("--trace", "poisson", "--burstiness", "1"), "--burstiness is not for poisson"),
+        (("--trace", "poisson", "--rate", "1:2"), "poisson takes one rate"),
+        (("--trace", "poisson", "--rate-scale", "0"), "--rate-scale 0: it must be more than 0"),
+        (("--trace", "poisson", "--duration", "inf"), "--duration inf"),
+        (("--trace", "poisson", "--requests", "0"), "--requests 0"),
+        (("--trace", "poisson", "--max-request-tokens", "1"), "no request is left"),
+        (("--trace", "poisson", "--priorities", "1:0"), "the shares of priorities"),
+    ],
+)
+def test_what_does_not_go_together_is_named(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        workload(*arguments)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("--rate=0", "--rate=a", "--rate=1:inf", "--prompt-tokens=0", "--prompt-tokens=5:4"),
+        *("--priorities=1", "--priorities=a:1", "--target=0:1", "--target=0:0:1", "--target=a:1:1"),
+    ],
+)
+def test_what_is_no_value_is_named(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        workload("--trace", "poisson", argument)
+    assert f"argument {argument.partition('=')[0]}" in capsys.readouterr().err
