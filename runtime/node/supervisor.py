@@ -337,7 +337,9 @@ class Supervisor:
     def _end_in_order(self) -> bool:
         """End the front ends, then the engines, then the controller; return whether all did.
 
-        A second signal, or a process that does not end, leaves the rest to ``_clean_up``.
+        A second signal, or a controller that does not end, leaves the rest to ``_clean_up``. An
+        engine that does not end is killed, which loses nothing: its requests have ended by now. So
+        it is with one that is only starting, which may not hear a signal while it imports vLLM.
 
         Raises:
             NodeFailedError: the controller ended first, or no engine is left.
@@ -358,7 +360,11 @@ class Supervisor:
                     return False
                 if left <= 0:
                     self._say_late(alive, _EXIT_SECONDS)
-                    return False
+                    if children is controller:
+                        return False
+                    for child in alive:
+                        child.kill()
+                    break
                 wait([*(child.sentinel for child in alive), self._wakeup], left)
                 self._empty_wakeup()
         return True

@@ -30,8 +30,8 @@ def served(cache: Path, *arguments: str, **options: Any) -> Iterator[tuple[Serve
     with node.client() as http:
         yield node, http
     node.children += children_of(node.process.pid)
-    node.stop()
-    assert node.process.returncode == 0
+    last = node.stop()
+    assert node.process.returncode == 0, "\n".join(last)
     assert node.leftovers() == []
 
 

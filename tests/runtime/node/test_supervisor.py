@@ -375,6 +375,22 @@ def test_a_process_that_does_not_end_is_killed(
     assert node.leftovers() == []
 
 
+def test_an_engine_that_does_not_end_is_killed_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is only starting may not: whatever it served has ended by then."""
+    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 3.0)
+    node = Node(tmp_path)
+
+    def stop_one_and_interrupt() -> None:
+        os.kill(node.pid("runner-1"), signal.SIGSTOP)
+        interrupt()
+
+    assert node.run(stop_one_and_interrupt) == 0
+    assert node.said[-1] == "shoal: killed what did not end within 3 s: engine 1 runner"
+    assert node.leftovers() == []
+
+
 def test_a_parent_with_threads_does_not_fork() -> None:
     done = threading.Event()
     thread = threading.Thread(target=done.wait, daemon=True)

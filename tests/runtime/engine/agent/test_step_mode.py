@@ -75,6 +75,7 @@ class OneStep:
         self.scheduled.scheduled_new_reqs = [SimpleNamespace(req_id="r", num_computed_tokens=0)]
         self.scheduled.finished_req_ids = {"gone"}
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1))
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
         self.deferred_waiting: list[Any] = []
         self.modes: list[Mode] = []
 
