@@ -61,6 +61,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.vllm_core",
         "shoal.runtime.engine.sequence.capture_sizes",
         "shoal.runtime.engine.sequence.head_exchange",
+        "shoal.runtime.engine.groups.peer_memory",
         "shoal.runtime.engine.sequence.peer_exchange",
         "shoal.runtime.engine.sequence.peer_exchange_kernel",
         "shoal.runtime.engine.sequence.piecewise_graphs",

@@ -18,9 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from shoal.runtime.engine.groups.communicators import SpGroups
+from shoal.runtime.engine.groups.peer_memory import SymmetricMemory, needed_words
 from shoal.runtime.engine.groups.rendezvous import Rendezvous, number_process
 from shoal.runtime.engine.sequence.head_exchange import HeadExchange
-from shoal.runtime.engine.sequence.peer_exchange import PeerExchange, SymmetricMemory, needed_words
+from shoal.runtime.engine.sequence.peer_exchange import PeerExchange
 
 _WARM_UP = 5
 

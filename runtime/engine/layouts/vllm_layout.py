@@ -19,16 +19,12 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from shoal.policies.values.partition import Group
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.groups.communicators import Communicators, SpGroups, size_of
+from shoal.runtime.engine.groups.peer_memory import SymmetricMemory, needed_words
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
 from shoal.runtime.engine.sequence.capture_sizes import capture_also
 from shoal.runtime.engine.sequence.head_exchange import HeadExchange
-from shoal.runtime.engine.sequence.peer_exchange import (
-    PeerExchange,
-    SymmetricMemory,
-    needed_words,
-    shared_memory,
-)
+from shoal.runtime.engine.sequence.peer_exchange import PeerExchange, exchange_memory
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps, largest_share
 from shoal.runtime.engine.sequence.ulysses import (
     SequenceParallelModel,
@@ -242,7 +238,7 @@ class Layout:
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
         tokens = largest_share(base.config, len(members), base.captures.larger)
         bytes_of_token = exchanged_bytes(base.config, size_of(groups.within))
-        return shared_memory(
+        return exchange_memory(
             self._communicators.finding_group(members),
             needed_words(tokens, bytes_of_token),
             next(self.model.parameters()).device,

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.runtime.engine.groups.communicators import SpGroups, size_of
-
-WORD = torch.int64
-"""What is exchanged: eight bytes at a time, whatever the types of queries, keys and values are."""
+from shoal.runtime.engine.groups.peer_memory import WORD
 
 
 class HeadExchange:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.runtime.engine.sequence.head_exchange import WORD
+from shoal.runtime.engine.groups.peer_memory import WORD
 
 _TILE = 512
 """Words that a program copies."""

@@ -25,9 +25,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from shoal.loadgen.bench import all_to_all
 from shoal.runtime.engine.groups.communicators import SpGroups
 from shoal.runtime.engine.groups.head_order import base_of, head_shard, peers_of
+from shoal.runtime.engine.groups.peer_memory import Slot, needed_words
 from shoal.runtime.engine.sequence import peer_exchange_kernel
 from shoal.runtime.engine.sequence.head_exchange import WORD, HeadExchange
-from shoal.runtime.engine.sequence.peer_exchange import PeerExchange, Slot, needed_words
+from shoal.runtime.engine.sequence.peer_exchange import PeerExchange
 
 HEADS, SIZE = 8, 8
 

@@ -13,11 +13,8 @@ import torch
 from torch.distributed import _symmetric_memory
 
 from shoal.policies.values.partition import Group
-from shoal.runtime.engine.sequence.peer_exchange import (
-    NotSharedError,
-    exchanges_by_peers,
-    shared_memory,
-)
+from shoal.runtime.engine.groups.peer_memory import NotSharedError
+from shoal.runtime.engine.sequence.peer_exchange import exchange_memory, exchanges_by_peers
 from shoal.runtime.engine.sequence.sp_settings import SettingError
 from tests.runtime.engine.groups.test_rendezvous import PAIR, Engine, ask, make
 
@@ -156,7 +153,7 @@ def share(
     logging.getLogger("shoal.engine").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         torch_that(engine != barred, patch)
-        memory = shared_memory(
+        memory = exchange_memory(
             groups[group], 16, torch.device("cpu"), tried=engine == tried, required=False
         )
     logging.getLogger("shoal.engine").removeHandler(handler)
@@ -185,5 +182,5 @@ def test_memory_that_is_wanted_and_cannot_be_shared_is_one_line_that_says_what_h
 ) -> None:
     torch_that(False, monkeypatch)
     with pytest.raises(NotSharedError) as raised:
-        shared_memory(Alone(), 16, torch.device("cpu"), tried=False, required=True)
+        exchange_memory(Alone(), 16, torch.device("cpu"), tried=False, required=True)
     assert str(raised.value) == f"{REFUSED}; SHOAL_SP_EXCHANGE=nccl goes without"

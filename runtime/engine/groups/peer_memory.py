@@ -1,0 +1,153 @@
+"""Memory of a group's members that each of them can read and write, over NVLink.
+
+Members agree on it: either all of them have it, or none. It goes with the layout that it was made
+for, so a group that is formed anew after a death has made its own.
+"""
+
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+WORD = torch.int64
+"""What is exchanged: eight bytes at a time, whatever the types of queries, keys and values are."""
+SHARING_SECONDS = 60.0
+"""How long members that have begun together wait for each other; they are done within moments."""
+LINE_BYTES = 128
+"""Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
+
+
+class Slot(NamedTuple):
+    """What an exchange goes through.
+
+    Attributes:
+        own: this member's, ``[words]``.
+        addresses: of every member's, int64, ``[members]``, on the members' device.
+    """
+
+    own: torch.Tensor
+    addresses: torch.Tensor
+
+
+class PeerMemory(Protocol):
+    """Memory of a group's members that each of them can read and write."""
+
+    def slot(self) -> Slot:
+        """Return the slot of the exchange that begins."""
+
+    def publish(self) -> None:
+        """Let all members have what each of them has written. Collective; on the stream.
+
+        The exchange after it has the other slot.
+        """
+
+
+class NotSharedError(RuntimeError):
+    """A member cannot reach another one's memory; the message is one line."""
+
+
+class SymmetricMemory:
+    """``PeerMemory`` on GPUs that NVLink connects (``torch.distributed._symmetric_memory``).
+
+    Args:
+        group: gloo group of the members, by which they find each other's memory. Collective.
+        words: of a slot.
+        device: this member's.
+
+    Raises:
+        NotSharedError: this member's memory, or its access to the others', is refused. In a
+            container that may be the host's: it takes ``pidfd_getfd``, which needs SYS_PTRACE.
+        RuntimeError: there is no memory left for it.
+    """
+
+    def __init__(self, group: Any, words: int, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        memory = symmetric.empty(2 * words, dtype=WORD, device=device)
+        try:
+            self._handle = symmetric.rendezvous(memory, group.group_name)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise NotSharedError(f"memory cannot be shared ({reason})") from error
+        self._slots = [self._slot(group, words, offset, device) for offset in (0, words)]
+        self._published = 0
+
+    def _slot(self, group: Any, words: int, offset: int, device: torch.device) -> Slot:
+        members = range(group.size())
+        buffers = [self._handle.get_buffer(m, (words,), WORD, offset) for m in members]
+        addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+        return Slot(buffers[group.rank()], addresses.to(device))
+
+    def slot(self) -> Slot:
+        """See ``PeerMemory``."""
+        return self._slots[self._published % 2]
+
+    def publish(self) -> None:
+        """See ``PeerMemory``."""
+        self._handle.barrier()
+        self._published += 1
+
+
+def shared_memory(
+    group: Any, words: int, device: torch.device, *, tried: bool, required: bool
+) -> tuple[SymmetricMemory | None, str]:
+    """Return memory of a group's members, or None and the reason if any of them cannot share it.
+
+    Args:
+        group: see ``SymmetricMemory``, as of the others. Collective: all come to the same.
+        words: of a slot.
+        device: this member's.
+        tried: whether a narrower group of this member could not. Then no wider one tries: torch
+            numbers what members tell each other, and one that failed has told less.
+        required: whether the members cannot do without.
+
+    Raises:
+        NotSharedError: it cannot be shared and is required, or not all members have come as far.
+        RuntimeError: there is no memory left for it.
+    """
+    memory, problem = None, "a peer cannot share its memory"
+    # They may have loaded their weights minutes apart.
+    if _all_agree(group, not tried, seconds=None):
+        try:
+            memory = SymmetricMemory(group, words, device)
+        except NotSharedError as error:
+            problem = str(error)
+            if required:
+                raise
+        if _all_agree(group, memory is not None, seconds=SHARING_SECONDS):
+            return memory, ""
+    return None, problem
+
+
+def _all_agree(group: Any, value: bool, *, seconds: float | None) -> bool:
+    """Return whether all members say yes.
+
+    Args:
+        group: theirs, gloo's.
+        value: whether this one does.
+        seconds: how long to wait for the others; None: as long as the group does.
+
+    Raises:
+        NotSharedError: one said nothing: it waits for memory that another one cannot share.
+    """
+    answers = torch.tensor([int(value)])
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp.MIN
+    answer = group.allreduce([answers], options)
+    try:
+        answer.wait() if seconds is None else answer.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise NotSharedError("not all members of a group can share memory") from error
+    return bool(answers.item())
+
+
+def needed_words(tokens: int, bytes_of_token: int) -> int:
+    """Return the words of a slot for steps of so many tokens of each member: whole cache lines.
+
+    Args:
+        tokens: of each member.
+        bytes_of_token: the most that a slot takes for each of them.
+    """
+    lines = -(-tokens * bytes_of_token // LINE_BYTES)
+    words: int = lines * LINE_BYTES // WORD.itemsize
+    return words
