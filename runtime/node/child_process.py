@@ -86,6 +86,11 @@ class Child:
         self.is_ready = False
         self._reported: str | None = None
         self.reports, writer = context.Pipe(duplex=False)
+        if context.get_start_method() == "spawn":
+            # Beside the first process that it spawns, multiprocessing starts one of its own, and
+            # then lets SIGINT and SIGTERM in, whatever was held before.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # Typed by multiprocessing for each context class only.
         make: Any = context
         self._process: multiprocessing.process.BaseProcess = make.Process(

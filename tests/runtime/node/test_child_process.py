@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from shoal.runtime.node.child_process import Child, choose_context, signals_held
+from shoal.runtime.node.child_process import (
+    Child,
+    choose_context,
+    end_helper,
+    signals_held,
+)
 
 
 class Helped:
@@ -108,3 +113,16 @@ def test_a_process_that_is_killed_leaves_no_semaphore(tmp_path: Path, method: st
     assert child.join(30.0)
     name = (tmp_path / "name").read_text().removeprefix("/")
     assert not name or not Path(f"/dev/shm/sem.{name}").exists()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_are_held_until_a_process_is_set_up_for_them(tmp_path: Path, method: str) -> None:
+    """Also beside the first spawned one, with which multiprocessing starts its own helper."""
+    end_helper()
+    with signals_held():
+        child = Child(multiprocessing.get_context(method), "locked", Locked(tmp_path / "name"))
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    child.kill()
+    assert child.join(30.0)
+    assert {signal.SIGINT, signal.SIGTERM} <= held
+    assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, [])
