@@ -87,6 +87,7 @@ from shoal.server.operator.admin_server import serving
 from shoal.server.operator.multiprocess_metrics import share_metrics
 from shoal.server.operator.request_metrics import RequestMetrics, RequestTimes
 from shoal.server.operator.tracing import Traces
+from shoal.server.options.vllm_options import load_plugins
 
 VLLM_ROUTERS = (
     chat_router,
@@ -366,6 +367,7 @@ class Frontend:
         if self.config.api_servers > 1:
             share_metrics(Path(self.config.runtime_dir, "prometheus"))
         set_ulimit()
+        load_plugins(self.args)  # a process that was not forked knows none
         compiler = GrammarCompiler(self.vllm_config)
         with Sandbox(compiler, compiler.prepare, memory_bytes=GRAMMAR_MEMORY_BYTES) as sandbox:
             queue = GrammarQueue(

@@ -50,16 +50,21 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Namespace:
     try:
         args = parser.parse_args(list(argv))
         validate_parsed_serve_args(args)
-        for plugin, load in (
-            (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
-            (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
-        ):
-            if plugin:
-                load(plugin)
+        load_plugins(args)
         validate_api_server_args(args)
     except (VLLMError, ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(one_line(error)) from error
     return args
+
+
+def load_plugins(args: Namespace) -> None:
+    """Let vLLM know the parsers that the user brings, in each process that looks for them."""
+    for plugin, load in (
+        (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
+        (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
+    ):
+        if plugin:
+            load(plugin)
 
 
 def count_gpus() -> int:
