@@ -1,5 +1,6 @@
 # `make serve` sets up and serves the demo model on two CPU engines; `make test` sets up and runs
-# every check. A finished set-up is kept in .venv and used again until what it was made from changes.
+# every check. `make quick` lints and runs the tests that need neither vLLM nor a server, in less than
+# a minute. A finished set-up is kept in .venv and used again until what it was made from changes.
 #
 #   PYTHON       interpreter to set up with: 3.11 or 3.12
 #   TORCH_INDEX  package index for PyTorch, such as https://download.pytorch.org/whl/cpu;
@@ -24,11 +25,18 @@ PYTEST_PROCESSES ?= 2
 
 TORCH := torch==2.13.0
 UV := uv==0.13.8
+# What `make quick` runs, and what of it imports vLLM or starts servers.
+QUICK := tests/policies tests/runtime/protocol tests/runtime/controller tests/runtime/engine/agent \
+	tests/runtime/engine/fake tests/loadgen tests/grafana/test_dashboards.py tests/grafana/test_draw.py \
+	tests/test_docs.py tests/test_imports.py tests/test_makefile.py
+NOT_QUICK := tests/runtime/protocol/test_wire.py tests/runtime/engine/agent/test_step_mode.py \
+	tests/loadgen/test_vllm_agreement.py tests/loadgen/test_vllm_bench.py tests/loadgen/bench
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test chaos lint format lock clean setup
+.PHONY: serve test quick chaos lint format lock clean setup
 .DELETE_ON_ERROR:
 
 serve: setup
@@ -36,6 +44,10 @@ serve: setup
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
+
+quick: lint
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadscope $(PYTEST_ARGS) \
+		$(QUICK) $(NOT_QUICK:%=--ignore=%)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos
