@@ -30,6 +30,7 @@ QUICK := tests/policies tests/runtime/protocol tests/runtime/controller tests/ru
 	tests/runtime/engine/fake tests/loadgen tests/grafana/test_dashboards.py tests/grafana/test_draw.py \
 	tests/test_docs.py tests/test_imports.py tests/test_makefile.py
 NOT_QUICK := tests/runtime/protocol/test_wire.py tests/runtime/engine/agent/test_step_mode.py \
+	tests/runtime/engine/fake/test_fake_logprobs.py \
 	tests/loadgen/test_vllm_agreement.py tests/loadgen/test_vllm_bench.py tests/loadgen/bench
 
 VENV := .venv
