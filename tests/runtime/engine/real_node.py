@@ -7,6 +7,7 @@ Requests say in their ids on which unit they want to run (see ``ADDRESSED``).
 
 import itertools
 import os
+import pickle
 import shutil
 import tempfile
 import time
@@ -19,7 +20,8 @@ from unittest.mock import patch
 import zmq
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.registry import POLICIES
@@ -152,17 +154,51 @@ def configs_of(model: str, max_group: int, **vllm_args: Any) -> LayoutConfigs:
 # --- stock vLLM -----------------------------------------------------------------------------------
 
 
-def _stock(model: str, prompts: list[list[int]], max_tokens: int, dtype: str, answer: str) -> None:
+def _stock(
+    model: str,
+    prompts: list[list[int]],
+    sampling: list[SamplingParams],
+    dtype: str,
+    answer: str,
+) -> None:
     from vllm import LLM
 
     llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS | {"dtype": dtype})
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
     )
-    Path(answer).write_bytes(
-        MsgpackEncoder().encode([list(output.outputs[0].token_ids) for output in outputs])[0]
-    )
+    Path(answer).write_bytes(pickle.dumps(outputs))
+
+
+def stock_outputs(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    dtype: str = MODEL_ARGS["dtype"],
+    **environment: str,
+) -> list[RequestOutput]:
+    """Return what stock vLLM, tensor parallel size 1, makes of prompts, each with its sampling."""
+    with tempfile.TemporaryDirectory() as directory:
+        answer = Path(directory) / "outputs"
+        process = Process(
+            "stock",
+            Path(directory),
+            _stock,
+            str(model),
+            [list(prompt) for prompt in prompts],
+            list(sampling),
+            dtype,
+            str(answer),
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
+        )
+        process.join()
+        outputs: list[RequestOutput] = pickle.loads(answer.read_bytes())
+    return outputs
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """Return the tokens of each output."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def stock_tokens(
@@ -173,22 +209,8 @@ def stock_tokens(
     **environment: str,
 ) -> list[list[int]]:
     """Return what stock vLLM, tensor parallel size 1, generates greedily for each prompt."""
-    with tempfile.TemporaryDirectory() as directory:
-        answer = Path(directory) / "tokens"
-        process = Process(
-            "stock",
-            Path(directory),
-            _stock,
-            str(model),
-            [list(prompt) for prompt in prompts],
-            max_tokens,
-            dtype,
-            str(answer),
-            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-        )
-        process.join()
-        tokens: list[list[int]] = MsgpackDecoder(list[list[int]]).decode(answer.read_bytes())
-    return tokens
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return tokens_of(stock_outputs(model, prompts, [greedy] * len(prompts), dtype, **environment))
 
 
 # --- the node -------------------------------------------------------------------------------------
@@ -259,6 +281,10 @@ class RealNode:
         self.script(Script.TP)
         self.tokens: dict[str, list[int]] = {}
         """Tokens received, by request."""
+        self.logprobs: dict[str, list[dict[int, float]]] = {}
+        """Log probabilities by token, for each output token of requests that asked for some."""
+        self.prompt_logprobs: dict[str, list[dict[int, float]]] = {}
+        """The same for each token of the prompt but the first."""
         self.finished: dict[str, Any] = {}
         """Finish reason of every request that ended."""
         self._numbers = itertools.count(1)
@@ -377,6 +403,7 @@ class RealNode:
             for output in self._order.take(unit, admitted):
                 assert output.request_id not in self.finished, "a token after the end"
                 self.tokens[output.request_id] += output.new_token_ids
+                self._keep_logprobs(output)
                 if output.finish_reason is not None:
                     self.finished[output.request_id] = output.finish_reason
             self._interruptions.settle()
@@ -393,6 +420,16 @@ class RealNode:
                 if incarnation == self._incarnations[engine]:
                     self._lose(engine, order.reason)
         self._check_alive()
+
+    def _keep_logprobs(self, output: EngineCoreOutput) -> None:
+        for kept, new in (
+            (self.logprobs, output.new_logprobs),
+            (self.prompt_logprobs, output.new_prompt_logprobs_tensors),
+        ):
+            if new is not None:
+                rows = zip(new.logprob_token_ids.tolist(), new.logprobs.tolist(), strict=True)
+                by_token = [dict(zip(ids, values, strict=True)) for ids, values in rows]
+                kept.setdefault(output.request_id, []).extend(by_token)
 
     def _check_alive(self) -> None:
         for name, process in self.processes.items():

@@ -1,12 +1,14 @@
 """The V2 model runner, vLLM's default on GPUs: stock, DP, TP2 and SP2 generate the same tokens.
 
-Sampled at random, those of a group's members are the same.
+Sampled at random, those of a group's members are the same. With a seed, penalties, a grammar or log
+probabilities they are stock's too, in requests that a switch pauses and another resumes.
 """
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
@@ -25,7 +27,25 @@ def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
     assert min(len(set(output)) for output in tokens["stock"]) >= 10
     for layout, outputs in tokens.items():
         assert outputs == tokens["stock"], layout
+    assert_sampled_as_stock_does(result)
     assert result["modes"] == ["sp", "tp"]
     assert result["sample alike"] == {"one has drawn": False, "bound again": True}
     assert result["owned"] == [{"1": 0, "2": 0}] * 2
     assert result["problems"] == []
+
+
+def assert_sampled_as_stock_does(result: dict[str, Any]) -> None:
+    expected, greedy = result["sampled"]["stock"], result["tokens"]["stock"]
+    assert result["sampled"]["sampled"] == expected
+    changed = [tokens != plain for tokens, plain in zip(expected, greedy, strict=True)]
+    assert changed == [True, True, True, False], "log probabilities alone change no token"
+    for other, tokens in zip(result["sampled"]["others"], expected, strict=False):
+        assert other != tokens, "another seed, or no penalties, would not be noticed"
+    assert result["log probabilities differ"] < 1e-4
+    assert result["switches"] == {
+        "moved": 2,
+        "lease grew": True,
+        "paused": True,
+        "resumed": True,
+        "beside": True,
+    }

@@ -1,15 +1,23 @@
 """The V2 model runner on CPUs, by Triton's interpreter, which vLLM must be imported with.
 
 Run as ``python -m tests.runtime.engine.v2_main DIRECTORY``. Writes to standard output, as JSON,
-what stock vLLM and each layout of a two-engine node generate for the same prompts, and whether the
-members of its group sample alike.
+what stock vLLM and each layout of a two-engine node generate for the same prompts, whether the
+members of its group sample alike, and what became of requests that switches moved or paused.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from tests.runtime.engine import triton_interpreter  # isort: skip - before vLLM
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import StructuredOutputsParams
+
+from shoal.runtime.controller.books import capacity
+from shoal.runtime.protocol import messages as m
 from tests import preloaded
 from tests.runtime.engine import probes, real_node
 from tests.runtime.engine.prompts import SHARED, make_model, random_prompts
@@ -19,6 +27,18 @@ PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 16
 UNITS = [(0,), (1,)]
 GROUP = (0, 1)
+LETTERS = StructuredOutputsParams(regex="[a-z]{200}")
+LETTERS._backend, LETTERS._backend_was_auto = "xgrammar", True  # what vLLM's front end chooses
+FEW = {"allowed_token_ids": list(range(300, 312))}
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 5},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 1.5} | FEW,
+    {"structured_outputs": LETTERS},
+    {"logprobs": 3, "prompt_logprobs": 2},
+]
+"""One for each prompt, over greedy."""
+OTHERS: list[dict[str, Any]] = [{"temperature": 1.0, "seed": 6}, FEW]
+"""For the first two prompts: they must not give the tokens of ``SAMPLED``."""
 
 
 def samples_alike(node: real_node.RealNode) -> bool:
@@ -34,11 +54,72 @@ def samples_alike(node: real_node.RealNode) -> bool:
     )
 
 
+def stock(model: Path) -> list[RequestOutput]:
+    """Return what stock vLLM generates greedily, and then as ``SAMPLED`` says."""
+    sampling: list[dict[str, Any]] = [{}] * len(PROMPTS) + SAMPLED
+    common = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+    params = [SamplingParams(**common | options) for options in sampling]
+    return real_node.stock_outputs(model, PROMPTS * 2, params, VLLM_USE_V2_MODEL_RUNNER="1")
+
+
+def submit_each(node: real_node.RealNode, sampling: list[dict[str, Any]]) -> list[str]:
+    """Send the group the first prompts, each with its own sampling."""
+    pairs = zip(PROMPTS, sampling, strict=False)
+    return [node.submit(GROUP, [prompt], TOKENS, **options)[0] for prompt, options in pairs]
+
+
+def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Move requests into a group, pause it, and resume it beside an engine's own requests.
+
+    Returns:
+        The requests, all ended, by what became of them; and what the switches said.
+    """
+    requests = {"moved": node.submit((), PROMPTS[2:], TOKENS)}
+    node.wait_for_tokens(requests["moved"], 2)
+    sent: list[m.Message] = []
+    node.transport.before_send = lambda _engine, message: sent.append(message)
+    with patch.object(capacity, "LEASE_BLOCKS", 2):
+        moved = node.switch(GROUP, treatment=m.Treatment.SOFT).moved
+    requests["sampled"] = submit_each(node, SAMPLED)
+    requests["others"] = submit_each(node, OTHERS)
+    node.wait_for_tokens(requests["sampled"], 4)
+    paused = node.switch().paused
+    requests["beside"] = node.submit((1,), PROMPTS[:2], TOKENS)
+    node.wait_for_tokens(requests["beside"], 2)
+    interleaved = node.switch(GROUP, treatment=m.Treatment.INTERLEAVE)
+    beside = not node.finished.keys() & set(requests["beside"])
+    for ids in requests.values():
+        node.wait(ids)
+    node.switch()
+    return requests, {
+        "moved": moved,
+        "lease grew": any(isinstance(message, m.Grow) for message in sent),
+        "paused": paused >= len(SAMPLED),
+        "resumed": interleaved.resumed >= len(SAMPLED),
+        "beside": beside and interleaved.paused == interleaved.moved == 0,
+    }
+
+
+def difference(node: real_node.RealNode, request: str, expected: RequestOutput) -> float:
+    """Return by how much a request's log probabilities differ from stock's at most."""
+    assert expected.prompt_logprobs is not None
+    told = [*expected.prompt_logprobs[1:], *(expected.outputs[0].logprobs or ())]
+    got = [*node.prompt_logprobs[request], *node.logprobs[request]]
+    assert [values.keys() for values in got] == [values.keys() for values in told if values]
+    return max(
+        abs(value - values[token].logprob)
+        for by_token, values in zip(got, told, strict=True)
+        for token, value in by_token.items()
+    )
+
+
 def main(directory: Path) -> None:
     preloaded.FIRST.append(triton_interpreter.__name__)
     real_node.PATIENCE_SECONDS = 250.0
     model = make_model("llama", directory)
-    tokens = {"stock": real_node.stock_tokens(model, PROMPTS, TOKENS, VLLM_USE_V2_MODEL_RUNNER="1")}
+    expected = stock(model)
+    tokens = {"stock": real_node.tokens_of(expected)[: len(PROMPTS)]}
+    sampled = {"stock": real_node.tokens_of(expected)[len(PROMPTS) :]}
     with real_node.RealNode(
         model, 2, patience=250.0, max_sp=2, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}
     ) as node:
@@ -60,10 +141,17 @@ def main(directory: Path) -> None:
             alike.append(samples_alike(node))
         modes = node.probe(1, probes.take_modes)
         tokens["paused dp"] = node.wait(paused)
+        requests, switches = through_switches(node)
+        tokens["moved, beside a group"] = node.wait(requests["beside"] + requests["moved"])
+        sampled |= {name: node.wait(requests[name]) for name in ("sampled", "others")}
+        differ = difference(node, requests["sampled"][-1], expected[-1])
         problems = node.audit()
     json.dump(
         {
             "tokens": tokens,
+            "sampled": sampled,
+            "log probabilities differ": differ,
+            "switches": switches,
             "runners": runners,
             "owned": owned,
             "modes": sorted(mode for mode, steps in modes.items() if steps),
