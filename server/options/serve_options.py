@@ -1,7 +1,7 @@
 """The options of ``shoal serve``: Shoal's own, its defaults, and what of vLLM's it refuses.
 
 Works on the parsed ``argparse.Namespace``, without importing vLLM. What can only be told from the
-model is checked in ``frontend.py``.
+model is checked in ``vllm_options.py``.
 """
 
 import argparse
@@ -164,7 +164,7 @@ FP8_QUANTIZATION = frozenset(
 )
 """vLLM's names of quantisations that every layout can serve: FP8 weights.
 
-Of compressed-tensors only the FP8 schemes (``model_kinds.check_quantisation``).
+Of compressed-tensors only the FP8 schemes (``unsupported_models.check_quantisation``).
 """
 
 
