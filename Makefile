@@ -26,12 +26,11 @@ PYTEST_PROCESSES ?= 2
 TORCH := torch==2.13.0
 UV := uv==0.13.8
 # What `make quick` runs, and what of it imports vLLM or starts servers.
-QUICK := tests/policies tests/runtime/protocol tests/runtime/controller tests/runtime/engine/agent \
-	tests/runtime/engine/fake tests/loadgen tests/grafana/test_dashboards.py tests/grafana/test_draw.py \
-	tests/test_docs.py tests/test_imports.py tests/test_makefile.py
-NOT_QUICK := tests/runtime/protocol/test_wire.py tests/runtime/engine/agent/test_step_mode.py \
-	tests/runtime/engine/fake/test_fake_logprobs.py \
-	tests/loadgen/test_vllm_agreement.py tests/loadgen/test_vllm_bench.py tests/loadgen/bench
+QUICK := tests/policies tests/runtime/protocol tests/runtime/controller tests/loadgen \
+	tests/grafana/test_dashboards.py tests/grafana/test_draw.py tests/test_docs.py tests/test_imports.py \
+	tests/test_makefile.py
+NOT_QUICK := tests/runtime/protocol/test_wire.py tests/loadgen/test_vllm_agreement.py \
+	tests/loadgen/test_vllm_bench.py tests/loadgen/bench
 
 VENV := .venv
 BIN := $(VENV)/bin
