@@ -1,5 +1,7 @@
 """What a node is started with, and where its processes find each other."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,31 @@ class FakeSettings(msgspec.Struct, frozen=True):
     simulated time. Their tokens come together; whatever arrives ends the run at the next step."""
 
 
+Facts = Mapping[str, str]
+"""What a configuration of vLLM says, as text, by the path of the field."""
+
+
+@dataclass(frozen=True)
+class LayoutConfigs:
+    """vLLM's configuration of every layout, as the main process made it (``layout_configs.py``).
+
+    Picklable, and here so that who is handed it needs no vLLM: the controller, for one.
+    """
+
+    pickled: Mapping[int, bytes]
+    """The ``VllmConfig`` of every layout, by degree."""
+    facts: Mapping[int, Facts] = field(default_factory=dict)
+    """What each said where it was made."""
+    log_stats: bool = True
+    takes_what_fits: bool = False
+    """Whether the user left the length of requests to the memory (``--max-model-len -1``)."""
+    asynchronous_on_cpu: bool = False
+    """Whether the user asked for asynchronous scheduling, which vLLM turns off on a CPU."""
+    sizes_are_chosen: bool = False
+    """Whether the user chose what sizes of CUDA graphs are captured, and so bounds what they take:
+    no others are captured then."""
+
+
 class NodeConfig(msgspec.Struct, frozen=True):
     """One Shoal node. Picklable: it is handed to every process."""
 
@@ -71,7 +98,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     runtime_dir: str
     """Private directory of the node's sockets; removed when the node ends."""
     vllm: Any = None
-    """vLLM's configuration of every layout, a ``layout_configs.LayoutConfigs``; None without it."""
+    """vLLM's configuration of every layout, ``LayoutConfigs``; None without it."""
     api_servers: int = 1
     fake: FakeSettings | None = None
     prepare_timeout_seconds: float = 10.0

@@ -11,7 +11,6 @@ import copy
 import enum
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -24,6 +23,8 @@ from vllm.logger import configure_logging_if_needed
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 from vllm.usage.usage_lib import UsageContext
+
+from shoal.runtime.config import Facts, LayoutConfigs
 
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
@@ -47,45 +48,25 @@ OF_REQUESTS = (
 )
 """Those that requests see the difference of: no layout's may differ from another's."""
 
-Facts = Mapping[str, str]
-"""What a configuration says, as text, by the path of the field."""
-
 
 class ConfigurationDiffersError(ValueError):
     """What must be one configuration is two; the message names the first field that differs."""
 
 
-@dataclass(frozen=True)
-class LayoutConfigs:
-    """What ``NodeConfig.vllm`` holds on a node that was configured by vLLM. Picklable."""
+def take(configs: LayoutConfigs, degree: int) -> VllmConfig:
+    """Return a new copy of the configuration of the TP-``degree`` layout.
 
-    pickled: Mapping[int, bytes]
-    """The ``VllmConfig`` of every layout, by degree."""
-    facts: Mapping[int, Facts] = field(default_factory=dict)
-    """What each said where it was made."""
-    log_stats: bool = True
-    takes_what_fits: bool = False
-    """Whether the user left the length of requests to the memory (``--max-model-len -1``)."""
-    asynchronous_on_cpu: bool = False
-    """Whether the user asked for asynchronous scheduling, which vLLM turns off on a CPU."""
-    sizes_are_chosen: bool = False
-    """Whether the user chose what sizes of CUDA graphs are captured, and so bounds what they take:
-    no others are captured then."""
-
-    def take(self, degree: int) -> VllmConfig:
-        """Return a new copy of the configuration of the TP-``degree`` layout.
-
-        Raises:
-            ConfigurationDiffersError: this process sees another than the main process.
-        """
-        config: VllmConfig = pickle.loads(self.pickled[degree])
-        configure_logging_if_needed(config.logging_config)
-        if found := next(differences(facts_of(config), self.facts[degree]), None):
-            path, here, there = found
-            raise ConfigurationDiffersError(
-                f"{path} is {here} in this process and {there} in the main process"
-            )
-        return config
+    Raises:
+        ConfigurationDiffersError: this process sees another than the main process.
+    """
+    config: VllmConfig = pickle.loads(configs.pickled[degree])
+    configure_logging_if_needed(config.logging_config)
+    if found := next(differences(facts_of(config), configs.facts[degree]), None):
+        path, here, there = found
+        raise ConfigurationDiffersError(
+            f"{path} is {here} in this process and {there} in the main process"
+        )
+    return config
 
 
 def prepare(engine_args: AsyncEngineArgs, api_servers: int) -> AsyncEngineArgs:

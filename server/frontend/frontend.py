@@ -52,6 +52,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from shoal.policies.values.partition import layout_name
 from shoal.runtime.config import Addresses, NodeConfig
+from shoal.runtime.layout_configs import take
 from shoal.runtime.logs import LogFormat
 from shoal.runtime.node.heartbeat import HeartbeatMonitor, heartbeat_path
 from shoal.runtime.protocol.controller_client import ControlClient
@@ -356,9 +357,9 @@ class Frontend:
         """The node's ``VllmConfig``, as vLLM hands it to an API server.
 
         Raises:
-            ConfigurationDiffersError: see ``LayoutConfigs.take``.
+            ConfigurationDiffersError: see ``layout_configs.take``.
         """
-        config = self.config.vllm.take(1)
+        config = take(self.config.vllm, 1)
         config.parallel_config._api_process_rank = self.index
         return config
 

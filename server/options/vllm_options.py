@@ -14,7 +14,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from shoal.runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
+from shoal.runtime.config import LayoutConfigs
+from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.server.errors import UserError, one_line
 from shoal.server.options.unsupported_models import (
     check_kv_groups,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pickle
+import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -12,17 +14,17 @@ from vllm.config import CompilationConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from shoal.runtime import layout_configs as module
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.layouts.vllm_layout import layout_config
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.layout_configs import (
     ConfigurationDiffersError,
-    LayoutConfigs,
     differences,
     dp_config,
     facts_of,
     layout_configs,
     prepare,
+    take,
 )
 from shoal.server.options.serve_options import DEMO_CHECKPOINT
 
@@ -46,7 +48,7 @@ def made(degrees: tuple[int, ...] = (1, 2), **fields: Any) -> LayoutConfigs:
 
 def altered(configs: LayoutConfigs, section: str, **fields: Any) -> LayoutConfigs:
     """Return configurations of which that of DP is another than the main process made."""
-    config = configs.take(1)
+    config = take(configs, 1)
     for name, value in fields.items():
         setattr(getattr(config, section), name, value)
     return dataclasses.replace(configs, pickled={1: bytes(ForkingPickler.dumps(config))})
@@ -56,7 +58,7 @@ def altered(configs: LayoutConfigs, section: str, **fields: Any) -> LayoutConfig
 def test_engines_add_what_is_said_and_nothing_else(degree: int) -> None:
     configs = made()
     node = NodeConfig(2, 2, "manual", "unused", configs)
-    ours, made_of = layout_config(node, degree, UnitExecutor), configs.take(degree)
+    ours, made_of = layout_config(node, degree, UnitExecutor), take(configs, degree)
     for path, _, _ in differences(facts_of(ours), facts_of(made_of)):
         assert any(f"{path}.".startswith(f"{name}.") for name in ENGINES_ADD), path
 
@@ -69,7 +71,7 @@ def test_what_the_user_adds_to_the_configuration_stays() -> None:
 def test_a_process_that_has_another_value_is_refused() -> None:
     other = altered(made(), "scheduler_config", max_num_batched_tokens=99)
     with pytest.raises(ConfigurationDiffersError) as caught:
-        other.take(1)
+        take(other, 1)
     (field, said) = str(caught.value).split(" is ")
     assert field == "max_in_flight_tokens" or field.endswith("max_num_batched_tokens")
     assert "in this process" in said
@@ -78,23 +80,23 @@ def test_a_process_that_has_another_value_is_refused() -> None:
 
 def test_a_process_that_derives_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = made()
-    configs.take(1)
+    take(configs, 1)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ConfigurationDiffersError, match=r"^use_v2_model_runner is True in this"):
-        configs.take(1)
+        take(configs, 1)
 
 
 def test_each_process_has_a_copy_of_its_own() -> None:
     configs = made()
-    configs.take(1).scheduler_config.max_num_seqs = 1
-    assert configs.take(1).scheduler_config.max_num_seqs > 1
+    take(configs, 1).scheduler_config.max_num_seqs = 1
+    assert take(configs, 1).scheduler_config.max_num_seqs > 1
 
 
 def test_a_group_has_the_limits_of_dp() -> None:
     """Which vLLM would double on CPUs."""
     configs = made((1, 2, 4))
     for name in ("max_num_batched_tokens", "max_num_seqs"):
-        assert len({getattr(configs.take(d).scheduler_config, name) for d in (1, 2, 4)}) == 1
+        assert len({getattr(take(configs, d).scheduler_config, name) for d in (1, 2, 4)}) == 1
 
 
 def test_a_group_that_vllm_would_serve_otherwise_is_refused(
@@ -128,7 +130,7 @@ def test_a_configuration_class_of_the_models_own_travels_by_value(tmp_path: Path
     configs = made(model=str(model), trust_remote_code=True)
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
-    assert type(configs.take(2).model_config.hf_config).__name__ == "OwnConfig"
+    assert type(take(configs, 2).model_config.hf_config).__name__ == "OwnConfig"
 
 
 @pytest.mark.parametrize(
@@ -153,3 +155,19 @@ def test_who_says_what_is_captured_is_known(fields: dict[str, Any], chosen: bool
 @pytest.mark.parametrize(("length", "fits"), [(None, False), (128, False), (-1, True)])
 def test_a_length_that_is_left_to_the_memory_is_known(length: int | None, fits: bool) -> None:
     assert made((1,), max_model_len=length).takes_what_fits is fits
+
+
+def test_who_is_handed_them_needs_no_vllm() -> None:
+    """A controller that is spawned reads the node's configuration, and none of vLLM's."""
+    node = NodeConfig(
+        engines=1, max_group=1, policy="manual", runtime_dir="/tmp", vllm=LayoutConfigs({1: b""})
+    )
+    script = (
+        "import pickle, sys\n"
+        "pickle.load(sys.stdin.buffer)\n"
+        "print(*sorted({'torch', 'vllm'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=pickle.dumps(node), capture_output=True, check=True
+    )
+    assert done.stdout.split() == []

@@ -18,7 +18,8 @@ from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from shoal.runtime.layout_configs import LayoutConfigs, facts_of
+from shoal.runtime.config import LayoutConfigs
+from shoal.runtime.layout_configs import facts_of
 from shoal.server.commands import serve
 from shoal.server.options import vllm_options
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from shoal.runtime.layout_configs import OF_THE_SIZE, flat
+from shoal.runtime.layout_configs import OF_THE_SIZE, flat, take
 from shoal.server.commands import serve
 from shoal.server.errors import UserError
 from shoal.server.options.serve_options import DEMO_CHECKPOINT, REFUSED
@@ -82,8 +82,8 @@ def test_a_node_has_the_configuration_of_stock_vllm(argv: list[str]) -> None:
 def test_processes_get_what_the_main_process_has(argv: list[str]) -> None:
     made = ours([MODEL, *argv], (1, 2))
     assert made.configs is not None
-    assert differing(made.configs.take(1), made.config) == {}
-    group = differing(made.configs.take(2), made.config)
+    assert differing(take(made.configs, 1), made.config) == {}
+    group = differing(take(made.configs, 2), made.config)
     assert unexplained(group, [OF_THE_SIZE]) == []
     assert group["parallel_config.tensor_parallel_size"] == ("2", "1")
 
@@ -121,7 +121,7 @@ def test_every_layout_has_the_step_of_a_server_on_its_device() -> None:
     made = ours([MODEL], (1, 2, 4))
     assert made.configs is not None
     steps = [
-        made.configs.take(degree).scheduler_config.max_num_batched_tokens for degree in (1, 2, 4)
+        take(made.configs, degree).scheduler_config.max_num_batched_tokens for degree in (1, 2, 4)
     ]
     assert steps == [8192] * 3
     assert stock([MODEL]).config.scheduler_config.max_num_batched_tokens == 8192

@@ -17,7 +17,7 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from shoal.policies.values.partition import Group
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.groups.communicators import Communicators, SpGroups, size_of
 from shoal.runtime.engine.groups.peer_memory import SymmetricMemory, needed_words
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
@@ -37,7 +37,7 @@ from shoal.runtime.engine.weights.shared_weights import (
     SharedWeights,
     group_gate_up,
 )
-from shoal.runtime.layout_configs import LayoutConfigs
+from shoal.runtime.layout_configs import take
 from shoal.runtime.protocol.messages import Mode
 
 LAYOUT_BYTES, CONNECTED_LAYOUT_BYTES = 1_400 << 20, 800 << 20
@@ -62,10 +62,10 @@ def layout_config(node: NodeConfig, degree: int, executor_class: type) -> VllmCo
         executor_class: what carries vLLM's calls to the runners.
 
     Raises:
-        ConfigurationDiffersError: see ``LayoutConfigs.take``.
+        ConfigurationDiffersError: see ``layout_configs.take``.
     """
     configs: LayoutConfigs = node.vllm
-    config = configs.take(degree)
+    config = take(configs, degree)
     config.parallel_config.distributed_executor_backend = executor_class
     config.load_config.use_tqdm_on_load = False
     config.additional_config = {

@@ -28,11 +28,11 @@ from shoal.policies.registry import POLICIES
 from shoal.policies.values.partition import Group, Partition, degrees, singles
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
 from shoal.policies.values.snapshot import Snapshot
-from shoal.runtime.config import MAX_RETRIES, Addresses, NodeConfig
+from shoal.runtime.config import MAX_RETRIES, Addresses, LayoutConfigs, NodeConfig
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.runner.recorder import run_recording_runner
 from shoal.runtime.engine.scheduler import vllm_backend
-from shoal.runtime.layout_configs import LayoutConfigs, dp_config, layout_configs, prepare
+from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import SwitchView

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.layouts.vllm_layout import (
     CONNECTED_LAYOUT_BYTES,
     LARGER_CAPTURES_BYTES,
@@ -20,7 +20,6 @@ from shoal.runtime.engine.layouts.vllm_layout import (
 )
 from shoal.runtime.engine.runner.loading import LayoutLoader, collect_frozen
 from shoal.runtime.engine.sequence.sp_settings import SettingError
-from shoal.runtime.layout_configs import LayoutConfigs
 
 MAX_TOKENS = 3000
 OWN_SIZES = [1, 256, 512]
