@@ -47,6 +47,8 @@ HASH_TOKENS = 512
 """Tokens that one of a Mooncake trace's ``hash_ids`` stands for."""
 NEW_PROMPTS = 10_000_000
 """Added to a trace's ``hash_ids`` for each seed: as many other prompts, which no cache has."""
+PROMPTS_OF_A_WAY = 1_000_000
+"""Added for each way of a system: its server still caches the prompts of the way before."""
 _WARM_UP = 8
 
 
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         write_model(args.out / "model", read_shape(args.model_shape))
-        traces = [_write_trace(args, seed) for seed in args.seeds] if args.trace else []
+        traces = _write_traces(args) if args.trace else []
     except OSError as error:
         raise UserError(f"cannot read {error.filename}, or write it: {error.strerror}") from error
     figures = _taken_up(path, args)
@@ -204,14 +206,22 @@ def _random(name: str, at_once: int, number: int, prompt: int, output: int) -> L
     )
 
 
-def _write_trace(args: Namespace, seed: int) -> Path:
-    """Write the first seconds of the trace with prompts of this seed's own."""
+def _write_traces(args: Namespace) -> list[list[Path]]:
+    """Return the traces of each way of a system, one for each seed."""
+    places = range(2 + len(args.policies))
+    return [[_write_trace(args, seed, place) for seed in args.seeds] for place in places]
+
+
+def _write_trace(args: Namespace, seed: int, place: int = 0) -> Path:
+    """Write the first seconds of the trace with prompts of this seed's and this way's own."""
     lines = [json.loads(line) for line in args.trace.read_text().splitlines() if line]
-    path: Path = args.out / f"trace-{seed}.jsonl"
+    path: Path = args.out / f"prompts-{place}" / f"trace-{seed}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    added = seed * NEW_PROMPTS + place * PROMPTS_OF_A_WAY
     begin = lines[0]["timestamp"]
     kept = [line for line in lines if line["timestamp"] - begin < 1000 * args.seconds]
     for line in kept:
-        line["hash_ids"] = [number + seed * NEW_PROMPTS for number in line["hash_ids"]]
+        line["hash_ids"] = [number + added for number in line["hash_ids"]]
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
     return path
 
@@ -220,7 +230,7 @@ def _write_trace(args: Namespace, seed: int) -> Path:
 
 
 async def _measure_all(
-    args: Namespace, figures: Figures, path: Path, traces: Sequence[Path]
+    args: Namespace, figures: Figures, path: Path, traces: Sequence[Sequence[Path]]
 ) -> bool:
     """Take what is missing; return whether nothing is left."""
     deadline = time.monotonic() + args.budget_seconds
@@ -230,8 +240,12 @@ async def _measure_all(
             kept = figures.systems.setdefault(system.name, SystemFigures([]))
             plan = [
                 (way, load)
-                for way in ways(system, args.policies)
-                for load in loads(_units(way, args.engines), traces, made_up=not args.trace_only)
+                for place, way in enumerate(ways(system, args.policies))
+                for load in loads(
+                    _units(way, args.engines),
+                    traces[place] if traces else (),
+                    made_up=not args.trace_only,
+                )
                 if load.name not in kept.ways.get(way.name, {})
             ]
             if system.name not in args.systems or not plan:

@@ -338,8 +338,9 @@ class Supervisor:
         """End the front ends, then the engines, then the controller; return whether all did.
 
         A second signal, or a controller that does not end, leaves the rest to ``_clean_up``. An
-        engine that does not end is killed, which loses nothing: its requests have ended by now. So
-        it is with one that is only starting, which may not hear a signal while it imports vLLM.
+        engine that does not end is killed, which loses nothing: its requests have ended by now. An
+        engine that is only starting may be such a one: it may not hear a signal while it imports
+        vLLM.
 
         Raises:
             NodeFailedError: the controller ended first, or no engine is left.

@@ -74,6 +74,13 @@ def test_a_trace_is_cut_and_each_seed_has_other_prompts(arguments: list[str]) ->
         assert [row["timestamp"] for row in rows] == [5000, 6000]
 
 
+def test_no_way_finds_the_prompts_of_another_in_a_cache(arguments: list[str]) -> None:
+    args = defaults._parser().parse_args([*arguments, "--policies", "flying"])
+    args.out.mkdir()
+    prompts = [path.read_text() for way in defaults._write_traces(args) for path in way]
+    assert len(set(prompts)) == len(prompts) == 6
+
+
 def test_a_node_is_measured_in_each_layout_and_not_twice(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
