@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from shoal.server.frontend import frontend
 from shoal.server.frontend.frontend import Frontend
 
 
@@ -14,17 +15,20 @@ class NoConfigurationError(Exception):
     """What a front end without one ends with."""
 
 
-def no_configuration(degree: int) -> NoReturn:
-    raise NoConfigurationError(degree)
+def no_configuration(*args: object) -> NoReturn:
+    raise NoConfigurationError
 
 
 @pytest.mark.parametrize("option", ["tool_parser_plugin", "reasoning_parser_plugin"])
-def test_it_loads_the_plugins_of_parsers_itself(tmp_path: Path, option: str) -> None:
+def test_it_loads_the_plugins_of_parsers_itself(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The main process has, but a front end that is spawned knows nothing of that."""
     plugin = tmp_path / f"{option}.py"
     plugin.write_text("from pathlib import Path\n\nPath(__file__).with_suffix('.loaded').touch()\n")
     plugins = {"tool_parser_plugin": "", "reasoning_parser_plugin": ""} | {option: str(plugin)}
-    config: Any = SimpleNamespace(api_servers=1, vllm=SimpleNamespace(take=no_configuration))
+    monkeypatch.setattr(frontend, "take", no_configuration)
+    config: Any = SimpleNamespace(api_servers=1, vllm=None)
     nothing: Any = None
     target = Frontend(config, 0, Namespace(**plugins), nothing, nothing, nothing)
     with pytest.raises(NoConfigurationError):
