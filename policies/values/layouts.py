@@ -1,0 +1,102 @@
+"""Layouts and units: how engines share one model's work, and which engines do.
+
+Both are frozen values: they are compared, hashed, sorted, sent between processes and used as keys.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+
+class Place(NamedTuple):
+    """Where one member of a unit stands in the unit's layout."""
+
+    stage: int
+    """Which pipeline stage it belongs to."""
+    rank: int
+    """Its tensor parallel rank within that stage."""
+
+
+class Layout(
+    msgspec.Struct, frozen=True, order=True, array_like=True, omit_defaults=True, cache_hash=True
+):
+    """How the engines of a unit share one model's work.
+
+    Members are numbered stage by stage, as vLLM numbers ranks: ``tp`` adjacent members share the
+    layers of a stage, and ``pp`` stages follow one another.
+    """
+
+    tp: int = 1
+    """Engines among which every layer of a stage is divided (tensor parallel)."""
+    pp: int = 1
+    """Stages into which the layers are divided (pipeline parallel)."""
+    ep: int = 1
+    """Engines among which the experts are divided (expert parallel); a part of ``tp``."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of engines that it takes, by vLLM's name for it."""
+        return self.tp * self.pp
+
+    @property
+    def name(self) -> str:
+        """Its name for people and labels: ``dp``, ``tp2``, ``pp2``, ``tp2-pp2``, ``tp4-ep4``."""
+        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "ep")]
+        return "-".join(part for part in parts if not part.endswith("p1")) or "dp"
+
+    def place(self, member: int) -> Place:
+        """Return where a member stands.
+
+        Args:
+            member: its number among the unit's engines, from 0.
+        """
+        return Place(*divmod(member, self.tp))
+
+    @property
+    def answering_member(self) -> int:
+        """Number of the member whose runner returns a step's tokens: the last stage's first."""
+        return (self.pp - 1) * self.tp
+
+
+DP = Layout()
+"""The layout of an engine that serves alone."""
+
+
+class Unit(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
+    """Engines that serve requests as one."""
+
+    engines: tuple[int, ...]
+    """Their numbers, ascending and adjacent."""
+    layout: Layout = DP
+
+    @property
+    def leader(self) -> int:
+        """The engine that runs the unit's scheduler: its first."""
+        return self.engines[0]
+
+    @property
+    def is_group(self) -> bool:
+        """Whether several engines work together."""
+        return len(self.engines) > 1
+
+    @property
+    def name(self) -> str:
+        """The name of its layout."""
+        return self.layout.name
+
+
+def alone(engine: int) -> Unit:
+    """Return the unit of one engine."""
+    return Unit((engine,))
+
+
+def tensor_parallel(engines: Iterable[int]) -> Unit:
+    """Return the unit in which all these engines divide every layer; of one engine, its own."""
+    members = tuple(engines)
+    return Unit(members, Layout(tp=len(members)))
+
+
+def layouts_up_to(max_group: int) -> tuple[Layout, ...]:
+    """Return the layouts of a node with ``--max-group max_group``: DP, TP2, TP4 and so on."""
+    return tuple(Layout(tp=1 << k) for k in range(max_group.bit_length()) if 1 << k <= max_group)
