@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from shoal.policies.forecast import Forecast
 from shoal.policies.static import with_singles
-from shoal.policies.values.partition import Partition, degrees, groups_of
+from shoal.policies.values.layouts import layouts_up_to
+from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.snapshot import Snapshot
 
 MARGIN = 0.1
@@ -22,7 +23,7 @@ LEAST_SECONDS = 1.0
 
 def uniform(snapshot: Snapshot) -> tuple[Partition, ...]:
     """Return the partitions into groups of one size, narrowest first, as far as they can be."""
-    every = (groups_of(snapshot.engines, degree) for degree in degrees(snapshot.max_group))
+    every = (units_of(snapshot.engines, layout) for layout in layouts_up_to(snapshot.max_group))
     return tuple(dict.fromkeys(with_singles(snapshot, groups) for groups in every))
 
 

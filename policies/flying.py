@@ -19,12 +19,19 @@ serves them faster by a good part: else all that runs would be computed again fo
 
 from dataclasses import dataclass
 
-from shoal.policies.cost.cost_model import Batch, CostModel
 from shoal.policies.forecast import usual_prompt
 from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
-from shoal.policies.values.partition import Partition, groups_of
+from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
+from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, SwitchReason, TreatmentName
-from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, UnitState
+from shoal.policies.values.snapshot import (
+    NORMAL_PRIORITY,
+    PoolRequest,
+    Snapshot,
+    StepPredictor,
+    UnitState,
+)
 
 PROMPT = Batch(prefill_tokens=2048, prefill_context=1024)
 """Work whose time says what a prompt token costs."""
@@ -79,13 +86,13 @@ def _plan(snapshot: Snapshot, settings: FlyingSettings) -> Plan:
     reason: SwitchReason = ""
     if not snapshot.switching:
         target, reason = _target(snapshot, settings)
-    urgent = _urgent_degree(snapshot, settings)
-    widest = max(len(group) for group in target)
+    urgent = _urgent_layout(snapshot, settings)
+    widest = max(unit.size for unit in target)
 
     def hold(request: PoolRequest) -> bool:
         """Leave an urgent request in the pool for the group that is formed for it."""
         forming = target != snapshot.partition
-        return forming and request.priority < NORMAL_PRIORITY and widest >= urgent > 1
+        return forming and request.priority < NORMAL_PRIORITY and widest >= urgent.world_size > 1
 
     dispatches = dispatch_least_loaded(snapshot, prefer=_preference, hold=hold)
     if snapshot.switching or target == snapshot.partition:
@@ -100,8 +107,8 @@ def _preference(request: PoolRequest) -> int:
 
 def _treatment(snapshot: Snapshot, target: Partition) -> TreatmentName:
     """Return hard when groups are only added, for a need: its engines' requests can come back."""
-    only_added = all(group in target for group in snapshot.partition if len(group) > 1)
-    few = sum(len(group) for group in target if len(group) > 1) < snapshot.engines
+    only_added = all(unit in target for unit in snapshot.partition if unit.is_group)
+    few = sum(unit.size for unit in target if unit.is_group) < snapshot.engines
     return "hard" if only_added and few else "soft"
 
 
@@ -109,18 +116,18 @@ def _treatment(snapshot: Snapshot, target: Partition) -> TreatmentName:
 
 
 def _target(snapshot: Snapshot, settings: FlyingSettings) -> tuple[Partition, SwitchReason]:
-    widest = with_singles(snapshot, groups_of(snapshot.engines, snapshot.max_group))
+    widest = with_singles(snapshot, units_of(snapshot.engines, snapshot.widest))
     if snapshot.partition == widest:
         stays = not _is_loaded(snapshot, settings)
     else:
         stays = _is_quiet(snapshot, settings)
     if stays:
         return widest, "quiet"
-    urgent, long = _urgent_degree(snapshot, settings), _long_degree(snapshot)
-    degree = max(urgent, long)
-    if degree == 1:
+    urgent, long = _urgent_layout(snapshot, settings), _long_layout(snapshot)
+    wide = max(urgent, long)
+    if wide == DP:
         return with_singles(snapshot, ()), "load"
-    target = with_singles(snapshot, place_group(snapshot, degree))
+    target = with_singles(snapshot, place_group(snapshot, wide))
     return target, "urgent" if urgent >= long else "long"
 
 
@@ -164,31 +171,31 @@ def _busy(snapshot: Snapshot) -> float:
     model = snapshot.cost_model
     if model is None:
         return 0.0
-    degree = snapshot.max_group
-    step = model.step_seconds(degree, PROMPT, snapshot.mode(degree, PROMPT))
+    widest = snapshot.widest
+    step = model.step_seconds(widest, PROMPT, snapshot.mode(widest, PROMPT))
     seconds = step / PROMPT.prefill_tokens
     return snapshot.prompt_rate * seconds
 
 
-def _sp_model(snapshot: Snapshot) -> CostModel | None:
+def _sp_model(snapshot: Snapshot) -> StepPredictor | None:
     """Return what predicts step times, if the widest layout runs steps in SP; else None."""
-    return snapshot.cost_model if snapshot.max_group in dict(snapshot.sp_above) else None
+    return snapshot.cost_model if snapshot.widest in dict(snapshot.sp_above) else None
 
 
-def _fullness(snapshot: Snapshot, model: CostModel) -> float:
+def _fullness(snapshot: Snapshot, model: StepPredictor) -> float:
     """Return the part of its time that the widest layout would need for all that arrives."""
-    each = _engine_seconds(snapshot, model, snapshot.max_group)
+    each = _engine_seconds(snapshot, model, snapshot.widest)
     return snapshot.arrival_rate * each / _alive(snapshot)
 
 
-def _dp_is_better(snapshot: Snapshot, model: CostModel, settings: FlyingSettings) -> bool:
+def _dp_is_better(snapshot: Snapshot, model: StepPredictor, settings: FlyingSettings) -> bool:
     """Return whether DP would serve this load so much faster that it is worth a switch."""
-    widest = snapshot.max_group
-    alone, together = (_engine_seconds(snapshot, model, degree) for degree in (1, widest))
+    layouts = (DP, snapshot.widest)
+    alone, together = (_engine_seconds(snapshot, model, layout) for layout in layouts)
     return together > settings.sp_gain * alone
 
 
-def _engine_seconds(snapshot: Snapshot, model: CostModel, degree: int) -> float:
+def _engine_seconds(snapshot: Snapshot, model: StepPredictor, layout: Layout) -> float:
     """Return the time that the mean request takes of one engine in the batch that serves most.
 
     That is a full one, though none is yet: a load is to be met before it is there, and as few
@@ -198,26 +205,26 @@ def _engine_seconds(snapshot: Snapshot, model: CostModel, degree: int) -> float:
     """
 
     def seconds(batch: Batch) -> float:
-        return model.step_seconds(degree, batch, snapshot.mode(degree, batch))
+        return model.step_seconds(layout, batch, snapshot.mode(layout, batch))
 
     def share(decodes: int) -> float:
         context = decodes * round(prompt + output / 2)
         step = seconds(Batch(decodes, context))
         longer = seconds(Batch(decodes, context, prompt, prompt // 2)) - step
-        return degree * (longer + output * step / decodes)
+        return layout.world_size * (longer + output * step / decodes)
 
     prompt, output = round(usual_prompt(snapshot)), snapshot.output_tokens
-    full = _seats(snapshot, degree, prompt + output)
-    in_tp = dict(snapshot.sp_above).get(degree, full + prompt) - prompt
+    full = _seats(snapshot, layout, prompt + output)
+    in_tp = dict(snapshot.sp_above).get(layout, full + prompt) - prompt
     return min(share(decodes) for decodes in {full, max(1, min(full, in_tp))})
 
 
-def _seats(snapshot: Snapshot, degree: int, tokens: float) -> int:
-    """Return how many requests of so many tokens each a unit of this degree has room for."""
-    layout = snapshot.layout(degree)
-    if layout is not None:
-        return int(layout.seats(tokens))
-    return max(1, round(degree * snapshot.requests / _alive(snapshot)))
+def _seats(snapshot: Snapshot, layout: Layout, tokens: float) -> int:
+    """Return how many requests of so many tokens each a unit of this layout has room for."""
+    state = snapshot.layout(layout)
+    if state is not None:
+        return int(state.seats(tokens))
+    return max(1, round(layout.world_size * snapshot.requests / _alive(snapshot)))
 
 
 def _has_room(unit: UnitState, request: PoolRequest) -> bool:
@@ -226,21 +233,22 @@ def _has_room(unit: UnitState, request: PoolRequest) -> bool:
     return not unit.serving or fits or not unit.can_hold(request)
 
 
-def _urgent_degree(snapshot: Snapshot, settings: FlyingSettings) -> int:
-    """Return how many engines urgent requests want, 1 when there are none."""
+def _urgent_layout(snapshot: Snapshot, settings: FlyingSettings) -> Layout:
+    """Return the layout that urgent requests want, DP when there are none."""
     if snapshot.since_urgent > settings.linger_seconds:
-        return 1
-    return max(1, min(snapshot.max_group, snapshot.engines // settings.urgent_share))
+        return DP
+    widest = max(1, min(snapshot.max_group, snapshot.engines // settings.urgent_share))
+    return layouts_up_to(widest)[-1]
 
 
-def _long_degree(snapshot: Snapshot) -> int:
-    """Return the narrowest layout that holds every request there is, 1 if nothing is known."""
+def _long_layout(snapshot: Snapshot) -> Layout:
+    """Return the narrowest layout that holds every request there is, DP if nothing is known."""
     tokens = max((unit.longest_tokens for unit in snapshot.units), default=0)
-    for layout in snapshot.layouts:
-        running = tokens <= min(layout.max_model_len, layout.total_blocks * layout.block_tokens)
-        if running and all(layout.can_hold(request) for request in snapshot.pool):
-            return layout.degree
-    return snapshot.max_group if snapshot.layouts else 1
+    for state in snapshot.layouts:
+        running = tokens <= min(state.max_model_len, state.total_blocks * state.block_tokens)
+        if running and all(state.can_hold(request) for request in snapshot.pool):
+            return state.layout
+    return snapshot.widest if snapshot.layouts else DP
 
 
 FLYING = flying_policy("flying", FlyingSettings())

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.policies.cost.cost_model import Batch, CostModel, Mode
-from shoal.policies.values.partition import Group, Partition, degrees
-from shoal.policies.values.snapshot import Snapshot, Target
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.partition import Partition
+from shoal.policies.values.snapshot import Snapshot, StepPredictor, Target
 
 NO_PROMISE = Target(0, math.inf, math.inf)
 """What requests are promised that are promised nothing."""
@@ -53,7 +54,7 @@ class Class:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a unit of one degree is, in seconds."""
+    """How fast a unit of one layout is, in seconds."""
 
     step: float
     """A step of no request."""
@@ -104,13 +105,13 @@ class Forecast:
         model: predicts step times.
     """
 
-    def __init__(self, snapshot: Snapshot, model: CostModel) -> None:
+    def __init__(self, snapshot: Snapshot, model: StepPredictor) -> None:
         self._snapshot = snapshot
         self._classes = _classes(snapshot, snapshot.targets or (NO_PROMISE,))
         self._prompt = usual_prompt(snapshot)
         units = snapshot.units
-        widths = {len(unit.group) for unit in units} | set(degrees(snapshot.max_group))
-        self._paces = {degree: self._pace(model, degree) for degree in widths}
+        layouts = {state.unit.layout for state in units} | set(layouts_up_to(snapshot.max_group))
+        self._paces = {layout: self._pace(model, layout) for layout in layouts}
         # What runs has to be decoded, also when no more comes.
         coming = snapshot.arrival_rate * snapshot.output_tokens
         self._decodes = max(coming, self._produced())
@@ -140,12 +141,12 @@ class Forecast:
         """
         return sum(share.units * self._seconds_by(share) for share in self._shares(candidate))
 
-    def _pace(self, model: CostModel, degree: int) -> Pace:
+    def _pace(self, model: StepPredictor, layout: Layout) -> Pace:
         prompt = round(self._prompt)
         context = prompt + round(self._snapshot.output_tokens / 2)
 
         def seconds(batch: Batch) -> float:
-            return model.step_seconds(degree, batch, self._snapshot.mode(degree, batch))
+            return model.step_seconds(layout, batch, self._snapshot.mode(layout, batch))
 
         few = seconds(Batch(FEW, FEW * context))
         many = seconds(Batch(MANY, MANY * context))
@@ -157,7 +158,7 @@ class Forecast:
             return max(0.0, mixed - few) / prompts
 
         alone = batched = added(1)
-        if self._snapshot.mode(degree, Batch(prefill_tokens=CHUNK_TOKENS)) is Mode.SP:
+        if self._snapshot.mode(layout, Batch(prefill_tokens=CHUNK_TOKENS)) is Mode.SP:
             batched = min(alone, added(max(1, CHUNK_TOKENS // max(1, prompt))))
         return Pace(few - FEW * decode, decode, alone, batched)
 
@@ -165,36 +166,37 @@ class Forecast:
         """Return the tokens per second that the units there are decode."""
         rate, produced = self._snapshot.arrival_rate / self._snapshot.engines, 0.0
         for unit in self._snapshot.units:
-            pace = self._paces[len(unit.group)]
+            pace = self._paces[unit.unit.layout]
             step = pace.step + pace.decode * unit.running
-            left = pace.room(step, rate * len(unit.group))
+            left = pace.room(step, rate * unit.unit.size)
             produced += unit.running / step * max(1 - FULL, left)
         return produced
 
     def _shares(self, candidate: Partition) -> Iterator[Share]:
-        moved = [unit for unit in self._snapshot.units if unit.group not in candidate]
+        moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
         context = self._snapshot.output_tokens / 2
         again = sum(unit.context_tokens + unit.requests * context for unit in moved)
-        stay = [unit for unit in self._snapshot.units if unit.group in candidate]
+        stay = [unit for unit in self._snapshot.units if unit.unit in candidate]
         first = self._snapshot.waiting + sum(unit.requests for unit in moved)
         first += sum(unit.waiting for unit in stay)
         for units, classes in served(candidate, self._classes):
             here = sum(c.running + c.waiting for c in classes)
             present = here / self._snapshot.requests if self._snapshot.requests else 1.0
-            engines = sum(map(len, units))
-            for degree, count in Counter(map(len, units)).items():
-                part = present * degree / engines
+            engines = sum(unit.size for unit in units)
+            for layout, count in Counter(unit.layout for unit in units).items():
+                size = layout.world_size
+                part = present * size / engines
                 queued = part * (self._queued + again) / self._prompt
-                pace = self._paces[degree]
-                requests = degree * count / engines
-                seats = self._seats(degree)
+                pace = self._paces[layout]
+                requests = size * count / engines
+                seats = self._seats(layout)
                 yield Share(pace, classes, part, requests, queued, part * first, count, seats)
 
-    def _seats(self, degree: int) -> float:
+    def _seats(self, layout: Layout) -> float:
         """Return how many requests of the usual length a unit decodes at once."""
-        layout = self._snapshot.layout(degree)
+        state = self._snapshot.layout(layout)
         tokens = self._prompt + self._snapshot.output_tokens / 2
-        return math.inf if layout is None else layout.seats(tokens)
+        return math.inf if state is None else state.seats(tokens)
 
     def _seconds_by(self, share: Share) -> float:
         """Return the seconds that requests spend on each of these units: a fluid in small steps.
@@ -257,11 +259,11 @@ def usual_prompt(snapshot: Snapshot) -> float:
 
 def served(
     partition: Partition, classes: Sequence[Class]
-) -> Iterator[tuple[Sequence[Group], Sequence[Class]]]:
+) -> Iterator[tuple[Sequence[Unit], Sequence[Class]]]:
     """Yield units and whom they serve: the most urgent class has the widest ones to itself."""
-    widest = max(map(len, partition))
-    wide = [group for group in partition if len(group) == widest]
-    rest = [group for group in partition if len(group) < widest]
+    widest = max(unit.size for unit in partition)
+    wide = [unit for unit in partition if unit.size == widest]
+    rest = [unit for unit in partition if unit.size < widest]
     if not rest or len(classes) == 1:
         yield partition, classes
     else:

@@ -13,8 +13,10 @@ it. Where graphs are turned off, SP may need more tokens to be faster: set a num
 import enum
 from collections.abc import Iterable
 
-from shoal.policies.cost.cost_model import Batch, CostModel, Mode
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.static import STATIC_TP
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Policy
 
 DEFAULT_THRESHOLD = 256
@@ -60,14 +62,14 @@ def parse_threshold(value: int | str) -> ShiftThreshold:
 
 
 def tokens_for(
-    threshold: ShiftThreshold, model: CostModel | None, degrees: Iterable[int]
-) -> dict[int, int]:
-    """Return the tokens above which steps run in SP, by degree; without those that never do.
+    threshold: ShiftThreshold, model: CostModel | None, layouts: Iterable[Layout]
+) -> dict[Layout, int]:
+    """Return the tokens above which steps run in SP, by layout; without those that never do.
 
     Args:
         threshold: what the node is set to.
         model: tells what ``AUTO`` means.
-        degrees: of the groups that can run SP.
+        layouts: those that can run SP.
 
     Raises:
         ShiftThresholdError: ``AUTO`` without a model.
@@ -75,14 +77,14 @@ def tokens_for(
     if threshold is ShiftRule.OFF:
         return {}
     if not isinstance(threshold, ShiftRule):
-        return dict.fromkeys(degrees, threshold)
+        return dict.fromkeys(layouts, threshold)
     if model is None:
         raise ShiftThresholdError("auto needs a cost model, which this node has none of")
-    found = {degree: _crossover(model, degree) for degree in degrees}
-    return {degree: tokens for degree, tokens in found.items() if tokens is not None}
+    found = {layout: _crossover(model, layout) for layout in layouts}
+    return {layout: tokens for layout, tokens in found.items() if tokens is not None}
 
 
-def _crossover(model: CostModel, degree: int) -> int | None:
+def _crossover(model: CostModel, layout: Layout) -> int | None:
     """Return the most tokens of a step that TP computes at least as fast; None: any number.
 
     By what devices and links take alone (see above). What SP saves never shrinks as a step gets
@@ -91,7 +93,7 @@ def _crossover(model: CostModel, degree: int) -> int | None:
 
     def sp_is_faster(tokens: int) -> bool:
         batch = Batch(prefill_tokens=tokens)
-        tp, sp = (model.device_seconds(degree, batch, mode) for mode in Mode)
+        tp, sp = (model.device_seconds(layout, batch, mode) for mode in Mode)
         return sp < tp
 
     if not sp_is_faster(MOST_TOKENS):

@@ -12,14 +12,14 @@ With nothing promised that is all it does. Without a cost model it does what ``f
 import math
 from collections.abc import Iterator
 
-from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.fastest import fastest, uniform
 from shoal.policies.flying import FLYING, STEADY
 from shoal.policies.forecast import Forecast
 from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
-from shoal.policies.values.partition import Partition, degrees, groups_of
+from shoal.policies.values.layouts import layouts_up_to
+from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy
-from shoal.policies.values.snapshot import PoolRequest, Snapshot
+from shoal.policies.values.snapshot import PoolRequest, Snapshot, StepPredictor
 
 GAIN = 0.02
 """Part of the requests that a switch must save: less is within the model's error."""
@@ -54,10 +54,11 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     return Plan(dispatches, target, "soft", "slo")
 
 
-def _target(snapshot: Snapshot, model: CostModel) -> Partition:
+def _target(snapshot: Snapshot, model: StepPredictor) -> Partition:
     """Return the best candidate, or the partition there is when that gains too little."""
-    needed = _degree_for_all(snapshot)
-    fitting = [c for c in dict.fromkeys(_candidates(snapshot)) if max(map(len, c)) >= needed]
+    needed = _size_for_all(snapshot)
+    candidates = dict.fromkeys(_candidates(snapshot))
+    fitting = [c for c in candidates if max(unit.size for unit in c) >= needed]
     forecast = Forecast(snapshot, model)
     if snapshot.partition not in fitting:
         return min(fitting, key=forecast.broken, default=snapshot.partition)
@@ -72,8 +73,8 @@ def _target(snapshot: Snapshot, model: CostModel) -> Partition:
     for_speed = settled or not snapshot.targets
     if saved >= now and not for_speed:
         return snapshot.partition
-    candidates = fitting if saved < now else [c for c in uniform(snapshot) if c in fitting]
-    scores = {c: now if c == snapshot.partition else forecast.broken(c) for c in candidates}
+    judged = fitting if saved < now else [c for c in uniform(snapshot) if c in fitting]
+    scores = {c: now if c == snapshot.partition else forecast.broken(c) for c in judged}
     best = min(scores, key=scores.__getitem__, default=snapshot.partition)
     if scores.get(best, now) < now - saved:
         return best
@@ -87,21 +88,22 @@ def _target(snapshot: Snapshot, model: CostModel) -> Partition:
 def _candidates(snapshot: Snapshot) -> Iterator[Partition]:
     """Yield what there is, one layout for all, and a group of every width beside narrower ones."""
     yield snapshot.partition
-    for wide in degrees(snapshot.max_group):
-        yield with_singles(snapshot, groups_of(snapshot.engines, wide))
-        group = place_group(snapshot, wide) if wide < snapshot.engines else ()
-        engines = {engine for members in group for engine in members}
-        for narrow in degrees(wide // 2) if group else ():
-            rest = [g for g in groups_of(snapshot.engines, narrow) if not engines.intersection(g)]
+    for wide in layouts_up_to(snapshot.max_group):
+        yield with_singles(snapshot, units_of(snapshot.engines, wide))
+        group = place_group(snapshot, wide) if wide.world_size < snapshot.engines else ()
+        taken = {engine for unit in group for engine in unit.engines}
+        for narrow in layouts_up_to(wide.world_size // 2) if group else ():
+            units = units_of(snapshot.engines, narrow)
+            rest = [unit for unit in units if not taken.intersection(unit.engines)]
             yield with_singles(snapshot, [*group, *rest])
 
 
-def _degree_for_all(snapshot: Snapshot) -> int:
-    """Return the narrowest layout that holds every request there is, as far as one does."""
+def _size_for_all(snapshot: Snapshot) -> int:
+    """Return of how many engines a unit must be that holds every request, if any does."""
     running = max((unit.longest_tokens for unit in snapshot.units), default=0)
-    for layout in snapshot.layouts:
-        if running <= layout.max_model_len and all(map(layout.can_hold, snapshot.pool)):
-            return layout.degree
+    for state in snapshot.layouts:
+        if running <= state.max_model_len and all(map(state.can_hold, snapshot.pool)):
+            return state.layout.world_size
     return 1
 
 

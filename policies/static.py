@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.layouts import Layout, Unit, alone
+from shoal.policies.values.partition import Partition, singles, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
 from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 
@@ -41,7 +42,7 @@ def dispatch_least_loaded(
         room = _choose(rooms, request, sign)
         if room is not None:
             room.take(request)
-            dispatches.append(Dispatch(request.request_id, room.unit.group))
+            dispatches.append(Dispatch(request.request_id, room.unit.unit))
     return tuple(dispatches)
 
 
@@ -51,7 +52,7 @@ def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
     if snapshot.layouts:
         narrowest = snapshot.layouts[0]
     else:
-        narrowest = min(snapshot.units, key=lambda unit: len(unit.group))
+        narrowest = min(snapshot.units, key=lambda unit: unit.unit.size)
     return not narrowest.can_hold(request)
 
 
@@ -59,7 +60,7 @@ def _choose(rooms: list[Room], request: PoolRequest, sign: int) -> Room | None:
     """Return the room to take, by ``sign`` as a ``Preference`` means it; None to wait."""
     ranked = sorted(rooms, key=_load)
     if sign:
-        ranked.sort(key=lambda room: sign * len(room.unit.group))
+        ranked.sort(key=lambda room: sign * room.unit.unit.size)
     for room in ranked:
         if room.takes(request):
             return room
@@ -76,26 +77,27 @@ def _keep(snapshot: Snapshot) -> Plan:
     return Plan(dispatches=dispatch_least_loaded(snapshot))
 
 
-def with_singles(snapshot: Snapshot, groups: Iterable[Group]) -> Partition:
+def with_singles(snapshot: Snapshot, groups: Iterable[Unit]) -> Partition:
     """Return the partition of these groups as far as they can be, all other engines alone."""
-    alive = [group for group in groups if snapshot.can_form(group)]
-    covered = {engine for group in alive for engine in group}
-    rest = [(engine,) for engine in range(snapshot.engines) if engine not in covered]
-    return tuple(sorted([*alive, *rest]))
+    formed = [group for group in groups if snapshot.can_form(group)]
+    covered = {engine for group in formed for engine in group.engines}
+    rest = [alone(engine) for engine in range(snapshot.engines) if engine not in covered]
+    return tuple(sorted([*formed, *rest]))
 
 
-def place_group(snapshot: Snapshot, degree: int) -> tuple[Group, ...]:
-    """Return one group of at least so many engines: one that there is, else the least loaded."""
-    groups = [group for group in groups_of(snapshot.engines, degree) if snapshot.can_form(group)]
-    wide = [unit.group for unit in snapshot.units if degree <= len(unit.group) < snapshot.engines]
+def place_group(snapshot: Snapshot, layout: Layout) -> tuple[Unit, ...]:
+    """Return one group of at least so many engines: one there is, else the least loaded."""
+    groups = [group for group in units_of(snapshot.engines, layout) if snapshot.can_form(group)]
+    sizes = range(layout.world_size, snapshot.engines)
+    wide = [unit for unit in snapshot.partition if unit.size in sizes]
     if wide:
-        return (min(wide, key=len),)
+        return (min(wide, key=attrgetter("size")),)
     return (min(groups, key=lambda group: _requests_of(snapshot, group)),) if groups else ()
 
 
-def _requests_of(snapshot: Snapshot, group: Group) -> float:
-    units = [unit for unit in snapshot.units if set(unit.group) & set(group)]
-    return sum(unit.requests for unit in units)
+def _requests_of(snapshot: Snapshot, group: Unit) -> float:
+    members = set(group.engines)
+    return sum(state.requests for state in snapshot.units if members & set(state.unit.engines))
 
 
 def _towards(snapshot: Snapshot, wanted: Partition) -> Plan:
@@ -112,7 +114,7 @@ def _all_dp(snapshot: Snapshot) -> Plan:
 
 
 def _all_tp(snapshot: Snapshot) -> Plan:
-    return _towards(snapshot, groups_of(snapshot.engines, snapshot.max_group))
+    return _towards(snapshot, units_of(snapshot.engines, snapshot.widest))
 
 
 MANUAL = Policy("manual", _keep, decides_layout=False)

@@ -9,7 +9,8 @@ import msgspec
 
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
-from shoal.policies.values.partition import Group, degrees
+from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.partition import units_of
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.logs import LogFormat
 
@@ -152,9 +153,14 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """Whether front ends trace requests and switches, and so are to be told their times."""
 
     @property
-    def degrees(self) -> tuple[int, ...]:
-        """Group sizes this node forms."""
-        return degrees(self.max_group)
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts that this node forms, narrowest first."""
+        return layouts_up_to(self.max_group)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every unit that this node forms, of narrow layouts first."""
+        return tuple(unit for each in self.layouts for unit in units_of(self.engines, each))
 
 
 class Addresses:
@@ -188,13 +194,13 @@ class Addresses:
         """A runner's own PULL: steps of its single unit, and ``Attach``."""
         return self._ipc(f"runner-{engine}")
 
-    def group_runner(self, group: Group, engine: int, generation: int = 0) -> str:
+    def group_runner(self, group: Unit, engine: int, generation: int = 0) -> str:
         """A runner's PULL for the steps of one group, which was made so many times before."""
-        return self._ipc(f"group-{'-'.join(map(str, group))}-{engine}.{generation}")
+        return self._ipc(f"group-{'-'.join(map(str, group.engines))}-{engine}.{generation}")
 
-    def queue(self, group: Group, engine: int, generation: int = 0) -> str:
+    def queue(self, group: Unit, engine: int, generation: int = 0) -> str:
         """The PULL that ``engine``'s runner reads for the unit ``group``: its own when alone."""
-        if len(group) == 1:
+        if not group.is_group:
             return self.runner(engine)
         return self.group_runner(group, engine, generation)
 

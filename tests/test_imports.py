@@ -26,7 +26,7 @@ def test_repository_is_what_was_read() -> None:
     modules = read_modules(ROOT)
     assert {name.split(".")[1] for name in modules} == FOLDERS
     targets = {found.target for found in modules["shoal.runtime.protocol.messages.engine"].imports}
-    assert "shoal.policies.values.partition" in targets
+    assert "shoal.policies.values.layouts" in targets
 
 
 def test_every_folder_is_there_under_its_name() -> None:

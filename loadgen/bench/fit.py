@@ -16,7 +16,8 @@ from shoal.loadgen.bench.comparison_results import Results
 from shoal.loadgen.bench.modes import MODES
 from shoal.loadgen.bench.steps import MESSAGES, table
 from shoal.loadgen.bench.systems import COMPARED, SHOAL, System
-from shoal.policies.cost.cost_model import Batch
+from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation import calibration
 from shoal.runtime.simulation.calibration import Sample, predicted
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile, read_hardware, read_shape
@@ -79,11 +80,11 @@ def samples_of(results: Results) -> Iterator[Sample]:
         for layout, found in results.found(name, "decode").items():
             for count, figures in found.items():
                 batch = Batch(int(count), int(count) * context)
-                yield Sample(_degree(layout), (batch,), figures["tpot"])
+                yield Sample(_formed(layout), (batch,), figures["tpot"])
         for layout, found in results.found(name, "prefill").items():
             for prompt, figures in found.items():
                 steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
-                yield Sample(_degree(layout), steps, figures["ttft"], MESSAGES)
+                yield Sample(_formed(layout), steps, figures["ttft"], MESSAGES)
 
 
 def sp_host_samples_of(results: Results) -> Iterator[Sample]:
@@ -106,7 +107,7 @@ def sp_host_samples_of(results: Results) -> Iterator[Sample]:
             steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
             one = len(steps) == 1 and steps[0].tokens > CAPTURED_TOKENS
             if one and seconds >= in_tp[prompt]:
-                yield Sample(degree, steps, seconds, MESSAGES, min(sp, degree))
+                yield Sample(Layout(tp=degree), steps, seconds, MESSAGES, min(sp, degree))
 
 
 def _steps(prompt: int, most: int) -> Iterator[Batch]:
@@ -116,8 +117,8 @@ def _steps(prompt: int, most: int) -> Iterator[Batch]:
         yield Batch(prefill_tokens=tokens, prefill_context=begin + math.ceil(tokens / 2))
 
 
-def _degree(layout: str) -> int:
-    return 1 if layout == "dp" else int(layout.removeprefix("tp"))
+def _formed(name: str) -> Layout:
+    return DP if name == "dp" else Layout(tp=int(name.removeprefix("tp")))
 
 
 def _read(path: Path, shape: ShapeFile) -> Results:

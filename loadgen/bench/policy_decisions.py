@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.registry import POLICIES
-from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.layouts import Layout, Unit, alone, layouts_up_to, tensor_parallel
+from shoal.policies.values.partition import Partition, singles, units_of
 from shoal.policies.values.plan import check_plan
 from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
 
@@ -22,9 +23,9 @@ HEAD = 256
 ROUNDS = 100
 PARTITIONS: tuple[Partition, ...] = (
     singles(ENGINES),
-    groups_of(ENGINES, 2),
-    ((0, 1, 2, 3), (4,), (5,), (6,), (7,)),
-    groups_of(ENGINES, 8),
+    units_of(ENGINES, Layout(tp=2)),
+    (tensor_parallel(range(4)), *map(alone, range(4, ENGINES))),
+    units_of(ENGINES, Layout(tp=8)),
 )
 SHAPE = ModelShape(80, 8192, 64, 8, 128, parameters=70e9)
 MODEL = CostModel(SHAPE, Hardware(4e12, 1e15, 4e11, 1e-5, 2e-3))
@@ -39,7 +40,7 @@ def hard_snapshots() -> Iterator[tuple[str, Snapshot]]:
             pool = tuple(
                 PoolRequest(f"r{k}", prompt, prompt + 1, k % 3 - 1, 0.0) for k in range(HEAD)
             )
-            widths = ",".join(str(len(group)) for group in partition)
+            widths = ",".join(str(unit.size) for unit in partition)
             yield (
                 f"{widths} {name}",
                 Snapshot(
@@ -56,14 +57,17 @@ def hard_snapshots() -> Iterator[tuple[str, Snapshot]]:
                     arrival_rate=50.0,
                     smoothed_requests=float(WAITING),
                     since_urgent=0.0,
-                    layouts=tuple(LayoutState(d, 256, 50_000, 16 * d, 10**5) for d in (1, 2, 4, 8)),
+                    layouts=tuple(
+                        LayoutState(layout, 256, 50_000, 16 * layout.tp, 10**5)
+                        for layout in layouts_up_to(ENGINES)
+                    ),
                     cost_model=MODEL,
                     targets=TARGETS,
                 ),
             )
 
 
-def _unit(group: Group, slots: int) -> UnitState:
+def _unit(group: Unit, slots: int) -> UnitState:
     by_priority = ((-1, 10), (0, 100))
     return UnitState(
         group, True, 110, slots, 50_000, 50_000, 16, 10**5, 100, 10, 50_000, 5000, by_priority

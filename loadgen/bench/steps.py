@@ -21,8 +21,10 @@ from msgspec.structs import replace
 from shoal.loadgen.bench.measures import Bench, Sizes, decode_seconds, first_tokens
 from shoal.loadgen.bench.systems import SHOAL, Layout, System
 from shoal.loadgen.bench.token_client import Client
-from shoal.policies.cost.cost_model import Batch
-from shoal.policies.values.partition import degrees, groups_of, layout_name
+from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import Layout as UnitLayout
+from shoal.policies.values.layouts import layouts_up_to, tensor_parallel
+from shoal.policies.values.partition import units_of
 from shoal.runtime.node.supervisor import StopRequestedError
 from shoal.runtime.simulation.calibration import START, Sample, fit, predicted
 from shoal.runtime.simulation.shape_files import FileError, HardwareFile, ShapeFile, read_shape
@@ -85,8 +87,7 @@ def table(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -
         f"{'layout':<8}{'decodes':>8}{'context':>9}{'prompt':>8}{'measured':>10}{'predicted':>11}"
     ]
     for sample in samples:
-        layout = layout_name(tuple(range(sample.degree)))
-        layout = f"sp{sample.degree}" if sample.sp > 1 else layout
+        layout = f"sp{sample.layout.tp}" if sample.sp > 1 else sample.layout.name
         expected = predicted(shape, hardware, sample)
         lines.append(
             f"{layout:<8}{_total(sample, 'decodes'):>8}{_total(sample, 'context_tokens'):>9}"
@@ -106,8 +107,10 @@ def _memory_bytes() -> int:
 
 
 async def _samples(node: serve.ReadyNode, args: Namespace) -> list[Sample]:
-    partitions = [groups_of(node.engines, degree) for degree in degrees(node.max_group)]
-    layouts = [Layout(layout_name(partition[0]), partition) for partition in partitions]
+    layouts = [
+        Layout(each.name, tuple(unit.engines for unit in units_of(node.engines, each)))
+        for each in layouts_up_to(node.max_group)
+    ]
     system = System(SHOAL, (), tuple(layouts), switches=True)
     samples: list[Sample] = []
     async with Client(node.address, node.model, node.admin) as client:
@@ -132,15 +135,15 @@ async def _decodes(bench: Bench, batches: Sequence[int]) -> AsyncIterator[Sample
         ]
         times = [decode_seconds(answer, tokens) for run in runs for answer in run]
         batch = Batch(count, count * context)
-        yield Sample(_degree(bench.layout), (batch,), statistics.median(times))
+        yield Sample(_formed(bench.layout), (batch,), statistics.median(times))
 
 
 async def _prompts(bench: Bench, prompts: Sequence[int]) -> AsyncIterator[Sample]:
     for tokens in prompts:
         times = await first_tokens(bench, tokens, bench.sizes.prompt_repeats)
         batch = Batch(prefill_tokens=tokens, prefill_context=tokens // 2)
-        yield Sample(_degree(bench.layout), (batch,), statistics.median(times), MESSAGES)
+        yield Sample(_formed(bench.layout), (batch,), statistics.median(times), MESSAGES)
 
 
-def _degree(layout: Layout) -> int:
-    return len(layout.units[0])
+def _formed(layout: Layout) -> UnitLayout:
+    return tensor_parallel(layout.units[0]).layout

@@ -18,9 +18,11 @@ of both. A step in TP above the largest CUDA graph waits for its host too, which
 ``shoal.policies.shift`` compares the modes by ``device_seconds``, which leaves out every host.
 """
 
-import enum
 import math
 from dataclasses import dataclass, replace
+
+from shoal.policies.values.batch import Batch, Mode, StepKind
+from shoal.policies.values.layouts import Layout
 
 SMOOTHING = 0.1
 """Weight of a new measurement in a correction."""
@@ -69,59 +71,16 @@ class Hardware:
     """What one layer of a step by sequence takes of a member's host: no such step is faster."""
 
 
-class Mode(enum.StrEnum):
-    """How a group executes one step, on the same KV cache either way."""
-
-    TP = "tp"
-    """Every member computes all tokens with its part of the weights. The one mode of an engine."""
-    SP = "sp"
-    """Every member computes its part of the tokens with all the weights, and its heads of attention
-    (Arctic Ulysses; combined with TP where the group is wider than the SP degree)."""
-
-
-class StepKind(enum.StrEnum):
-    """What steps are corrected apart: arithmetic and memory miss the roofline differently."""
-
-    DECODE = "decode"
-    """Steps that compute no prompt token."""
-    PREFILL = "prefill"
-    """All others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The work of one step."""
-
-    decodes: int = 0
-    """Requests that get one more token."""
-    context_tokens: int = 0
-    """Tokens whose KV the decodes read, summed over them."""
-    prefill_tokens: int = 0
-    """Prompt tokens computed."""
-    prefill_context: int = 0
-    """Mean number of tokens that a prompt token attends to."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that pass through the linear layers."""
-        return self.decodes + self.prefill_tokens
-
-    @property
-    def kind(self) -> StepKind:
-        """Which correction it takes."""
-        return StepKind.PREFILL if self.prefill_tokens else StepKind.DECODE
-
-
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How measured times of one kind and mode of steps, of a degree, compare with the roofline.
+    """How measured times of one kind and mode of steps, of a layout, compare with the roofline.
 
     A line through them, by least squares: some of what the roofline misses is a part of it, such as
     arithmetic that does not reach the peak, and some is the same in every step, such as launches.
     Steps that are all about equally long cannot tell; it is taken for the latter until they differ.
     """
 
-    degree: int
+    layout: Layout
     kind: StepKind
     mode: Mode = Mode.TP
     error: float = 0.0
@@ -176,42 +135,46 @@ class CostModel:
     max_sp: int = 1
     """Largest degree of SP: a wider group combines it with TP."""
 
-    def correction(self, degree: int, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
+    def correction(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
         """Return the correction of such steps; the neutral one before the first measurement."""
         for known in self.corrections:
-            if (known.degree, known.kind, known.mode) == (degree, kind, mode):
+            if (known.layout, known.kind, known.mode) == (layout, kind, mode):
                 return known
-        return Correction(degree, kind, mode)
+        return Correction(layout, kind, mode)
 
-    def step_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted time of a step on a group of ``degree`` engines."""
-        correction = self._nearest(degree, batch.kind, mode)
-        return correction.apply(self.roofline_seconds(degree, batch, mode))
+    def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
+        """Return the predicted time of a step of a unit in this layout."""
+        correction = self._nearest(layout, batch.kind, mode)
+        return correction.apply(self.roofline_seconds(layout, batch, mode))
 
-    def _nearest(self, degree: int, kind: StepKind, mode: Mode) -> Correction:
+    def _nearest(self, layout: Layout, kind: StepKind, mode: Mode) -> Correction:
         """Return the correction of such steps; before any was measured, of the most similar ones.
 
         Layouts are compared: were only that corrected which runs, all others would seem faster.
         """
 
         def distance(known: Correction) -> float:
-            return abs(math.log2(known.degree / degree)) + (known.mode is not mode) / 2
+            return (
+                abs(math.log2(known.layout.world_size / layout.world_size))
+                + (known.mode is not mode) / 2
+            )
 
         same = [known for known in self.corrections if known.kind is kind]
-        return min(same, key=distance, default=Correction(degree, kind, mode))
+        return min(same, key=distance, default=Correction(layout, kind, mode))
 
-    def roofline_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
+    def roofline_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the time before any correction, in seconds: no less than a host in SP takes."""
-        host = self._host_seconds(self._sp_degree(degree, mode))
-        return max(self.device_seconds(degree, batch, mode), host) + self.hardware.overhead_seconds
+        host = self._host_seconds(self._sp_degree(layout, mode))
+        return max(self.device_seconds(layout, batch, mode), host) + self.hardware.overhead_seconds
 
-    def device_seconds(self, degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
+    def device_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return what devices and links take, in seconds, before any correction.
 
         Without any host's time and the overhead (Seesaw, A.1, times the number of layers).
         """
         shape, hardware = self.shape, self.hardware
-        sp = self._sp_degree(degree, mode)
+        sp = self._sp_degree(layout, mode)
+        degree = layout.tp
         tp, tokens = degree // sp, -(-batch.tokens // sp)
         weights = shape.parameters * shape.weight_bytes
         linear = max(
@@ -230,9 +193,9 @@ class CostModel:
         network = self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
         return linear / tp + attention + network
 
-    def _sp_degree(self, degree: int, mode: Mode) -> int:
+    def _sp_degree(self, layout: Layout, mode: Mode) -> int:
         """Return among how many members such a step's tokens are divided."""
-        return min(degree, self.max_sp) if mode is Mode.SP else 1
+        return min(layout.tp, self.max_sp) if mode is Mode.SP else 1
 
     def _host_seconds(self, sp: int) -> float:
         """Return the time in which the host launches the layers of a step by sequence."""
@@ -261,7 +224,7 @@ class CostModel:
         return shape.layers * (latency + moved / hardware.link_bytes_per_second)
 
     def observe(
-        self, degree: int, batch: Batch, seconds: float, mode: Mode = Mode.TP
+        self, layout: Layout, batch: Batch, seconds: float, mode: Mode = Mode.TP
     ) -> "CostModel":
         """Return the model corrected by a measured step.
 
@@ -270,8 +233,8 @@ class CostModel:
         """
         if seconds <= 0:
             raise ValueError(f"a step of {seconds} s cannot be")
-        old = self.correction(degree, batch.kind, mode)
-        new = old.learn(self.roofline_seconds(degree, batch, mode), seconds)
-        same = (degree, batch.kind, mode)
-        rest = tuple(c for c in self.corrections if (c.degree, c.kind, c.mode) != same)
+        old = self.correction(layout, batch.kind, mode)
+        new = old.learn(self.roofline_seconds(layout, batch, mode), seconds)
+        same = (layout, batch.kind, mode)
+        rest = tuple(c for c in self.corrections if (c.layout, c.kind, c.mode) != same)
         return replace(self, corrections=(*rest, new))

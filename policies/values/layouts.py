@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
+Engines = tuple[int, ...]
+"""Numbers of engines, ascending."""
+
 
 class Place(NamedTuple):
     """Where one member of a unit stands in the unit's layout."""
@@ -66,14 +69,19 @@ DP = Layout()
 class Unit(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
     """Engines that serve requests as one."""
 
-    engines: tuple[int, ...]
-    """Their numbers, ascending and adjacent."""
+    engines: Engines
+    """Their numbers, adjacent: a group is aligned to its size."""
     layout: Layout = DP
 
     @property
     def leader(self) -> int:
         """The engine that runs the unit's scheduler: its first."""
         return self.engines[0]
+
+    @property
+    def size(self) -> int:
+        """Number of its engines."""
+        return len(self.engines)
 
     @property
     def is_group(self) -> bool:

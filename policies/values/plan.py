@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-from shoal.policies.values.partition import Group, Partition, PartitionError, parse_partition
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
 
 TreatmentName = Literal["sequential", "soft", "hard", "interleave"]
@@ -22,7 +23,7 @@ class Dispatch:
     """Hand a request of the pool to a unit, which starts it now."""
 
     request_id: str
-    group: Group
+    unit: Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Room:
     """Requests per engine."""
 
     def __post_init__(self) -> None:
-        self.load = self.unit.requests / len(self.unit.group)
+        self.load = self.unit.requests / self.unit.unit.size
         self.slots = self.unit.free_slots if self.unit.serving else 0
         self.blocks = self.unit.free_blocks
 
@@ -89,7 +90,7 @@ class Room:
     def take(self, request: PoolRequest) -> None:
         """Count the request in."""
         self.slots -= 1
-        self.load += 1 / len(self.unit.group)
+        self.load += 1 / self.unit.unit.size
         self.blocks -= self.unit.blocks_for(request)
 
 
@@ -100,18 +101,20 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
         PlanError: it cannot.
     """
     requests = {request.request_id: request for request in snapshot.pool}
-    rooms = {unit.group: Room(unit) for unit in snapshot.units}
+    rooms = {unit.unit: Room(unit) for unit in snapshot.units}
     for dispatch in plan.dispatches:
         request = requests.pop(dispatch.request_id, None)
-        room = rooms.get(dispatch.group)
+        room = rooms.get(dispatch.unit)
         if request is None:
             raise PlanError(
                 f"request {dispatch.request_id} is not in the pool, or twice in the plan"
             )
         if room is None:
-            raise PlanError(f"{list(dispatch.group)} is no unit")
+            raise PlanError(f"{list(dispatch.unit.engines)} is no unit")
         if not room.takes(request):
-            raise PlanError(f"unit {list(dispatch.group)} cannot start {dispatch.request_id} now")
+            raise PlanError(
+                f"unit {list(dispatch.unit.engines)} cannot start {dispatch.request_id} now"
+            )
         room.take(request)
     if plan.treatment not in get_args(TreatmentName):
         raise PlanError(f"no treatment {plan.treatment!r}")
@@ -121,13 +124,15 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
 
 def _check_target(target: Partition, snapshot: Snapshot) -> None:
     try:
-        canonical = parse_partition(target, engines=snapshot.engines, max_group=snapshot.max_group)
+        units = [unit.engines for unit in target]
+        canonical = parse_partition(units, engines=snapshot.engines, max_group=snapshot.max_group)
     except PartitionError as error:
         raise PlanError(str(error)) from error
     if canonical != target:
-        raise PlanError("the target's units are not in order")
-    for group in target:
-        if len(group) > 1 and snapshot.dead.intersection(group):
-            raise PlanError(f"unit {list(group)} names a dead engine")
-        if group in snapshot.broken:
-            raise PlanError(f"unit {list(group)} cannot be formed: an engine of it was restarted")
+        raise PlanError("the target's units are not in order, or of no layout of this node")
+    for unit in target:
+        named = list(unit.engines)
+        if unit.is_group and snapshot.dead.intersection(named):
+            raise PlanError(f"unit {named} names a dead engine")
+        if unit in snapshot.broken:
+            raise PlanError(f"unit {named} cannot be formed: an engine of it was restarted")

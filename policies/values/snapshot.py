@@ -6,9 +6,11 @@ The controller and the simulator build the same types, so a policy cannot tell t
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from shoal.policies.cost.cost_model import Batch, CostModel, Mode
-from shoal.policies.values.partition import Group, Partition
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.partition import Partition
 
 NORMAL_PRIORITY = 0
 """The priority of requests that ask for none; lower ones are urgent."""
@@ -37,7 +39,7 @@ class PoolRequest:
 class UnitState:
     """One unit of the partition."""
 
-    group: Group
+    unit: Unit
     serving: bool
     """False while its engines switch, do not answer or are dead: nothing can be dispatched."""
     requests: int
@@ -85,9 +87,9 @@ def requests_on(waiting: int, units: Iterable[UnitState]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayoutState:
-    """What one group of ``degree`` idle engines can take."""
+    """What one unit of idle engines can take in this layout."""
 
-    degree: int
+    layout: Layout
     slots: int
     total_blocks: int
     block_tokens: int
@@ -103,6 +105,13 @@ class LayoutState:
     def seats(self, tokens: float) -> float:
         """Return how many requests of so many tokens each it decodes at once, at least one."""
         return max(1.0, min(self.slots, self.total_blocks * self.block_tokens / tokens))
+
+
+class StepPredictor(Protocol):
+    """Says how long steps take (``policies.cost``)."""
+
+    def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
+        """Return the predicted time of a step of a unit in this layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +138,11 @@ class Snapshot:
     switching: bool
     """A switch is running: a target in the plan would not be taken."""
     units: tuple[UnitState, ...]
-    """One per group of ``partition``, in its order."""
+    """One per unit of ``partition``, in its order."""
     pool: tuple[PoolRequest, ...]
     """The head of the task pool, in the order of service: by priority, aged, then arrival."""
-    broken: frozenset[Group] = frozenset()
-    """Groups of live engines that cannot be formed: one of them was restarted since they were."""
+    broken: frozenset[Unit] = frozenset()
+    """Units of live engines that cannot be formed: one of them was restarted since they were."""
     pending: Partition | None = None
     """Partition that a running switch leads to."""
     waiting: int = 0
@@ -156,27 +165,32 @@ class Snapshot:
     """Seconds since a request more urgent than ``NORMAL_PRIORITY`` was last on the node."""
     layouts: tuple[LayoutState, ...] = ()
     """Every layout that the node forms, narrowest first."""
-    cost_model: CostModel | None = None
+    cost_model: StepPredictor | None = None
     """Predicts step times; None when the node was given no shape of its model."""
     targets: tuple[Target, ...] = ()
     """Most urgent class first."""
-    sp_above: tuple[tuple[int, int], ...] = ()
-    """Degrees whose groups run steps in SP, ascending, and the tokens that such a step exceeds."""
+    sp_above: tuple[tuple[Layout, int], ...] = ()
+    """Layouts that run steps in SP, ascending, and the tokens that such a step exceeds."""
 
-    def can_form(self, group: Group) -> bool:
-        """Return whether the engines of a group can work as one."""
-        return group not in self.broken and not self.dead.intersection(group)
+    def can_form(self, unit: Unit) -> bool:
+        """Return whether the engines of a unit can work as one."""
+        return unit not in self.broken and not self.dead.intersection(unit.engines)
 
     @property
     def requests(self) -> int:
         """Requests on the node: waiting, running and paused."""
         return requests_on(self.waiting, self.units)
 
-    def layout(self, degree: int) -> LayoutState | None:
-        """Return the layout of this degree; None if nothing is known of it."""
-        return next((layout for layout in self.layouts if layout.degree == degree), None)
+    @property
+    def widest(self) -> Layout:
+        """The layout of the most engines that the node forms."""
+        return layouts_up_to(self.max_group)[-1]
 
-    def mode(self, degree: int, batch: Batch) -> Mode:
-        """Return how a group of this degree runs such a step."""
-        above = dict(self.sp_above).get(degree)
+    def layout(self, layout: Layout) -> LayoutState | None:
+        """Return what a unit of this layout can take; None if nothing is known of it."""
+        return next((state for state in self.layouts if state.layout == layout), None)
+
+    def mode(self, layout: Layout, batch: Batch) -> Mode:
+        """Return how a unit of this layout runs such a step."""
+        above = dict(self.sp_above).get(layout)
         return Mode.TP if above is None or batch.tokens <= above else Mode.SP

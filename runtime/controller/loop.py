@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.policies.registry import UnknownPolicyError
 from shoal.policies.shift import ShiftThresholdError
-from shoal.policies.values.partition import Partition, PartitionError, leader_of, parse_partition
+from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import NodeConfig
@@ -82,7 +82,7 @@ class Controller:
         self._later: deque[tuple[str, m.SetLayout | m.AuditNode]] = deque()
         self._demand = Demand(clock())
         self._decided_at = clock()
-        self._statistics = Statistics(config.degrees)
+        self._statistics = Statistics(config.layouts)
         self._losses = Losses(
             config,
             self.book,
@@ -272,7 +272,7 @@ class Controller:
     @staticmethod
     def _sender(message: m.ToController) -> int:
         if isinstance(message, m.Released | m.NeedBlocks | m.Returning):
-            return leader_of(message.group)
+            return message.unit.leader
         return message.engine
 
     def _take_ready(self, message: m.EngineReady) -> None:
@@ -293,7 +293,7 @@ class Controller:
             self._transport.greet_front(index, greeting)
 
     def _take_load(self, load: m.Load) -> None:
-        core = self.book.core(load.group)
+        core = self.book.core(load.unit)
         # Between two interleaved steps of a unit there are those of another.
         if not self.book.interleaved_in(self.book.unit_of(load.engine)):
             self._capacity.observe(core, load)
@@ -466,7 +466,7 @@ class Controller:
         audit = Audit(message.call, peer, deadline)
         self._audit = self.leases.audit = audit
         for engine in sorted(self.book.in_state(EngineState.SERVING)):
-            leases = {g: n for g, n in self.leases.opened.items() if leader_of(g) == engine}
+            leases = {g: n for g, n in self.leases.opened.items() if g.leader == engine}
             audit.ask(engine, self.leases.blocks_of(engine), leases)
             self._transport.to_engine(engine, m.CheckIntegrity(message.call))
 

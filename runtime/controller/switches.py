@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 import msgspec
 
-from shoal.policies.values.partition import Group, Partition
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.partition import Partition
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book
@@ -143,7 +144,7 @@ class Switching:
         *,
         wait: float = 0.0,
         gives_up: bool = False,
-        rebound: Collection[Group] = (),
+        rebound: Collection[Unit] = (),
     ) -> None:
         self.running = Switch(
             self._book,

@@ -8,11 +8,12 @@ by field as far as Shoal needs them: they are encoded as arrays, so positions ar
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from shoal.policies.values.partition import Group, leader_of
+from shoal.policies.values.layouts import Layout, Unit
 
 
 class RequestType(bytes, enum.Enum):
@@ -94,7 +95,8 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _TERMS_HEADER = "x-shoal-terms"
 _ATTEMPT_HEADER = "x-shoal-attempt"
-_SIZE_SHIFT = 16
+_FIELD_BITS = 16
+_FIELD_MASK = (1 << _FIELD_BITS) - 1
 _NOTHING = (b"", b"\xc0", b"\x90", b"\x80")
 """A field that is absent, nil, or an empty array or map, in msgpack."""
 
@@ -342,22 +344,30 @@ def decode_utility(frames: Sequence[Any]) -> UtilityCall:
     return _utility_decoder.decode(frames[0])
 
 
-def unit_index(unit: Group) -> int:
-    """Return what a unit sends as its outputs' engine index: its first engine and its size.
+def unit_index(unit: Unit) -> int:
+    """Return what a unit sends as its outputs' engine index: its first engine and its layout.
 
     vLLM's format has one number for the sender. A front end takes it apart (``unit_of``).
     """
-    return len(unit) << _SIZE_SHIFT | leader_of(unit)
+    layout = unit.layout
+    index = unit.leader
+    for field, degree in enumerate((layout.tp, layout.pp, layout.ep), 1):
+        index |= degree << field * _FIELD_BITS
+    return index
 
 
-def unit_of(index: int) -> Group:
-    """Return the unit that sent outputs with this engine index; the controller is none: empty."""
-    first, size = index & (1 << _SIZE_SHIFT) - 1, index >> _SIZE_SHIFT
-    return tuple(range(first, first + size))
+@lru_cache(maxsize=1024)
+def unit_of(index: int) -> Unit | None:
+    """Return the unit that sent outputs with this engine index; None: the controller sent them."""
+    first, tp, pp, ep = (index >> field * _FIELD_BITS & _FIELD_MASK for field in range(4))
+    if not tp:
+        return None
+    layout = Layout(tp, pp, ep)
+    return Unit(tuple(range(first, first + layout.world_size)), layout)
 
 
 def encode_outputs(
-    outputs: Sequence[Output], *, unit: Group | None = None, timestamp: float = 0.0
+    outputs: Sequence[Output], *, unit: Unit | None = None, timestamp: float = 0.0
 ) -> bytes:
     """Encode what a unit, or the controller, has for one front end."""
     index = 0 if unit is None else unit_index(unit)

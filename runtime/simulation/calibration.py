@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.simulation.shape_files import HardwareFile, ShapeFile, step_times
 
 START = HardwareFile(
@@ -46,7 +47,7 @@ _LEAST_GAIN = 1e-9
 class Sample:
     """A measured time."""
 
-    degree: int
+    layout: Layout
     batches: tuple[Batch, ...]
     """The work of each of its steps, one after the other."""
     seconds: float
@@ -60,7 +61,7 @@ def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float
     """Return what the simulator takes a sample's time for, seconds."""
     step_seconds = step_times(shape, hardware, sample.sp)
     mode = Mode.SP if sample.sp > 1 else Mode.TP
-    steps = sum(step_seconds(sample.degree, batch, mode) for batch in sample.batches)
+    steps = sum(step_seconds(sample.layout, batch, mode) for batch in sample.batches)
     return steps + sample.messages * hardware.message_seconds
 
 

@@ -9,7 +9,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from shoal.policies.cost.cost_model import Batch, CostModel, Hardware, Mode, ModelShape
+from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.fake.step_times import StepTimes
 
 DTYPE_BYTES = {"fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
@@ -151,9 +153,9 @@ def step_times(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> Ste
     model = cost_model(shape, hardware, max_sp)
     each = hardware.request_seconds
 
-    def seconds(degree: int, batch: Batch, mode: Mode = Mode.TP) -> float:
+    def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         prefill = hardware.prefill_seconds if batch.prefill_tokens else 0.0
-        return model.roofline_seconds(degree, batch, mode) + prefill + each * batch.decodes
+        return model.roofline_seconds(layout, batch, mode) + prefill + each * batch.decodes
 
     return seconds
 

@@ -13,7 +13,8 @@ from typing import Protocol
 import msgspec
 
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
-from shoal.policies.values.partition import Group, Partition
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import QUEUED_AHEAD, FakeSettings, NodeConfig
@@ -78,7 +79,7 @@ class Life:
     first_token: float | None = None
     ended: float | None = None
     tokens: int = 0
-    units: list[Group] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     """Where it was sent, one after the other."""
     outcome: m.Outcome | None = None
     """``FINISHED``, or why it got no (further) tokens."""
@@ -356,7 +357,7 @@ class _Simulation:
         partition = self._controller.book.partition
         return (
             f"{len(left)} requests are left at {self._clock.now:.0f} s, such as {left[:5]}, "
-            f"in {[list(group) for group in partition]}"
+            f"in {[list(group.engines) for group in partition]}"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from shoal.policies.values.partition import degrees
+from shoal.policies.values.layouts import DP, layouts_up_to
 from shoal.runtime.clock import process_seconds
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.logs import LogFormat, configure_logging
@@ -185,7 +185,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         on_gpus = gpus > 0 and not args.fake_engine
         args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=on_gpus)
         check_shift(args, [args.policy], max_group)
-    layouts = (1,) if args.fake_engine else degrees(max_group)
+    layouts = (DP,) if args.fake_engine else layouts_up_to(max_group)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
     return NodeConfig(
         engines=engines,

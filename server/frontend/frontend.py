@@ -50,7 +50,6 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from shoal.policies.values.partition import layout_name
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.layout_configs import take
 from shoal.runtime.logs import LogFormat
@@ -229,8 +228,8 @@ class PlacedAsyncLLM(AsyncLLM):  # type: ignore[misc]
             interruptions.settle()
             message = await receive()
             unit = unit_of(message.engine_index)
-            message.engine_index = unit[0] if unit else 0
-            if not unit:
+            message.engine_index = 0 if unit is None else unit.leader
+            if unit is None:
                 for output in message.outputs:
                     placements.expect_end(output.request_id)
             outputs = order.take(unit, interruptions.admit(unit, message.outputs))
@@ -381,7 +380,7 @@ class Frontend:
     async def _serve(self, ready: Callable[[], None], grammars: GrammarCheck) -> None:
         placements = Placements()
         addresses = Addresses(self.config.runtime_dir)
-        layouts = [layout_name(tuple(range(degree))) for degree in self.config.degrees]
+        layouts = [layout.name for layout in self.config.layouts]
         metrics = RequestMetrics(layouts)
         times = RequestTimes(metrics)
 

@@ -12,7 +12,7 @@ those of the next unit wait for them in vain: the request is begun again from wh
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.protocol.messages import GoesOn, Interrupted, Progress, Received
 from shoal.runtime.protocol.wire import attempt_of
 from shoal.server.frontend.ordering import InOrder
@@ -74,17 +74,17 @@ class Interruptions:
         self._is_settled = True
         self._answer()
 
-    def admit(self, unit: Group, outputs: Sequence[Any]) -> list[Any]:
+    def admit(self, unit: Unit | None, outputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of one message without those of attempts that are over.
 
         Until ``settle`` is called they count as on their way.
 
         Args:
-            unit: who made them; empty: the controller, whose word always holds.
+            unit: who made them; None: the controller, whose word always holds.
             outputs: ``EngineCoreOutput`` of the message.
         """
         self._is_settled = False
-        if not unit or not self._attempts:
+        if unit is None or not self._attempts:
             return list(outputs)
         valid = [output for output in outputs if self._is_valid(output)]
         if len(valid) < len(outputs):

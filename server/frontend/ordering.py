@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 
 Standing = Callable[[str], tuple[int, int] | None]
@@ -29,7 +29,7 @@ class EngineOutput(Protocol):
 class _Held(msgspec.Struct):
     """The outputs of a request's new unit that are early."""
 
-    unit: Group
+    unit: Unit | None
     after: int
     """Output tokens that come first."""
     outputs: list[Any]
@@ -52,11 +52,11 @@ class InOrder:
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, unit: Group, outputs: Sequence[Any]) -> list[Any]:
+    def take(self, unit: Unit | None, outputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of one message that are due, and those that had waited for them.
 
         Args:
-            unit: who made them; empty: the controller.
+            unit: who made them; None: the controller.
             outputs: ``EngineCoreOutput`` of the message, at most one per request.
         """
         if not self._held and all(output.prefill_stats is None for output in outputs):
@@ -75,7 +75,7 @@ class InOrder:
         before = self._clock() - seconds
         return [request_id for request_id, held in self._held.items() if held.since <= before]
 
-    def _take(self, unit: Group, output: EngineOutput) -> list[Any]:
+    def _take(self, unit: Unit | None, output: EngineOutput) -> list[Any]:
         standing = self._standing(output.request_id)
         held = self._held.get(output.request_id)
         if standing is None:

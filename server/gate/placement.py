@@ -18,7 +18,7 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
 from shoal.runtime.protocol.wire import Terms
@@ -115,7 +115,7 @@ class Placement:
         self.ended: Ended | None = None
         self.logprobs: LogprobBudget | None = None
         self.refused: Refused | None = None
-        self._units: list[tuple[Group, str]] = []
+        self._units: list[Unit] = []
         self._awaited: set[str] = set()
         self._noted = asyncio.Event()
 
@@ -127,9 +127,9 @@ class Placement:
     def take(self, note: Placed | Ended) -> None:
         """Take the controller's note on an engine request."""
         match note:
-            case Placed(unit=unit, layout=layout):
-                if (unit, layout) not in self._units:
-                    self._units.append((unit, layout))
+            case Placed(unit=unit):
+                if unit not in self._units:
+                    self._units.append(unit)
             case Ended(status=status):
                 if status is not None and self.ended is None:
                     self.ended = note
@@ -165,9 +165,9 @@ class Placement:
         if self.priority is not None:
             headers[PRIORITY_HEADER] = str(self.priority)
         if self._units:
-            units = (",".join(map(str, unit)) for unit, _ in self._units)
+            units = (",".join(map(str, unit.engines)) for unit in self._units)
             headers[UNIT_HEADER] = ";".join(units)
-            headers[LAYOUT_HEADER] = ";".join(layout for _, layout in self._units)
+            headers[LAYOUT_HEADER] = ";".join(unit.name for unit in self._units)
         return headers
 
 

@@ -7,7 +7,6 @@ from typing import NotRequired, TypedDict
 
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftThreshold
-from shoal.policies.values.partition import layout_name
 from shoal.runtime.protocol.messages import LayoutView
 from shoal.runtime.protocol.messages.views import EngineView, ShiftView, SwitchView, UnitView
 
@@ -148,9 +147,7 @@ def shift_json(shift: ShiftView) -> ShiftAnswer:
     return {
         "threshold": shift.threshold,
         "max_sp": shift.max_sp,
-        "sp_above": {
-            layout_name(tuple(range(degree))): tokens for degree, tokens in shift.sp_above.items()
-        },
+        "sp_above": shift.sp_above,
     }
 
 

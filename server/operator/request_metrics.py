@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
-from shoal.policies.values.partition import Group, layout_name
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.protocol.messages import Switching
 from shoal.runtime.protocol.messages.metrics import PRIORITY_CLASSES, priority_class
@@ -141,7 +141,7 @@ class _Life(msgspec.Struct):
     priority: str
     arrival: float
     sent: float
-    unit: Group = ()
+    unit: Unit | None = None
     """That of its last output."""
     layouts: set[str] = set()
     first: float = 0.0
@@ -203,19 +203,19 @@ class RequestTimes:
         else:
             self._switching.update(switching.engines)
 
-    def take(self, unit: Group, outputs: Iterable[Any]) -> None:
+    def take(self, unit: Unit | None, outputs: Iterable[Any]) -> None:
         """Measure outputs that go to their clients now.
 
         Args:
-            unit: who made them; empty: the controller, which only ends requests.
+            unit: who made them; None: the controller, which only ends requests.
             outputs: vLLM's ``EngineCoreOutput``.
         """
-        now, layout = self._clock(), layout_name(unit) if unit else ""
+        now, layout = self._clock(), "" if unit is None else unit.name
         for output in outputs:
             life = self._lives.get(output.request_id)
             if life is None:
                 continue
-            if output.new_token_ids:
+            if output.new_token_ids and unit is not None:
                 self._take_tokens(life, unit, layout, len(output.new_token_ids), now)
             if output.finish_reason is None:
                 continue
@@ -224,7 +224,7 @@ class RequestTimes:
             else:
                 self.finish([output.request_id])
 
-    def _take_tokens(self, life: _Life, unit: Group, layout: str, tokens: int, now: float) -> None:
+    def _take_tokens(self, life: _Life, unit: Unit, layout: str, tokens: int, now: float) -> None:
         if not life.tokens:
             life.first = now
             labels = life.priority, layout
@@ -238,11 +238,11 @@ class RequestTimes:
         life.layouts.add(layout)
         life.tokens += tokens
 
-    def _cause(self, life: _Life, unit: Group) -> StallCause:
+    def _cause(self, life: _Life, unit: Unit) -> StallCause:
         if unit != life.unit:
             return StallCause.MOVED
-        regrouped = any(self._switched.get(engine, 0.0) >= life.last for engine in unit)
-        if regrouped or self._switching.intersection(unit):
+        regrouped = any(self._switched.get(engine, 0.0) >= life.last for engine in unit.engines)
+        if regrouped or self._switching.intersection(unit.engines):
             return StallCause.SWITCH
         return StallCause.OTHER
 

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.policies.values.partition import Group, layout_name
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.protocol.messages import Ended, Note, Outcome, Placed, Switching
 from shoal.runtime.protocol.messages.views import SwitchTrace, SwitchView, units_text
@@ -65,7 +65,7 @@ class _Switch:
 
     @property
     def name(self) -> str:
-        return "bind" if any(len(unit) > 1 for unit in self.told.units) else "release"
+        return "bind" if any(unit.is_group for unit in self.told.units) else "release"
 
     @property
     def context(self) -> otel.SpanContext:
@@ -85,7 +85,7 @@ class _Switch:
 class _Stay:
     """What one unit has computed of a request, from its outputs. Monotonic seconds."""
 
-    unit: Group
+    unit: Unit
     scheduled: float
     """When its first step there began."""
     first: float
@@ -111,9 +111,9 @@ class _Life:
     ended: float = 0.0
 
     @property
-    def unit(self) -> Group:
+    def unit(self) -> Unit | None:
         """That which has it; empty while none has had it."""
-        return self.placed[-1].unit if self.placed else ()
+        return self.placed[-1].unit if self.placed else None
 
     def resume(self, now: float) -> None:
         """Note that it goes on, if it was paused."""
@@ -185,8 +185,8 @@ class Trace:
             found["http.response.status_code"] = self.status
         units = list(dict.fromkeys(placed.unit for life in lives for placed in life.placed))
         if units:
-            found["shoal.unit"] = units_text(units)
-            found["shoal.layout"] = " ".join(map(layout_name, units))
+            found["shoal.unit"] = units_text(unit.engines for unit in units)
+            found["shoal.layout"] = " ".join(unit.name for unit in units)
         if self.outcome is not None:
             found["shoal.outcome"] = self.outcome
         return found
@@ -285,11 +285,11 @@ class Traces:
         trace.span.set_attribute("shoal.priority", request.priority)
         self._followed[request.request_id] = trace, life
 
-    def take(self, unit: Group, outputs: Iterable[Any]) -> None:
+    def take(self, unit: Unit | None, outputs: Iterable[Any]) -> None:
         """Take outputs that go to their clients now, and tell vLLM the trace they belong to.
 
         Args:
-            unit: who made them; empty: the controller, which only ends requests.
+            unit: who made them; None: the controller, which only ends requests.
             outputs: vLLM's ``EngineCoreOutput``.
         """
         for output in outputs:
@@ -297,14 +297,14 @@ class Traces:
             if trace is None or life is None:
                 continue
             output.trace_headers = trace.carrier
-            if output.new_token_ids:
+            if output.new_token_ids and unit is not None:
                 self._take_tokens(life, unit, output)
             if output.finish_reason is not None:
                 aborted = output.finish_reason == FinishReason.ABORT
                 life.failed |= output.finish_reason == FinishReason.ERROR
                 self._end(output.request_id, Outcome.ABORTED if aborted else Outcome.FINISHED)
 
-    def _take_tokens(self, life: _Life, unit: Group, output: Any) -> None:
+    def _take_tokens(self, life: _Life, unit: Unit, output: Any) -> None:
         now = self._clock()
         # A unit says with its first output how it has computed the prompt.
         if not life.stays or output.prefill_stats is not None:
@@ -384,7 +384,10 @@ class Traces:
         if not life.placed:
             make("pool_wait", life.sent, life.ended, {})
         for placed, stay, left in life.ways():
-            unit = {"shoal.unit": units_text([placed.unit]), "shoal.layout": placed.layout}
+            unit = {
+                "shoal.unit": units_text([placed.unit.engines]),
+                "shoal.layout": placed.unit.name,
+            }
             pooled, dispatched = _waited(placed)
             make("pool_wait", pooled, dispatched, unit)
             make("dispatch", dispatched, left if stay is None else stay.scheduled, unit)
@@ -408,7 +411,7 @@ class Traces:
             return
         self._switch = _Switch(told)
         for _, life in self._followed.values():
-            if not life.unit or set(life.unit).intersection(engines):
+            if life.unit is None or set(life.unit.engines).intersection(engines):
                 life.switches.append(self._switch)
 
     def _settle(self, switch: _Switch, told: SwitchTrace, done: SwitchView) -> None:
@@ -446,8 +449,8 @@ class Traces:
                 context=parent,
                 start_time=offset + int(phase.start * 1e9),
                 attributes={
-                    "shoal.unit": units_text([phase.unit]),
-                    "shoal.layout": layout_name(phase.unit),
+                    "shoal.unit": units_text([phase.unit.engines]),
+                    "shoal.layout": phase.unit.name,
                 },
             ).end(offset + int(phase.end * 1e9))
         if done.error is not None:

@@ -11,7 +11,7 @@ from shoal.policies.shift import (
     ShiftThresholdError,
     parse_threshold,
 )
-from shoal.policies.values.partition import degrees
+from shoal.policies.values.layouts import layouts_up_to
 from shoal.server.errors import UserError
 
 AUTO = "auto"
@@ -91,8 +91,9 @@ def check_shift(args: Namespace, policies: Collection[str], max_group: int) -> N
     """
     if args.max_sp == AUTO:
         return
-    if args.max_sp not in degrees(max_group):
-        allowed = ", ".join(map(str, degrees(max_group)))
+    sizes = [layout.world_size for layout in layouts_up_to(max_group)]
+    if args.max_sp not in sizes:
+        allowed = ", ".join(map(str, sizes))
         raise UserError(f"--max-sp {args.max_sp}: with groups of up to {max_group} it is {allowed}")
     if args.max_sp == 1 and args.shift_threshold != DEFAULT_THRESHOLD:
         raise UserError("--shift-threshold needs --max-sp")

@@ -14,6 +14,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.server.errors import UserError, one_line
@@ -110,19 +111,19 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
 
 
 def make_layout_configs(
-    engine_args: AsyncEngineArgs, vllm_config: Any, degrees: Sequence[int]
+    engine_args: AsyncEngineArgs, vllm_config: Any, layouts: Sequence[Layout]
 ) -> LayoutConfigs:
     """Return what all processes of the node are given of vLLM's configuration.
 
     Args:
         engine_args: what ``vllm_config`` was made of.
         vllm_config: see ``make_vllm_config``.
-        degrees: of the layouts that have engines.
+        layouts: those that have engines.
 
     Raises:
         UserError: vLLM refuses a layout.
     """
     try:
-        return layout_configs(engine_args, vllm_config, degrees)
+        return layout_configs(engine_args, vllm_config, [layout.tp for layout in layouts])
     except Exception as error:  # see make_vllm_config
         raise UserError(one_line(error)) from error

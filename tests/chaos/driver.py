@@ -20,7 +20,6 @@ import httpx
 import msgspec
 
 from shoal.loadgen.bench.process_memory import MemoryLog, name_and_mib, tree
-from shoal.policies.values.partition import groups_of
 from shoal.runtime.engine.fake.fake_core import expected_tokens
 from tests.chaos.checks import (
     Ending,
@@ -44,6 +43,7 @@ from tests.chaos.events import (
 from tests.chaos.processes import await_ends, is_tracker, life_of, lineage, send
 from tests.runtime.random_run import random_partition
 from tests.server.node import ServedNode
+from tests.units import tp_units
 
 ENGINES = {"fake": 4, "real": 2}
 PATIENCE_SECONDS = {"fake": 90.0, "real": 300.0}
@@ -325,7 +325,7 @@ class Chaos:
         """Have every group formed once, and return whether all could be."""
         done = True
         for size in (self._engines, 2, 1):
-            units = groups_of(self._engines, size)
+            units = tp_units(self._engines, size)
             answer = await http.post("/admin/layout", json={"units": units})
             done &= answer.status_code == 200
         return done

@@ -6,10 +6,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
-from shoal.policies.values.partition import Group, Partition, degrees, groups_of, singles
+from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.partition import Partition, singles, units_of
 from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
+from tests.units import tp
 
-LAYOUTS = tuple(LayoutState(d, 4, 30, 4 * d, 120 * d) for d in (1, 2, 4, 8))
+LAYOUTS = tuple(
+    LayoutState(layout, 4, 30, 4 * layout.tp, 120 * layout.tp) for layout in layouts_up_to(8)
+)
 MODEL = CostModel(
     ModelShape(80, 8192, 64, 8, 128, parameters=70e9, weight_bytes=1.0),
     Hardware(3e12, 1e15, 2e11, allreduce_seconds=1e-5, overhead_seconds=2e-3),
@@ -30,7 +34,7 @@ def request(
 
 
 def unit(
-    group: Group,
+    group: Unit,
     *,
     serving: bool = True,
     requests: int = 0,
@@ -54,8 +58,8 @@ def snapshot(
     now: float = 0.0,
 ) -> Snapshot:
     """Return a snapshot whose units must partition the engines."""
-    partition = tuple(u.group for u in units)
-    engines = sum(len(group) for group in partition)
+    partition = tuple(u.unit for u in units)
+    engines = sum(group.size for group in partition)
     return Snapshot(now, engines, max_group or engines, dead, partition, switching, units, pool)
 
 
@@ -63,9 +67,9 @@ def snapshot(
 def partitions(draw: st.DrawFn, engines: int) -> Partition:
     """Draw an aligned partition of a power of two engines."""
 
-    def split(first: int, size: int) -> list[Group]:
+    def split(first: int, size: int) -> list[Unit]:
         if size == 1 or draw(st.booleans()):
-            return [tuple(range(first, first + size))]
+            return [tp(*range(first, first + size))]
         return split(first, size // 2) + split(first + size // 2, size // 2)
 
     return tuple(split(0, engines))
@@ -81,12 +85,12 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     units = tuple(
         unit(
             group,
-            serving=not dead.intersection(group) and draw(st.booleans()),
+            serving=not dead.intersection(group.engines) and draw(st.booleans()),
             requests=draw(small),
             slots=draw(st.integers(0, 4)),
             blocks=draw(st.integers(-3, 30)),
             total_blocks=30,
-            block_tokens=4 * len(group),
+            block_tokens=4 * group.size,
             max_model_len=draw(st.sampled_from([60, 120])),
             by_priority=draw(st.sampled_from([(), ((-1, 1),), ((0, 7),), ((-1, 1), (0, 6))])),
         )
@@ -105,7 +109,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         *units, pool=pool, dead=dead, switching=draw(st.booleans()), now=draw(st.floats(0, 1e6))
     )
     modelled = draw(st.booleans())
-    groups = [g for d in degrees(seen.max_group)[1:] for g in groups_of(engines, d)]
+    layouts = layouts_up_to(seen.max_group)[1:]
+    groups = [group for layout in layouts for group in units_of(engines, layout)]
     return replace(
         seen,
         broken=frozenset(g for g in groups if g not in partition and draw(st.booleans())),
@@ -118,5 +123,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         layouts=draw(st.sampled_from([(), LAYOUTS])),
         cost_model=MODEL if modelled else None,
         targets=TARGETS if modelled else (),
-        sp_above=draw(st.sampled_from([(), ((2, 300), (4, 400), (8, 500))])),
+        sp_above=draw(
+            st.sampled_from([(), ((Layout(tp=2), 300), (Layout(tp=4), 400), (Layout(tp=8), 500))])
+        ),
     )

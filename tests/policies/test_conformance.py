@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
+from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.plan import Dispatch, Plan, PlanError, Policy, check_plan
 from shoal.policies.values.snapshot import LayoutState, Snapshot
 from tests.policies.snapshots import MODEL, TARGETS, request, snapshot, snapshots, unit
+from tests.units import tp
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 
@@ -72,9 +74,9 @@ def can_start(state, wanted) -> bool:
 
 
 MIXED = (
-    ((0, 1, 2, 3), (4, 5), (6,), (7,)),
-    ((0, 1), (2, 3), (4, 5, 6, 7)),
-    ((0,), (1,), (2, 3), (4, 5, 6, 7)),
+    (tp(0, 1, 2, 3), tp(4, 5), alone(6), alone(7)),
+    (tp(0, 1), tp(2, 3), tp(4, 5, 6, 7)),
+    (alone(0), alone(1), tp(2, 3), tp(4, 5, 6, 7)),
 )
 """Partitions with groups of two and of four engines."""
 
@@ -82,7 +84,7 @@ MIXED = (
 @st.composite
 def nodes_with_a_long_request(draw: st.DrawFn) -> Snapshot:
     """Draw a mixed node, whose wider units hold longer requests, and one that needs a group."""
-    layouts = tuple(LayoutState(d, 4, 1000, 4 * d, 100 * d) for d in (1, 2, 4, 8))
+    layouts = tuple(LayoutState(Layout(tp=d), 4, 1000, 4 * d, 100 * d) for d in (1, 2, 4, 8))
     units = tuple(
         unit(
             group,
@@ -90,7 +92,7 @@ def nodes_with_a_long_request(draw: st.DrawFn) -> Snapshot:
             slots=draw(st.sampled_from([4, 4, 0])),
             blocks=1000,
             total_blocks=1000,
-            max_model_len=100 * len(group),
+            max_model_len=100 * group.size,
         )
         for group in draw(st.sampled_from(MIXED))
     )
@@ -111,9 +113,9 @@ def test_a_long_request_goes_to_the_smallest_group_that_can_start_it(
     policy: Policy, seen: Snapshot
 ) -> None:
     plan = policy.plan(seen)
-    width = next((len(d.group) for d in plan.dispatches if d.request_id == "long"), None)
+    width = next((d.unit.size for d in plan.dispatches if d.request_id == "long"), None)
     if width is not None:
-        able = (len(u.group) for u in seen.units if can_start(u, seen.pool[0]))
+        able = (u.unit.size for u in seen.units if can_start(u, seen.pool[0]))
         assert width == min(able)
 
 
@@ -135,24 +137,25 @@ def test_unknown_policy_lists_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan((Dispatch("none", (0,)),)), "not in the pool"),
-        (Plan((Dispatch("a", (0,)), Dispatch("a", (1,)))), "twice in the plan"),
-        (Plan((Dispatch("a", (0, 1)),)), "is no unit"),
-        (Plan((Dispatch("a", (2,)),)), "cannot start a now"),
-        (Plan((Dispatch("a", (0,)), Dispatch("b", (0,)))), "cannot start b now"),
-        (Plan((Dispatch("large", (0,)),)), "cannot start large now"),
-        (Plan(target=((0,), (1, 2), (3,))), "not an aligned"),
-        (Plan(target=((0, 1),)), "engines \\[2, 3\\] are in no unit"),
-        (Plan(target=((2, 3), (0, 1))), "not in order"),
-        (Plan(target=((0, 1), (2, 3))), "names a dead engine"),
+        (Plan((Dispatch("none", alone(0)),)), "not in the pool"),
+        (Plan((Dispatch("a", alone(0)), Dispatch("a", alone(1)))), "twice in the plan"),
+        (Plan((Dispatch("a", tp(0, 1)),)), "is no unit"),
+        (Plan((Dispatch("a", alone(2)),)), "cannot start a now"),
+        (Plan((Dispatch("a", alone(0)), Dispatch("b", alone(0)))), "cannot start b now"),
+        (Plan((Dispatch("large", alone(0)),)), "cannot start large now"),
+        (Plan(target=(alone(0), tp(1, 2), alone(3))), "not an aligned"),
+        (Plan(target=(tp(0, 1),)), "engines \\[2, 3\\] are in no unit"),
+        (Plan(target=(tp(2, 3), tp(0, 1))), "not in order"),
+        (Plan(target=(Unit((0, 1), Layout(pp=2)), tp(2, 3))), "of no layout of this node"),
+        (Plan(target=(tp(0, 1), tp(2, 3))), "names a dead engine"),
     ],
 )
 def test_plans_that_cannot_be_done_are_refused(plan: Plan, says: str) -> None:
     seen = snapshot(
-        unit((0,), slots=1),
-        unit((1,)),
-        unit((2,), serving=False),
-        unit((3,), serving=False),
+        unit(alone(0), slots=1),
+        unit(alone(1)),
+        unit(alone(2), serving=False),
+        unit(alone(3), serving=False),
         pool=(request("a"), request("b"), request("large", prompt=500)),
         dead=frozenset({3}),
     )
@@ -161,7 +164,9 @@ def test_plans_that_cannot_be_done_are_refused(plan: Plan, says: str) -> None:
 
 
 def test_a_target_names_no_group_that_a_restart_has_broken() -> None:
-    seen = replace(snapshot(*map(unit, [(0,), (1,), (2,), (3,)])), broken=frozenset({(0, 1)}))
-    check_plan(Plan(target=((0,), (1,), (2, 3))), seen)
+    seen = replace(
+        snapshot(*map(unit, [alone(0), alone(1), alone(2), alone(3)])), broken=frozenset({tp(0, 1)})
+    )
+    check_plan(Plan(target=(alone(0), alone(1), tp(2, 3))), seen)
     with pytest.raises(PlanError, match="an engine of it was restarted"):
-        check_plan(Plan(target=((0, 1), (2, 3))), seen)
+        check_plan(Plan(target=(tp(0, 1), tp(2, 3))), seen)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 
 from shoal.policies.registry import POLICIES
-from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.partition import singles
 from shoal.policies.values.plan import Policy, check_plan
 from shoal.policies.values.snapshot import Snapshot
 from tests.policies.snapshots import request, snapshot, snapshots, unit
+from tests.units import tp_units
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 
@@ -35,14 +36,14 @@ def test_its_plans_can_be_done(seen: Snapshot) -> None:
 @pytest.mark.parametrize(
     ("partition", "requests", "wanted"),
     [
-        (singles(4), 1, groups_of(4, 2)),
+        (singles(4), 1, tp_units(4, 2)),
         (singles(4), 10, None),
-        (groups_of(4, 2), 4, None),
-        (groups_of(4, 2), 20, singles(4)),
+        (tp_units(4, 2), 4, None),
+        (tp_units(4, 2), 20, singles(4)),
     ],
 )
 def test_it_does_what_the_page_says(partition, requests, wanted) -> None:
-    units = [unit(group, requests=requests * len(group) // 4) for group in partition]
+    units = [unit(group, requests=requests * group.size // 4) for group in partition]
     seen = snapshot(*units, pool=(request(),))
     seen = replace(seen, waiting=1, smoothed_requests=float(requests))
     plan = PAIRS.plan(seen)

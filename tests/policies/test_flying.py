@@ -4,15 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.policies.cost.cost_model import Batch, Mode
 from shoal.policies.flying import FLYING, PROMPT, FlyingSettings
-from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout, alone, layouts_up_to
+from shoal.policies.values.partition import singles
 from shoal.policies.values.snapshot import LayoutState, Snapshot, UnitState
 from tests.policies.snapshots import MODEL, request, snapshot, unit
+from tests.units import tp, tp_units
 
 SETTINGS = FlyingSettings()
-DP, TP = singles(8), groups_of(8, 8)
-MIXED = ((0, 1, 2, 3), (4,), (5,), (6,), (7,))
+DP, TP = singles(8), tp_units(8, 8)
+MIXED = (tp(0, 1, 2, 3), alone(4), alone(5), alone(6), alone(7))
 BUSY = int(SETTINGS.jam_above * 8) + 8
 QUIET = int(SETTINGS.dp_above * 8) - 8
 BETWEEN = int(SETTINGS.tp_below * 8) + 8
@@ -22,7 +24,7 @@ RISING = int(SETTINGS.dp_above * 8) + 8
 def node(partition, requests: int = 0, *, pool=(), **fields) -> Snapshot:
     """Return a node of eight engines that holds so many requests, evenly, with usual prompts."""
     usual, room = fields.get("prompt_tokens", 0), {"slots": 64, "blocks": 500, "total_blocks": 500}
-    shares = [requests * len(group) // 8 for group in partition]
+    shares = [requests * group.size // 8 for group in partition]
     units = [
         unit(group, requests=share, context_tokens=round(share * usual), **room)
         for group, share in zip(partition, shares, strict=True)
@@ -66,7 +68,7 @@ def test_a_few_requests_that_grow_are_a_burst_and_as_many_that_do_not_are_none()
 
 
 def test_prompts_that_keep_the_widest_layout_busy_are_a_load() -> None:
-    tokens_per_second = PROMPT.prefill_tokens / MODEL.step_seconds(8, PROMPT)
+    tokens_per_second = PROMPT.prefill_tokens / MODEL.step_seconds(Layout(tp=8), PROMPT)
 
     def seen(partition, busy: float) -> Snapshot:
         rate = busy * tokens_per_second
@@ -115,8 +117,14 @@ def test_an_urgent_request_pauses_only_the_engines_it_needs() -> None:
 
 def test_the_group_is_formed_where_the_least_runs() -> None:
     seen = node(DP, BUSY, since_urgent=0.0)
-    units = tuple(replace(u, requests=1) if u.group[0] > 3 else u for u in seen.units)
-    assert target(replace(seen, units=units)) == ((0,), (1,), (2,), (3,), (4, 5, 6, 7))
+    units = tuple(replace(u, requests=1) if u.unit.leader > 3 else u for u in seen.units)
+    assert target(replace(seen, units=units)) == (
+        alone(0),
+        alone(1),
+        alone(2),
+        alone(3),
+        tp(4, 5, 6, 7),
+    )
 
 
 def test_the_group_lingers_for_the_next_urgent_request() -> None:
@@ -127,9 +135,9 @@ def test_the_group_lingers_for_the_next_urgent_request() -> None:
 def test_urgent_requests_get_the_group_and_others_the_rest() -> None:
     pool = (request("u", priority=-1), request("n"))
     seen = node(MIXED, BUSY, pool=pool, since_urgent=0.0)
-    assert {d.request_id: d.group for d in FLYING.plan(seen).dispatches} == {
-        "u": (0, 1, 2, 3),
-        "n": (4,),
+    assert {d.request_id: d.unit for d in FLYING.plan(seen).dispatches} == {
+        "u": tp(0, 1, 2, 3),
+        "n": alone(4),
     }
 
 
@@ -141,15 +149,15 @@ def test_an_urgent_request_waits_for_no_switch_that_cannot_be() -> None:
 
 # --- long requests ---
 
-LAYOUTS = tuple(LayoutState(d, 64, 500, 4 * d, 400 * d) for d in (1, 2, 4, 8))
+LAYOUTS = tuple(LayoutState(Layout(tp=d), 64, 500, 4 * d, 400 * d) for d in (1, 2, 4, 8))
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(399, 1), (500, 2), (1500, 4), (3000, 8)])
 def test_a_long_request_gets_as_many_engines_as_it_needs(tokens: int, width: int) -> None:
     seen = node(DP, BUSY, pool=(request("long", total=tokens),), layouts=LAYOUTS)
     wanted = target(seen)
-    assert max(map(len, wanted or DP)) == width
-    assert sum(len(g) > 1 for g in wanted or DP) == (width > 1)
+    assert max(unit.size for unit in wanted or DP) == width
+    assert sum(g.is_group for g in wanted or DP) == (width > 1)
 
 
 def test_the_group_stays_while_its_long_request_runs() -> None:
@@ -161,19 +169,19 @@ def test_the_group_stays_while_its_long_request_runs() -> None:
 
 def test_no_group_has_a_dead_engine() -> None:
     seen = node(DP, BUSY, since_urgent=0.0, dead=frozenset({0}))
-    assert target(seen) == ((0,), (1,), (2,), (3,), (4, 5, 6, 7))
+    assert target(seen) == (alone(0), alone(1), alone(2), alone(3), tp(4, 5, 6, 7))
 
 
 # --- SP ---
 
 PROMPTS = {"prompt_tokens": 8000.0, "output_tokens": 100.0}
 ANSWERS = {"prompt_tokens": 100.0, "output_tokens": 2000.0}
-LOADED = {"cost_model": MODEL, "sp_above": ((2, 512), (4, 512), (8, 512))}
-SEATS = tuple(LayoutState(d, 32, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8))
+LOADED = {"cost_model": MODEL, "sp_above": tuple((layout, 512) for layout in layouts_up_to(8)[1:])}
+SEATS = tuple(LayoutState(Layout(tp=d), 32, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8))
 
 
 # Requests per second that TP8 ends with every seat taken; their prompts are next to nothing.
-FULL = 32 / (2000 * MODEL.step_seconds(8, Batch(32, 32 * 1100)))
+FULL = 32 / (2000 * MODEL.step_seconds(Layout(tp=8), Batch(32, 32 * 1100)))
 
 
 def answers(partition, requests: int, part: float, **fields) -> Snapshot:
@@ -218,7 +226,7 @@ def test_a_layout_is_as_full_as_its_kv_allows() -> None:
 SHORT = {
     "prompt_tokens": 300.0,
     "output_tokens": 500.0,
-    "layouts": tuple(LayoutState(d, 256, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8)),
+    "layouts": tuple(LayoutState(Layout(tp=d), 256, 50_000, 4 * d, 4000) for d in (1, 2, 4, 8)),
     **LOADED,
     "cost_model": replace(MODEL, hardware=replace(MODEL.hardware, sp_layer_host_seconds=5e-4)),
 }
@@ -230,7 +238,7 @@ def carried(decodes: int) -> float:
     seen = node(TP, **SHORT)
 
     def seconds(batch: Batch) -> float:
-        return SHORT["cost_model"].step_seconds(8, batch, seen.mode(8, batch))
+        return SHORT["cost_model"].step_seconds(Layout(tp=8), batch, seen.mode(Layout(tp=8), batch))
 
     context = decodes * 550
     step = seconds(Batch(decodes, context))
@@ -264,7 +272,7 @@ def test_the_way_back_is_open_when_they_would_have_room() -> None:
 
 
 def test_the_way_back_is_open_while_prompts_keep_coming() -> None:
-    tokens_per_second = PROMPT.prefill_tokens / MODEL.step_seconds(8, PROMPT, Mode.SP)
+    tokens_per_second = PROMPT.prefill_tokens / MODEL.step_seconds(Layout(tp=8), PROMPT, Mode.SP)
     busy = {"prompt_rate": 0.5 * tokens_per_second}
     assert target(node(DP, QUIET, **busy, **PROMPTS, **LOADED)) == TP
     in_tp = {**LOADED, "sp_above": ()}

@@ -6,13 +6,15 @@ import pytest
 
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.forecast import HORIZON_SECONDS, LASTS_SECONDS, Class, Forecast, Pace, served
-from shoal.policies.values.partition import Partition, groups_of, singles
+from shoal.policies.values.layouts import Layout
+from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.snapshot import LayoutState, Snapshot, Target
 from tests.policies.snapshots import request
 from tests.policies.test_slo import DP, MODEL, TP, node
+from tests.units import tp, tp_units
 
-PAIRS = groups_of(8, 2)
-MIXED: Partition = ((0, 1, 2, 3), (4, 5), (6, 7))
+PAIRS = tp_units(8, 2)
+MIXED: Partition = (tp(0, 1, 2, 3), tp(4, 5), tp(6, 7))
 TARGET = Target(0, 1.0, 0.03)
 
 
@@ -56,7 +58,7 @@ def test_what_is_moved_is_computed_again() -> None:
 
 def test_units_that_stay_move_nothing() -> None:
     seen = node(MIXED, {0: 4}, TARGET, rate=4.0)
-    halves: Partition = ((0, 1, 2, 3), (4, 5, 6, 7))
+    halves: Partition = (tp(0, 1, 2, 3), tp(4, 5, 6, 7))
     wide = Forecast(seen, MODEL)
     queued = [sum(share.queued for share in wide._shares(c)) for c in (MIXED, halves, TP)]
     assert queued == sorted(queued)
@@ -78,8 +80,8 @@ def test_longer_outputs_are_a_higher_load() -> None:
 def test_the_most_urgent_class_has_the_widest_units_to_itself() -> None:
     first, rest = Class(TARGET, 1, 0), Class(TARGET, 9, 0)
     assert list(served(MIXED, [first, rest])) == [
-        ([(0, 1, 2, 3)], [first]),
-        ([(4, 5), (6, 7)], [rest]),
+        ([tp(0, 1, 2, 3)], [first]),
+        ([tp(4, 5), tp(6, 7)], [rest]),
     ]
     assert list(served(MIXED, [rest])) == [(MIXED, [rest])]
     assert list(served(singles(4), [first, rest])) == [(singles(4), [first, rest])]
@@ -91,7 +93,7 @@ def test_prompts_that_run_in_sp_break_fewer_promises() -> None:
     seen = replace(node(TP, {0: 4}, Target(0, 0.2, 0.02), rate=12.0), cost_model=model)
 
     def breaks(above: int) -> float:
-        return Forecast(replace(seen, sp_above=((8, above),)), model).broken(TP)
+        return Forecast(replace(seen, sp_above=((Layout(tp=8), above),)), model).broken(TP)
 
     in_tp = Forecast(seen, model).broken(TP)
     assert breaks(512) < in_tp
@@ -105,10 +107,12 @@ def waiting_for_host(layer_seconds: float) -> CostModel:
 
 def test_prompts_that_come_together_share_what_a_step_in_sp_takes_of_the_host() -> None:
     """One that comes alone has all of it to its first token, but does not fill a unit with it."""
-    seen = replace(node(TP, {0: 0}, rate=1.0), prompt_tokens=1000.0, sp_above=((8, 512),))
+    seen = replace(
+        node(TP, {0: 0}, rate=1.0), prompt_tokens=1000.0, sp_above=((Layout(tp=8), 512),)
+    )
 
     def pace(layer_seconds: float, seen: Snapshot = seen) -> Pace:
-        return Forecast(seen, waiting_for_host(layer_seconds))._paces[8]
+        return Forecast(seen, waiting_for_host(layer_seconds))._paces[Layout(tp=8)]
 
     free, slow = pace(0.0), pace(1e-3)
     assert slow.prompt > 2 * free.prompt
@@ -125,7 +129,7 @@ def test_prompts_that_run_in_tp_share_nothing(layer_seconds: float) -> None:
 
 def test_a_group_in_sp_is_full_when_its_steps_are_and_not_when_each_has_a_prompt() -> None:
     """Thirty prompts a second that take 80 ms of the host each, were they alone: a step of all."""
-    seen = replace(node(TP, {0: 0}, rate=30.0), output_tokens=10.0, sp_above=((8, 512),))
+    seen = replace(node(TP, {0: 0}, rate=30.0), output_tokens=10.0, sp_above=((Layout(tp=8), 512),))
     each = Forecast(seen, waiting_for_host(1e-3)).seconds(TP) / (30.0 * LASTS_SECONDS)
     assert 10 * 0.08 < each < 20 * 0.08
 
@@ -180,7 +184,9 @@ def test_a_move_costs_what_it_computes_again() -> None:
 
 def test_what_finds_no_seat_waits() -> None:
     seen = node(TP, {0: 0}, rate=4.0)
-    few, many = (tuple(LayoutState(d, n, 10**6, 16, 10**5) for d in (1, 2, 4, 8)) for n in (4, 99))
+    few, many = (
+        tuple(LayoutState(Layout(tp=d), n, 10**6, 16, 10**5) for d in (1, 2, 4, 8)) for n in (4, 99)
+    )
     assert seconds(replace(seen, layouts=few)) > 1.2 * seconds(replace(seen, layouts=many))
     # The KV of one request at a time, whatever the slots.
     narrow = tuple(replace(layout, total_blocks=70) for layout in many)

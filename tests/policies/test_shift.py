@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.policies.cost.cost_model import Batch, CostModel, Mode
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.registry import get_policy
 from shoal.policies.shift import (
     DEFAULT_THRESHOLD,
@@ -17,9 +17,13 @@ from shoal.policies.shift import (
     parse_threshold,
     tokens_for,
 )
-from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout, alone, layouts_up_to
+from shoal.policies.values.partition import singles
 from tests.policies.snapshots import MODEL, snapshot, unit
+from tests.units import tp_units
 
+GROUPS = layouts_up_to(8)[1:]
 SP = replace(MODEL, max_sp=8)
 
 
@@ -50,26 +54,28 @@ def test_a_number_of_thousands_of_digits_is_no_threshold() -> None:
         parse_threshold("9" * 5000)
 
 
-def test_a_number_counts_for_every_degree_and_off_for_none() -> None:
-    assert tokens_for(256, None, (2, 4)) == {2: 256, 4: 256}
-    assert tokens_for(ShiftRule.OFF, SP, (2, 4)) == {}
+def test_a_number_counts_for_every_layout_and_off_for_none() -> None:
+    assert tokens_for(256, None, GROUPS) == dict.fromkeys(GROUPS, 256)
+    assert tokens_for(ShiftRule.OFF, SP, GROUPS) == {}
 
 
 def test_auto_is_the_first_step_that_sp_is_faster_for() -> None:
-    found = tokens_for(ShiftRule.AUTO, SP, (2, 4, 8))
-    assert set(found) == {2, 4, 8}
-    for degree, above in found.items():
+    found = tokens_for(ShiftRule.AUTO, SP, GROUPS)
+    assert set(found) == set(GROUPS)
+    for layout, above in found.items():
         for tokens, faster in ((above, False), (above + 1, True), (10 * above, True)):
             step = Batch(prefill_tokens=tokens)
-            in_sp = SP.step_seconds(degree, step, Mode.SP)
-            assert (in_sp < SP.step_seconds(degree, step)) is faster
-    assert found[8] > found[2], "the more members, the more weights are read in vain"
+            in_sp = SP.step_seconds(layout, step, Mode.SP)
+            assert (in_sp < SP.step_seconds(layout, step)) is faster
+    assert found[Layout(tp=8)] > found[Layout(tp=2)], (
+        "the more members, the more weights are read in vain"
+    )
 
 
 def test_auto_is_never_where_sp_is_never_faster() -> None:
     free = replace(SP, hardware=replace(SP.hardware, link_bytes_per_second=1e30))
     free = replace(free, hardware=replace(free.hardware, allreduce_seconds=0.0))
-    assert tokens_for(ShiftRule.AUTO, free, (2, 8)) == {}
+    assert tokens_for(ShiftRule.AUTO, free, GROUPS) == {}
 
 
 def waiting_for_host(layer_seconds: float) -> CostModel:
@@ -78,14 +84,14 @@ def waiting_for_host(layer_seconds: float) -> CostModel:
 
 
 @pytest.mark.parametrize("layer_seconds", [1e-3, 1.0])
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_the_host_does_not_move_auto(degree: int, layer_seconds: float) -> None:
+@pytest.mark.parametrize("layout", GROUPS)
+def test_the_host_does_not_move_auto(layout: Layout, layer_seconds: float) -> None:
     """The model charges SP alone for it, and on GPUs steps in TP of as many tokens wait longer."""
     slow = waiting_for_host(layer_seconds)
-    free = tokens_for(ShiftRule.AUTO, SP, (degree,))
-    assert tokens_for(ShiftRule.AUTO, slow, (degree,)) == free
-    step = Batch(prefill_tokens=free[degree] + 1)
-    tp, sp = (slow.roofline_seconds(degree, step, mode) for mode in Mode)
+    free = tokens_for(ShiftRule.AUTO, SP, (layout,))
+    assert tokens_for(ShiftRule.AUTO, slow, (layout,)) == free
+    step = Batch(prefill_tokens=free[layout] + 1)
+    tp, sp = (slow.roofline_seconds(layout, step, mode) for mode in Mode)
     assert tp < sp, "with the host, the model would have kept this step in TP"
 
 
@@ -101,7 +107,9 @@ def test_what_sp_saves_never_shrinks_as_a_step_gets_longer(
     model = replace(SP, max_sp=max_sp)
 
     def saved(tokens: int) -> float:
-        tp, sp = (model.device_seconds(degree, Batch(prefill_tokens=tokens), m) for m in Mode)
+        tp, sp = (
+            model.device_seconds(Layout(tp=degree), Batch(prefill_tokens=tokens), m) for m in Mode
+        )
         return tp - sp
 
     short, long = sorted(degree * share for share in shares)
@@ -111,13 +119,13 @@ def test_what_sp_saves_never_shrinks_as_a_step_gets_longer(
 def test_measurements_do_not_move_it() -> None:
     """They come from one side of the threshold only, and would confirm it."""
     step = Batch(prefill_tokens=5000)
-    slow = SP.observe(8, step, 9 * SP.step_seconds(8, step, Mode.SP), Mode.SP)
-    assert tokens_for(ShiftRule.AUTO, slow, (8,)) == tokens_for(ShiftRule.AUTO, SP, (8,))
+    slow = SP.observe(Layout(tp=8), step, 9 * SP.step_seconds(Layout(tp=8), step, Mode.SP), Mode.SP)
+    assert tokens_for(ShiftRule.AUTO, slow, GROUPS) == tokens_for(ShiftRule.AUTO, SP, GROUPS)
 
 
 def test_auto_needs_a_model() -> None:
     with pytest.raises(ShiftThresholdError, match="cost model"):
-        tokens_for(ShiftRule.AUTO, None, (2,))
+        tokens_for(ShiftRule.AUTO, None, GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +133,16 @@ def test_auto_needs_a_model() -> None:
     [(4, 300, Mode.TP), (4, 301, Mode.SP), (2, 5000, Mode.TP), (1, 5000, Mode.TP)],
 )
 def test_a_snapshot_says_how_a_step_is_run(degree: int, tokens: int, mode: Mode) -> None:
-    seen = replace(snapshot(unit((0,))), sp_above=((4, 300),))
-    assert seen.mode(degree, Batch(prefill_tokens=tokens - 1, decodes=1)) is mode
+    seen = replace(snapshot(unit(alone(0))), sp_above=((Layout(tp=4), 300),))
+    assert seen.mode(Layout(tp=degree), Batch(prefill_tokens=tokens - 1, decodes=1)) is mode
 
 
 def test_the_policy_keeps_the_largest_groups_whatever_comes() -> None:
     assert get_policy("shift") is SHIFT
     assert (SHIFT.shifts, get_policy("static-tp").shifts) == (True, False)
     alone = [unit(group, requests=100) for group in singles(8)]
-    assert SHIFT.plan(snapshot(*alone)).target == groups_of(8, 8)
-    bound = unit(groups_of(8, 8)[0], requests=500, slots=0)
+    assert SHIFT.plan(snapshot(*alone)).target == tp_units(8, 8)
+    bound = unit(tp_units(8, 8)[0], requests=500, slots=0)
     busy = replace(snapshot(bound), waiting=1000, since_urgent=0.0, smoothed_requests=1e3)
     assert SHIFT.plan(busy).target is None
 

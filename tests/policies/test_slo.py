@@ -6,14 +6,16 @@ import pytest
 
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.slo import LEAST_SECONDS, SETTLE_SECONDS, SLO
-from shoal.policies.values.partition import Partition, groups_of, singles
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.snapshot import Snapshot, Target
 from tests.policies.snapshots import LAYOUTS, request, snapshot, unit
+from tests.units import tp, tp_units
 
 SHAPE = ModelShape(80, 8192, 64, 8, 128, parameters=70e9, weight_bytes=1.0)
 HARDWARE = Hardware(3e12, 1e15, 2e11, allreduce_seconds=1e-5, overhead_seconds=2e-3)
 MODEL = CostModel(SHAPE, HARDWARE)
-DP, TP = singles(8), groups_of(8, 8)
+DP, TP = singles(8), tp_units(8, 8)
 LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(0, 5.0, 0.012)
 URGENT, REST = Target(-1, 0.5, 0.013), Target(0, 1.0, 0.035)
 
@@ -24,7 +26,7 @@ def node(
     """Return eight engines with so many running requests of each priority, on every engine."""
     units = []
     for group in partition:
-        counts = {priority: count * len(group) for priority, count in sorted(classes.items())}
+        counts = {priority: count * group.size for priority, count in sorted(classes.items())}
         total = sum(counts.values())
         units.append(
             unit(
@@ -40,7 +42,7 @@ def node(
 
 
 def widths(seen: Snapshot) -> list[int]:
-    return sorted(map(len, SLO.plan(seen).target or seen.partition))
+    return sorted(unit.size for unit in SLO.plan(seen).target or seen.partition)
 
 
 def test_promises_that_dp_breaks_form_groups() -> None:
@@ -67,18 +69,18 @@ def test_an_urgent_class_gets_a_group_beside_narrower_units() -> None:
 
 
 def test_urgent_requests_go_to_the_widest_unit_and_the_others_elsewhere() -> None:
-    mixed: Partition = ((0, 1, 2, 3), (4, 5), (6, 7))
+    mixed: Partition = (tp(0, 1, 2, 3), tp(4, 5), tp(6, 7))
     seen = node(mixed, {-1: 1, 0: 1}, URGENT, REST)
     pool = (request("urgent", priority=-1), request("a"), request("b"))
-    sent = {d.request_id: len(d.group) for d in SLO.plan(replace(seen, pool=pool)).dispatches}
+    sent = {d.request_id: d.unit.size for d in SLO.plan(replace(seen, pool=pool)).dispatches}
     assert sent == {"urgent": 4, "a": 2, "b": 2}
 
 
 def test_one_class_goes_wherever_there_is_least_to_do() -> None:
-    busy = unit((0, 1, 2, 3), requests=4)
-    seen = snapshot(busy, *(unit((k,), requests=0) for k in range(4, 8)), pool=(request("a"),))
+    busy = unit(tp(0, 1, 2, 3), requests=4)
+    seen = snapshot(busy, *(unit(alone(k), requests=0) for k in range(4, 8)), pool=(request("a"),))
     seen = replace(seen, cost_model=MODEL, targets=(LOOSE,), waiting=1)
-    assert len(SLO.plan(seen).dispatches[0].group) == 1
+    assert SLO.plan(seen).dispatches[0].unit.size == 1
 
 
 # --- keeping still ---
@@ -98,7 +100,7 @@ def test_a_gain_that_is_enough_in_the_long_run_is_not_at_once() -> None:
 
 
 def test_where_all_is_lost_nothing_is_moved() -> None:
-    hopeless = node(groups_of(8, 2), {0: 100}, Target(0, 0.001, 0.001), rate=500.0)
+    hopeless = node(tp_units(8, 2), {0: 100}, Target(0, 0.001, 0.001), rate=500.0)
     assert SLO.plan(hopeless).target is None
 
 

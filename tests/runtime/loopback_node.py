@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.policies.values.layouts import Unit, tensor_parallel
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.controller.loop import Controller
@@ -217,8 +218,9 @@ class LoopbackNode:
             Front ends and messages, for ``deliver``; those of a dead engine may be lost as well.
         """
         held: list[tuple[int, Frames]] = []
+        wanted = tensor_parallel(unit)
         for client, frames_list in self.network.front_outputs.items():
-            sent = [f for f in frames_list if wire.unit_of(index_of(f)) == unit][keep:]
+            sent = [f for f in frames_list if wire.unit_of(index_of(f)) == wanted][keep:]
             held += [(client, frames) for frames in sent]
             frames_list[:] = [f for f in frames_list if not any(f is taken for taken in sent)]
         return held
@@ -347,18 +349,19 @@ class LoopbackNode:
 
     def set_layout(
         self,
-        *units: Sequence[int],
+        *units: Unit | Sequence[int],
         treatment: m.Treatment = m.Treatment.HARD,
         timeout: float = 60.0,
     ) -> int:
-        return self.call(m.SetLayout, [list(unit) for unit in units], treatment, timeout)
+        wanted = [list(unit.engines if isinstance(unit, Unit) else unit) for unit in units]
+        return self.call(m.SetLayout, wanted, treatment, timeout)
 
     def reply(self, call: int) -> m.FromController | None:
         replies = self.network.control_replies.get("front-0", [])
         return next((r for r in replies if getattr(r, "call", None) == call), None)
 
     def switch(
-        self, *units: Sequence[int], treatment: m.Treatment = m.Treatment.HARD
+        self, *units: Unit | Sequence[int], treatment: m.Treatment = m.Treatment.HARD
     ) -> SwitchView:
         """Switch and settle; the switch must be done then."""
         call = self.set_layout(*units, treatment=treatment)
@@ -408,7 +411,7 @@ class LoopbackNode:
         notes = self.network.control_replies.get(f"front-{client}", [])
         return {note.request_id: note for note in notes if isinstance(note, m.Ended)}
 
-    def placed(self) -> dict[str, tuple[int, ...]]:
+    def placed(self) -> dict[str, Unit]:
         """Return where every request was sent, by its note to the front ends."""
         return {
             note.request_id: note.unit

@@ -8,7 +8,8 @@ import pytest
 from shoal.policies import registry
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded, with_singles
-from shoal.policies.values.partition import Group, Partition, groups_of
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, TreatmentName
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.controller.books.demand import SwitchBudget
@@ -31,7 +32,7 @@ MOST_MISSING = 40
 def random_partition(rng: random.Random, engines: int, max_group: int) -> Partition:
     """Draw an aligned partition: each aligned run is taken whole or split in halves."""
 
-    def split(first: int, size: int) -> list[Group]:
+    def split(first: int, size: int) -> list[Unit]:
         if size == 1 or (size <= max_group and rng.random() < 0.4):
             return [tuple(range(first, first + size))]
         return split(first, size // 2) + split(first + size // 2, size // 2)
@@ -124,8 +125,8 @@ class RandomRun:
         node.run_for(2.0)
         self._read_replies()
         for _ in range(20):
-            for degree in reversed(node.config.degrees):
-                node.switch(*groups_of(engines, degree))
+            for layout in reversed(node.config.layouts):
+                node.switch(*units_of(engines, layout))
                 node.run_for(0.2)
             if not node.missing:
                 break
@@ -142,7 +143,7 @@ class RandomRun:
             self.switches.append(reply)
             if isinstance(reply, SwitchDone):
                 changed = set(reply.switch.before) ^ set(reply.switch.after)
-                self.changes += sum(len(group) > 1 for group in changed)
+                self.changes += sum(len(engines) > 1 for engines in changed)
             self._switch = None
         if self._audit is not None and (reply := self.node.reply(self._audit)) is not None:
             assert isinstance(reply, AuditDone)

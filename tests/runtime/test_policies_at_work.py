@@ -4,13 +4,15 @@ import random
 
 import pytest
 
-from shoal.policies.cost.cost_model import Batch, StepKind
 from shoal.policies.registry import POLICIES
+from shoal.policies.values.batch import Batch, StepKind
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
 from tests.policies.snapshots import MODEL, TARGETS
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
 TIMED = FakeSettings(
     step_seconds=0.02, num_blocks=40, block_tokens=4, max_num_seqs=12, max_model_len=400
@@ -86,9 +88,9 @@ def test_measured_steps_correct_the_cost_model() -> None:
     for k in range(12):
         node.send(f"r{k}", 8, 60)
     let_pass(node, 5.0)
-    correction = node.controller._capacity.cost_model.correction(1, StepKind.DECODE)
+    correction = node.controller._capacity.cost_model.correction(Layout(tp=1), StepKind.DECODE)
     assert correction.samples > 10
-    predicted = MODEL.step_seconds(1, Batch(decodes=3, context_tokens=3 * 8))
+    predicted = MODEL.step_seconds(Layout(tp=1), Batch(decodes=3, context_tokens=3 * 8))
     assert correction.apply(predicted) == pytest.approx(0.02, rel=0.3)
     assert set(node.view().step_errors) == {"dp decode", "dp prefill"}
 
@@ -124,7 +126,7 @@ def node_with_pinned_requests(policy: str, tokens: int, **limits: float) -> Loop
     for k, sampling in enumerate(PINNED):
         node.send(f"pinned-{k}", 10, tokens, **sampling)
     let_pass(node, 0.5)
-    assert set(node.placed().values()) == {(0, 1, 2, 3)}
+    assert set(node.placed().values()) == {tp(0, 1, 2, 3)}
     node.call(m.SetPolicy, policy)
     let_pass(node, 1.0)
     return node

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shoal.policies.values.partition import Partition, groups_of
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import Partition, units_of
 from shoal.runtime.controller.books.book import EngineState
 from shoal.runtime.protocol.transport import Frames
 from shoal.runtime.protocol.wire import FinishReason
@@ -69,8 +70,8 @@ class DeadlyRun(RandomRun):
         node.run_for(2 * node.config.prepare_timeout_seconds, tick=1.0)
         dead = self.bury()
         for _ in range(20):
-            for degree in reversed(node.config.degrees):
-                node.switch(*without(groups_of(ENGINES, degree), dead))
+            for layout in reversed(node.config.layouts):
+                node.switch(*without(units_of(ENGINES, layout), dead))
                 node.run_for(0.2)
             if not node.missing:
                 return
@@ -81,7 +82,9 @@ def without(partition: Partition, dead: frozenset[int]) -> Partition:
     return tuple(
         unit
         for group in partition
-        for unit in ([(engine,) for engine in group] if dead & set(group) else [group])
+        for unit in (
+            [alone(engine) for engine in group.engines] if dead & set(group.engines) else [group]
+        )
     )
 
 

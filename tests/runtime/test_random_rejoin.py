@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.partition import singles, units_of
 from shoal.runtime.controller.books.book import Engine, EngineState
 from shoal.runtime.controller.failures.rejoin import FORM_SECONDS, RETRY_SECONDS
 from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
@@ -72,6 +72,6 @@ def test_everybody_comes_back(seed: int) -> None:
     assert [problem for problem in problems if "did not answer" not in problem] == []
     assert node.view().unavailable == []
     assert node.controller.book.in_state(EngineState.SERVING) == set(range(ENGINES))
-    for degree in node.config.degrees:
-        node.switch(*groups_of(ENGINES, degree))
+    for layout in node.config.layouts:
+        node.switch(*units_of(ENGINES, layout))
     assert node.audit() == []

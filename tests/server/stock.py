@@ -18,6 +18,7 @@ from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import facts_of
 from shoal.server.commands import serve
@@ -53,7 +54,7 @@ def stock(argv: Sequence[str]) -> Made:
     return Made(args, engine_args, config)
 
 
-def ours(argv: Sequence[str], degrees: Sequence[int] = (1,)) -> Made:
+def ours(argv: Sequence[str], degrees: Sequence[int] = alone(1)) -> Made:
     """Do what ``shoal serve`` does with a command line."""
     args = serve.read_options(argv).args
     engine_args = vllm_options.engine_args(args)

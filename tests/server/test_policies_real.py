@@ -21,12 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.policies.flying import FlyingSettings
 from shoal.policies.shift import DEFAULT_THRESHOLD
-from shoal.policies.values.partition import Partition, groups_of, singles
+from shoal.policies.values.partition import Partition, singles
 from tests.server.node import ServedNode, served_node
+from tests.units import tp_units
 from tests.variety import is_varied
 
 ENGINES = 4
-DP, TP = singles(ENGINES), groups_of(ENGINES, ENGINES)
+DP, TP = singles(ENGINES), tp_units(ENGINES, ENGINES)
 SETTINGS = FlyingSettings()
 SEATS = 16
 """Requests that run at once on a unit."""
@@ -167,7 +168,7 @@ class Client:
         units: list[list[int]] = []
         try:
             async with asyncio.timeout(SECONDS):
-                while units != [list(group) for group in wanted]:
+                while units != [list(group.engines) for group in wanted]:
                     units = [unit["engines"] for unit in (await self.get("/admin/layout"))["units"]]
                     await asyncio.sleep(0.05)
         except TimeoutError:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.protocol import messages as m
 
 
 class _Expected(msgspec.Struct):
     lent: set[int]
-    leases: dict[Group, int]
+    leases: dict[Unit, int]
 
 
 class Audit:
@@ -34,7 +34,7 @@ class Audit:
         self.problems: list[str] = []
         self._expected: dict[int, _Expected] = {}
 
-    def ask(self, engine: int, lent: set[int], leases: Mapping[Group, int]) -> None:
+    def ask(self, engine: int, lent: set[int], leases: Mapping[Unit, int]) -> None:
         """Note what the books say as the question is sent to an engine.
 
         Args:
@@ -49,9 +49,9 @@ class Audit:
         if engine in self._expected:
             self._expected[engine].lent.update(blocks)
 
-    def closed(self, group: Group, blocks: int) -> None:
+    def closed(self, group: Unit, blocks: int) -> None:
         """Follow a leader's word that it returned virtual blocks."""
-        expected = self._expected.get(group[0])
+        expected = self._expected.get(group.leader)
         if expected is not None:
             expected.leases[group] = expected.leases.get(group, 0) - blocks
 
@@ -68,8 +68,9 @@ class Audit:
         for group, blocks in message.leases:
             known = expected.leases.get(group, 0)
             if blocks != known:
+                unit = list(group.engines)
                 self.problems.append(
-                    f"{name}: unit {list(group)} holds {blocks} blocks, the books say {known}"
+                    f"{name}: unit {unit} holds {blocks} blocks, the books say {known}"
                 )
 
     def lose(self, engines: Iterable[int]) -> None:

@@ -11,7 +11,8 @@ from itertools import islice
 
 import msgspec
 
-from shoal.policies.values.partition import Group, Partition, leader_of, singles
+from shoal.policies.values.layouts import Layout, Unit, alone
+from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.controller.books.family import Family
 from shoal.runtime.protocol import messages as m
@@ -148,7 +149,7 @@ class Uncounted(msgspec.Struct, frozen=True):
 class CoreBook(msgspec.Struct):
     """The requests of one group's core, bound now or not."""
 
-    group: Group
+    unit: Unit
     requests: dict[str, Request] = {}
     """In the order they were sent there."""
     sent: int = 0
@@ -207,20 +208,20 @@ class Book:
     def __init__(self, engines: int) -> None:
         self.engines = [Engine(number) for number in range(engines)]
         self.partition: Partition = singles(engines)
-        self.bound: dict[Group, int] = {}
+        self.bound: dict[Unit, int] = {}
         """Epoch of the bind of every group of the partition with more than one engine."""
-        self.interleaving: set[Group] = set()
+        self.interleaving: set[Unit] = set()
         """Those of them whose members go on with requests of their own."""
-        self.cores: dict[Group, CoreBook] = {}
+        self.cores: dict[Unit, CoreBook] = {}
         self.outcomes: Counter[m.Outcome] = Counter()
         """Requests that have left the node."""
         self.interrupted: dict[str, Request] = {}
         """Requests whose engines died, until their front ends say how far they have come."""
-        self.starting: Group | None = None
+        self.starting: Unit | None = None
         """A group that is formed anew and whose members are in its collectives already."""
-        self.refused: dict[Group, str] = {}
+        self.refused: dict[Unit, str] = {}
         """Groups that could not be formed anew, and why."""
-        self._members: dict[Group, tuple[int, ...]] = {}
+        self._members: dict[Unit, tuple[int, ...]] = {}
         """Incarnations of the engines that a group was last formed of, if not the first ones."""
         self.ending = False
         """Whether the node is to end: it takes no requests."""
@@ -228,7 +229,7 @@ class Book:
         """Those of them that waited, and made room in the task pool for more urgent ones."""
         self.stale = 0
         """Switch messages that came too late and were dropped."""
-        self._where: dict[str, Group] = {}
+        self._where: dict[str, Unit] = {}
         self._epoch = 0
 
     def next_epoch(self) -> int:
@@ -247,9 +248,9 @@ class Book:
         """Return the engines in one of these states."""
         return frozenset(engine.number for engine in self.engines if engine.state in states)
 
-    def serves(self, group: Group) -> bool:
+    def serves(self, group: Unit) -> bool:
         """Return whether every engine of the group is well."""
-        return all(self.engines[engine].state is EngineState.SERVING for engine in group)
+        return all(self.engines[engine].state is EngineState.SERVING for engine in group.engines)
 
     @property
     def gone(self) -> frozenset[int]:
@@ -270,28 +271,28 @@ class Book:
             if engine.state is EngineState.DEAD and not engine.returns
         )
 
-    def unformed(self, groups: Iterable[Group]) -> list[Group]:
+    def unformed(self, groups: Iterable[Unit]) -> list[Unit]:
         """Return those of these groups that are not formed; until an engine dies there is none."""
         if not any(engine.incarnation for engine in self.engines):
             return []
         return [group for group in groups if not self.is_formed(group)]
 
-    def incarnations(self, group: Group) -> tuple[int, ...]:
+    def incarnations(self, group: Unit) -> tuple[int, ...]:
         """Return how often each engine of a group was restarted."""
-        return tuple(self.engines[engine].incarnation for engine in group)
+        return tuple(self.engines[engine].incarnation for engine in group.engines)
 
-    def is_formed(self, group: Group) -> bool:
+    def is_formed(self, group: Unit) -> bool:
         """Return whether a group has communicators among its engines as they are now."""
-        formed = self._members.get(group, (0,) * len(group))
-        return len(group) == 1 or formed == self.incarnations(group)
+        formed = self._members.get(group, (0,) * group.size)
+        return not group.is_group or formed == self.incarnations(group)
 
-    def form(self, group: Group, members: tuple[int, ...]) -> None:
+    def form(self, group: Unit, members: tuple[int, ...]) -> None:
         """Note that a group was formed of these incarnations of its engines."""
         self._members[group] = members
 
     def forget_cores(self, leader: int) -> None:
         """Forget the cores of an engine that is started again."""
-        for group in [group for group in self.cores if leader_of(group) == leader]:
+        for group in [group for group in self.cores if group.leader == leader]:
             del self.cores[group]
 
     def silence(self, engines: Iterable[int], reason: str) -> None:
@@ -301,17 +302,28 @@ class Book:
                 self.engines[engine].state = EngineState.SILENT
                 self.engines[engine].reason = reason
 
-    def limits(self, group: Group) -> m.LayoutLimits:
+    def limits(self, group: Unit) -> m.LayoutLimits:
         """Return what the group's layout can hold.
 
         Raises:
             LookupError: its leader is not ready, or does not know the layout.
         """
-        ready = self.engines[leader_of(group)].ready
+        return self._limits(group.leader, group.layout)
+
+    def limits_of(self, layout: Layout) -> m.LayoutLimits:
+        """Return what a layout can hold, as the first engine says.
+
+        Raises:
+            LookupError: that engine is not ready, or does not know the layout.
+        """
+        return self._limits(0, layout)
+
+    def _limits(self, engine: int, layout: Layout) -> m.LayoutLimits:
+        ready = self.engines[engine].ready
         for limits in ready.layouts if ready is not None else ():
-            if limits.degree == len(group):
+            if limits.layout == layout:
                 return limits
-        raise LookupError(f"no limits known for unit {list(group)}")
+        raise LookupError(f"engine {engine} knows no limits of {layout.name}")
 
     def num_blocks(self, engine: int) -> int:
         """Return the size of an engine's pool; 0 before it is ready."""
@@ -320,40 +332,40 @@ class Book:
 
     # --- partition ----------------------------------------------------------------------------
 
-    def unit_of(self, engine: int) -> Group:
+    def unit_of(self, engine: int) -> Unit:
         """Return the unit that an engine is in."""
-        return next(group for group in self.partition if engine in group)
+        return next(group for group in self.partition if engine in group.engines)
 
-    def set_bound(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
+    def set_bound(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """Make a unit of engines that were alone."""
-        rest = [unit for unit in self.partition if not set(unit) & set(group)]
+        rest = [unit for unit in self.partition if not set(unit.engines) & set(group.engines)]
         self.partition = tuple(sorted([*rest, group]))
         self.bound[group] = epoch
         if interleaves:
             self.interleaving.add(group)
 
-    def set_free(self, group: Group) -> None:
+    def set_free(self, group: Unit) -> None:
         """Make each engine of a unit a unit of its own."""
         rest = [unit for unit in self.partition if unit != group]
-        self.partition = tuple(sorted([*rest, *((engine,) for engine in group)]))
+        self.partition = tuple(sorted([*rest, *(alone(engine) for engine in group.engines)]))
         self.bound.pop(group, None)
         self.interleaving.discard(group)
 
     # --- requests -----------------------------------------------------------------------------
 
-    def core(self, group: Group) -> CoreBook:
+    def core(self, group: Unit) -> CoreBook:
         """Return the book of a group's core."""
         core = self.cores.get(group)
         if core is None:
             core = self.cores[group] = CoreBook(group)
         return core
 
-    def place(self, request: Request, group: Group) -> None:
+    def place(self, request: Request, group: Unit) -> None:
         """Note that a request was sent to a unit."""
         self.core(group).put(request)
         self._where[request.id] = group
 
-    def where(self, request_id: str) -> Group | None:
+    def where(self, request_id: str) -> Unit | None:
         """Return the unit that a request was sent to."""
         return self._where.get(request_id)
 
@@ -366,7 +378,7 @@ class Book:
                 elsewhere since the engine wrote of it.
         """
         group = self._where.get(request_id)
-        if group is None or led_by not in (None, leader_of(group)):
+        if group is None or led_by not in (None, group.leader):
             return None
         del self._where[request_id]
         return self.cores[group].pop(request_id)
@@ -388,46 +400,46 @@ class Book:
             requests = self.cores[group].requests
             requests[request_id] = msgspec.structs.replace(requests[request_id], suspect=False)
 
-    def may_start(self, request: Request, group: Group) -> bool:
+    def may_start(self, request: Request, group: Unit) -> bool:
         """Return whether a request may be sent to a unit now: suspects go one at a time."""
         others = self.core(group).requests.values()
         return not request.suspect or not any(other.suspect for other in others)
 
     def runs(self, core: CoreBook) -> bool:
         """Return whether steps of a core are taken: its unit is there, or is interleaved."""
-        return core.group in self.partition or self.interleaves(core.group)
+        return core.unit in self.partition or self.interleaves(core.unit)
 
     @property
-    def paused(self) -> Counter[Group]:
+    def paused(self) -> Counter[Unit]:
         """Requests that wait for a unit that is not there to be back, by the one its leader is in.
 
         Those that do not wait but are interleaved count too.
         """
-        paused: Counter[Group] = Counter()
+        paused: Counter[Unit] = Counter()
         for core in self.cores.values():
-            if core.requests and core.group not in self.partition:
-                paused[self.unit_of(leader_of(core.group))] += len(core.requests)
+            if core.requests and core.unit not in self.partition:
+                paused[self.unit_of(core.unit.leader)] += len(core.requests)
         return paused
 
-    def interleaves(self, group: Group) -> bool:
+    def interleaves(self, group: Unit) -> bool:
         """Return whether a core's requests go on in turn with those of the unit it is in."""
-        return len(group) == 1 and self.unit_of(group[0]) in self.interleaving
+        return not group.is_group and self.unit_of(group.leader) in self.interleaving
 
-    def interleaved_in(self, unit: Group) -> int:
+    def interleaved_in(self, unit: Unit) -> int:
         """Return the requests that go on in turn with those of this unit."""
         if unit not in self.interleaving:
             return 0
-        return sum(len(self.core((engine,)).requests) for engine in unit)
+        return sum(len(self.core(alone(engine)).requests) for engine in unit.engines)
 
     def check_integrity(self) -> list[str]:
         """Return one line per broken invariant."""
         problems = []
-        covered = sorted(engine for group in self.partition for engine in group)
+        covered = sorted(engine for group in self.partition for engine in group.engines)
         if covered != [engine.number for engine in self.engines]:
             problems.append(f"controller: partition {self.partition} is not one")
-        if set(self.bound) != {group for group in self.partition if len(group) > 1}:
+        if set(self.bound) != {group for group in self.partition if group.is_group}:
             problems.append(f"controller: bound groups {sorted(self.bound)} are not the units")
-        placed = {id_: core.group for core in self.cores.values() for id_ in core.requests}
+        placed = {id_: core.unit for core in self.cores.values() for id_ in core.requests}
         if placed != self._where or placed.keys() & self.interrupted.keys():
             problems.append("controller: a request is in two units, or in none")
         return problems

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from functools import cached_property
 
-from shoal.policies.cost.cost_model import Correction, CostModel, Mode
-from shoal.policies.values.partition import Group, Partition, groups_of, layout_name
+from shoal.policies.cost.cost_model import Correction, CostModel
+from shoal.policies.values.batch import Mode
+from shoal.policies.values.layouts import Layout, Unit, alone
+from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import (
     LayoutState,
     PoolRequest,
@@ -47,7 +48,7 @@ class Capacity:
         self.forms_groups = True
         """See ``Policy.forms_groups``."""
         self._lengths = Lengths()
-        self._units: dict[Group, tuple[Uncounted, UnitState]] = {}
+        self._units: dict[Unit, tuple[Uncounted, UnitState]] = {}
         """The latest states of units, and the requests from which each was found."""
 
     def snapshot(
@@ -59,7 +60,7 @@ class Capacity:
         busy: Collection[int],
         pending: Partition | None,
         since_switch: float = math.inf,
-        sp_above: tuple[tuple[int, int], ...] = (),
+        sp_above: tuple[tuple[Layout, int], ...] = (),
     ) -> Snapshot:
         """Return what a policy may know.
 
@@ -104,20 +105,18 @@ class Capacity:
     def _layouts(self) -> tuple[LayoutState, ...]:
         """What every layout takes on idle engines; it never changes once all are ready."""
         blocks = min(self._book.num_blocks(engine.number) for engine in self._book.engines)
-        groups = [tuple(range(degree)) for degree in self._config.degrees]
-        return tuple(replace(self._idle(group), total_blocks=blocks) for group in groups)
+        limits = map(self._book.limits_of, self._config.layouts)
+        return tuple(_layout_state(each, blocks) for each in limits)
 
-    def _idle(self, group: Group) -> LayoutState:
+    def _idle(self, group: Unit) -> LayoutState:
         """Return what a group takes while nothing runs on its engines."""
         limits = self._book.limits(group)
-        blocks = min(self._book.num_blocks(engine) for engine in group)
-        return LayoutState(
-            limits.degree, limits.max_num_seqs, blocks, limits.block_tokens, limits.max_model_len
-        )
+        blocks = min(self._book.num_blocks(engine) for engine in group.engines)
+        return _layout_state(limits, blocks)
 
     def observe(self, core: CoreBook, load: m.Load) -> None:
         """Learn from the steps between a core's last report and this one."""
-        before, degree = core.load, len(core.group)
+        before, layout = core.load, core.unit.layout
         if before is None:
             return
         known = m.Work()
@@ -127,7 +126,7 @@ class Capacity:
                 known += news
                 if self.cost_model is not None and news.steps > 0 and news.seconds > 0:
                     seconds = news.seconds / news.steps
-                    self.cost_model = self.cost_model.observe(degree, news.mean, seconds, mode)
+                    self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
         started = (load.added - load.waiting) - (before.added - before.waiting)
         self._lengths.see(known, started=max(0, started), ended=len(load.finished))
 
@@ -142,13 +141,13 @@ class Capacity:
         return tuple(
             self._unit(
                 group,
-                serving=book.serves(group) and not any(engine in busy for engine in group),
+                serving=book.serves(group) and not any(engine in busy for engine in group.engines),
                 paused=paused[group],
             )
             for group in book.partition
         )
 
-    def _unit(self, group: Group, *, serving: bool, paused: int) -> UnitState:
+    def _unit(self, group: Unit, *, serving: bool, paused: int) -> UnitState:
         """Return a unit's state: that of the last call if nothing of it has changed since."""
         core = self._book.core(group)
         serving, blocks = serving and core.load is not None, self._startable_blocks(core)
@@ -163,16 +162,16 @@ class Capacity:
         return known
 
     def _state(self, core: CoreBook, *, serving: bool, free_blocks: int, paused: int) -> UnitState:
-        group, limits = core.group, self._book.limits(core.group)
+        group, limits = core.unit, self._book.limits(core.unit)
         figures, uncounted = core.figures, core.uncounted
         places = limits.max_num_seqs + self._config.queued_ahead
         return UnitState(
-            group=group,
+            unit=group,
             serving=serving,
             requests=len(core.requests),
             free_slots=max(0, places - len(core.requests)),
             free_blocks=free_blocks,
-            total_blocks=min(self._book.num_blocks(engine) for engine in group),
+            total_blocks=min(self._book.num_blocks(engine) for engine in group.engines),
             block_tokens=limits.block_tokens,
             max_model_len=limits.max_model_len,
             running=len(core.requests) - len(uncounted.requests),
@@ -190,40 +189,42 @@ class Capacity:
         A group's lease grows by what every member has free. An idle group gets everything but what
         other groups hold: its members preempt their own paused requests for it.
         """
-        if len(core.group) == 1:
+        if not core.unit.is_group:
             return self._free_blocks(core)
         if not core.requests:
-            return min(self._unleased(engine, core.group) for engine in core.group)
-        spare = min(self._free_blocks(self._book.core((engine,))) for engine in core.group)
+            return min(self._unleased(engine, core.unit) for engine in core.unit.engines)
+        spare = min(
+            self._free_blocks(self._book.core(alone(engine))) for engine in core.unit.engines
+        )
         return self._free_blocks(core) + max(0, spare)
 
     def _free_blocks(self, core: CoreBook) -> int:
         if core.load is None:
             return 0
-        tokens = self._book.limits(core.group).block_tokens
+        tokens = self._book.limits(core.unit).block_tokens
         return core.load.free_blocks - core.uncounted.blocks(tokens)
 
-    def _unleased(self, engine: int, group: Group) -> int:
+    def _unleased(self, engine: int, group: Unit) -> int:
         lent = self._leases.lent_by(engine)
         return self._book.num_blocks(engine) - sum(n for g, n in lent.items() if g != group)
 
-    def lease_for(self, group: Group) -> int:
+    def lease_for(self, group: Unit) -> int:
         """Return the blocks to ask a new group's members for: what the waiting requests need."""
         limits = self._book.limits(group)
         waiting = self._pool.head(limits.max_num_seqs)
         need = sum(-(-(r.prompt_tokens + 1) // limits.block_tokens) for r in waiting)
-        spare = min(self._free_blocks(self._book.core((engine,))) for engine in group)
+        spare = min(self._free_blocks(self._book.core(alone(engine))) for engine in group.engines)
         return max(LEASE_BLOCKS, min(need, spare))
 
-    def leaves_room(self, group: Group) -> bool:
+    def leaves_room(self, group: Unit) -> bool:
         """Return whether requests of a group's single engines may go on beside it (interleave).
 
         What they will need up to their bounds is lent to no group, so they must leave it half of
         every member's blocks: else its own requests would wait until these end.
         """
-        tokens = self._book.limits(group[:1]).block_tokens
-        for engine in group:
-            totals = self._book.core((engine,)).figures.totals
+        tokens = self._book.limits(alone(group.leader)).block_tokens
+        for engine in group.engines:
+            totals = self._book.core(alone(engine)).figures.totals
             needed = sum(count * -(-total // tokens) for total, count in totals.items())
             if 2 * needed > self._unleased(engine, group):
                 return False
@@ -250,20 +251,25 @@ class Capacity:
         groups = self._lasting_groups(formed=formed)
         return any(self._idle(group).can_hold(request) for group in groups)
 
-    def _lasting_groups(self, *, formed: bool = False) -> Iterator[Group]:
+    def _lasting_groups(self, *, formed: bool = False) -> Iterator[Unit]:
         """Yield the groups that can be formed, or will be when engines are back."""
         lost, refused = self._book.lost, self._book.refused
         for group in self._possible_groups:
-            is_formed = formed or self.forms_groups or len(group) == 1
-            if is_formed and not lost.intersection(group) and group not in refused:
+            is_formed = formed or self.forms_groups or not group.is_group
+            if is_formed and not lost.intersection(group.engines) and group not in refused:
                 yield group
 
     @cached_property
-    def _possible_groups(self) -> list[Group]:
-        config = self._config
-        return [g for degree in config.degrees for g in groups_of(config.engines, degree)]
+    def _possible_groups(self) -> tuple[Unit, ...]:
+        return self._config.units
+
+
+def _layout_state(limits: m.LayoutLimits, blocks: int) -> LayoutState:
+    return LayoutState(
+        limits.layout, limits.max_num_seqs, blocks, limits.block_tokens, limits.max_model_len
+    )
 
 
 def _steps_name(steps: Correction) -> str:
-    layout = layout_name(tuple(range(steps.degree)))
-    return f"{layout} {steps.kind}" if steps.mode is Mode.TP else f"{layout} sp {steps.kind}"
+    name = steps.layout.name
+    return f"{name} {steps.kind}" if steps.mode is Mode.TP else f"{name} sp {steps.kind}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from shoal.policies.values.partition import Group, leader_of
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.audit import Audit
 from shoal.runtime.controller.books.book import Book
 from shoal.runtime.protocol import messages as m
@@ -30,7 +30,7 @@ class Leases:
     """
 
     def __init__(self, book: Book, transport: ControllerTransport) -> None:
-        self.opened: dict[Group, int] = {}
+        self.opened: dict[Unit, int] = {}
         """Virtual blocks that each group's leader has been given and has not returned."""
         self.problems: list[str] = []
         """What engines said that cannot be true."""
@@ -38,24 +38,24 @@ class Leases:
         """A running audit, which follows every change."""
         self._book = book
         self._transport = transport
-        self._lent: list[dict[Group, set[int]]] = [{} for _ in book.engines]
-        self._growths: dict[Group, Growth] = {}
+        self._lent: list[dict[Unit, set[int]]] = [{} for _ in book.engines]
+        self._growths: dict[Unit, Growth] = {}
 
     # --- books --------------------------------------------------------------------------------
 
-    def lent_by(self, engine: int) -> dict[Group, int]:
+    def lent_by(self, engine: int) -> dict[Unit, int]:
         """Return how many blocks an engine has lent, by group."""
         return {group: len(blocks) for group, blocks in self._lent[engine].items() if blocks}
 
-    def holds(self, group: Group) -> bool:
+    def holds(self, group: Unit) -> bool:
         """Return whether a group's leader or a member has blocks of its lease in the books."""
-        return bool(self.opened.get(group)) or any(self._lent[e].get(group) for e in group)
+        return bool(self.opened.get(group)) or any(self._lent[e].get(group) for e in group.engines)
 
     def blocks_of(self, engine: int) -> set[int]:
         """Return the ids of all blocks that an engine has lent."""
         return set().union(*self._lent[engine].values())
 
-    def add(self, engine: int, group: Group, blocks: Sequence[int]) -> None:
+    def add(self, engine: int, group: Unit, blocks: Sequence[int]) -> None:
         """Note that an engine lent blocks."""
         twice = [block for ids in self._lent[engine].values() for block in ids & set(blocks)]
         if twice or len(set(blocks)) != len(blocks):
@@ -64,24 +64,24 @@ class Leases:
         if self.audit is not None:
             self.audit.lent(engine, blocks)
 
-    def remove(self, engine: int, group: Group, blocks: Sequence[int]) -> None:
+    def remove(self, engine: int, group: Unit, blocks: Sequence[int]) -> None:
         """Note that blocks go back to their engine."""
         lent = self._lent[engine].setdefault(group, set())
         unknown = set(blocks) - lent
         if unknown:
             self.problems.append(
-                f"unit {list(group)} returned blocks that engine {engine} had not lent: "
+                f"unit {list(group.engines)} returned blocks that engine {engine} had not lent: "
                 f"{sorted(unknown)[:8]}"
             )
         lent.difference_update(blocks)
 
-    def open(self, group: Group, blocks: int) -> None:
+    def open(self, group: Unit, blocks: int) -> None:
         """Note that a leader was given virtual blocks."""
         self.opened[group] = self.opened.get(group, 0) + blocks
 
-    def close(self, group: Group, returned: Mapping[int, Sequence[int]]) -> None:
+    def close(self, group: Unit, returned: Mapping[int, Sequence[int]]) -> None:
         """Note what a leader returned; the members have not got it yet."""
-        blocks = len(returned.get(leader_of(group), ()))
+        blocks = len(returned.get(group.leader, ()))
         self.opened[group] = self.opened.get(group, 0) - blocks
         if self.audit is not None:
             self.audit.closed(group, blocks)
@@ -94,64 +94,64 @@ class Leases:
         for engine in dead:
             self._lent[engine].clear()
         for group in {*self.opened, *self._growths}:
-            if leader_of(group) in dead:
+            if group.leader in dead:
                 self.opened.pop(group, None)
                 self._growths.pop(group, None)
-                for engine in set(group) - dead:
+                for engine in set(group.engines) - dead:
                     self.give_back(engine, group, sorted(self._lent[engine].get(group, ())))
 
-    def give_back(self, engine: int, group: Group, blocks: Sequence[int]) -> None:
+    def give_back(self, engine: int, group: Unit, blocks: Sequence[int]) -> None:
         """Return blocks to the engine that lent them."""
         if blocks:
             self.remove(engine, group, blocks)
             self._transport.to_engine(engine, m.TakeBack(self._epoch(group), group, list(blocks)))
 
-    def _epoch(self, group: Group) -> int:
+    def _epoch(self, group: Unit) -> int:
         return self._book.bound.get(group, 0)
 
     # --- growth -------------------------------------------------------------------------------
 
     def need(self, wish: m.NeedBlocks) -> None:
         """Ask the members of a bound group for blocks."""
-        if self._book.bound.get(wish.group) != wish.epoch or wish.group in self._growths:
+        if self._book.bound.get(wish.unit) != wish.epoch or wish.unit in self._growths:
             self._book.stale += 1
             return
-        self._growths[wish.group] = Growth(wish.epoch)
-        for engine in wish.group:
-            lend = m.Lend(wish.epoch, wish.group, wish.blocks, wish.urgent)
+        self._growths[wish.unit] = Growth(wish.epoch)
+        for engine in wish.unit.engines:
+            lend = m.Lend(wish.epoch, wish.unit, wish.blocks, wish.urgent)
             self._transport.to_engine(engine, lend)
 
     def lent(self, answer: m.Lent) -> None:
         """Take a member's answer; with the last one the lease grows by what all of them lent."""
-        self.add(answer.engine, answer.group, answer.blocks)
-        growth = self._growths.get(answer.group)
+        self.add(answer.engine, answer.unit, answer.blocks)
+        growth = self._growths.get(answer.unit)
         if growth is None or growth.epoch != answer.epoch:
-            self.give_back(answer.engine, answer.group, answer.blocks)
+            self.give_back(answer.engine, answer.unit, answer.blocks)
             return
         growth.lent[answer.engine] = answer.blocks
-        if len(growth.lent) == len(answer.group):
-            del self._growths[answer.group]
-            lease = self.even_out(answer.group, growth.lent)
-            self.open(answer.group, len(lease[answer.engine]))
-            grow = m.Grow(answer.epoch, answer.group, lease)
-            self._transport.to_engine(leader_of(answer.group), grow)
+        if len(growth.lent) == answer.unit.size:
+            del self._growths[answer.unit]
+            lease = self.even_out(answer.unit, growth.lent)
+            self.open(answer.unit, len(lease[answer.engine]))
+            grow = m.Grow(answer.epoch, answer.unit, lease)
+            self._transport.to_engine(answer.unit.leader, grow)
 
     def returning(self, message: m.Returning) -> None:
         """Hand a leader's returned blocks to the members that are alive."""
         dead = self._book.gone
         returned = {e: ids for e, ids in message.returned.items() if e not in dead}
-        self.close(message.group, returned)
+        self.close(message.unit, returned)
         for engine, blocks in returned.items():
-            take = m.TakeBack(message.epoch, message.group, blocks)
+            take = m.TakeBack(message.epoch, message.unit, blocks)
             self._transport.to_engine(engine, take)
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: Unit) -> None:
         """Give up a group's wish because the group ends; late answers go straight back."""
         growth = self._growths.pop(group, None)
         for engine, blocks in growth.lent.items() if growth is not None else ():
             self.give_back(engine, group, blocks)
 
-    def even_out(self, group: Group, lent: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    def even_out(self, group: Unit, lent: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Return the lease that all members back; what single members lent beyond goes back."""
         rows = min(len(blocks) for blocks in lent.values())
         for engine, blocks in lent.items():
@@ -164,8 +164,10 @@ class Leases:
         for group, opened in self.opened.items():
             if group in self._growths:
                 continue
-            lent = {engine: len(self._lent[engine].get(group, ())) for engine in group}
+            lent = {engine: len(self._lent[engine].get(group, ())) for engine in group.engines}
             dead = self._book.gone
             if any(blocks != opened for engine, blocks in lent.items() if engine not in dead):
-                problems.append(f"controller: unit {list(group)} has {opened} blocks of {lent}")
+                problems.append(
+                    f"controller: unit {list(group.engines)} has {opened} blocks of {lent}"
+                )
         return problems

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from shoal.policies.values.partition import Group, layout_name
+from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.plan import SwitchReason
 from shoal.runtime.controller.books.book import Request
 from shoal.runtime.protocol.messages import DeathCause, Treatment
@@ -45,11 +45,11 @@ class Statistics:
     """Counters and histograms of one controller.
 
     Args:
-        degrees: sizes of the groups that the node forms.
+        layouts: those that the node forms.
     """
 
-    def __init__(self, degrees: Sequence[int]) -> None:
-        layouts = [layout_name(tuple(range(degree))) for degree in degrees]
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        names = [layout.name for layout in layouts]
         self.decisions = Histogram(
             "shoal_policy_decision_seconds", "Time of one decision of the policy.", LOOP_BOUNDS
         )
@@ -78,7 +78,7 @@ class Statistics:
             WAIT_BOUNDS,
             ("priority", "layout"),
         )
-        self._queue.preset(PRIORITY_CLASSES, layouts)
+        self._queue.preset(PRIORITY_CLASSES, names)
         self._switches = Counter(
             "shoal_switches_total", "Switches that have ended.", ("outcome", "reason")
         )
@@ -107,7 +107,7 @@ class Statistics:
             PHASE_BOUNDS,
             ("phase", "layout"),
         )
-        self._phases.preset(PHASES, layouts[1:])
+        self._phases.preset(PHASES, names[1:])
         self._paused = Counter(
             "shoal_paused_requests_total", "Requests paused by a switch, their KV in place."
         )
@@ -118,10 +118,10 @@ class Statistics:
             "shoal_drained_requests_total", "Requests that a switch waited for."
         )
 
-    def placed(self, request: Request, group: Group, now: float) -> None:
+    def placed(self, request: Request, group: Unit, now: float) -> None:
         """Count a request that is given to a unit; its wait counts the first time only."""
         if request.moved_at is None:
-            labels = priority_class(request.seen.priority), layout_name(group)
+            labels = priority_class(request.seen.priority), group.name
             self._queue.observe(now - request.seen.arrival, *labels)
 
     def died(self, cause: DeathCause) -> None:
@@ -138,9 +138,9 @@ class Statistics:
         self._resumed.add(amount=view.resumed)
         self._drained.add(amount=view.drained)
 
-    def phase(self, name: str, group: Group, seconds: float) -> None:
+    def phase(self, name: str, group: Unit, seconds: float) -> None:
         """Count a phase (one of ``PHASES``) of a group's bind or release that went well."""
-        self._phases.observe(max(0.0, seconds), name, layout_name(group))
+        self._phases.observe(max(0.0, seconds), name, group.name)
 
     def bound(self, outcome: str, reason: str) -> None:
         """Count the end of a bind: one of ``BIND_OUTCOMES``."""

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from shoal.policies.values.partition import leader_of
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.audit import Audit
@@ -110,7 +109,7 @@ class Losses:
             engine = self._book.engines[number]
             engine.state, engine.reason = EngineState.DEAD, reason
             self._statistics.died(cause if number in engines else DeathCause.GROUP)
-        for group in [group for group in self._book.bound if gone.intersection(group)]:
+        for group in [group for group in self._book.bound if gone.intersection(group.engines)]:
             if switch is None or not switch.is_released(group):
                 self._book.set_free(group)
         if switch is not None:
@@ -126,17 +125,17 @@ class Losses:
 
     def _tied(self, engine: int, switch: Switch | None) -> frozenset[int]:
         """Return the engines that cannot go on without this one."""
-        if self._book.starting is not None and engine in self._book.starting:
-            return frozenset(self._book.starting)
+        if self._book.starting is not None and engine in self._book.starting.engines:
+            return frozenset(self._book.starting.engines)
         unit = self._book.unit_of(engine)
         if unit in self._book.bound and (switch is None or not switch.is_released(unit)):
-            return frozenset(unit)
+            return frozenset(unit.engines)
         return frozenset({engine}) if switch is None else switch.tied(engine)
 
     def _cores(self, gone: Collection[int]) -> Iterator[CoreBook]:
         """Yield the cores that have lost KV of their requests."""
         for core in list(self._book.cores.values()):
-            if core.requests and set(gone).intersection(core.group):
+            if core.requests and set(gone).intersection(core.unit.engines):
                 yield core
 
     def _computed(self, gone: Collection[int]) -> set[str]:
@@ -170,8 +169,8 @@ class Losses:
         taken = list(self._take_finished(gone))
         for core in self._cores(gone):
             ids = list(core.requests)
-            if leader_of(core.group) not in gone:
-                self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
+            if core.unit.leader not in gone:
+                self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
             removed = [self._book.remove(request_id) for request_id in ids]
             taken += [request for request in removed if request is not None]
         questions: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -266,7 +265,7 @@ class Losses:
             return None
         if group is None:
             return self._pool.remove(request_id)
-        self._transport.to_engine(leader_of(group), m.AbortRequests([request_id]))
+        self._transport.to_engine(group.leader, m.AbortRequests([request_id]))
         return self._book.remove(request_id)
 
     def _is_known(self, request_id: str) -> bool:

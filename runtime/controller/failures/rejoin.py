@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
-from shoal.policies.values.partition import Group, groups_of, leader_of
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book, EngineState
@@ -50,7 +50,7 @@ class Stage(enum.Enum):
 class Formation(msgspec.Struct):
     """A group that is formed anew."""
 
-    group: Group
+    unit: Unit
     epoch: int
     members: tuple[int, ...]
     """Incarnations of the engines."""
@@ -96,7 +96,7 @@ class Rejoin:
         greet: Callable[[int], None],
         give_up: Callable[[], None],
     ) -> None:
-        self._groups = [g for d in config.degrees[1:] for g in groups_of(config.engines, d)]
+        self._groups = [unit for unit in config.units if unit.is_group]
         self._book = book
         self._leases = leases
         self._transport = transport
@@ -108,8 +108,8 @@ class Rejoin:
         self._back: dict[int, m.EngineReady] = {}
         """Engines that could serve again, and what they said of themselves."""
         self._formation: Formation | None = None
-        self._generations: Counter[Group] = Counter()
-        self._failures: dict[Group, Failures] = {}
+        self._generations: Counter[Unit] = Counter()
+        self._failures: dict[Unit, Failures] = {}
         for engine in book.engines:
             engine.returns = config.restart_limit > 0
 
@@ -181,14 +181,16 @@ class Rejoin:
 
     def _has_traces(self, engine: int) -> bool:
         """Return whether a group still has blocks of the engine's former life in its lease."""
-        return any(blocks and engine in group for group, blocks in self._leases.opened.items())
+        return any(
+            blocks and engine in group.engines for group, blocks in self._leases.opened.items()
+        )
 
     # --- groups -------------------------------------------------------------------------------
 
     @property
     def engines(self) -> frozenset[int]:
         """Engines whose runners are at forming a group."""
-        return frozenset() if self._formation is None else frozenset(self._formation.group)
+        return frozenset() if self._formation is None else frozenset(self._formation.unit.engines)
 
     @property
     def deadline(self) -> float | None:
@@ -198,24 +200,26 @@ class Rejoin:
         due = [self._failures[g].retry_at for g in self._broken() if g in self._failures]
         return min((at for at in due if at > self._clock()), default=None)
 
-    def unavailable(self) -> dict[Group, str]:
+    def unavailable(self) -> dict[Unit, str]:
         """Return the groups that cannot be bound now, and why."""
         return {group: self._reason(group) for group in self._broken()}
 
-    def _broken(self) -> Iterator[Group]:
+    def _broken(self) -> Iterator[Unit]:
         gone, unformed = self._book.gone, self._book.unformed(self._groups)
         if not gone and not unformed:
             return iter(())
-        return (g for g in self._groups if gone.intersection(g) or g in unformed)
+        return (g for g in self._groups if gone.intersection(g.engines) or g in unformed)
 
-    def _reason(self, group: Group) -> str:
-        gone = sorted(self._book.gone.intersection(group))
+    def _reason(self, group: Unit) -> str:
+        gone = sorted(self._book.gone.intersection(group.engines))
         if gone:
             back = all(self._book.engines[engine].returns for engine in gone)
             return f"engines {gone} are {'restarting' if back else 'lost'}"
         if group in self._book.refused:
             return f"it could not be formed again: {self._book.refused[group]}"
-        bound = [list(u) for u in self._book.partition if len(u) > 1 and set(u) & set(group)]
+        members = set(group.engines)
+        groups = (unit.engines for unit in self._book.partition if unit.is_group)
+        bound = [list(engines) for engines in groups if members.intersection(engines)]
         if bound:
             return f"it is formed again when units {bound} are released"
         return "it is being formed again"
@@ -227,12 +231,13 @@ class Rejoin:
                 self._begin(group, now)
                 return
 
-    def _may_form(self, group: Group, now: float) -> bool:
+    def _may_form(self, group: Unit, now: float) -> bool:
         book = self._book
-        alone = all((engine,) in book.partition for engine in group)
-        if not alone or not book.serves(group) or self._leases.holds(group):
+        apart = all(alone(engine) in book.partition for engine in group.engines)
+        if not apart or not book.serves(group) or self._leases.holds(group):
             return False
-        narrow = (g for g in self._groups if len(g) < len(group) and set(g) < set(group))
+        members = set(group.engines)
+        narrow = (g for g in self._groups if set(g.engines) < members)
         if not all(book.is_formed(g) or g in book.refused for g in narrow):
             return False
         failures = self._failures.get(group)
@@ -243,7 +248,7 @@ class Rejoin:
             failures = None
         return failures is None or (failures.count < ATTEMPTS and failures.retry_at <= now)
 
-    def _begin(self, group: Group, now: float) -> None:
+    def _begin(self, group: Unit, now: float) -> None:
         self._generations[group] += 1
         self._formation = Formation(
             group,
@@ -251,11 +256,11 @@ class Rejoin:
             self._book.incarnations(group),
             now,
             Stage.FORMING,
-            set(group),
+            set(group.engines),
             now + FORM_SECONDS,
         )
         form = m.FormGroup(self._formation.epoch, group, self._generations[group])
-        for engine in group:
+        for engine in group.engines:
             self._transport.to_engine(engine, form)
 
     def formed(self, message: m.Formed) -> None:
@@ -276,30 +281,30 @@ class Rejoin:
             self._fail(formation)
         elif formation.stage is Stage.FORMING:
             formation.stage = Stage.STARTING
-            formation.awaiting = set(formation.group)
+            formation.awaiting = set(formation.unit.engines)
             formation.deadline = self._clock() + START_SECONDS
-            self._book.starting = formation.group
-            for engine in formation.group:
-                start = m.StartGroup(formation.epoch, formation.group)
+            self._book.starting = formation.unit
+            for engine in formation.unit.engines:
+                start = m.StartGroup(formation.epoch, formation.unit)
                 self._transport.to_engine(engine, start)
         else:
             self._end()
-            self._book.form(formation.group, formation.members)
+            self._book.form(formation.unit, formation.members)
             took = self._clock() - formation.began
-            log.warning("unit %s is formed again after %.1f s", list(formation.group), took)
-            self._greet(leader_of(formation.group))
+            log.warning("unit %s is formed again after %.1f s", list(formation.unit.engines), took)
+            self._greet(formation.unit.leader)
 
     def _end(self) -> None:
         self._formation = self._book.starting = None
 
     def _fail(self, formation: Formation) -> None:
         self._end()
-        group, reason = formation.group, "; ".join(formation.errors)
+        group, reason = formation.unit, "; ".join(formation.errors)
         failures = self._failures.setdefault(group, Failures(formation.members))
         failures.reason = reason
         failures.retry_at = self._clock() + RETRY_SECONDS * 2**failures.count
         failures.count += 1
-        log.error("unit %s cannot be formed again: %s", list(group), reason)
+        log.error("unit %s cannot be formed again: %s", list(group.engines), reason)
         if failures.count == ATTEMPTS:
             self._book.refused[group] = reason
             self._give_up()
@@ -311,8 +316,8 @@ class Rejoin:
             return
         if formation.deadline <= self._clock():
             late = sorted(formation.awaiting)
-            lost = late if formation.stage is Stage.FORMING else list(formation.group)
-            unit = list(formation.group)
+            lost = late if formation.stage is Stage.FORMING else list(formation.unit.engines)
+            unit = list(formation.unit.engines)
             self._lose(lost, f"engines {late} did not answer as unit {unit} was formed again")
         dead = formation.awaiting & self._book.gone
         if dead:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.policies.registry import POLICIES
-from shoal.policies.values.partition import Group, groups_of, layout_name, leader_of
+from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book, EngineState
 from shoal.runtime.controller.books.leases import Leases
@@ -37,7 +37,7 @@ class Gauges:
     pool: TaskPool
     policy: str
     busy: Collection[int]
-    unavailable: Collection[Group]
+    unavailable: Collection[Unit]
     """Groups that cannot be formed now."""
     step_errors: Mapping[str, float]
     now: float
@@ -56,15 +56,17 @@ class Gauges:
         yield gauge("shoal_policy_info", "1 for the policy that decides.", ("policy",), policies)
         states = {(state.value,): len(book.in_state(state)) for state in EngineState}
         yield gauge("shoal_engines", "Engines by state.", ("state",), states)
-        layouts = [layout_name(group) for group in book.partition]
-        units = {(name,): layouts.count(name) for name in map(layout_name, self._groups)}
+        layouts = [group.name for group in book.partition]
+        units = {
+            (name,): layouts.count(name) for name in {each.name for each in self.config.layouts}
+        }
         yield gauge("shoal_units", "Units by layout.", ("layout",), units)
-        missing = [layout_name(group) for group in self.unavailable]
+        missing = [group.name for group in self.unavailable]
         yield gauge(
             "shoal_groups_unavailable",
             "Groups that cannot be formed because engines died.",
             ("layout",),
-            {(name,): missing.count(name) for (name,) in units if name != layout_name((0,))},
+            {(name,): missing.count(name) for (name,) in units if name != DP.name},
         )
         yield counter(
             "shoal_requests_total",
@@ -85,17 +87,11 @@ class Gauges:
             {(): book.stale},
         )
 
-    @property
-    def _groups(self) -> list[Group]:
-        """Every group that the node forms, of one engine too."""
-        config = self.config
-        return [g for degree in config.degrees for g in groups_of(config.engines, degree)]
-
     # --- engines ------------------------------------------------------------------------------
 
     def _engines(self) -> Iterator[Family]:
         book = self.book
-        units = {engine: group for group in book.partition for engine in group}
+        units = {engine: group for group in book.partition for engine in group.engines}
         yield gauge(
             "shoal_engine_state",
             "1 for the state that the engine is in.",
@@ -115,12 +111,12 @@ class Gauges:
         yield self._per_engine(
             "shoal_engine_layout",
             "Engines of the unit that it is in; 0 while it does not serve.",
-            {e: len(unit) if book.serves((e,)) else 0 for e, unit in units.items()},
+            {e: unit.size if book.serves(alone(e)) else 0 for e, unit in units.items()},
         )
         yield self._per_engine(
             "shoal_engine_leader",
             "First engine of the unit that it is in.",
-            {e: leader_of(unit) for e, unit in units.items()},
+            {e: unit.leader for e, unit in units.items()},
         )
         yield self._per_engine(
             "shoal_engine_switching",
@@ -143,9 +139,9 @@ class Gauges:
             "Virtual KV blocks that a group's leader holds.",
             ("unit", "layout"),
             {
-                (",".join(map(str, group)), layout_name(group)): self.leases.opened.get(group, 0)
-                for group in self._groups
-                if len(group) > 1
+                (",".join(map(str, group.engines)), group.name): self.leases.opened.get(group, 0)
+                for group in self.config.units
+                if group.is_group
             },
         )
 
@@ -158,10 +154,10 @@ class Gauges:
         """Return the requests of the units that an engine leads, by what they do."""
         counts = {"running": 0, "waiting": 0, "paused": 0}
         for core in self.book.cores.values():
-            if leader_of(core.group) != engine:
+            if core.unit.leader != engine:
                 continue
             held = len(core.requests)
-            if core.group in self.book.partition or self.book.interleaves(core.group):
+            if core.unit in self.book.partition or self.book.interleaves(core.unit):
                 running = 0 if core.load is None else min(core.load.running, held)
                 counts["running"] += running
                 counts["waiting"] += held - running
@@ -172,18 +168,18 @@ class Gauges:
     def _kv_blocks(self) -> Family:
         values: dict[Labels, float] = {}
         for number in range(len(self.book.engines)):
-            total, free = self.book.num_blocks(number), self._free_blocks((number,))
+            total, free = self.book.num_blocks(number), self._free_blocks(alone(number))
             lent = sum(self.leases.lent_by(number).values())
             name = str(number)
             values |= {(name, "free"): free, (name, "lent"): lent}
             values[name, "used"] = max(0, total - free - lent)
         return gauge("shoal_engine_kv_blocks", "KV blocks.", ("engine", "state"), values)
 
-    def _free_blocks(self, group: Group) -> int:
+    def _free_blocks(self, group: Unit) -> int:
         load = self._load(group)
         return 0 if load is None else load.free_blocks
 
-    def _load(self, group: Group) -> Load | None:
+    def _load(self, group: Unit) -> Load | None:
         core = self.book.cores.get(group)
         return None if core is None else core.load
 
@@ -191,7 +187,7 @@ class Gauges:
         """Return which part of an engine's blocks requests hold, a group's requests included."""
         total = self.book.num_blocks(engine)
         lent = self.leases.lent_by(engine)
-        free = self._free_blocks((engine,))
+        free = self._free_blocks(alone(engine))
         free += sum(min(blocks, self._free_blocks(group)) for group, blocks in lent.items())
         return min(1.0, max(0.0, 1 - free / total)) if total else 0.0
 
@@ -257,10 +253,10 @@ class Gauges:
         )
 
     def _work(self) -> Iterable[tuple[tuple[str, str, str], Work]]:
-        for group in self._groups:
+        for group in self.config.units:
             load = self._load(group)
-            for mode in Mode if len(group) > 1 and self.config.max_sp > 1 else (Mode.TP,):
-                labels = str(leader_of(group)), *_labels(layout_name(group), mode)
+            for mode in Mode if group.is_group and self.config.max_sp > 1 else (Mode.TP,):
+                labels = str(group.leader), *_labels(group.name, mode)
                 yield labels, Work() if load is None else load.done(mode).total
 
 

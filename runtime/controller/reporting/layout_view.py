@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from shoal.policies.values.partition import Group, Partition, layout_name
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.partition import Partition
 from shoal.runtime.controller.books.book import Book, Engine, EngineState
 from shoal.runtime.controller.books.leases import Leases
 from shoal.runtime.controller.switching.switch import Switch
@@ -28,7 +29,7 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
         state=engine.state,
         num_blocks=0 if ready is None else ready.num_blocks,
         lent_blocks={
-            ",".join(map(str, group)): blocks
+            ",".join(map(str, group.engines)): blocks
             for group, blocks in leases.lent_by(engine.number).items()
         },
         startup_seconds={} if ready is None else ready.startup.seconds,
@@ -45,13 +46,13 @@ def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[UnitVi
 
 
 def _unit_view(
-    book: Book, leases: Leases, group: Group, busy: Collection[int], paused: int
+    book: Book, leases: Leases, group: Unit, busy: Collection[int], paused: int
 ) -> UnitView:
     load, interleaved = book.core(group).load, book.interleaved_in(group)
     return UnitView(
-        engines=group,
-        layout=layout_name(group),
-        state="switching" if set(busy).intersection(group) else _state(book, group),
+        engines=group.engines,
+        layout=group.name,
+        state="switching" if set(busy).intersection(group.engines) else _state(book, group),
         running=0 if load is None else load.running,
         waiting=0 if load is None else load.waiting,
         lease_blocks=leases.opened.get(group, 0),
@@ -60,22 +61,22 @@ def _unit_view(
     )
 
 
-def _state(book: Book, group: Group) -> str:
-    states = {book.engines[engine].state for engine in group}
+def _state(book: Book, group: Unit) -> str:
+    states = {book.engines[engine].state for engine in group.engines}
     worst_first = (EngineState.DEAD, EngineState.SILENT, EngineState.STARTING)
     return next((state for state in worst_first if state in states), EngineState.SERVING)
 
 
-def unavailable_views(reasons: Mapping[Group, str]) -> list[UnavailableView]:
+def unavailable_views(reasons: Mapping[Unit, str]) -> list[UnavailableView]:
     """Return the groups that cannot be formed now, and why."""
-    return [UnavailableView(group, reason) for group, reason in reasons.items()]
+    return [UnavailableView(group.engines, reason) for group, reason in reasons.items()]
 
 
 def lengths(book: Book) -> dict[str, int]:
     """Return the tokens of the longest request that each layout holds, by its name."""
     ready = [engine.ready for engine in book.engines if engine.ready is not None]
     layouts = [limits for each in ready for limits in each.layouts]
-    return {layout_name(tuple(range(each.degree))): each.max_model_len for each in layouts}
+    return {each.layout.name: each.max_model_len for each in layouts}
 
 
 def not_ready_reason(book: Book) -> str | None:
@@ -92,7 +93,7 @@ def not_ready_reason(book: Book) -> str | None:
     return None
 
 
-def refusal(book: Book, target: Partition, unavailable: Mapping[Group, str]) -> tuple[int, str]:
+def refusal(book: Book, target: Partition, unavailable: Mapping[Unit, str]) -> tuple[int, str]:
     """Return the HTTP status and the reason why groups of a partition cannot be formed now.
 
     Args:
@@ -102,12 +103,12 @@ def refusal(book: Book, target: Partition, unavailable: Mapping[Group, str]) -> 
     """
     silent = book.in_state(EngineState.SILENT)
     for group in target:
-        if len(group) == 1 or group in book.partition:
+        if not group.is_group or group in book.partition:
             continue
-        if late := sorted(silent.intersection(group)):
-            return 503, f"unit {list(group)} needs engines {late}, which do not answer"
+        if late := sorted(silent.intersection(group.engines)):
+            return 503, f"unit {list(group.engines)} needs engines {late}, which do not answer"
         if group in unavailable:
-            return 503, f"unit {list(group)} is not available: {unavailable[group]}"
+            return 503, f"unit {list(group.engines)} is not available: {unavailable[group]}"
     return 200, ""
 
 
@@ -115,7 +116,7 @@ def _numbers(book: Book, *states: EngineState) -> list[int]:
     return sorted(book.in_state(*states))
 
 
-def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float) -> SwitchView:
+def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float) -> SwitchView:
     """Return a finished switch.
 
     Args:
@@ -127,8 +128,8 @@ def switch_view(switch: Switch, after: Iterable[Group], *, at: float, now: float
     return SwitchView(
         epoch=switch.epoch,
         at=at - (now - switch.started),
-        before=list(switch.before),
-        after=list(after),
+        before=[unit.engines for unit in switch.before],
+        after=[unit.engines for unit in after],
         treatment=switch.treatment,
         outcome=switch.outcome,
         error=switch.error,
@@ -157,6 +158,6 @@ def switch_trace(book: Book, switch: Switch, done: SwitchView | None, *, now: fl
     )
 
 
-def _paused_units(book: Book) -> list[Group]:
+def _paused_units(book: Book) -> list[Unit]:
     cores = book.cores.values()
-    return sorted(core.group for core in cores if core.requests and not book.runs(core))
+    return sorted(core.unit for core in cores if core.requests and not book.runs(core))

@@ -8,7 +8,6 @@ others before they have worked on them.
 
 import logging
 
-from shoal.policies.values.partition import leader_of
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book, Request, pool_request
@@ -114,7 +113,7 @@ class Admission:
         for request_id in request_ids:
             group = self._book.where(request_id)
             if group is not None:
-                by_leader.setdefault(leader_of(group), []).append(request_id)
+                by_leader.setdefault(group.leader, []).append(request_id)
             waiting = self._pool.remove(request_id)
             waiting = waiting or self._book.interrupted.pop(request_id, None)
             if waiting is not None:

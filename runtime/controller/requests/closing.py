@@ -9,7 +9,6 @@ event of a stream that has begun.
 import logging
 import math
 
-from shoal.policies.values.partition import leader_of
 from shoal.runtime.clock import Clock
 from shoal.runtime.controller.books.book import Book, Request
 from shoal.runtime.controller.books.pool import TaskPool
@@ -94,7 +93,7 @@ class Closing:
         for core in self._book.cores.values():
             ids = list(core.requests)
             if ids:
-                self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
+                self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
             removed = [self._book.remove(request_id) for request_id in ids]
             taken += [request for request in removed if request is not None]
         return taken

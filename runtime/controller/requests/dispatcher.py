@@ -2,7 +2,8 @@
 
 import msgspec
 
-from shoal.policies.values.partition import Group, Partition, layout_name, leader_of
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
@@ -64,7 +65,7 @@ class Dispatcher:
             request = self._pool.get(dispatch.request_id)
             if request is None:
                 raise LookupError(f"request {dispatch.request_id} is not in the pool")
-            group = dispatch.group
+            group = dispatch.unit
             stays = target is None or group in target
             if not (stays or request.movable) or not self._may_start(request, group):
                 continue
@@ -76,12 +77,12 @@ class Dispatcher:
             now = self._clock()
             self._statistics.placed(request, group, now)
             add = m.AddRequest(group, request.id)
-            self._transport.to_engine(leader_of(group), add, request.payload)
-            placed = m.Placed(request.id, group, layout_name(group))
+            self._transport.to_engine(group.leader, add, request.payload)
+            placed = m.Placed(request.id, group)
             if self._config.tracing:
                 placed = msgspec.structs.replace(placed, waited=(request.pooled_at, now))
             self._transport.to_control(front_identity(request.client), placed)
         return sent
 
-    def _may_start(self, request: Request, group: Group) -> bool:
+    def _may_start(self, request: Request, group: Unit) -> bool:
         return self._book.may_start(request, group) and self._pauses.may_start(request, group)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shoal.policies.values.partition import Group, Partition, leader_of
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book, CoreBook, Request
@@ -39,7 +40,7 @@ class Turn(msgspec.Struct, frozen=True):
     """A partition in which requests go on that were paused for long."""
 
     target: Partition
-    rebound: tuple[Group, ...]
+    rebound: tuple[Unit, ...]
     """Groups that stay, but are to let requests of their single engines go on beside them."""
 
 
@@ -78,7 +79,7 @@ class Pauses:
         self._admission = admission
         self._transport = transport
         self._clock = clock
-        self._pauses: dict[Group, _Pause] = {}
+        self._pauses: dict[Unit, _Pause] = {}
         self._manual = True
         self._looked_at = clock()
         self._turn: list[str] = []
@@ -91,7 +92,7 @@ class Pauses:
         times = (at for item in self._pauses.items() for at in self._due(*item))
         return min((at for at in times if at > self._looked_at), default=None)
 
-    def _due(self, group: Group, pause: _Pause) -> Iterator[float]:
+    def _due(self, group: Unit, pause: _Pause) -> Iterator[float]:
         """Yield when requests of a core are to be moved, and when they are to end."""
         short = not self._manual or self._book.interleaves(group)
         # Asked again only after as long a time: the answer is on its way.
@@ -110,12 +111,12 @@ class Pauses:
         self._manual = manual
         for core in self._book.cores.values():
             if self._goes_on(core):
-                self._pauses.pop(core.group, None)
+                self._pauses.pop(core.unit, None)
                 continue
-            pause = self._pauses.setdefault(core.group, _Pause(now))
-            if switching or not self._book.serves((leader_of(core.group),)):
+            pause = self._pauses.setdefault(core.unit, _Pause(now))
+            if switching or not self._book.serves(alone(core.unit.leader)):
                 continue
-            move_at, end_at = self._due(core.group, pause)
+            move_at, end_at = self._due(core.unit, pause)
             if move_at <= now:
                 pause.asked = now
                 self._move(core)
@@ -123,10 +124,10 @@ class Pauses:
                 self._end(core)
 
     def _goes_on(self, core: CoreBook) -> bool:
-        if not core.requests or core.group in self._book.partition:
+        if not core.requests or core.unit in self._book.partition:
             return True
         running = core.load is not None and core.load.running > 0
-        return running and self._book.interleaves(core.group)
+        return running and self._book.interleaves(core.unit)
 
     # --- turns --------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Pauses:
             self._book.where(request_id) in self._book.partition for request_id in self._turn
         )
 
-    def may_start(self, request: Request, group: Group) -> bool:
+    def may_start(self, request: Request, group: Unit) -> bool:
         """Return whether a unit may be given a request: in a turn, none that would need another."""
         is_there = any(self._book.where(request_id) == group for request_id in self._turn)
         if not is_there or not self.is_turn:
@@ -160,13 +161,13 @@ class Pauses:
         now = self._clock()
         if self._manual or now < self._turn_ends + PAUSE_SECONDS:
             return None
-        target, rebound, taken = self._book.partition, list[Group](), set[int]()
+        target, rebound, taken = self._book.partition, list[Unit](), set[int]()
         turn: list[str] = []
         for group, pinned in self._starved(now):
-            unit = self._book.unit_of(leader_of(group))
-            beside = len(group) == 1 and unit not in self._book.interleaving
+            unit = self._book.unit_of(group.leader)
+            beside = not group.is_group and unit not in self._book.interleaving
             beside = beside and self._capacity.leaves_room(unit)
-            engines = unit if beside else group
+            engines = (unit if beside else group).engines
             if taken.intersection(engines):
                 continue
             taken.update(engines)
@@ -180,13 +181,13 @@ class Pauses:
         self._turn, self._turn_ends = turn, now + TURN_SECONDS
         return Turn(target, tuple(rebound))
 
-    def _starved(self, now: float) -> Iterator[tuple[Group, list[str]]]:
+    def _starved(self, now: float) -> Iterator[tuple[Unit, list[str]]]:
         """Yield the cores that have waited too long for their unit, and their pinned requests."""
         for group, pause in sorted(self._pauses.items(), key=lambda item: item[1].since):
             if now < pause.since + PAUSE_SECONDS:
                 continue
             # All engines that a switch would regroup: one that does not answer breaks its unit.
-            units = {self._book.unit_of(engine) for engine in group}
+            units = {self._book.unit_of(engine) for engine in group.engines}
             if self._book.is_formed(group) and all(map(self._book.serves, units)):
                 pinned = _pinned(self._book.core(group))
                 if pinned:
@@ -195,22 +196,22 @@ class Pauses:
     def _move(self, core: CoreBook) -> None:
         movable = core.movable()
         if movable:
-            message = m.MoveOut(core.group, movable)
-            self._transport.to_engine(leader_of(core.group), message)
+            message = m.MoveOut(core.unit, movable)
+            self._transport.to_engine(core.unit.leader, message)
 
     def _end(self, core: CoreBook) -> None:
         """End the requests of a core that can only go on there."""
         ids = _pinned(core)
         if not ids:
             return
-        self._transport.to_engine(leader_of(core.group), m.AbortRequests(ids))
+        self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
         ended: list[Request] = []
         for request_id in ids:
             request = self._book.remove(request_id)
             if request is not None:
                 ended.append(request)
         reason = (
-            f"a switch paused the request, its unit {list(core.group)} was not back within "
+            f"a switch paused the request, its unit {list(core.unit.engines)} was not back within "
             f"{self._limit:g} s, and it cannot go on elsewhere: it has a seed, penalties, "
             "structured output or the like"
         )
@@ -223,8 +224,12 @@ def _pinned(core: CoreBook) -> list[str]:
     return [request_id for request_id in core.requests if request_id not in movable]
 
 
-def _with(partition: Partition, group: Group) -> Partition:
+def _with(partition: Partition, group: Unit) -> Partition:
     """Return a partition that has the group; engines it takes units apart for are alone."""
-    kept = [unit for unit in partition if not set(unit) & set(group)]
-    rest = set().union(*partition) - set(group).union(*kept)
-    return tuple(sorted([*kept, group, *((engine,) for engine in rest)]))
+    members, kept, rest = set(group.engines), [group], list[Unit]()
+    for unit in partition:
+        if not members.intersection(unit.engines):
+            kept.append(unit)
+        else:
+            rest += [alone(engine) for engine in unit.engines if engine not in members]
+    return tuple(sorted(kept + rest))

@@ -3,6 +3,7 @@
 from functools import cached_property
 
 from shoal.policies.shift import ShiftThreshold, ShiftThresholdError, tokens_for
+from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Policy
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book, EngineState
@@ -32,7 +33,7 @@ class Shifting:
         self._transport = transport
         self._policy = policy
         self._threshold: ShiftThreshold
-        self._tokens: dict[int, int]
+        self._tokens: dict[Layout, int]
         self._take(config.shift_threshold)
 
     def set(self, threshold: ShiftThreshold) -> None:
@@ -54,12 +55,12 @@ class Shifting:
     def greet(self, engine: int) -> None:
         """Tell an engine that has just started: until then it runs no step in SP."""
         if self._config.max_sp > 1:
-            self._transport.to_engine(engine, SetShift(self._wanted))
+            self._transport.to_engine(engine, SetShift(list(self._wanted.items())))
 
     def _take(self, threshold: ShiftThreshold) -> None:
         config = self._config
-        degrees = config.degrees[1:] if config.max_sp > 1 else ()
-        self._tokens = tokens_for(threshold, config.cost_model, degrees)
+        layouts = config.layouts[1:] if config.max_sp > 1 else ()
+        self._tokens = tokens_for(threshold, config.cost_model, layouts)
         self._threshold = threshold
 
     def _tell_all(self) -> None:
@@ -67,27 +68,27 @@ class Shifting:
             self.greet(engine)
 
     @property
-    def _wanted(self) -> dict[int, int]:
+    def _wanted(self) -> dict[Layout, int]:
         return self._tokens if self._policy.shifts else {}
 
     @property
-    def sp_above(self) -> tuple[tuple[int, int], ...]:
+    def sp_above(self) -> tuple[tuple[Layout, int], ...]:
         """See ``Snapshot.sp_above``."""
         wanted = self._wanted
         return tuple(
-            (degree, max(floor, wanted[degree]))
-            for degree, floor in self._floors.items()
-            if floor is not None and degree in wanted
+            (layout, max(floor, wanted[layout]))
+            for layout, floor in self._floors.items()
+            if floor is not None and layout in wanted
         )
 
     @cached_property
-    def _floors(self) -> dict[int, int | None]:
+    def _floors(self) -> dict[Layout, int | None]:
         """The layouts' floors, narrowest first; they never change once all engines are ready."""
-        groups = [tuple(range(degree)) for degree in self._config.degrees]
-        return {len(group): self._book.limits(group).sp_floor for group in groups}
+        return {each: self._book.limits_of(each).sp_floor for each in self._config.layouts}
 
     @property
     def view(self) -> ShiftView:
         """Return what the node is set to, and what comes of it."""
-        above = dict(self.sp_above) if self._book.started else {}
-        return ShiftView(self._threshold, self._config.max_sp, above)
+        above = self.sp_above if self._book.started else ()
+        by_name = {layout.name: tokens for layout, tokens in above}
+        return ShiftView(self._threshold, self._config.max_sp, by_name)

@@ -4,7 +4,8 @@ import enum
 
 import msgspec
 
-from shoal.policies.values.partition import Group, Partition
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition
 from shoal.runtime.controller.books.book import Book
 from shoal.runtime.controller.books.statistics import Statistics
 from shoal.runtime.protocol import messages as m
@@ -39,7 +40,7 @@ COMMITTED_STAGES = (Stage.COMMITTING, Stage.RELEASING, Stage.KEEPING)
 class Move(msgspec.Struct):
     """One group's bind or release."""
 
-    group: Group
+    unit: Unit
     epoch: int
     stage: Stage
     treatment: m.Treatment
@@ -86,10 +87,10 @@ def late_bind_treatment(treatment: m.Treatment, *, leaves_room: bool) -> m.Treat
 
 def whole(partition: Partition, book: Book) -> Partition:
     """Return a partition whose groups that have lost an engine are taken apart."""
-    units: list[Group] = []
+    units: list[Unit] = []
     for group in partition:
-        is_whole = len(group) == 1 or book.serves(group)
-        units += [group] if is_whole else [(engine,) for engine in group]
+        is_whole = not group.is_group or book.serves(group)
+        units += [group] if is_whole else [alone(engine) for engine in group.engines]
     return tuple(units)
 
 

@@ -21,7 +21,8 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 
-from shoal.policies.values.partition import Group, Partition, leader_of
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition
 from shoal.runtime.clock import Clock
 from shoal.runtime.controller.books.book import Book, CoreBook, EngineState
 from shoal.runtime.controller.books.leases import Leases
@@ -84,10 +85,10 @@ class Switch:
         wait: float,
         gives_up: bool,
         answer_timeout: float,
-        lease: Callable[[Group], int],
-        leaves_room: Callable[[Group], bool],
+        lease: Callable[[Unit], int],
+        leaves_room: Callable[[Unit], bool],
         seed: Callable[[int], int],
-        rebound: Collection[Group] = (),
+        rebound: Collection[Unit] = (),
     ) -> None:
         self.before = book.partition
         self.target = target
@@ -157,33 +158,33 @@ class Switch:
     def tied(self, engine: int) -> frozenset[int]:
         """Return the engines that die with this one because of a bind or release in progress."""
         for move in self._moves:
-            if engine in move.group and move.stage in COMMITTED_STAGES:
-                return frozenset(move.group)
+            if engine in move.unit.engines and move.stage in COMMITTED_STAGES:
+                return frozenset(move.unit.engines)
         return frozenset({engine})
 
-    def is_released(self, group: Group) -> bool:
+    def is_released(self, group: Unit) -> bool:
         """Return whether a unit of the partition is dissolved but for its members' answers."""
-        return any(m.group == group and m.stage is Stage.RESUMING for m in self._moves)
+        return any(m.unit == group and m.stage is Stage.RESUMING for m in self._moves)
 
     # --- start --------------------------------------------------------------------------------
 
     def _begin(self, target: Partition) -> None:
         stays = set(self._book.partition).intersection(target) - self._rebound
-        old = [g for g in self._book.partition if len(g) > 1 and g not in stays]
-        new = [g for g in target if len(g) > 1 and g not in stays]
+        old = [g for g in self._book.partition if g.is_group and g not in stays]
+        new = [g for g in target if g.is_group and g not in stays]
         self._moves = [
             Move(g, self._book.bound[g], Stage.RELEASING, self._release_treatment()) for g in old
         ]
         self._moves += [
             Move(g, self._book.next_epoch(), Stage.WAITING, self._bind_treatment(g)) for g in new
         ]
-        self._touched.update(engine for move in self._moves for engine in move.group)
+        self._touched.update(engine for move in self._moves for engine in move.unit.engines)
         if self.treatment is m.Treatment.SOFT and not self._restoring:
             self._free_engines(target)
         if not self._restoring and self._waits:
             self.drained += sum(len(core.requests) for core in self._drained_cores(target))
         for move in self._moves[: len(old)]:
-            self._await(move, Stage.RELEASING, [leader_of(move.group)], self._patience(move))
+            self._await(move, Stage.RELEASING, [move.unit.leader], self._patience(move))
             if not (self._waits or self._restoring):
                 self._move_late(move)
             self._tell_release(move)
@@ -192,10 +193,14 @@ class Switch:
     def _drained_cores(self, target: Partition) -> Iterator[CoreBook]:
         """Yield the cores whose requests must all end before the target is reached."""
         for core in self._book.cores.values():
-            running = core.group in self._book.partition or self._book.interleaves(core.group)
-            if not running or core.group in target or not self._touched.intersection(core.group):
+            running = core.unit in self._book.partition or self._book.interleaves(core.unit)
+            if (
+                not running
+                or core.unit in target
+                or not self._touched.intersection(core.unit.engines)
+            ):
                 continue
-            grouped = self.treatment is m.Treatment.INTERLEAVE and len(core.group) > 1
+            grouped = self.treatment is m.Treatment.INTERLEAVE and core.unit.is_group
             if grouped or self.treatment is m.Treatment.SEQUENTIAL:
                 yield core
 
@@ -208,7 +213,7 @@ class Switch:
         # A restored unit held no request that could be waited for: nothing was sent to it.
         return release_treatment(self.treatment, waits=self._waits and not self._restoring)
 
-    def _bind_treatment(self, group: Group) -> m.Treatment:
+    def _bind_treatment(self, group: Unit) -> m.Treatment:
         if self._restoring:
             interleaved = group in self._interleaving
             return m.Treatment.INTERLEAVE if interleaved else m.Treatment.HARD
@@ -225,7 +230,7 @@ class Switch:
     def _free_engines(self, target: Partition) -> None:
         """Free the engines of their requests, those paused in other groups included."""
         for core in self._book.cores.values():
-            if core.group not in target and self._touched.intersection(core.group):
+            if core.unit not in target and self._touched.intersection(core.unit.engines):
                 stay = len(core.requests) - self._move_out(core)
                 self.drained += stay if self._waits else 0
 
@@ -234,33 +239,34 @@ class Switch:
         movable = core.movable()
         self.moved += len(movable)
         if movable:
-            message = m.MoveOut(core.group, movable)
-            self._transport.to_engine(leader_of(core.group), message)
+            message = m.MoveOut(core.unit, movable)
+            self._transport.to_engine(core.unit.leader, message)
         return len(movable)
 
     def _move_late(self, move: Move) -> None:
         """Move what can be moved of a group whose requests are not waited for (any more)."""
         waited = self.treatment in (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
-        if waited and move.group not in self._rebound:
-            self._move_out(self._book.core(move.group))
+        if waited and move.unit not in self._rebound:
+            self._move_out(self._book.core(move.unit))
 
     def _prepare_free(self) -> None:
         """Start the binds whose members are alone now."""
         for move in self._moves:
-            alone = all((engine,) in self._book.partition for engine in move.group)
-            if move.stage is Stage.WAITING and alone:
-                self._await(move, Stage.PREPARING, move.group, self._patience(move))
+            if move.stage is not Stage.WAITING:
+                continue
+            if all(alone(engine) in self._book.partition for engine in move.unit.engines):
+                self._await(move, Stage.PREPARING, move.unit.engines, self._patience(move))
                 self._tell_prepare(move)
 
     def _tell_prepare(self, move: Move) -> None:
-        lease = self._lease(move.group)
-        for engine in move.group:
-            prepare = m.Prepare(move.epoch, move.group, move.treatment, lease)
+        lease = self._lease(move.unit)
+        for engine in move.unit.engines:
+            prepare = m.Prepare(move.epoch, move.unit, move.treatment, lease)
             self._transport.to_engine(engine, prepare)
 
     def _tell_release(self, move: Move) -> None:
-        release = m.Release(move.epoch, move.group, move.treatment)
-        self._transport.to_engine(leader_of(move.group), release)
+        release = m.Release(move.epoch, move.unit, move.treatment)
+        self._transport.to_engine(move.unit.leader, release)
 
     def _await(self, move: Move, stage: Stage, engines: Iterable[int], seconds: float) -> None:
         move.stage = stage
@@ -293,7 +299,7 @@ class Switch:
         return True
 
     def _prepared(self, move: Move, message: m.Prepared) -> None:
-        self._leases.add(message.engine, move.group, message.blocks)
+        self._leases.add(message.engine, move.unit, message.blocks)
         move.lent[message.engine] = message.blocks
         move.awaiting.discard(message.engine)
         move.lend_seconds = max(move.lend_seconds, message.lend_seconds)
@@ -306,11 +312,11 @@ class Switch:
             self._commit(move)
 
     def _commit(self, move: Move) -> None:
-        lease = self._leases.even_out(move.group, move.lent)
-        self._leases.open(move.group, len(lease[leader_of(move.group)]))
-        self._await(move, Stage.COMMITTING, move.group, self._answer_timeout)
-        for engine in move.group:
-            commit = m.Commit(move.epoch, move.group, self._seed(move.epoch), lease)
+        lease = self._leases.even_out(move.unit, move.lent)
+        self._leases.open(move.unit, len(lease[move.unit.leader]))
+        self._await(move, Stage.COMMITTING, move.unit.engines, self._answer_timeout)
+        for engine in move.unit.engines:
+            commit = m.Commit(move.epoch, move.unit, self._seed(move.epoch), lease)
             self._transport.to_engine(engine, commit)
 
     def _committed(self, move: Move, engine: int) -> None:
@@ -318,19 +324,19 @@ class Switch:
         if not move.awaiting:
             self._count_phase("commit", move)
             interleaves = move.treatment is m.Treatment.INTERLEAVE
-            self._book.set_bound(move.group, move.epoch, interleaves=interleaves)
-            self.resumed += len(self._book.core(move.group).requests)
+            self._book.set_bound(move.unit, move.epoch, interleaves=interleaves)
+            self.resumed += len(self._book.core(move.unit).requests)
             self._finish(move)
 
     def _released(self, move: Move, message: m.Released) -> None:
-        self._leases.cancel(move.group)
-        self._leases.close(move.group, message.returned)
+        self._leases.cancel(move.unit)
+        self._leases.close(move.unit, message.returned)
         self.paused += message.paused
         self._count_phase("release", move)
-        self._await(move, Stage.RESUMING, self._alive(move.group), self._answer_timeout)
+        self._await(move, Stage.RESUMING, self._alive(move.unit), self._answer_timeout)
         for engine in sorted(move.awaiting):
             blocks = message.returned.get(engine, [])
-            self._transport.to_engine(engine, m.Resume(move.epoch, move.group, blocks))
+            self._transport.to_engine(engine, m.Resume(move.epoch, move.unit, blocks))
 
     def _resumed(self, move: Move, message: m.Resumed) -> None:
         move.awaiting.discard(message.engine)
@@ -341,7 +347,7 @@ class Switch:
 
     def _free(self, move: Move) -> None:
         if move.stage is Stage.RESUMING:
-            self._book.set_free(move.group)
+            self._book.set_free(move.unit)
         self._finish(move)
 
     def _finish(self, move: Move, *, lost: bool = False) -> None:
@@ -356,12 +362,12 @@ class Switch:
             self._note_phase(name, move, move.since, self._clock())
 
     def _note_phase(self, name: str, move: Move, start: float, end: float) -> None:
-        self._statistics.phase(name, move.group, end - start)
-        self.phases.append(Phase(name, move.group, start, end))
+        self._statistics.phase(name, move.unit, end - start)
+        self.phases.append(Phase(name, move.unit, start, end))
 
-    def _alive(self, group: Group) -> list[int]:
+    def _alive(self, group: Unit) -> list[int]:
         gone = self._book.gone
-        return [engine for engine in group if engine not in gone]
+        return [engine for engine in group.engines if engine not in gone]
 
     # --- failures -----------------------------------------------------------------------------
 
@@ -389,14 +395,14 @@ class Switch:
                     self._move_late(move)
                     self._tell_release(move)
                 case Stage.PREPARING:
-                    move.treatment, move.deadline = self._bind_treatment(move.group), deadline
+                    move.treatment, move.deadline = self._bind_treatment(move.unit), deadline
                     self._tell_prepare(move)
                 case Stage.WAITING:
-                    move.treatment = self._bind_treatment(move.group)
+                    move.treatment = self._bind_treatment(move.unit)
 
     def _time_out(self, move: Move) -> None:
         late = sorted(move.awaiting)
-        unit = list(move.group)
+        unit = list(move.unit.engines)
         waits, patience = move.treatment is m.Treatment.SEQUENTIAL, self._patience(move)
         match move.stage:
             case Stage.PREPARING | Stage.RELEASING if waits and not self._gives_up:
@@ -410,7 +416,7 @@ class Switch:
                 self._fail(504, f"the requests of unit {unit} did not end in {patience:g} s")
             case Stage.COMMITTING | Stage.RELEASING | Stage.KEEPING:
                 error = f"engines {late} did not answer within {self._answer_timeout:g} s"
-                self._lose(move.group, f"unit {unit} is broken: {error}")
+                self._lose(move.unit.engines, f"unit {unit} is broken: {error}")
             case Stage.RESUMING | Stage.ABORTING:
                 error = f"engines {late} did not answer within {self._answer_timeout:g} s"
                 self._book.silence(late, error)
@@ -427,19 +433,19 @@ class Switch:
             elif move.stage is Stage.PREPARING:
                 self._abort(move)
             elif move.stage is Stage.RELEASING and move.treatment is m.Treatment.SEQUENTIAL:
-                self._await(move, Stage.KEEPING, [leader_of(move.group)], self._answer_timeout)
-                keep = m.KeepBound(move.epoch, move.group)
-                self._transport.to_engine(leader_of(move.group), keep)
+                self._await(move, Stage.KEEPING, [move.unit.leader], self._answer_timeout)
+                keep = m.KeepBound(move.epoch, move.unit)
+                self._transport.to_engine(move.unit.leader, keep)
 
     def _abort(self, move: Move) -> None:
         for engine, blocks in move.lent.items():
             # The engine itself takes back what it lent in ``Prepare``.
-            self._leases.remove(engine, move.group, blocks)
-        alive = self._alive(move.group)
+            self._leases.remove(engine, move.unit, blocks)
+        alive = self._alive(move.unit)
         answering = [e for e in alive if self._book.engines[e].state is EngineState.SERVING]
         self._await(move, Stage.ABORTING, answering, self._answer_timeout)
         for engine in alive:
-            self._transport.to_engine(engine, m.AbortBind(move.epoch, move.group))
+            self._transport.to_engine(engine, m.AbortBind(move.epoch, move.unit))
         if not answering:
             self._finish(move)
 
@@ -447,7 +453,7 @@ class Switch:
         """Go on without engines that have died; the book says already that they are dead."""
         touched = False
         for move in self._open_moves():
-            if not set(engines).intersection(move.group):
+            if not set(engines).intersection(move.unit.engines):
                 continue
             touched = True
             if move.stage in COMMITTED_STAGES:

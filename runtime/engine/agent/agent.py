@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.policies.values.partition import Group, leader_of
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.engine.agent.forming import POLL_SECONDS, Forming
 from shoal.runtime.engine.agent.interface import (
@@ -60,7 +60,7 @@ class Bind(msgspec.Struct):
     """The bind that this engine is in."""
 
     epoch: int
-    group: Group
+    unit: Unit
     blocks_asked: int
     lent: list[int]
     """What this engine lent in ``Prepare``; taken back if the bind is aborted."""
@@ -139,19 +139,19 @@ class Agent:
         self._transport = transport
         self._clock = clock
         self._watch = watch
-        self._own: Group = (backend.engine,)
+        self._own: Unit = alone(backend.engine)
         self._bind: Bind | None = None
         self._state = State.SOLO
         self._growth = Growth()
         self._epoch = -1
-        self._loads: dict[Group, tuple[CoreLoad, int]] = {}
-        self._added: dict[Group, int] = {}
-        self._rejected: dict[Group, list[str]] = {}
-        self._moving: dict[Group, list[str]] = {}
+        self._loads: dict[Unit, tuple[CoreLoad, int]] = {}
+        self._added: dict[Unit, int] = {}
+        self._rejected: dict[Unit, list[str]] = {}
+        self._moving: dict[Unit, list[str]] = {}
         self._lends: list[m.Lend] = []
         """Wishes for blocks that wait for the own steps in flight."""
         self._forming = Forming(backend, transport)
-        self._stepping: dict[Group, Stepping] = {group: Stepping() for group in backend.cores}
+        self._stepping: dict[Unit, Stepping] = {group: Stepping() for group in backend.cores}
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
         self._announce(startup or m.Startup())
@@ -167,13 +167,13 @@ class Agent:
         return [self._backend.core(group) for group in self._serving if not self._is_held(group)]
 
     @property
-    def _serving(self) -> list[Group]:
+    def _serving(self) -> list[Unit]:
         """The groups whose requests this engine's cores serve now."""
         bind, groups = self._bind, []
         if bind is None or bind.interleaves or self._state is State.PREPARING:
             groups.append(self._own)
         if bind is not None and self._state is State.BOUND and not bind.released:
-            groups += [bind.group] if self._leads(bind.group) else []
+            groups += [bind.unit] if self._leads(bind.unit) else []
         return groups
 
     @property
@@ -182,7 +182,7 @@ class Agent:
         bind = self._bind
         return self._state is State.PREPARED or (bind is not None and bind.released)
 
-    def _is_held(self, group: Group) -> bool:
+    def _is_held(self, group: Unit) -> bool:
         """Return whether a core pauses until its steps in flight are collected."""
         return group in self._moving or (group == self._own and bool(self._lends))
 
@@ -266,8 +266,9 @@ class Agent:
             case m.TakeBack(blocks=blocks):
                 self._backend.take_back(blocks)
             case m.SetShift(thresholds):
-                for group, core in self._backend.cores.items():
-                    core.shift.threshold = thresholds.get(len(group))
+                above = dict(thresholds)
+                for unit, core in self._backend.cores.items():
+                    core.shift.threshold = above.get(unit.layout)
             case m.Utility(answer):
                 self._utility(frames, answer)
             case m.CheckIntegrity(call):
@@ -280,15 +281,15 @@ class Agent:
                 self.running = False
 
     def _add(self, message: m.AddRequest, frames: Frames) -> None:
-        self._added[message.group] = self._added.get(message.group, 0) + 1
+        self._added[message.unit] = self._added.get(message.unit, 0) + 1
         try:
-            self._backend.core(message.group).add(message.request_id, frames)
+            self._backend.core(message.unit).add(message.request_id, frames)
         except ValueError as error:
             log.warning("refused %s: %s", message.request_id, error)
             client = wire.decode_request(frames).client_index
             answer = wire.encode_finish([message.request_id], wire.FinishReason.ERROR)
             self._transport.to_front(client, [answer])
-            self._rejected.setdefault(message.group, []).append(message.request_id)
+            self._rejected.setdefault(message.unit, []).append(message.request_id)
 
     def _utility(self, frames: Sequence[bytes], answer: bool) -> None:
         output = self._backend.utility(frames, answer=answer)
@@ -307,7 +308,7 @@ class Agent:
 
     def _check_integrity(self, call: int) -> None:
         backend = self._backend
-        leases = [(g, core.lease_blocks) for g, core in backend.cores.items() if len(g) > 1]
+        leases = [(g, core.lease_blocks) for g, core in backend.cores.items() if g.is_group]
         self._transport.to_controller(
             m.Integrity(call, self.engine, backend.check_integrity(), sorted(backend.lent), leases)
         )
@@ -327,7 +328,7 @@ class Agent:
             return
         self._epoch = message.epoch
         blocks = self._spare(message.blocks) if interleaves else message.blocks
-        self._bind = Bind(message.epoch, message.group, blocks, [], interleaves)
+        self._bind = Bind(message.epoch, message.unit, blocks, [], interleaves)
         self._state = State.PREPARING
         if interleaves or message.treatment is m.Treatment.HARD:
             self._lend_and_answer(self._bind)
@@ -344,14 +345,14 @@ class Agent:
         bind = self._current(message.epoch, State.PREPARED)
         if bind is None:
             return
-        self._backend.attach(bind.group, bind.epoch, interleaves=bind.interleaves)
-        if self._leads(bind.group):
-            self._backend.core(bind.group).bind(bind.epoch, message.lease, message.seed)
+        self._backend.attach(bind.unit, bind.epoch, interleaves=bind.interleaves)
+        if self._leads(bind.unit):
+            self._backend.core(bind.unit).bind(bind.epoch, message.lease, message.seed)
         self._growth = Growth()
         self._state = State.BOUND
         if self._watch is not None:
             # Behind the steps in flight of its members.
-            self._watch.expect_delay(bind.group)
+            self._watch.expect_delay(bind.unit)
         self._transport.to_controller(m.Committed(bind.epoch, self.engine))
 
     def _abort_bind(self, message: m.AbortBind) -> None:
@@ -374,11 +375,11 @@ class Agent:
             self._transport.to_controller(m.Committed(epoch, self.engine))
 
     def _dissolve(self, bind: Bind) -> None:
-        core = self._backend.core(bind.group)
+        core = self._backend.core(bind.unit)
         returned = core.release(bind.epoch)
         bind.released = True
         self._transport.to_controller(
-            m.Released(bind.epoch, bind.group, plain_lease(returned), core.num_requests)
+            m.Released(bind.epoch, bind.unit, plain_lease(returned), core.num_requests)
         )
 
     def _resume(self, message: m.Resume) -> None:
@@ -414,10 +415,10 @@ class Agent:
             return
         if self._state is State.PREPARING and self._is_idle(self._own):
             self._lend_and_answer(bind)
-        elif bind.releasing is not None and not bind.released and self._is_idle(bind.group):
+        elif bind.releasing is not None and not bind.released and self._is_idle(bind.unit):
             self._dissolve(bind)
 
-    def _is_idle(self, group: Group) -> bool:
+    def _is_idle(self, group: Unit) -> bool:
         core = self._backend.core(group)
         return not core.num_requests and not core.in_flight
 
@@ -429,8 +430,8 @@ class Agent:
         self.stale += 1
         return None
 
-    def _leads(self, group: Group) -> bool:
-        return leader_of(group) == self.engine
+    def _leads(self, group: Unit) -> bool:
+        return group.leader == self.engine
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -443,7 +444,7 @@ class Agent:
 
     def _answer_lend(self, message: m.Lend, blocks: int, *, urgent: bool) -> None:
         lent = self._backend.lend(blocks, urgent=urgent)
-        self._transport.to_controller(m.Lent(message.epoch, self.engine, message.group, lent))
+        self._transport.to_controller(m.Lent(message.epoch, self.engine, message.unit, lent))
 
     def _lend_interleaved(self) -> None:
         """Lend once no step of the engine's own is in flight.
@@ -474,7 +475,7 @@ class Agent:
         self._growth.asked = False
         added = len(message.lease.get(self.engine, ()))
         if added:
-            self._backend.core(message.group).grow(message.lease)
+            self._backend.core(message.unit).grow(message.lease)
         else:
             self._growth.retry_at = self._clock() + RETRY_SECONDS
 
@@ -482,14 +483,14 @@ class Agent:
         """Ask for blocks that the active group lacks; give back what idle or paused ones hold."""
         active = self.active
         for group, core in self._backend.cores.items():
-            if len(group) == 1:
+            if not group.is_group:
                 continue
             if core in active:
                 self._tend_active(group, core)
             elif core.lease_blocks and not core.in_flight:
                 self._return(group, core, keep=0)
 
-    def _tend_active(self, group: Group, core: Core) -> None:
+    def _tend_active(self, group: Unit, core: Core) -> None:
         growth, now = self._growth, self._clock()
         if core.num_requests or core.in_flight:
             growth.idle_since = None
@@ -505,7 +506,7 @@ class Agent:
         """Virtual blocks that the idle group keeps: none that requests beside it may want."""
         return 0 if self._bind is not None and self._bind.interleaves else LEASE_FLOOR
 
-    def _ask(self, group: Group, core: Core, now: float) -> None:
+    def _ask(self, group: Unit, core: Core, now: float) -> None:
         growth, bind = self._growth, self._bind
         if bind is None or growth.asked or now < growth.retry_at:
             return
@@ -516,7 +517,7 @@ class Agent:
             growth.asked = True
             self._transport.to_controller(m.NeedBlocks(bind.epoch, group, wanted, urgent))
 
-    def _return(self, group: Group, core: Core, *, keep: int) -> None:
+    def _return(self, group: Unit, core: Core, *, keep: int) -> None:
         returned = plain_lease(core.shrink(keep))
         if any(returned.values()):
             self._transport.to_controller(m.Returning(self._epoch, group, returned))
@@ -547,16 +548,16 @@ class Agent:
             stepping.see(now, steps, bool(core.in_flight))
 
     def _judge(self, watch: StepWatch, core: Core, ended: list[EndedSteps], now: float) -> None:
-        since = self._stepping[core.group].since
+        since = self._stepping[core.unit].since
         if since is None:
             return
         if self._bind is not None and self._bind.interleaves:
-            watch.expect_delay(core.group)
-        watch.see(core.group, ended, (now - since) / max(1, len(ended)))
+            watch.expect_delay(core.unit)
+        watch.see(core.unit, ended, (now - since) / max(1, len(ended)))
         # What has ended since was the oldest.
         took = 0.0 if ended else now - max(since, watch.awake_since)
         if took > SHORTEST_SECONDS and (oldest := core.oldest_step) is not None:
-            watch.check(core.group, *oldest, took)
+            watch.check(core.unit, *oldest, took)
 
     def _publish(self) -> None:
         for group, core in self._backend.cores.items():
@@ -567,7 +568,7 @@ class Agent:
                 self._transport.to_controller(
                     m.Load(
                         engine=self.engine,
-                        group=group,
+                        unit=group,
                         running=load.running,
                         waiting=load.waiting,
                         free_blocks=load.free_blocks,
@@ -590,7 +591,7 @@ class Agent:
         now, due = self._clock(), [timeout, self._backend.next_wakeup()]
         if self._watch is not None and any(core.in_flight for core in self._backend.cores.values()):
             due.append(WATCH_SECONDS)
-        growth, core = self._growth, next((c for c in self.active if len(c.group) > 1), None)
+        growth, core = self._growth, next((c for c in self.active if c.unit.is_group), None)
         if core is not None:
             if core.num_requests and not growth.asked and growth.retry_at > now:
                 due.append(growth.retry_at - now)

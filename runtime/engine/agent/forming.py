@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import EngineBackend
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
@@ -23,7 +23,7 @@ class Task(msgspec.Struct):
     """What the runner is at."""
 
     epoch: int
-    group: Group
+    unit: Unit
     forms: bool
     """Whether it makes its part: then the result is why it could not."""
     future: "Future[Any]"
@@ -63,7 +63,7 @@ class Forming:
             case m.StartGroup(epoch, group):
                 self._task = Task(epoch, group, False, self._backend.start(group))
 
-    def tend(self) -> Group | None:
+    def tend(self) -> Unit | None:
         """Answer if it is done; return the group then."""
         task = self._task
         if task is None or not task.future.done():
@@ -73,7 +73,7 @@ class Forming:
         if error is None and task.forms:
             error = task.future.result()
         self._answer(task.epoch, str(error or "").split("\n")[0])
-        return task.group
+        return task.unit
 
     def _answer(self, epoch: int, error: str) -> None:
         self._transport.to_controller(m.Formed(epoch, self._backend.engine, error))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.protocol.messages import LayoutLimits, Mode, Work
 
@@ -54,7 +54,7 @@ class Core(Protocol):
     No method blocks on a step. A *safe point* is any moment outside ``dispatch``.
     """
 
-    group: Group
+    unit: Unit
     shift: Shift
     """Chooses the mode of the next steps."""
 
@@ -166,11 +166,11 @@ class EngineBackend(Protocol):
     def layouts(self) -> Sequence[LayoutLimits]:
         """Limits of every layout this engine leads a group of, its own included."""
 
-    def core(self, group: Group) -> Core:
+    def core(self, group: Unit) -> Core:
         """Return the core of a group this engine leads (its own single group included)."""
 
     @property
-    def cores(self) -> Mapping[Group, Core]:
+    def cores(self) -> Mapping[Unit, Core]:
         """Every core of this engine, by group."""
 
     def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
@@ -190,7 +190,7 @@ class EngineBackend(Protocol):
     def lent(self) -> frozenset[int]:
         """Ids of the blocks lent now."""
 
-    def attach(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """Tell this engine's runner to leave its own queue for the group's, after what it holds.
 
         ``interleaves``: to read both in turn from then on.
@@ -202,7 +202,7 @@ class EngineBackend(Protocol):
         Only while it interleaves: otherwise it does so anyway.
         """
 
-    def form(self, group: Group, generation: int) -> "Future[str]":
+    def form(self, group: Unit, generation: int) -> "Future[str]":
         """Have this engine's runner make its part of a group anew; collective over its members.
 
         A core of the group is gone from then on. Yields why it could not be made, or "": then the
@@ -213,7 +213,7 @@ class EngineBackend(Protocol):
             generation: how often it was made before; the same for all members.
         """
 
-    def start(self, group: Group) -> "Future[Any]":
+    def start(self, group: Unit) -> "Future[Any]":
         """Start the group's core, if this engine leads it; every member has formed the group.
 
         Collective over the members. Done when this engine's runner does what it is told again.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import EndedSteps
 from shoal.runtime.protocol.messages import Mode, Work
 
@@ -23,7 +23,7 @@ LIKENESS = 2.0
 """A step is like those before if it is at most so many times as large as the largest of them."""
 
 
-Kind = tuple[Group, Mode, bool]
+Kind = tuple[Unit, Mode, bool]
 """The unit, the mode, and whether prompts are computed. A step by sequence and one in TP take
 different kernels and collectives: what one of them takes says nothing of the other."""
 
@@ -67,7 +67,7 @@ class StepWatch:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._seen: dict[Kind, _Seen] = {}
-        self._delayed: set[Group] = set()
+        self._delayed: set[Unit] = set()
         self._turned_at: float | None = None
         self.awake_since = 0.0
         """Since when the loop has run without a long break. In one, when the machine was suspended
@@ -79,7 +79,7 @@ class StepWatch:
             self.awake_since = now
         self._turned_at = now
 
-    def see(self, group: Group, steps: Sequence[EndedSteps], seconds: float) -> None:
+    def see(self, group: Unit, steps: Sequence[EndedSteps], seconds: float) -> None:
         """Learn from steps of a core that have ended together.
 
         Args:
@@ -95,18 +95,18 @@ class StepWatch:
             seen = self._seen.setdefault(_kind(group, step.mode, step.work), _Seen())
             seen.add(step.work, seconds / step.work.steps)
 
-    def expect_delay(self, group: Group) -> None:
+    def expect_delay(self, group: Unit) -> None:
         """Note that the runners may do other things before the core's next step."""
         self._delayed.add(group)
 
-    def limit(self, group: Group, mode: Mode, work: Work) -> float:
+    def limit(self, group: Unit, mode: Mode, work: Work) -> float:
         """Return how many seconds a step of a core may take."""
         seen = self._seen.get(_kind(group, mode, work), _Seen())
         if group in self._delayed or not seen.tells(work):
             return self._timeout
         return min(self._timeout, max(SHORTEST_SECONDS, FACTOR * seen.seconds))
 
-    def check(self, group: Group, mode: Mode, work: Work, seconds: float) -> None:
+    def check(self, group: Unit, mode: Mode, work: Work, seconds: float) -> None:
         """Judge the oldest step in flight of a core.
 
         Args:
@@ -120,10 +120,12 @@ class StepWatch:
         """
         limit = self.limit(group, mode, work)
         if seconds > limit:
-            raise HungStepError(f"a step of unit {list(group)} hangs: {limit:.1f} s and no result")
+            raise HungStepError(
+                f"a step of unit {list(group.engines)} hangs: {limit:.1f} s and no result"
+            )
 
 
-def _kind(group: Group, mode: Mode, work: Work) -> Kind:
+def _kind(group: Unit, mode: Mode, work: Work) -> Kind:
     return group, mode, work.prefill_tokens > 0
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import DP, Layout, Unit, alone
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import Addresses, FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import Agent
@@ -60,29 +60,30 @@ class FakeBackend:
         self.engine = engine
         self.num_blocks = settings.num_blocks
         self.layouts: Sequence[LayoutLimits] = [
-            _limits(settings, degree, config.max_sp) for degree in config.degrees
+            _limits(settings, layout, config.max_sp) for layout in config.layouts
         ]
         self.ready_response = _ready_response(settings, engine)
-        self.attached: Group | None = None
+        self.attached: Unit | None = None
         """The group that this engine's runner was last sent to."""
-        self.formed: list[tuple[Group, int]] = []
+        self.formed: list[tuple[Unit, int]] = []
         """Groups that this engine was told to form anew, and how often they were made before."""
         self._settings = settings
         self._clock = clock
         self._faults = faults
         self._pool = BlockIds(range(1, settings.num_blocks + 1))
         self._lent: set[int] = set()
-        self._cores: dict[Group, FakeCore] = {}
+        self._cores: dict[Unit, FakeCore] = {}
         for limits in self.layouts if incarnation == 0 else self.layouts[:1]:
             self._open_core(limits)
 
     def _open_core(self, limits: LayoutLimits) -> None:
-        group = tuple(range(self.engine, self.engine + limits.degree))
-        if self.engine % limits.degree == 0:
-            self._cores[group] = FakeCore(
-                group,
+        size = limits.layout.world_size
+        if self.engine % size == 0:
+            unit = Unit(tuple(range(self.engine, self.engine + size)), limits.layout)
+            self._cores[unit] = FakeCore(
+                unit,
                 limits,
-                self._pool if limits.degree == 1 else BlockIds(),
+                self._pool if limits.layout == DP else BlockIds(),
                 settings=self._settings,
                 step_times=self._step_times,
                 devices=self._devices,
@@ -91,12 +92,12 @@ class FakeBackend:
                 on_start=self._on_start,
             )
 
-    def core(self, group: Group) -> FakeCore:
+    def core(self, group: Unit) -> FakeCore:
         """See ``EngineBackend.core``."""
         return self._cores[group]
 
     @property
-    def cores(self) -> Mapping[Group, FakeCore]:
+    def cores(self) -> Mapping[Unit, FakeCore]:
         """See ``EngineBackend.cores``."""
         return self._cores
 
@@ -106,7 +107,7 @@ class FakeBackend:
         """See ``EngineBackend.lend``."""
         self._strike(Seam.LEND)
         if urgent:
-            self._cores[(self.engine,)].preempt_until(blocks)
+            self._cores[alone(self.engine)].preempt_until(blocks)
         if self._faults.double_lend and self._lent:
             return sorted(self._lent)[:blocks]
         taken = self._pool.take(blocks)
@@ -125,7 +126,7 @@ class FakeBackend:
         """See ``EngineBackend.lent``."""
         return frozenset(self._lent)
 
-    def attach(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """See ``EngineBackend.attach``."""
         self._strike(Seam.ATTACH)
         self.attached = group
@@ -136,7 +137,7 @@ class FakeBackend:
         """See ``EngineBackend.await_detach``."""
         self._devices.separate(self.engine, self._clock())
 
-    def form(self, group: Group, generation: int) -> "Future[str]":
+    def form(self, group: Unit, generation: int) -> "Future[str]":
         """See ``EngineBackend.form``."""
         self._cores.pop(group, None)
         self.formed.append((group, generation))
@@ -147,9 +148,9 @@ class FakeBackend:
         """Whether it cannot make its part of a group."""
         return self._faults.fail_form
 
-    def start(self, group: Group) -> "Future[Any]":
+    def start(self, group: Unit) -> "Future[Any]":
         """See ``EngineBackend.start``."""
-        (limits,) = [limits for limits in self.layouts if limits.degree == len(group)]
+        (limits,) = [limits for limits in self.layouts if limits.layout == group.layout]
         self._open_core(limits)
         return _done(None)
 
@@ -185,7 +186,7 @@ class FakeBackend:
 
     def check_integrity(self) -> list[str]:
         """See ``EngineBackend.check_integrity``."""
-        own = self._cores[(self.engine,)]
+        own = self._cores[alone(self.engine)]
         blocks = [*self._pool.ids, *own.held(), *self._lent]
         problems = [line for core in self._cores.values() for line in core.check_integrity()]
         if len(set(blocks)) != len(blocks):
@@ -216,14 +217,14 @@ _UTILITY_RESULTS: dict[str, Any] = {
 }
 
 
-def _limits(settings: FakeSettings, degree: int, max_sp: int) -> LayoutLimits:
-    block_tokens = settings.block_tokens * min(degree, settings.kv_heads)
+def _limits(settings: FakeSettings, layout: Layout, max_sp: int) -> LayoutLimits:
+    block_tokens = settings.block_tokens * min(layout.tp, settings.kv_heads)
     return LayoutLimits(
-        degree=degree,
+        layout=layout,
         block_tokens=block_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(settings.max_model_len, settings.num_blocks * block_tokens),
-        sp_floor=sp_floor(degree, max_sp, settings.captured_tokens),
+        sp_floor=sp_floor(layout.tp, max_sp, settings.captured_tokens),
     )
 
 

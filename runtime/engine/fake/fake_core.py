@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.interface import (
@@ -157,8 +157,8 @@ class FakeCore:
     """``Core`` of one group: continuous batching, chunked prefill, preemption by recompute.
 
     Args:
-        group: the engines of the unit; the pool's blocks are the engine's own for a group of one,
-            else virtual ids of the lease.
+        unit: whose core it is; the pool's blocks are the engine's own if it is alone, else virtual
+             ids of the lease.
         limits: batch size, block size and length of this layout.
         settings: of the node's fake engines.
         step_times: how long steps take.
@@ -169,7 +169,7 @@ class FakeCore:
 
     def __init__(
         self,
-        group: Group,
+        unit: Unit,
         limits: LayoutLimits,
         pool: BlockIds,
         *,
@@ -180,7 +180,7 @@ class FakeCore:
         faults: Faults,
         on_start: OnStart | None,
     ) -> None:
-        self.group = group
+        self.unit = unit
         self._limits = limits
         self._pool = pool
         self._budget = settings.max_num_batched_tokens
@@ -200,7 +200,7 @@ class FakeCore:
         self._finished: list[str] = []
         self._table: dict[int, tuple[int, ...]] = {}
         self._next_virtual = 1
-        self._bound = len(group) == 1
+        self._bound = not unit.is_group
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class FakeCore:
         """See ``Core.dispatch``."""
         dispatched = self._dispatch()
         if self._step is None:
-            self._devices.rest(self.group, self._clock())
+            self._devices.rest(self.unit, self._clock())
         return dispatched
 
     def dispatch_ahead(self) -> bool:
@@ -257,7 +257,7 @@ class FakeCore:
         self._cut()
 
     def _cut(self) -> None:
-        self._devices.cut(self.group, self._clock())
+        self._devices.cut(self.unit, self._clock())
 
     def collect(self) -> bool:
         """See ``Core.collect``."""
@@ -281,7 +281,7 @@ class FakeCore:
                 by_client.setdefault(request.client, []).append(output)
         self._running = [r for r in self._running if len(r.generated) < r.max_tokens]
         for client, outputs in by_client.items():
-            frame = wire.encode_outputs(outputs, unit=self.group, timestamp=step.due)
+            frame = wire.encode_outputs(outputs, unit=self.unit, timestamp=step.due)
             self._outputs.append(CoreOutputs(client, [frame]))
         return True
 
@@ -319,13 +319,13 @@ class FakeCore:
         batch, crowded = self._schedule()
         if not batch:
             return False
-        alone = not crowded and not self._devices.is_shared(self.group)
-        count = self._run_length(batch) if alone else 1
+        lonely = not crowded and not self._devices.is_shared(self.unit)
+        count = self._run_length(batch) if lonely else 1
         work = _work(batch)
         mode = self.shift.mode(sum(tokens for _, tokens in batch))
-        seconds = self._step_times(len(self.group), _repeated(work, count).mean, mode)
+        seconds = self._step_times(self.unit.layout, _repeated(work, count).mean, mode)
         self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
-        self._devices.queue(self.group, self._step, self._clock())
+        self._devices.queue(self.unit, self._step, self._clock())
         return True
 
     def _schedule(self) -> tuple[list[tuple[_Request, int]], bool]:
@@ -459,7 +459,7 @@ class FakeCore:
     def grow(self, lease: Lease) -> None:
         """See ``Core.grow``."""
         opened = []
-        for physical in zip(*(lease[engine] for engine in self.group), strict=True):
+        for physical in zip(*(lease[engine] for engine in self.unit.engines), strict=True):
             self._table[self._next_virtual] = physical
             opened.append(self._next_virtual)
             self._next_virtual += 1
@@ -469,14 +469,14 @@ class FakeCore:
         """See ``Core.release``."""
         self._strike(Seam.RELEASE)
         self._bound = False
-        self._devices.rest(self.group, self._clock())
+        self._devices.rest(self.unit, self._clock())
         return self.shrink(0)
 
     def shrink(self, keep: int) -> Lease:
         """See ``Core.shrink``."""
         closed = self._pool.take(self.lease_blocks - keep)
         rows = [self._table.pop(block) for block in closed]
-        return {engine: [row[k] for row in rows] for k, engine in enumerate(self.group)}
+        return {engine: [row[k] for row in rows] for k, engine in enumerate(self.unit.engines)}
 
     @property
     def blocks_wanted(self) -> int:
@@ -515,11 +515,11 @@ class FakeCore:
         blocks = self.held() + self._pool.ids
         problems = []
         if len(set(blocks)) != len(blocks):
-            problems.append(f"core {self.group}: a block is in two places")
-        if len(self.group) > 1 and set(blocks) != set(self._table):
-            problems.append(f"core {self.group}: leased blocks are neither free nor held")
+            problems.append(f"core {self.unit.engines}: a block is in two places")
+        if self.unit.is_group and set(blocks) != set(self._table):
+            problems.append(f"core {self.unit.engines}: leased blocks are neither free nor held")
         problems += [
-            f"core {self.group}: waiting request {request.id} holds blocks"
+            f"core {self.unit.engines}: waiting request {request.id} holds blocks"
             for request in self._waiting
             if request.blocks
         ]

@@ -6,21 +6,21 @@ from typing import Protocol
 
 import msgspec
 
-from shoal.policies.cost.cost_model import Batch, Mode
-from shoal.policies.values.partition import Group
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.runtime.config import INTERLEAVE_RATIO
 from shoal.runtime.engine.link.step_queues import Turns
 
 
 class StepTimes(Protocol):
-    """From a group's degree, the work of a step and its mode to its seconds."""
+    """From a unit's layout, the work of a step and its mode to its seconds."""
 
-    def __call__(self, degree: int, batch: Batch, mode: Mode = Mode.TP, /) -> float: ...  # noqa: D102
+    def __call__(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP, /) -> float: ...  # noqa: D102
 
 
 def constant(seconds: float) -> StepTimes:
     """Return step times that depend on nothing."""
-    return lambda _degree, _batch, _mode=Mode.TP: seconds
+    return lambda _layout, _batch, _mode=Mode.TP: seconds
 
 
 class DeviceStep(msgspec.Struct, kw_only=True):
@@ -47,7 +47,7 @@ class DeviceStep(msgspec.Struct, kw_only=True):
 class _Sharing(msgspec.Struct):
     """An engine that interleaves its own steps with those of a group."""
 
-    group: Group
+    unit: Unit
     turns: Turns
     own_works: bool = True
     waiting: DeviceStep | None = None
@@ -75,61 +75,61 @@ class Devices:
         self._changed = changed
         self._free_at: dict[int, float] = {}
         self._sharing: dict[int, _Sharing] = {}
-        self._latest: dict[Group, DeviceStep] = {}
+        self._latest: dict[Unit, DeviceStep] = {}
 
-    def queue(self, group: Group, step: DeviceStep, now: float) -> None:
+    def queue(self, group: Unit, step: DeviceStep, now: float) -> None:
         """Queue a step: it starts when the group's devices are free, and when it is its turn."""
         self._latest[group] = step
-        sharing = self._sharing.get(group[0]) if len(group) == 1 else None
+        sharing = self._sharing.get(group.leader) if not group.is_group else None
         if sharing is None:
             self._queue_in_turn(group, step, now)
             return
         sharing.own_works = True
         sharing.waiting = step
-        self.cut(sharing.group, now)
-        self._start_waiting(group[0], now)
+        self.cut(sharing.unit, now)
+        self._start_waiting(group.leader, now)
 
-    def _queue_in_turn(self, group: Group, step: DeviceStep, now: float) -> None:
-        sharing = [engine for engine in group if engine in self._sharing]
+    def _queue_in_turn(self, group: Unit, step: DeviceStep, now: float) -> None:
+        sharing = [engine for engine in group.engines if engine in self._sharing]
         for engine in sharing:
-            self.cut((engine,), now)
+            self.cut(alone(engine), now)
         self._start(group, step, now)
         for engine in sharing:
             self._sharing[engine].turns.group_step()
             self._start_waiting(engine, now)
 
-    def rest(self, group: Group, now: float) -> None:
+    def rest(self, group: Unit, now: float) -> None:
         """Take a core's word that it has nothing to queue for now."""
-        if len(group) == 1 and group[0] in self._sharing:
-            self._sharing[group[0]].own_works = False
-        for engine in group if len(group) > 1 else ():
+        if not group.is_group and group.leader in self._sharing:
+            self._sharing[group.leader].own_works = False
+        for engine in group.engines if group.is_group else ():
             if engine in self._sharing:
                 self._sharing[engine].turns.group_rests()
                 self._start_waiting(engine, now)
 
-    def interleave(self, engine: int, group: Group, now: float) -> None:
+    def interleave(self, engine: int, group: Unit, now: float) -> None:
         """Let an engine take its own steps in turn with those of a group from now on."""
         self._sharing[engine] = _Sharing(group, Turns(self._ratio))
-        self.cut((engine,), now)
+        self.cut(alone(engine), now)
 
     def separate(self, engine: int, now: float) -> None:
         """End that: what the engine queues now comes after the group's last step."""
         sharing = self._sharing.pop(engine, None)
         if sharing is not None and sharing.waiting is not None:
-            self._start((engine,), sharing.waiting, now)
+            self._start(alone(engine), sharing.waiting, now)
             self._changed(engine)
 
     def forget(self, engine: int) -> None:
         """Forget what was queued for an engine that died."""
         self._free_at.pop(engine, None)
         self._sharing.pop(engine, None)
-        for group in [group for group in self._latest if engine in group]:
+        for group in [group for group in self._latest if engine in group.engines]:
             del self._latest[group]
 
-    def is_shared(self, group: Group) -> bool:
+    def is_shared(self, group: Unit) -> bool:
         """Return whether other steps may want a turn between two of this core's."""
-        sharing = [self._sharing[engine] for engine in group if engine in self._sharing]
-        if len(group) == 1:
+        sharing = [self._sharing[engine] for engine in group.engines if engine in self._sharing]
+        if not group.is_group:
             return any(shared.turns.group_works for shared in sharing)
         return any(shared.own_works for shared in sharing)
 
@@ -138,14 +138,14 @@ class Devices:
         if sharing.waiting is not None and sharing.turns.own_allowed:
             step, sharing.waiting = sharing.waiting, None
             sharing.turns.own_step()
-            self._start((engine,), step, now)
+            self._start(alone(engine), step, now)
             self._changed(engine)
 
-    def _start(self, group: Group, step: DeviceStep, now: float) -> None:
-        step.start = max(now, *(self._free_at.get(engine, 0.0) for engine in group))
-        self._free_at.update(dict.fromkeys(group, step.due))
+    def _start(self, group: Unit, step: DeviceStep, now: float) -> None:
+        step.start = max(now, *(self._free_at.get(engine, 0.0) for engine in group.engines))
+        self._free_at.update(dict.fromkeys(group.engines, step.due))
 
-    def cut(self, group: Group, now: float) -> None:
+    def cut(self, group: Unit, now: float) -> None:
         """End a core's run of steps with the one that is computed now: others want the next turn.
 
         Nothing is queued behind a run: what comes cuts it first.
@@ -153,5 +153,5 @@ class Devices:
         step = self._latest.get(group)
         if step is not None and step.count > 1 and now < step.due:
             step.cut(now)
-            self._free_at.update(dict.fromkeys(group, step.due))
-            self._changed(group[0])
+            self._free_at.update(dict.fromkeys(group.engines, step.due))
+            self._changed(group.leader)

@@ -15,7 +15,7 @@ import vllm.distributed.parallel_state as parallel_state
 import vllm.v1.worker.workspace as workspace
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Engines
 from shoal.runtime.engine.groups.head_order import peers_of
 from shoal.runtime.engine.groups.rendezvous import Rendezvous, new_group_replaced, number_process
 
@@ -62,7 +62,7 @@ class Communicators:
         _drop_broadcaster(self.tensor_parallel)
         # Stock vLLM's world is one instance's: what its members agree on they need no one else for.
         self._groups["_WORLD"] = self.tensor_parallel
-        self.process_groups: dict[Group, Any] = {self.group: self.tensor_parallel.device_group}
+        self.process_groups: dict[Engines, Any] = {self.group: self.tensor_parallel.device_group}
         """torch's groups for the data of this layout, by their members."""
         self._finding_groups: list[Any] = []
         self._backend = backend
@@ -77,7 +77,7 @@ class Communicators:
         return self._groups["_TP"]
 
     @property
-    def group(self) -> Group:
+    def group(self) -> Engines:
         """The engines of this process's tensor parallel group."""
         return tuple(self.tensor_parallel.ranks)
 
@@ -86,13 +86,13 @@ class Communicators:
         """This process's place in the group."""
         return int(self.tensor_parallel.rank_in_group)
 
-    def new_process_group(self, members: Group) -> Any:
+    def new_process_group(self, members: Engines) -> Any:
         """Return another process group of some of the layout's engines. Collective over these."""
         group = self._rendezvous.new_group(members, backend=self._backend)
         self.process_groups[members] = group
         return group
 
-    def finding_group(self, members: Group) -> Any:
+    def finding_group(self, members: Engines) -> Any:
         """Return the gloo group in which some of the layout's engines tell each other addresses.
 
         Collective over these.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Engines
 from shoal.runtime.node.runtime_dir import remove_former
 
 LOAD_SECONDS = 1800.0
@@ -116,7 +116,7 @@ class Rendezvous:
     """
 
     def __init__(
-        self, directory: Path, group: Group, engine: int, generation: int, seconds: float
+        self, directory: Path, group: Engines, engine: int, generation: int, seconds: float
     ) -> None:
         self._directory = directory
         self._engine = engine

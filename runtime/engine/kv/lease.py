@@ -9,7 +9,7 @@ adaptor of Flying Serving, 4.2, without moving a byte).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 
 
 class GroupLease:
@@ -19,18 +19,18 @@ class GroupLease:
     when it is in the pool's free queue or held by a request, else *closed*.
     """
 
-    def __init__(self, group: Group, pool: Any) -> None:
+    def __init__(self, group: Unit, pool: Any) -> None:
         self._group = group
         self._pool = pool
         self._closed: list[Any] = pool.get_new_blocks(pool.get_num_free_blocks())
         # Lowest id on top of the stack: small ids first keeps block tables readable in traces.
         self._closed.reverse()
-        self._backing: dict[int, dict[int, int]] = {member: {} for member in group}
+        self._backing: dict[int, dict[int, int]] = {member: {} for member in group.engines}
 
     @property
     def num_open(self) -> int:
         """Virtual blocks open now."""
-        return len(self._backing[self._group[0]])
+        return len(self._backing[self._group.leader])
 
     @property
     def num_free(self) -> int:
@@ -44,8 +44,8 @@ class GroupLease:
             ValueError: the lease does not name exactly the members, its columns differ in length,
                 or it is larger than what is closed.
         """
-        if set(lease) != set(self._group):
-            raise ValueError(f"lease of {sorted(lease)} for group {list(self._group)}")
+        if set(lease) != set(self._group.engines):
+            raise ValueError(f"lease of {sorted(lease)} for group {list(self._group.engines)}")
         lengths = {len(blocks) for blocks in lease.values()}
         if len(lengths) != 1:
             raise ValueError(f"members lent different numbers of blocks: {sorted(lengths)}")
@@ -75,21 +75,19 @@ class GroupLease:
 
     def check_integrity(self) -> list[str]:
         """Return one line per broken invariant."""
-        problems = []
+        problems, group = [], list(self._group.engines)
         blocks = self._pool.num_gpu_blocks - 1  # without the null block
         if self.num_open + len(self._closed) != blocks:
             problems.append(
-                f"group {list(self._group)}: {self.num_open} open + {len(self._closed)} closed "
+                f"group {group}: {self.num_open} open + {len(self._closed)} closed "
                 f"virtual blocks, expected {blocks}"
             )
         for member, backing in self._backing.items():
             if len(set(backing.values())) != len(backing):
-                problems.append(
-                    f"group {list(self._group)}: member {member} backs two virtual blocks with one"
-                )
+                problems.append(f"group {group}: member {member} backs two virtual blocks with one")
             if len(backing) != self.num_open:
                 problems.append(
-                    f"group {list(self._group)}: member {member} backs {len(backing)} virtual "
+                    f"group {group}: member {member} backs {len(backing)} virtual "
                     f"blocks, expected {self.num_open}"
                 )
         return problems

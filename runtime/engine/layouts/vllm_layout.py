@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import tensor_parallel
 from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.groups.communicators import Communicators, SpGroups, size_of
 from shoal.runtime.engine.groups.peer_memory import SymmetricMemory, needed_words
@@ -103,7 +103,7 @@ class _Instead:
         self._runner.model = self._own
 
 
-class Layout:
+class LayoutWorker:
     """One layout on one runner: its communicators, its stock worker, its block map.
 
     Args:
@@ -135,15 +135,12 @@ class Layout:
         self._reserved_bytes = reserved_bytes
         self._agree = agree
         self._is_loaded = False
+        self.unit = tensor_parallel(communicators.group)
+        """The unit that this runner belongs to in this layout."""
         self._worker = WorkerWrapperBase(rpc_rank=0, global_rank=communicators.group.index(engine))
         self._by_sequence: SequenceParallelModel | None = None
         self.captures = captures
         """What graphs there are of its model."""
-
-    @property
-    def group(self) -> Group:
-        """The engines of this runner's group in this layout."""
-        return self._communicators.group
 
     @property
     def model(self) -> nn.Module:
@@ -202,7 +199,7 @@ class Layout:
                 module.cleanup()
 
     def enable_sp(
-        self, base: "Layout", groups: SpGroups, *, by_peers: bool, tried: bool, required: bool
+        self, base: "LayoutWorker", groups: SpGroups, *, by_peers: bool, tried: bool, required: bool
     ) -> bool:
         """Let steps of this layout run by sequence. Collective over its group.
 
@@ -233,7 +230,7 @@ class Layout:
         return memory is not None
 
     def _peer_memory(
-        self, base: "Layout", groups: SpGroups, *, tried: bool, required: bool
+        self, base: "LayoutWorker", groups: SpGroups, *, tried: bool, required: bool
     ) -> SymmetricMemory | None:
         members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
         tokens = largest_share(base.config, len(members), base.captures.larger)

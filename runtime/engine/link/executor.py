@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import zmq
 from vllm.v1.executor.abstract import Executor
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import Addresses
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.link import instructions
@@ -26,8 +26,8 @@ class UnitChannel:
         sockets: one PUSH per member, in order.
     """
 
-    def __init__(self, group: Group, sockets: "list[zmq.Socket[bytes]]") -> None:
-        self.group = group
+    def __init__(self, group: Unit, sockets: "list[zmq.Socket[bytes]]") -> None:
+        self.unit = group
         self._sockets = sockets
         self._next_seq = 0
         self._due: dict[int, tuple[Future[Any], int, list[Any]]] = {}
@@ -100,13 +100,13 @@ class Inbox:
         self.socket.set_hwm(0)
         self.socket.bind(address)
         self._engine = engine
-        self._channels: dict[Group, UnitChannel] = {}
+        self._channels: dict[Unit, UnitChannel] = {}
 
     def add(self, channel: UnitChannel) -> None:
         """Deliver answers for this channel's group to it."""
-        self._channels[channel.group] = channel
+        self._channels[channel.unit] = channel
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: Unit) -> None:
         """Close the channel of a group, if there is one."""
         channel = self._channels.pop(group, None)
         if channel is not None:
@@ -137,15 +137,15 @@ class Inbox:
     def _deliver(self, message: instructions.Result | instructions.Failure) -> None:
         if isinstance(message, instructions.Result):
             # A group that is being formed anew has no channel.
-            if message.group in self._channels:
-                self._channels[message.group].resolve(message)
+            if message.unit in self._channels:
+                self._channels[message.unit].resolve(message)
             return
         error = RunnerDied(f"runner of engine {message.engine}: {message.error}")
         if message.engine == self._engine:
             raise error
         # Another one's is the end of what it was to answer: this engine may be at work alone.
         for group, channel in self._channels.items():
-            if message.engine in group:
+            if message.engine in group.engines:
                 channel.fail(error)
 
 
@@ -211,7 +211,7 @@ class UnitExecutor(Executor):  # type: ignore[misc]
         """
         if non_block or not isinstance(method, str):
             raise NotImplementedError("a unit runs named worker methods, and waits for them")
-        members = len(self.channel.group)
+        members = self.channel.unit.size
         seq, future = self.channel.expect(answers=members)
         self.channel.send(instructions.Call(seq, method, args, kwargs or {}))
         values = self._answers.wait(future, timeout or CALL_TIMEOUT_SECONDS)
@@ -243,10 +243,12 @@ class UnitExecutor(Executor):  # type: ignore[misc]
 
 
 def channel_sockets(
-    context: zmq.Context[Any], addresses: Addresses, group: Group, generation: int = 0
+    context: zmq.Context[Any], addresses: Addresses, group: Unit, generation: int = 0
 ) -> "list[zmq.Socket[bytes]]":
     """Return a PUSH per member of ``group`` to the queue its runner reads for that group."""
-    return [push_socket(context, addresses.queue(group, engine, generation)) for engine in group]
+    return [
+        push_socket(context, addresses.queue(group, engine, generation)) for engine in group.engines
+    ]
 
 
 def push_socket(context: zmq.Context[Any], address: str) -> "zmq.Socket[bytes]":

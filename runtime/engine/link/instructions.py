@@ -10,7 +10,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.protocol.messages import Mode
 
 STARTUP_PHASES = "startup_phases"
@@ -62,7 +62,7 @@ class Attach:
     ``interleaves``: and this one in turn with it, until ``AwaitDetach``.
     """
 
-    group: Group
+    unit: Unit
     epoch: int
     interleaves: bool = False
 
@@ -103,7 +103,7 @@ class Form:
     """
 
     seq: int
-    group: Group
+    unit: Unit
     generation: int
 
 
@@ -129,7 +129,7 @@ OrderOfQueues = Attach | AwaitDetach | Rest
 class Result:
     """One runner's answer to ``Call`` or ``Step``."""
 
-    group: Group
+    unit: Unit
     seq: int
     engine: int
     value: Any
@@ -143,9 +143,9 @@ class Failure:
     error: str
 
 
-def core_phase(degree: int) -> str:
+def core_phase(layout: Layout) -> str:
     """Return what the start of a layout's core is called among the phases of an engine's start."""
-    return "dp core" if degree == 1 else f"tp{degree} core"
+    return f"{layout.name} core"
 
 
 def dumps(message: Instruction | Result | Failure) -> bytes:

@@ -126,7 +126,7 @@ class StepQueues:
             case instructions.Rest() if turns is not None:
                 turns.group_rests()
             case instructions.Attach(group, _, interleaves):
-                self._bound = len(group)
+                self._bound = group.size
                 self._turns = Turns(self._ratio) if interleaves else None
             case instructions.AwaitDetach():
                 self._turns = None

@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Engines
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.groups.communicators import Communicators, join_node, sp_groups
 from shoal.runtime.engine.groups.head_order import base_of, head_shard
@@ -26,7 +26,7 @@ from shoal.runtime.engine.layouts.vllm_layout import (
     CONNECTED_LAYOUT_BYTES,
     LARGER_CAPTURES_BYTES,
     LAYOUT_BYTES,
-    Layout,
+    LayoutWorker,
     layout_config,
 )
 from shoal.runtime.engine.link.executor import UnitExecutor
@@ -49,7 +49,7 @@ class LayoutLoader:
     """
 
     def __init__(self, node: NodeConfig, engine: int) -> None:
-        self.layouts: dict[int, Layout] = {}
+        self.layouts: dict[int, LayoutWorker] = {}
         """By degree, narrow first."""
         self.phases: dict[str, float] = {}
         """Seconds that each phase of the start took."""
@@ -94,7 +94,7 @@ class LayoutLoader:
             with self._timed("weights" if degree == OWN else f"tp{degree} views"):
                 self._load_weights(degree)
 
-    def remake(self, degree: int, generation: int) -> Layout:
+    def remake(self, degree: int, generation: int) -> LayoutWorker:
         """Make a layout anew, whatever is left of its former self. Collective over its group.
 
         Its communicators, its worker and what vLLM compiled and captured around both begin again,
@@ -132,7 +132,7 @@ class LayoutLoader:
         if current_platform.is_cuda():
             torch.cuda.empty_cache()
 
-    def _group(self, degree: int) -> Group:
+    def _group(self, degree: int) -> Engines:
         first = self._engine - self._engine % degree
         return tuple(range(first, first + degree))
 
@@ -149,7 +149,7 @@ class LayoutLoader:
         agree = partial(
             agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
         )
-        layout = Layout(
+        layout = LayoutWorker(
             config, communicators, self._buffer, self._engine, self._reserved(), agree, captures
         )
         self.layouts = dict(sorted({**self.layouts, degree: layout}.items()))
@@ -158,7 +158,7 @@ class LayoutLoader:
         """Return the bytes that the layouts beyond DP take, but for weights and KV."""
         # Exchanges by sequence connect the members as the weights are loaded.
         each = CONNECTED_LAYOUT_BYTES if self._node.max_sp > 1 else LAYOUT_BYTES
-        beyond = self._node.degrees[1:]
+        beyond = [layout.tp for layout in self._node.layouts[1:]]
         bases = [degree for degree in beyond if self._captures_larger and self._shares(degree)]
         return each * len(beyond) + LARGER_CAPTURES_BYTES * len(bases)
 
@@ -166,7 +166,7 @@ class LayoutLoader:
         """Return the SP degrees of the groups whose base is the layout of ``degree``."""
         if self._node.max_sp == 1:
             return []
-        bases = [base_of(group, self._node.max_sp) for group in self._node.degrees[1:]]
+        bases = [base_of(layout.tp, self._node.max_sp) for layout in self._node.layouts[1:]]
         return [base.sp for base in bases if base.tp == degree]
 
     def _captures(self, degree: int, config: VllmConfig) -> CapturedSteps:
@@ -193,7 +193,7 @@ class LayoutLoader:
 
     def _check_exchangeable(self) -> None:
         own, max_sp = self.layouts[OWN], self._node.max_sp
-        reorders = any(base_of(degree, max_sp).tp > 1 for degree in self._node.degrees[1:])
+        reorders = any(base_of(layout.tp, max_sp).tp > 1 for layout in self._node.layouts[1:])
         check_exchangeable(own.config, own.model, reorders=reorders)
 
     def _enable_sp(self, degree: int) -> None:

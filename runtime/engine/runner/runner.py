@@ -23,10 +23,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from shoal.policies.values.partition import Group, leader_of
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.kv.kv_cache import BlockMap
-from shoal.runtime.engine.layouts.vllm_layout import Layout
+from shoal.runtime.engine.layouts.vllm_layout import LayoutWorker
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
@@ -45,12 +45,12 @@ class Responder:
         self._context = context
         self._addresses = addresses
         self._engine = engine
-        self._queue: queue.SimpleQueue[tuple[Group, int, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Unit, int, Any] | None] = queue.SimpleQueue()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
         self._thread.start()
 
-    def answer(self, group: Group, seq: int, value: Any) -> None:
+    def answer(self, group: Unit, seq: int, value: Any) -> None:
         """Queue the answer to instruction ``seq`` of ``group`` for the group's leader."""
         self._queue.put((group, seq, value))
 
@@ -70,7 +70,7 @@ class Responder:
                 message = instructions.dumps(instructions.Result(group, seq, self._engine, value))
             except Exception as error:  # noqa: BLE001 - reported to the scheduler, which ends
                 message = instructions.dumps(instructions.Failure(self._engine, one_line(error)))
-            self._socket(leader_of(group)).send(message)
+            self._socket(group.leader).send(message)
 
     def _socket(self, leader: int) -> "zmq.Socket[bytes]":
         if leader not in self._sockets:
@@ -137,12 +137,12 @@ class Runner:
         self._addresses = Addresses(node.runtime_dir)
         self._responder = Responder(context, self._addresses, engine)
         self._random = RandomStates()
-        queues = {degree: self._queue(layout.group) for degree, layout in loader.layouts.items()}
+        queues = {degree: self._queue(layout.unit) for degree, layout in loader.layouts.items()}
         self._queues = StepQueues(queues, node.interleave_ratio)
         self._degree = OWN
         """Of the layout that the latest instruction was for."""
 
-    def _queue(self, group: Group, generation: int = 0) -> "zmq.Socket[bytes]":
+    def _queue(self, group: Unit, generation: int = 0) -> "zmq.Socket[bytes]":
         queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         queue.set_hwm(0)
         address = self._addresses.queue(group, self._engine, generation)
@@ -152,14 +152,16 @@ class Runner:
         return queue
 
     @property
-    def _layouts(self) -> dict[int, Layout]:
+    def _layouts(self) -> dict[int, LayoutWorker]:
         return self._loader.layouts
 
     def serve(self) -> None:
         """Start the cores, narrow layouts first, then do what the queues say, for ever."""
         for degree in self._layouts:
             self._queues.read(degree)
-            with self._loader.memory.phase(instructions.core_phase(degree)):
+            with self._loader.memory.phase(
+                instructions.core_phase(self._layouts[degree].unit.layout)
+            ):
                 while self._turn() != instructions.Detach(instructions.STARTUP_EPOCH):
                     pass
         # Every worker's start seeds alike; engines alone should not sample alike.
@@ -183,12 +185,12 @@ class Runner:
             self._degree = degree
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> LayoutWorker:
         return self._layouts[self._degree]
 
     @property
     def _is_first(self) -> bool:
-        return leader_of(self._layout.group) == self._engine
+        return self._layout.unit.leader == self._engine
 
     def _on_call(self, call: instructions.Call) -> None:
         if call.method == instructions.STARTUP_PHASES:
@@ -197,7 +199,7 @@ class Runner:
             value = self._loader.memory.taken
         else:
             value = self._layout.call(call.method, call.args, call.kwargs)
-        self._responder.answer(self._layout.group, call.seq, value)
+        self._responder.answer(self._layout.unit, call.seq, value)
 
     def _on_step(self, step: instructions.Step) -> None:
         output = self._layout.execute(step.scheduler_output, step.mode)
@@ -211,7 +213,7 @@ class Runner:
 
     def _answer_step(self, seq: int, output: Any) -> None:
         if self._is_first:
-            self._responder.answer(self._layout.group, seq, output)
+            self._responder.answer(self._layout.unit, seq, output)
 
     def _on_bind(self, bind: instructions.Bind) -> None:
         # Members sample independently and stay equal only by equal generators: after unequal work
@@ -229,16 +231,16 @@ class Runner:
 
     def _on_form(self, form: instructions.Form) -> None:
         """Make a group's layout anew; without it the engine goes on as well as before."""
-        degree, error = len(form.group), ""
+        degree, error = form.unit.size, ""
         self._enter(degree)  # a worker that starts seeds the generators
         try:
             self._loader.remake(degree, form.generation)
-            self._queues.replace(degree, self._queue(form.group, form.generation))
+            self._queues.replace(degree, self._queue(form.unit, form.generation))
         except Exception as problem:  # noqa: BLE001 - told to the controller: the group is refused
             error = one_line(problem)
         self._enter(OWN)
         self._random.forget(degree)
-        self._responder.answer(self._layout.group, form.seq, error)
+        self._responder.answer(self._layout.unit, form.seq, error)
 
     def _on_detach(self, detach: instructions.Detach) -> None:
         degree = self._degree
@@ -260,7 +262,7 @@ def _failures_reported(node: NodeConfig, engine: int, context: zmq.Context[Any])
     except Exception as error:
         addresses = Addresses(node.runtime_dir)
         message = instructions.dumps(instructions.Failure(engine, one_line(error)))
-        leaders = {engine - engine % degree for degree in node.degrees}
+        leaders = {engine - engine % layout.world_size for layout in node.layouts}
         for leader in leaders:
             socket = push_socket(context, addresses.responses(leader))
             socket.send(message)
@@ -288,5 +290,5 @@ def run_runner(
     context.linger = 0  # an answer to a scheduler that has ended must not hold this process
     with _failures_reported(node, engine, context):
         loader = LayoutLoader(node, engine)
-        loader.load(node.degrees if incarnation == 0 else (OWN,))
+        loader.load([layout.tp for layout in node.layouts] if incarnation == 0 else [OWN])
         (kind or Runner)(node, engine, loader, context).serve()

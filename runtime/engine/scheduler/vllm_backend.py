@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from shoal.policies.values.partition import Group, layout_name, leader_of
+from shoal.policies.values.layouts import DP, Layout, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.agent.interface import CoreOutputs
@@ -33,7 +34,6 @@ from shoal.runtime.engine.link.executor import (
     in_thread,
 )
 from shoal.runtime.engine.link.seams import VLLM_VERSION, check_seams
-from shoal.runtime.engine.link.step_queues import OWN
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.protocol.messages import LayoutLimits, Startup
 from shoal.runtime.protocol.transport import ZmqAgentTransport
@@ -68,35 +68,36 @@ class VllmBackend:
         self._lent: dict[int, Any] = {}
         self._decoder = MsgpackDecoder()
         self._encoder = MsgpackEncoder()
-        self._starting: dict[Group, tuple[Future[VllmCore], Future[None]]] = {}
-        self._generations: dict[Group, int] = {}
-        self._cores = self._start_cores(node.degrees if incarnation == 0 else (OWN,))
+        self._starting: dict[Unit, tuple[Future[VllmCore], Future[None]]] = {}
+        self._generations: dict[Unit, int] = {}
+        self._cores = self._start_cores(node.layouts if incarnation == 0 else (DP,))
         # Answered when the groups of which this engine is a member, and not the leader, have begun.
         taken = self._inbox.wait(self._ask_runner(instructions.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
         self.startup = Startup(self._startup_seconds, taken)
-        self._single = self._cores[(engine,)]
+        self._single = self._cores[alone(engine)]
         self.num_blocks = int(self._single.block_pool.num_gpu_blocks) - 1
-        widest = max(self._cores, key=len)
+        widest = max(self._cores, key=attrgetter("size"))
         self.ready_response = _ready_response(self._cores[widest].engine_core.vllm_config)
 
-    def _start_cores(self, degrees: Sequence[int]) -> dict[Group, VllmCore]:
+    def _start_cores(self, layouts: Sequence[Layout]) -> dict[Unit, VllmCore]:
         """Start the core of every group this engine leads, narrow first, as the runners do."""
-        cores: dict[Group, VllmCore] = {}
-        for degree in degrees:
-            if self.engine % degree:
+        cores: dict[Unit, VllmCore] = {}
+        for layout in layouts:
+            size = layout.world_size
+            if self.engine % size:
                 break
             start = time.monotonic()
-            group = tuple(range(self.engine, self.engine + degree))
+            group = Unit(tuple(range(self.engine, self.engine + size)), layout)
             channel = self._open_channel(group)
-            if degree == OWN:
+            if layout == DP:
                 self._own_channel = channel
                 # The first answer comes when the runner has loaded its layouts.
                 self._startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
             cores[group] = self._start_core(channel, self._inbox)
-            self._startup_seconds[instructions.core_phase(degree)] = time.monotonic() - start
+            self._startup_seconds[instructions.core_phase(layout)] = time.monotonic() - start
         return cores
 
-    def _open_channel(self, group: Group) -> UnitChannel:
+    def _open_channel(self, group: Unit) -> UnitChannel:
         generation = self._generations.get(group, 0)
         sockets = channel_sockets(self._context, self._addresses, group, generation)
         channel = UnitChannel(group, sockets)
@@ -111,21 +112,21 @@ class VllmBackend:
 
     def _start_core(self, channel: UnitChannel, answers: Answers) -> VllmCore:
         """Start a group's core while its members' runners read its queue; send them back."""
-        group, node = channel.group, self._node
-        config = layout_config(node, len(group), UnitExecutor)
+        group, node = channel.unit, self._node
+        config = layout_config(node, group.layout.tp, UnitExecutor)
         asked = config.model_config.max_model_len
         UnitExecutor.connect(channel, answers)
         try:
             core = VllmCore(group, config, log_stats=self._log_stats, max_sp=node.max_sp)
         finally:
             channel.send(instructions.Detach(instructions.STARTUP_EPOCH))
-        if len(group) == node.degrees[-1] and not node.vllm.takes_what_fits:
-            check_length(layout_name(group), config.model_config.max_model_len, asked)
+        if group.layout == node.layouts[-1] and not node.vllm.takes_what_fits:
+            check_length(group.name, config.model_config.max_model_len, asked)
         return core
 
     # --- groups that are formed anew ---
 
-    def form(self, group: Group, generation: int) -> "Future[str]":
+    def form(self, group: Unit, generation: int) -> "Future[str]":
         """See ``interface.EngineBackend.form``."""
         former = self._cores.pop(group, None)
         if former is not None:
@@ -136,13 +137,13 @@ class VllmBackend:
         self._own_channel.send(instructions.Form(seq, group, generation))
         return future
 
-    def start(self, group: Group) -> "Future[Any]":
+    def start(self, group: Unit) -> "Future[Any]":
         """See ``interface.EngineBackend.start``.
 
         An ``EngineCore`` is seconds of waiting for runners: it starts in a thread of its own.
         """
         self.attach(group, instructions.STARTUP_EPOCH)
-        if leader_of(group) != self.engine:
+        if group.leader != self.engine:
             return self._ask_runner()
         started: Future[None] = Future()
         core = in_thread(partial(self._start_core, self._open_channel(group), Elsewhere()))
@@ -166,7 +167,7 @@ class VllmBackend:
         """Limits of every layout this engine leads a group of."""
         return [
             LayoutLimits(
-                degree=len(group),
+                layout=group.layout,
                 block_tokens=core.engine_core.vllm_config.cache_config.block_size,
                 max_num_seqs=core.engine_core.vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=core.engine_core.vllm_config.model_config.max_model_len,
@@ -175,12 +176,12 @@ class VllmBackend:
             for group, core in self._cores.items()
         ]
 
-    def core(self, group: Group) -> VllmCore:
+    def core(self, group: Unit) -> VllmCore:
         """See ``interface.EngineBackend.core``."""
         return self._cores[group]
 
     @property
-    def cores(self) -> Mapping[Group, VllmCore]:
+    def cores(self) -> Mapping[Unit, VllmCore]:
         """See ``interface.EngineBackend.cores``."""
         return self._cores
 
@@ -208,7 +209,7 @@ class VllmBackend:
 
     # --- runner ---
 
-    def attach(self, group: Group, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """See ``interface.EngineBackend.attach``."""
         self._own_channel.send(instructions.Attach(group, epoch, interleaves))
 

@@ -18,7 +18,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import (
     CoreLoad,
     CoreOutputs,
@@ -70,9 +70,9 @@ class VllmCore:
     """
 
     def __init__(
-        self, group: Group, config: VllmConfig, *, log_stats: bool, max_sp: int = 1
+        self, group: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1
     ) -> None:
-        self.group = group
+        self.unit = group
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
         self._scheduler: Any = self.engine_core.scheduler
         check_kv_groups(self._scheduler.kv_cache_config)
@@ -82,7 +82,7 @@ class VllmCore:
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
         captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
-        self.shift = Shift(sp_floor(len(group), max_sp, captured or 0))
+        self.shift = Shift(sp_floor(group.size, max_sp, captured or 0))
         self._steps: list[EndedSteps] = []
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
@@ -94,7 +94,7 @@ class VllmCore:
         self._finished: list[str] = []
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
-        self._lease = GroupLease(group, self.block_pool) if len(group) > 1 else None
+        self._lease = GroupLease(group, self.block_pool) if group.is_group else None
 
     @property
     def block_pool(self) -> Any:
@@ -140,7 +140,7 @@ class VllmCore:
         if step.scheduled.total_num_scheduled_tokens:
             self._steps.append(EndedSteps(step.mode, step.work))
         for client_index, client_outputs in outputs.items():
-            client_outputs.engine_index = wire.unit_index(self.group)
+            client_outputs.engine_index = wire.unit_index(self.unit)
             self._finished += [
                 output.request_id for output in client_outputs.outputs if output.finished
             ]
@@ -374,7 +374,7 @@ class VllmCore:
 
     def check_integrity(self) -> list[str]:
         """See ``interface.Core.check_integrity``."""
-        name = f"core {list(self.group)}"
+        name = f"core {list(self.unit.engines)}"
         problems = self._lease.check_integrity() if self._lease is not None else []
         if self.num_requests == 0 and self._lease is not None:
             held = self._lease.num_open - self._lease.num_free

@@ -3,7 +3,7 @@
 import msgspec
 
 from shoal.policies.shift import ShiftThreshold
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.protocol.messages.metrics import EngineGauges, Family
 from shoal.runtime.protocol.messages.values import DeathCause, Message, Outcome, Treatment
 from shoal.runtime.protocol.messages.views import (
@@ -208,8 +208,7 @@ class Placed(Message, frozen=True, omit_defaults=True):
     """A request of this front end was handed to a unit."""
 
     request_id: str
-    unit: Group
-    layout: str
+    unit: Unit
     waited: tuple[float, float] | None = None
     """When it came into the task pool (again) and when it left it, monotonic seconds: told where
     requests are traced."""

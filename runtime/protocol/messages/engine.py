@@ -9,7 +9,7 @@ ascending order; a receiver drops and counts a message of an older epoch than it
 
 import msgspec
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.protocol.messages.values import (
     NOTHING_DONE,
     DeathCause,
@@ -23,9 +23,9 @@ from shoal.runtime.protocol.messages.values import (
 
 
 class AddRequest(Message, frozen=True):
-    """Start a request on the unit ``group`` (this engine leads it). Raw request frames follow."""
+    """Start a request on ``unit`` (this engine leads it). Raw request frames follow."""
 
-    group: Group
+    unit: Unit
     request_id: str
 
 
@@ -36,9 +36,9 @@ class AbortRequests(Message, frozen=True):
 
 
 class MoveOut(Message, frozen=True):
-    """Take these requests of the core of ``group`` out at its next safe point; answer ``Moved``."""
+    """Take these requests of the core of ``unit`` out at its next safe point; answer ``Moved``."""
 
-    group: Group
+    unit: Unit
     request_ids: list[str]
 
 
@@ -51,7 +51,7 @@ class Prepare(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     treatment: Treatment
     blocks: int
 
@@ -64,7 +64,7 @@ class Commit(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     seed: int
     lease: dict[int, list[int]]
 
@@ -73,7 +73,7 @@ class AbortBind(Message, frozen=True):
     """Undo ``Prepare``: take the lent blocks back and go on as before."""
 
     epoch: int
-    group: Group
+    unit: Unit
 
 
 class Release(Message, frozen=True):
@@ -83,7 +83,7 @@ class Release(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     treatment: Treatment
 
 
@@ -94,7 +94,7 @@ class KeepBound(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
 
 
 class Resume(Message, frozen=True):
@@ -104,7 +104,7 @@ class Resume(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     blocks: list[int]
 
 
@@ -116,7 +116,7 @@ class Lend(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     blocks: int
     urgent: bool
 
@@ -125,7 +125,7 @@ class Grow(Message, frozen=True):
     """To the leader: ``lease`` (see ``Commit``) was added to the group's lease."""
 
     epoch: int
-    group: Group
+    unit: Unit
     lease: dict[int, list[int]]
 
 
@@ -133,17 +133,17 @@ class TakeBack(Message, frozen=True):
     """To a member: these physical blocks are no longer used by the group."""
 
     epoch: int
-    group: Group
+    unit: Unit
     blocks: list[int]
 
 
 class SetShift(Message, frozen=True):
     """From the next step on, run steps in SP that batch more than so many tokens.
 
-    ``thresholds`` has them by the degree of a group; a degree that is not in it runs in TP only.
+    ``thresholds`` has them by layout; a layout that is not in it runs in TP only.
     """
 
-    thresholds: dict[int, int]
+    thresholds: list[tuple[Layout, int]]
 
 
 class Utility(Message, frozen=True):
@@ -168,7 +168,7 @@ class FormGroup(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     generation: int
 
 
@@ -176,7 +176,7 @@ class StartGroup(Message, frozen=True):
     """To the members, who have all made their parts: start the group's core; answer ``Formed``."""
 
     epoch: int
-    group: Group
+    unit: Unit
 
 
 class Ping(Message, frozen=True):
@@ -216,7 +216,7 @@ ToEngine = (
 class LayoutLimits(msgspec.Struct, frozen=True):
     """What one layout of an engine can hold."""
 
-    degree: int
+    layout: Layout
     block_tokens: int
     """Tokens of one KV block under this layout."""
     max_num_seqs: int
@@ -273,7 +273,7 @@ class Released(Message, frozen=True):
     """
 
     epoch: int
-    group: Group
+    unit: Unit
     returned: dict[int, list[int]]
     paused: int
 
@@ -290,7 +290,7 @@ class NeedBlocks(Message, frozen=True):
     """A leader's wish for ``blocks`` more virtual blocks (each takes one block of every member)."""
 
     epoch: int
-    group: Group
+    unit: Unit
     blocks: int
     urgent: bool
 
@@ -300,7 +300,7 @@ class Lent(Message, frozen=True):
 
     epoch: int
     engine: int
-    group: Group
+    unit: Unit
     blocks: list[int]
 
 
@@ -308,7 +308,7 @@ class Returning(Message, frozen=True):
     """A leader shrinks its idle group's lease: give these back to the members."""
 
     epoch: int
-    group: Group
+    unit: Unit
     returned: dict[int, list[int]]
 
 
@@ -316,7 +316,7 @@ class Load(Message, frozen=True):
     """State of one unit of an engine, sent when it changed and no step is skipped for it."""
 
     engine: int
-    group: Group
+    unit: Unit
     running: int
     waiting: int
     free_blocks: int
@@ -344,7 +344,7 @@ class Integrity(Message, frozen=True):
     engine: int
     problems: list[str]
     lent: list[int]
-    leases: list[tuple[Group, int]]
+    leases: list[tuple[Unit, int]]
 
 
 class Moved(Message, frozen=True):

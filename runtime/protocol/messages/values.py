@@ -4,7 +4,7 @@ import enum
 
 import msgspec
 
-from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.policies.values.batch import Batch, Mode
 
 __all__ = [
     "NOTHING_DONE",

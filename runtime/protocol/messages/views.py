@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from shoal.policies.shift import ShiftRule, ShiftThreshold
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Engines, Unit
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class EngineView(msgspec.Struct, frozen=True):
 class UnitView(msgspec.Struct, frozen=True):
     """One unit in ``GET /admin/layout``."""
 
-    engines: Group
+    engines: Engines
     layout: str
     state: str
     running: int
@@ -43,7 +43,7 @@ class UnitView(msgspec.Struct, frozen=True):
 class UnavailableView(msgspec.Struct, frozen=True):
     """A group in ``GET /admin/layout`` that cannot be formed now."""
 
-    engines: Group
+    engines: Engines
     reason: str
 
 
@@ -54,8 +54,8 @@ class ShiftView(msgspec.Struct, frozen=True):
     """What the node is set to."""
     max_sp: int = 1
     """See ``NodeConfig.max_sp``."""
-    sp_above: dict[int, int] = {}
-    """What comes of it: the tokens above which a step is run in SP, by the degree of its group."""
+    sp_above: dict[str, int] = {}
+    """What comes of it: the tokens above which a step is run in SP, by the name of its layout."""
 
 
 class SwitchView(msgspec.Struct, frozen=True):
@@ -64,8 +64,8 @@ class SwitchView(msgspec.Struct, frozen=True):
     epoch: int
     at: float
     """Seconds since the epoch (wall clock)."""
-    before: list[Group]
-    after: list[Group]
+    before: list[Engines]
+    after: list[Engines]
     treatment: str
     """A ``messages.Treatment``."""
     outcome: str
@@ -102,7 +102,7 @@ class Phase(msgspec.Struct, frozen=True):
     """A phase of one group's bind or release (``controller.statistics.PHASES``)."""
 
     name: str
-    unit: Group
+    unit: Unit
     start: float
     """Monotonic seconds."""
     end: float
@@ -119,15 +119,15 @@ class SwitchTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     treatment: str
     """A ``messages.Treatment``."""
     reason: str
-    units: list[Group]
+    units: list[Unit]
     """The partition that it is to make."""
     done: SwitchView | None = None
     """At its end: what has come of it."""
     phases: list[Phase] = []
-    paused: list[Group] = []
+    paused: list[Unit] = []
     """At its end: units whose requests nobody computes until they are back."""
 
 
-def units_text(units: Iterable[Group]) -> str:
+def units_text(units: Iterable[Engines]) -> str:
     """Return units, or a partition, for people to read."""
     return " ".join(f"[{','.join(map(str, unit))}]" for unit in units)

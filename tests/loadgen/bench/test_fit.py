@@ -11,7 +11,7 @@ from shoal.loadgen.bench.comparison_results import Results, SystemResults
 from shoal.loadgen.bench.dummy_model import read_shape as read_config
 from shoal.loadgen.bench.measures import Sizes
 from shoal.loadgen.bench.systems import SHOAL, Settings
-from shoal.policies.cost.cost_model import Batch
+from shoal.policies.values.batch import Batch
 from shoal.runtime.simulation.calibration import Sample, predicted
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
 from shoal.server.errors import UserError

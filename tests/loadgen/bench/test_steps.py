@@ -8,7 +8,7 @@ import pytest
 
 import shoal.server
 from shoal.loadgen.bench import steps
-from shoal.policies.cost.cost_model import Batch
+from shoal.policies.values.batch import Batch
 from shoal.runtime.simulation.calibration import Sample
 from shoal.runtime.simulation.shape_files import HardwareFile, read_shape
 from shoal.server.errors import UserError

@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.policies.cost.cost_model import (
-    MAX_CORRECTION,
-    Batch,
-    CostModel,
-    Hardware,
-    Mode,
-    ModelShape,
-    StepKind,
-)
+from shoal.policies.cost.cost_model import MAX_CORRECTION, CostModel, Hardware, ModelShape
+from shoal.policies.values.batch import Batch, Mode, StepKind
+from shoal.policies.values.layouts import Layout, layouts_up_to
 
 SHAPE = ModelShape(
     layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
@@ -25,23 +19,28 @@ ONE = Batch(decodes=1)
 
 
 def test_a_small_batch_costs_the_reading_of_the_weights() -> None:
-    assert MODEL.step_seconds(1, ONE) == pytest.approx(2e6 / 1e9)
+    assert MODEL.step_seconds(Layout(tp=1), ONE) == pytest.approx(2e6 / 1e9)
 
 
 def test_a_long_prompt_costs_its_arithmetic() -> None:
-    assert MODEL.step_seconds(1, Batch(prefill_tokens=10_000)) == pytest.approx(2e6 * 1e4 / 1e12)
+    assert MODEL.step_seconds(Layout(tp=1), Batch(prefill_tokens=10_000)) == pytest.approx(
+        2e6 * 1e4 / 1e12
+    )
 
 
 def test_context_costs_the_reading_of_its_keys_and_values() -> None:
     one_token = 2 * 10 * 4 * 16 * 2
     assert SHAPE.kv_bytes_per_token == one_token
-    extra = MODEL.step_seconds(1, Batch(1, 5000)) - MODEL.step_seconds(1, ONE)
+    extra = MODEL.step_seconds(Layout(tp=1), Batch(1, 5000)) - MODEL.step_seconds(Layout(tp=1), ONE)
     assert extra == pytest.approx(5000 * one_token / 1e9)
 
 
 def test_copies_of_the_kv_heads_make_reading_no_faster() -> None:
     fast = replace(MODEL, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
-    extra = [fast.step_seconds(d, Batch(1, 5000)) - fast.step_seconds(d, ONE) for d in (1, 2, 4, 8)]
+    extra = [
+        fast.step_seconds(layout, Batch(1, 5000)) - fast.step_seconds(layout, ONE)
+        for layout in layouts_up_to(8)
+    ]
     assert extra[0] == pytest.approx(2 * extra[1])
     assert extra[1] == pytest.approx(2 * extra[2])
     assert extra[3] == pytest.approx(extra[2])
@@ -50,29 +49,31 @@ def test_copies_of_the_kv_heads_make_reading_no_faster() -> None:
 def test_a_group_divides_the_work_and_pays_for_reducing() -> None:
     reduce = 2 * 10 * (2 * 3 / 4 * 100 * 2 / 1e8 + 1e-5)
     model = replace(MODEL, hardware=replace(HARDWARE, allreduce_seconds=1e-5, overhead_seconds=7.0))
-    assert model.step_seconds(4, ONE) == pytest.approx(2e6 / 1e9 / 4 + reduce + 7.0)
-    assert model.step_seconds(1, ONE) == pytest.approx(2e6 / 1e9 + 7.0)
+    assert model.step_seconds(Layout(tp=4), ONE) == pytest.approx(2e6 / 1e9 / 4 + reduce + 7.0)
+    assert model.step_seconds(Layout(tp=1), ONE) == pytest.approx(2e6 / 1e9 + 7.0)
 
 
 def test_measurements_correct_their_degree_only() -> None:
-    model = MODEL.observe(1, ONE, MODEL.step_seconds(1, ONE))
+    model = MODEL.observe(Layout(tp=1), ONE, MODEL.step_seconds(Layout(tp=1), ONE))
     for _ in range(5):
-        model = model.observe(2, ONE, 1.5 * MODEL.step_seconds(2, ONE))
-    assert model.step_seconds(2, ONE) == pytest.approx(1.5 * MODEL.step_seconds(2, ONE))
-    assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
-    assert model.correction(2, StepKind.DECODE).samples == 5
+        model = model.observe(Layout(tp=2), ONE, 1.5 * MODEL.step_seconds(Layout(tp=2), ONE))
+    assert model.step_seconds(Layout(tp=2), ONE) == pytest.approx(
+        1.5 * MODEL.step_seconds(Layout(tp=2), ONE)
+    )
+    assert model.step_seconds(Layout(tp=1), ONE) == MODEL.step_seconds(Layout(tp=1), ONE)
+    assert model.correction(Layout(tp=2), StepKind.DECODE).samples == 5
 
 
 def test_what_was_not_measured_misses_as_the_most_similar_that_was() -> None:
     """Else the layout that runs would look slow beside those that do not."""
     neutral, late = replace(MODEL, max_sp=4), 0.001
-    model = neutral.observe(4, ONE, neutral.step_seconds(4, ONE) + late)
+    model = neutral.observe(Layout(tp=4), ONE, neutral.step_seconds(Layout(tp=4), ONE) + late)
     for degree, mode in ((4, Mode.SP), (2, Mode.TP), (1, Mode.TP)):
-        truth = neutral.step_seconds(degree, ONE, mode) + late
-        assert model.step_seconds(degree, ONE, mode) == pytest.approx(truth)
-        assert model.correction(degree, StepKind.DECODE, mode).samples == 0
-    nearer = model.observe(2, ONE, MODEL.step_seconds(2, ONE))
-    assert nearer.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
+        truth = neutral.step_seconds(Layout(tp=degree), ONE, mode) + late
+        assert model.step_seconds(Layout(tp=degree), ONE, mode) == pytest.approx(truth)
+        assert model.correction(Layout(tp=degree), StepKind.DECODE, mode).samples == 0
+    nearer = model.observe(Layout(tp=2), ONE, MODEL.step_seconds(Layout(tp=2), ONE))
+    assert nearer.step_seconds(Layout(tp=1), ONE) == MODEL.step_seconds(Layout(tp=1), ONE)
 
 
 def batch(tokens: int) -> Batch:
@@ -84,36 +85,46 @@ def test_steps_of_many_lengths_tell_a_part_from_a_constant(part: float, constant
     """What short steps miss says what long ones will, which were never measured."""
     model = MODEL
     for tokens in [2000, 6000, 4000, 8000] * 20:
-        seconds = part * MODEL.step_seconds(1, batch(tokens)) + constant
-        model = model.observe(1, batch(tokens), seconds)
+        seconds = part * MODEL.step_seconds(Layout(tp=1), batch(tokens)) + constant
+        model = model.observe(Layout(tp=1), batch(tokens), seconds)
     for tokens in (1000, 40_000):
-        truth = part * MODEL.step_seconds(1, batch(tokens)) + constant
-        assert model.step_seconds(1, batch(tokens)) == pytest.approx(truth, rel=0.1)
+        truth = part * MODEL.step_seconds(Layout(tp=1), batch(tokens)) + constant
+        assert model.step_seconds(Layout(tp=1), batch(tokens)) == pytest.approx(truth, rel=0.1)
 
 
 def test_steps_of_one_length_are_taken_to_miss_a_constant() -> None:
     model = MODEL
     for _ in range(20):
-        model = model.observe(1, batch(4000), 0.004 + MODEL.step_seconds(1, batch(4000)))
-    truth = 0.004 + MODEL.step_seconds(1, batch(40_000))
-    assert model.step_seconds(1, batch(40_000)) == pytest.approx(truth)
+        model = model.observe(
+            Layout(tp=1), batch(4000), 0.004 + MODEL.step_seconds(Layout(tp=1), batch(4000))
+        )
+    truth = 0.004 + MODEL.step_seconds(Layout(tp=1), batch(40_000))
+    assert model.step_seconds(Layout(tp=1), batch(40_000)) == pytest.approx(truth)
 
 
 def test_more_work_takes_no_less_time_whatever_was_measured() -> None:
     model = MODEL
     for tokens, seconds in [(4000, 0.05), (8000, 0.005)] * 10:
-        model = model.observe(1, batch(tokens), seconds)
-    assert model.step_seconds(1, batch(8000)) >= model.step_seconds(1, batch(4000)) > 0
+        model = model.observe(Layout(tp=1), batch(tokens), seconds)
+    assert (
+        model.step_seconds(Layout(tp=1), batch(8000))
+        >= model.step_seconds(Layout(tp=1), batch(4000))
+        > 0
+    )
 
 
 def test_steps_with_prompts_are_corrected_apart() -> None:
     prompt = Batch(decodes=3, prefill_tokens=500)
-    model = MODEL.observe(1, prompt, 4 * MODEL.step_seconds(1, prompt))
-    assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
-    assert model.step_seconds(1, ONE) == MODEL.step_seconds(1, ONE)
-    model = model.observe(1, ONE, 0.5 * MODEL.step_seconds(1, ONE))
+    model = MODEL.observe(Layout(tp=1), prompt, 4 * MODEL.step_seconds(Layout(tp=1), prompt))
+    assert model.step_seconds(Layout(tp=1), prompt) == pytest.approx(
+        4 * MODEL.step_seconds(Layout(tp=1), prompt)
+    )
+    assert model.step_seconds(Layout(tp=1), ONE) == MODEL.step_seconds(Layout(tp=1), ONE)
+    model = model.observe(Layout(tp=1), ONE, 0.5 * MODEL.step_seconds(Layout(tp=1), ONE))
     assert [c.kind for c in model.corrections] == [StepKind.PREFILL, StepKind.DECODE]
-    assert model.step_seconds(1, prompt) == pytest.approx(4 * MODEL.step_seconds(1, prompt))
+    assert model.step_seconds(Layout(tp=1), prompt) == pytest.approx(
+        4 * MODEL.step_seconds(Layout(tp=1), prompt)
+    )
 
 
 def worst_error(model: CostModel) -> float:
@@ -121,8 +132,12 @@ def worst_error(model: CostModel) -> float:
     for tokens in [2000, 6000, 4000, 8000] * 10:
         prompt = Batch(prefill_tokens=tokens)
         decodes = Batch(decodes=tokens // 8)
-        model = model.observe(1, prompt, 0.5 * model.roofline_seconds(1, prompt))
-        model = model.observe(1, decodes, 2.0 * model.roofline_seconds(1, decodes))
+        model = model.observe(
+            Layout(tp=1), prompt, 0.5 * model.roofline_seconds(Layout(tp=1), prompt)
+        )
+        model = model.observe(
+            Layout(tp=1), decodes, 2.0 * model.roofline_seconds(Layout(tp=1), decodes)
+        )
     return max(correction.error for correction in model.corrections)
 
 
@@ -133,19 +148,19 @@ def test_no_line_fits_steps_with_prompts_and_all_others(monkeypatch: pytest.Monk
 
 
 def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
-    model = MODEL.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
-    assert model.correction(1, StepKind.DECODE).error == pytest.approx(0.5)
+    model = MODEL.observe(Layout(tp=1), ONE, 2 * MODEL.step_seconds(Layout(tp=1), ONE))
+    assert model.correction(Layout(tp=1), StepKind.DECODE).error == pytest.approx(0.5)
     better = model
     for _ in range(50):
-        better = better.observe(1, ONE, 2 * MODEL.step_seconds(1, ONE))
-    assert better.correction(1, StepKind.DECODE).error < 0.01
+        better = better.observe(Layout(tp=1), ONE, 2 * MODEL.step_seconds(Layout(tp=1), ONE))
+    assert better.correction(Layout(tp=1), StepKind.DECODE).error < 0.01
 
 
 def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
-    slow = MODEL.observe(1, ONE, 1e6).step_seconds(1, ONE)
-    assert slow == pytest.approx(MAX_CORRECTION * MODEL.step_seconds(1, ONE))
+    slow = MODEL.observe(Layout(tp=1), ONE, 1e6).step_seconds(Layout(tp=1), ONE)
+    assert slow == pytest.approx(MAX_CORRECTION * MODEL.step_seconds(Layout(tp=1), ONE))
     with pytest.raises(ValueError, match="cannot be"):
-        MODEL.observe(1, ONE, 0.0)
+        MODEL.observe(Layout(tp=1), ONE, 0.0)
 
 
 # --- SP ---
@@ -155,25 +170,31 @@ EVERY = Batch(decodes=3, context_tokens=900, prefill_tokens=4000, prefill_contex
 
 def test_sp_of_degree_one_is_tp() -> None:
     for degree in (1, 2, 4):
-        assert MODEL.step_seconds(degree, EVERY, Mode.SP) == MODEL.step_seconds(degree, EVERY)
+        assert MODEL.step_seconds(Layout(tp=degree), EVERY, Mode.SP) == MODEL.step_seconds(
+            Layout(tp=degree), EVERY
+        )
 
 
 def test_a_small_batch_in_sp_reads_all_the_weights_at_every_member() -> None:
     model = replace(MODEL, max_sp=8, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
-    assert model.step_seconds(4, ONE) == pytest.approx(2e6 / 1e9 / 4)
-    assert model.step_seconds(4, ONE, Mode.SP) == pytest.approx(2e6 / 1e9)
+    assert model.step_seconds(Layout(tp=4), ONE) == pytest.approx(2e6 / 1e9 / 4)
+    assert model.step_seconds(Layout(tp=4), ONE, Mode.SP) == pytest.approx(2e6 / 1e9)
     half = replace(model, max_sp=2)
-    assert half.step_seconds(4, ONE, Mode.SP) == pytest.approx(2e6 / 1e9 / 2), "with TP of 2"
+    assert half.step_seconds(Layout(tp=4), ONE, Mode.SP) == pytest.approx(2e6 / 1e9 / 2), (
+        "with TP of 2"
+    )
 
 
 def test_a_long_prompt_in_sp_costs_each_member_its_part() -> None:
     model = replace(MODEL, max_sp=8, hardware=replace(HARDWARE, link_bytes_per_second=1e30))
     for tokens in (40_000, 39_997):  # padded to the same
-        step = model.step_seconds(4, Batch(prefill_tokens=tokens), Mode.SP)
+        step = model.step_seconds(Layout(tp=4), Batch(prefill_tokens=tokens), Mode.SP)
         assert step == pytest.approx(2e6 * 1e4 / 1e12)
     attention = replace(EVERY, prefill_context=10**6)
     extra = [
-        model.step_seconds(4, attention, mode) - model.step_seconds(4, EVERY, mode) for mode in Mode
+        model.step_seconds(Layout(tp=4), attention, mode)
+        - model.step_seconds(Layout(tp=4), EVERY, mode)
+        for mode in Mode
     ]
     assert extra[0] == pytest.approx(extra[1]), "the heads are shared out in the same way"
 
@@ -184,11 +205,15 @@ def test_sp_exchanges_the_heads_of_a_member_s_tokens() -> None:
     model = CostModel(SHAPE, replace(slow, allreduce_seconds=1e-3), max_sp=4)
     prompt = Batch(prefill_tokens=4000)
     moved = 3 / 4 * 1000 * (2 * 8 + 2 * 4) * 16 * 2
-    assert model.step_seconds(4, prompt, Mode.SP) == pytest.approx(10 * (2e-3 + moved / 1e8))
+    assert model.step_seconds(Layout(tp=4), prompt, Mode.SP) == pytest.approx(
+        10 * (2e-3 + moved / 1e8)
+    )
     # Eight members share four KV heads: each of them is sent twice.
     wide = replace(model, max_sp=8)
     moved = 7 / 8 * 500 * (2 * 8 + 2 * 8) * 16 * 2
-    assert wide.step_seconds(8, prompt, Mode.SP) == pytest.approx(10 * (2e-3 + moved / 1e8))
+    assert wide.step_seconds(Layout(tp=8), prompt, Mode.SP) == pytest.approx(
+        10 * (2e-3 + moved / 1e8)
+    )
 
 
 def test_sp_and_tp_together_pay_for_both() -> None:
@@ -196,7 +221,7 @@ def test_sp_and_tp_together_pay_for_both() -> None:
     model = CostModel(SHAPE, slow, max_sp=2)
     exchanged = 1 / 2 * 2000 * (2 * 8 + 2 * 4) / 2 * 16 * 2
     reduced = 2 * (2 * 1 / 2 * 2000 * 100 * 2)
-    step = model.step_seconds(4, Batch(prefill_tokens=4000), Mode.SP)
+    step = model.step_seconds(Layout(tp=4), Batch(prefill_tokens=4000), Mode.SP)
     assert step == pytest.approx(10 * (exchanged + reduced) / 1e8)
 
 
@@ -211,14 +236,16 @@ def test_a_short_step_in_sp_waits_for_the_host(tokens: int) -> None:
     free = replace(HOST, link_bytes_per_second=1e30)
     for max_sp in (2, 4):  # combined with TP, or not
         model = CostModel(SHAPE, free, max_sp=max_sp)
-        step = model.roofline_seconds(4, Batch(prefill_tokens=tokens), Mode.SP)
+        step = model.roofline_seconds(Layout(tp=4), Batch(prefill_tokens=tokens), Mode.SP)
         assert step == pytest.approx(10 * 3e-4 + 1e-3)
 
 
 def test_a_long_step_in_sp_hides_the_host() -> None:
     with_host, without = CostModel(SHAPE, HOST, max_sp=4), replace(HOST, sp_layer_host_seconds=0.0)
-    step = with_host.roofline_seconds(4, EVERY, Mode.SP)
-    assert step == replace(with_host, hardware=without).roofline_seconds(4, EVERY, Mode.SP)
+    step = with_host.roofline_seconds(Layout(tp=4), EVERY, Mode.SP)
+    assert step == replace(with_host, hardware=without).roofline_seconds(
+        Layout(tp=4), EVERY, Mode.SP
+    )
     assert step > 10 * 3e-4 + 1e-3
 
 
@@ -233,8 +260,10 @@ def test_no_step_in_sp_is_faster_than_its_host_and_none_in_tp_waits_for_it(
 ) -> None:
     hardware = replace(HARDWARE, sp_layer_host_seconds=host)
     slow, free = (CostModel(SHAPE, h, max_sp=max_sp) for h in (hardware, HARDWARE))
-    assert slow.roofline_seconds(degree, batch) == free.roofline_seconds(degree, batch)
-    in_sp, device = (m.roofline_seconds(degree, batch, Mode.SP) for m in (slow, free))
+    assert slow.roofline_seconds(Layout(tp=degree), batch) == free.roofline_seconds(
+        Layout(tp=degree), batch
+    )
+    in_sp, device = (m.roofline_seconds(Layout(tp=degree), batch, Mode.SP) for m in (slow, free))
     runs_sp = min(degree, max_sp) > 1
     assert in_sp == pytest.approx(max(device, 10 * host if runs_sp else 0.0))
 
@@ -252,18 +281,20 @@ def test_what_devices_take_has_neither_host_nor_overhead(
     slow = replace(HARDWARE, sp_layer_host_seconds=host, overhead_seconds=1.0)
     waiting, free = (CostModel(SHAPE, h, max_sp=max_sp) for h in (slow, HARDWARE))
     assert HARDWARE.overhead_seconds == 0.0
-    device = free.roofline_seconds(degree, batch, mode)
-    assert waiting.device_seconds(degree, batch, mode) == device
-    assert waiting.roofline_seconds(degree, batch, mode) >= device + 1.0
+    device = free.roofline_seconds(Layout(tp=degree), batch, mode)
+    assert waiting.device_seconds(Layout(tp=degree), batch, mode) == device
+    assert waiting.roofline_seconds(Layout(tp=degree), batch, mode) >= device + 1.0
 
 
 def test_measurements_correct_their_mode_only() -> None:
     model = replace(MODEL, max_sp=4)
-    model = model.observe(4, EVERY, model.step_seconds(4, EVERY))
-    measured = model.observe(4, EVERY, 3 * model.step_seconds(4, EVERY, Mode.SP), Mode.SP)
-    assert measured.step_seconds(4, EVERY) == model.step_seconds(4, EVERY)
-    in_sp = measured.step_seconds(4, EVERY, Mode.SP)
-    assert in_sp == pytest.approx(3 * model.step_seconds(4, EVERY, Mode.SP))
-    both = measured.observe(4, EVERY, 1.0).observe(4, EVERY, 1.0)
+    model = model.observe(Layout(tp=4), EVERY, model.step_seconds(Layout(tp=4), EVERY))
+    measured = model.observe(
+        Layout(tp=4), EVERY, 3 * model.step_seconds(Layout(tp=4), EVERY, Mode.SP), Mode.SP
+    )
+    assert measured.step_seconds(Layout(tp=4), EVERY) == model.step_seconds(Layout(tp=4), EVERY)
+    in_sp = measured.step_seconds(Layout(tp=4), EVERY, Mode.SP)
+    assert in_sp == pytest.approx(3 * model.step_seconds(Layout(tp=4), EVERY, Mode.SP))
+    both = measured.observe(Layout(tp=4), EVERY, 1.0).observe(Layout(tp=4), EVERY, 1.0)
     assert len(both.corrections) == 2
-    assert both.correction(4, StepKind.PREFILL, Mode.SP).samples == 1
+    assert both.correction(Layout(tp=4), StepKind.PREFILL, Mode.SP).samples == 1

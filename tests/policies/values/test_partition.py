@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.policies.values.layouts import Layout, alone, layouts_up_to
 from shoal.policies.values.partition import (
     Partition,
     PartitionError,
-    degrees,
-    groups_of,
-    layout_name,
-    leader_of,
     parse_partition,
     singles,
+    units_of,
 )
+from tests.units import tp
 
 
 @st.composite
@@ -27,9 +26,10 @@ def partitions(draw: st.DrawFn) -> tuple[Partition, int, int]:
     groups = []
     first = 0
     while first < engines:
-        fitting = [p for p in degrees(max_group) if first % p == 0 and first + p <= engines]
+        sizes = [layout.world_size for layout in layouts_up_to(max_group)]
+        fitting = [p for p in sizes if first % p == 0 and first + p <= engines]
         size = draw(st.sampled_from(fitting))
-        groups.append(tuple(range(first, first + size)))
+        groups.append(tp(*range(first, first + size)))
         first += size
     return tuple(groups), engines, max_group
 
@@ -39,9 +39,9 @@ def test_valid_partition_is_accepted_in_any_order(
     drawn: tuple[Partition, int, int], random: Random
 ) -> None:
     partition, engines, max_group = drawn
-    units = [list(group) for group in partition]
-    for unit in units:
-        random.shuffle(unit)
+    units = [list(unit.engines) for unit in partition]
+    for engines_of_unit in units:
+        random.shuffle(engines_of_unit)
     random.shuffle(units)
     assert parse_partition(units, engines=engines, max_group=max_group) == partition
 
@@ -54,10 +54,10 @@ def test_what_is_accepted_is_a_partition_into_aligned_groups(
         partition = parse_partition(units, engines=engines, max_group=4)
     except PartitionError:
         return
-    assert sorted(itertools.chain(*partition)) == list(range(engines))
-    for group in partition:
-        assert group in groups_of(engines, len(group))
-        assert len(group) in degrees(4)
+    assert sorted(itertools.chain(*(unit.engines for unit in partition))) == list(range(engines))
+    for unit in partition:
+        assert unit in units_of(engines, unit.layout)
+        assert unit.layout in layouts_up_to(4)
 
 
 @pytest.mark.parametrize(
@@ -126,31 +126,14 @@ def test_refused_partition_is_named(units: list[list[int]], message: str) -> Non
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize(
-    ("max_group", "expected"), [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (8, (1, 2, 4, 8))]
-)
-def test_degrees_are_the_powers_of_two_up_to_the_largest(
-    max_group: int, expected: tuple[int, ...]
-) -> None:
-    assert degrees(max_group) == expected
+def test_units_of_leaves_a_remainder_out() -> None:
+    assert units_of(5, Layout(tp=2)) == (tp(0, 1), tp(2, 3))
+    assert units_of(3, Layout(tp=4)) == ()
 
 
-def test_groups_of_leaves_a_remainder_out() -> None:
-    assert groups_of(5, 2) == ((0, 1), (2, 3))
-    assert groups_of(3, 4) == ()
+def test_units_of_a_layout_have_it() -> None:
+    assert {unit.layout for unit in units_of(4, Layout(pp=2))} == {Layout(pp=2)}
 
 
 def test_singles_is_the_partition_into_engines() -> None:
-    assert singles(3) == groups_of(3, 1) == ((0,), (1,), (2,))
-
-
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [((3,), "dp"), ((2, 3), "tp2"), ((0, 1, 2, 3), "tp4"), (tuple(range(8)), "tp8")],
-)
-def test_layout_is_named_by_the_size_of_the_group(group: tuple[int, ...], name: str) -> None:
-    assert layout_name(group) == name
-
-
-def test_the_first_engine_leads() -> None:
-    assert leader_of((2, 3)) == 2
+    assert singles(3) == units_of(3, Layout()) == (alone(0), alone(1), alone(2))

@@ -4,6 +4,7 @@ import pytest
 
 from shoal.policies import registry
 from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan, Policy, TreatmentName
 from shoal.policies.values.snapshot import Snapshot
@@ -12,10 +13,11 @@ from shoal.runtime.controller.requests.pauses import PAUSE_SECONDS, TURN_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
-ALONE = ((0,), (1,), (2,), (3,))
-TOGETHER = ((0, 1, 2, 3),)
-PAIR = ((0, 1), (2,), (3,))
+ALONE = (alone(0), alone(1), alone(2), alone(3))
+TOGETHER = (tp(0, 1, 2, 3),)
+PAIR = (tp(0, 1), alone(2), alone(3))
 STEP = 0.05
 TIMED = FakeSettings(
     step_seconds=STEP, num_blocks=512, block_tokens=16, max_num_seqs=8, max_model_len=4000
@@ -205,7 +207,7 @@ def test_an_operator_waits_as_long_as_was_asked_for() -> None:
 def test_an_operator_may_ask_for_a_bound() -> None:
     node = started(*TOGETHER)
     begin(node, "pinned", **PINNED)
-    units = [list(unit) for unit in ALONE]
+    units = [list(unit.engines) for unit in ALONE]
     call = node.call(m.SetLayout, units, m.Treatment.SOFT, 10.0, 1.0)
     node.send("new", 10, 5)
     let_pass(node, 2.0)
@@ -222,13 +224,13 @@ def test_engines_that_a_switch_does_not_concern_go_on_starting_requests(
 ) -> None:
     node = started(*PAIR)
     begin(node, "pinned", **PINNED)
-    assert node.placed()["pinned"] == (0, 1)
+    assert node.placed()["pinned"] == tp(0, 1)
     decide(monkeypatch, node, ALONE)
     let_pass(node, STEP)
     for k in range(4):
         node.send(f"new{k}", 10, 5)
     let_pass(node, WAIT / 2)
-    assert {node.placed()[f"new{k}"] for k in range(4)} == {(2,), (3,)}
+    assert {node.placed()[f"new{k}"] for k in range(4)} == {alone(2), alone(3)}
     assert all(f"new{k}" in node.finish for k in range(4))
     assert node.controller.book.partition == PAIR, "it still waits"
     let_pass(node, SOON)
@@ -237,9 +239,9 @@ def test_engines_that_a_switch_does_not_concern_go_on_starting_requests(
 
 
 def test_a_release_before_a_bind_shares_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = started((0, 1), (2, 3))
+    node = started(tp(0, 1), tp(2, 3))
     begin(node, "left", "right", **PINNED)
-    assert set(node.placed().values()) == {(0, 1), (2, 3)}
+    assert set(node.placed().values()) == {tp(0, 1), tp(2, 3)}
     decide(monkeypatch, node, TOGETHER)
     node.send("new", 10, 5)
     let_pass(node, SOON)
@@ -251,7 +253,7 @@ def test_a_release_before_a_bind_shares_its_wait(monkeypatch: pytest.MonkeyPatch
 def test_a_member_that_dies_when_the_switch_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     node = started(*ALONE)
     begin(node, "pinned", **PINNED)
-    (engine,) = node.placed()["pinned"]
+    (engine,) = node.placed()["pinned"].engines
     other = (engine + 1) % 4
     node.hung = {other}
     decide(monkeypatch, node, TOGETHER)
@@ -309,7 +311,11 @@ def test_what_a_hard_bind_has_paused_goes_on_beside_its_group(
     node.send("shared", 10, 200)
     let_pass(node, PAUSE_SECONDS + 1.0)
     view = node.controller.switches[-1]
-    assert (view.reason, view.before, view.after) == ("paused", list(PAIR), list(PAIR))
+    assert (view.reason, view.before, view.after) == (
+        "paused",
+        [unit.engines for unit in PAIR],
+        [unit.engines for unit in PAIR],
+    )
     had = [tokens(node, name) for name in "abcd"]
     let_pass(node, 1.0)
     assert all(tokens(node, name) > n for name, n in zip("abcd", had, strict=True))

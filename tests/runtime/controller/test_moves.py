@@ -3,13 +3,15 @@
 import msgspec
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode, request_payload
+from tests.units import tp
 
 SOFT, HARD = m.Treatment.SOFT, m.Treatment.HARD
-ALONE = ((0,), (1,), (2,), (3,))
+ALONE = (alone(0), alone(1), alone(2), alone(3))
 
 
 def started(**settings) -> LoopbackNode:
@@ -34,20 +36,20 @@ def test_a_soft_bind_moves_what_runs_into_the_group() -> None:
     half = {r: len(tokens) for r, tokens in node.tokens.items()}
     assert len(half) == 8
     assert all(0 < tokens < 40 for tokens in half.values())
-    view = node.switch((0, 1, 2, 3), treatment=SOFT)
+    view = node.switch(tp(0, 1, 2, 3), treatment=SOFT)
     assert (view.moved, view.paused, view.drained) == (8, 0, 0)
-    assert set(node.placed().values()) >= {(0, 1, 2, 3)}
+    assert set(node.placed().values()) >= {tp(0, 1, 2, 3)}
     assert_sound(node)
     assert node.view().moves_total == 8
 
 
 def test_a_soft_release_moves_what_runs_out_of_the_group() -> None:
     node = started()
-    node.switch((0, 1, 2, 3))
+    node.switch(tp(0, 1, 2, 3))
     for k in range(6):
         node.send(f"r{k}", 20, 40)
     node.turns(10)
-    assert {node.controller.book.where(f"r{k}") for k in range(6)} == {(0, 1, 2, 3)}
+    assert {node.controller.book.where(f"r{k}") for k in range(6)} == {tp(0, 1, 2, 3)}
     view = node.switch(*ALONE, treatment=SOFT)
     assert view.moved == 6
     assert_sound(node)
@@ -55,12 +57,12 @@ def test_a_soft_release_moves_what_runs_out_of_the_group() -> None:
 
 def test_requests_paused_in_other_groups_move_too() -> None:
     node = started()
-    node.switch((0, 1), (2,), (3,))
+    node.switch(tp(0, 1), alone(2), alone(3))
     for k in range(4):
         node.send(f"r{k}", 12, 30)
     node.turns(8)
     assert node.switch(*ALONE, treatment=HARD).paused > 0
-    node.switch((0, 1, 2, 3), treatment=SOFT)
+    node.switch(tp(0, 1, 2, 3), treatment=SOFT)
     assert_sound(node)
 
 
@@ -69,7 +71,7 @@ def test_a_request_can_move_again_and_again() -> None:
     node.send("r", 10, 60)
     for k in range(6):
         node.turns(8)
-        units = [(0, 1, 2, 3)] if k % 2 == 0 else ALONE
+        units = [tp(0, 1, 2, 3)] if k % 2 == 0 else ALONE
         node.set_layout(*units, treatment=SOFT)
     node.settle()
     assert node.view().moves_total > 2
@@ -85,7 +87,7 @@ def test_a_request_that_cannot_move_is_waited_for() -> None:
     node.network.front_sends(0, wire.RequestType.ADD, [msgspec.msgpack.encode(fields)])
     node.send("free", 10, 30)
     node.turns(8)
-    view = node.switch((0, 1, 2, 3), treatment=SOFT)
+    view = node.switch(tp(0, 1, 2, 3), treatment=SOFT)
     assert (view.moved, view.drained) == (1, 1)
     assert_sound(node)
 
@@ -94,7 +96,7 @@ def test_a_moved_request_can_be_withdrawn() -> None:
     node = started()
     node.send("r", 10, 60)
     node.turns(8)
-    node.set_layout((0, 1, 2, 3), treatment=SOFT)
+    node.set_layout(tp(0, 1, 2, 3), treatment=SOFT)
     node.abort("r")
     node.settle()
     assert node.audit() == []

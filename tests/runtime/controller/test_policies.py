@@ -5,13 +5,15 @@ import logging
 import pytest
 
 from shoal.policies import registry
-from shoal.policies.values.partition import groups_of, singles
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
 from shoal.policies.values.plan import Dispatch, Plan, PlanFunction, Policy
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.books.demand import BudgetSettings, SwitchBudget
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp, tp_units
 
 TIMED = FakeSettings(
     step_seconds=0.05, num_blocks=512, block_tokens=16, max_num_seqs=64, max_model_len=400
@@ -43,11 +45,11 @@ def raises(_: Snapshot, /) -> Plan:
 
 
 def invents_a_request(_: Snapshot, /) -> Plan:
-    return Plan((Dispatch("no-such", (0,)),))
+    return Plan((Dispatch("no-such", alone(0)),))
 
 
 def breaks_alignment(_: Snapshot, /) -> Plan:
-    return Plan(target=((0,), (1, 2), (3,)))
+    return Plan(target=(alone(0), (1, 2), alone(3)))
 
 
 @pytest.mark.parametrize("plan", [raises, invents_a_request, breaks_alignment])
@@ -81,7 +83,7 @@ def test_the_policy_changes_live() -> None:
     view = node.reply(reply)
     assert isinstance(view, m.LayoutView)
     assert view.policy == "static-tp"
-    assert node.controller.book.partition == ((0, 1, 2, 3),)
+    assert node.controller.book.partition == (tp(0, 1, 2, 3),)
     assert node.missing == []
     node.assert_exact()
 
@@ -103,7 +105,7 @@ def test_what_needs_a_group_is_refused_where_none_is_ever_formed() -> None:
     node.settle()
     node.send("again", 40, 1)
     node.settle()
-    assert node.placed()["again"] == (0, 1)
+    assert node.placed()["again"] == tp(0, 1)
     assert node.missing == []
     node.assert_exact()
 
@@ -120,16 +122,16 @@ def test_what_waits_for_a_group_ends_where_none_is_formed_any_more() -> None:
     ended = node.ended()["long"]
     assert (ended.outcome, ended.status) == (m.Outcome.LOST, 500)
     assert ended.message == NO_GROUP
-    assert node.placed()["short"] in ((0,), (1,))
+    assert node.placed()["short"] in (alone(0), alone(1))
 
 
 def test_what_comes_back_from_a_group_ends_where_none_is_formed_any_more() -> None:
     node = LoopbackNode(2, settings=NARROW)
     node.settle()
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("long", 36, 15)
     node.turns(8)
-    node.switch((0,), (1,), treatment=m.Treatment.HARD)
+    node.switch(alone(0), alone(1), treatment=m.Treatment.HARD)
     node.call(m.SetPolicy, "static-dp")
     node.run_for(60.0, tick=1.0)
     assert node.missing == []
@@ -165,7 +167,7 @@ def test_a_policy_that_is_none_changes_nothing() -> None:
 
 def flips(seen: Snapshot, /) -> Plan:
     """Want the other layout, always."""
-    wide = groups_of(seen.engines, seen.engines)
+    wide = tp_units(seen.engines, seen.engines)
     return Plan(target=None if seen.switching else _other(seen, wide), treatment="soft")
 
 
@@ -206,7 +208,7 @@ def test_a_square_wave_does_not_make_flying_flap(period: float) -> None:
     node.assert_exact()
     done = node.view().switches_total["done"]
     assert 1 < done <= BudgetSettings().burst + seconds / 60 * BudgetSettings().per_minute
-    assert node.controller.book.partition == ((0, 1, 2, 3),), "quiet again"
+    assert node.controller.book.partition == (tp(0, 1, 2, 3),), "quiet again"
     assert node.audit() == []
 
 
@@ -241,7 +243,7 @@ def test_urgent_requests_get_a_group_and_those_paused_for_it_come_back() -> None
     assert node.controller.book.partition == singles(4)
     node.send("urgent", 8, 40, priority=-5)
     let_pass(node, 0.5)
-    assert node.placed()["urgent"] in ((0, 1), (2, 3))
+    assert node.placed()["urgent"] in (tp(0, 1), tp(2, 3))
     assert node.controller.switches[-1].treatment is m.Treatment.HARD
     let_pass(node, 30.0)
     assert node.missing == []

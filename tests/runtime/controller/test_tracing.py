@@ -2,11 +2,13 @@
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import SwitchTrace
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
-ALONE = ((0,), (1,))
+ALONE = (alone(0), alone(1))
 SOFT, HARD = m.Treatment.SOFT, m.Treatment.HARD
 
 
@@ -30,11 +32,11 @@ def test_a_request_s_wait_is_told_at_every_placement() -> None:
     node.send("r", 10, 40)
     node.turns(6)
     node.clock.advance(2.0)
-    node.switch((0, 1), treatment=SOFT)
+    node.switch(tp(0, 1), treatment=SOFT)
     node.settle()
     first, second = placed(node)
     assert first.waited == (arrival, arrival)
-    assert second.unit == (0, 1)
+    assert second.unit == tp(0, 1)
     # It came back into the pool when it was moved, not when it first came.
     assert second.waited is not None
     assert arrival + 2.0 <= second.waited[0] <= second.waited[1]
@@ -46,16 +48,16 @@ def test_a_switch_is_told_as_it_begins_and_when_it_has_ended() -> None:
     node.send("r", 10, 40)
     node.turns(6)
     unit = placed(node)[0].unit
-    view = node.switch((0, 1), treatment=HARD)
+    view = node.switch(tp(0, 1), treatment=HARD)
     begin, end = (note.trace for note in told(node))
     assert isinstance(begin, SwitchTrace)
     assert isinstance(end, SwitchTrace)
-    assert (begin.done, begin.phases, begin.units) == (None, [], [(0, 1)])
+    assert (begin.done, begin.phases, begin.units) == (None, [], [tp(0, 1)])
     assert (end.done, end.epoch, end.reason, end.treatment) == (view, view.epoch, "manual", "hard")
     assert began <= begin.at <= end.at
     assert [phase.name for phase in end.phases] == ["drain", "lease", "commit"]
     for phase in end.phases:
-        assert phase.unit == (0, 1)
+        assert phase.unit == tp(0, 1)
         assert begin.at <= phase.start <= phase.end <= end.at
     # All front ends can refer to it; the next one is another.
     assert told(node, "front-1") == told(node)
@@ -73,7 +75,7 @@ def test_without_tracing_notes_carry_no_more(treatment: m.Treatment) -> None:
     node = started(tracing=False)
     node.send("r", 10, 40)
     node.turns(6)
-    node.switch((0, 1), treatment=treatment)
+    node.switch(tp(0, 1), treatment=treatment)
     node.switch(*ALONE, treatment=treatment)
     node.settle()
     assert {note.waited for note in placed(node)} == {None}

@@ -18,7 +18,7 @@ import zmq
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.link import instructions
@@ -46,7 +46,7 @@ class Probe:
 def send(
     context: zmq.Context[Any],
     config: NodeConfig,
-    unit: Group,
+    unit: Unit,
     engine: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -54,7 +54,7 @@ def send(
     """Put a probe into the queue that a member of ``unit`` reads."""
     addresses = Addresses(config.runtime_dir)
     socket = context.socket(zmq.PUSH)
-    single = len(unit) == 1
+    single = not unit.is_group
     socket.connect(addresses.runner(engine) if single else addresses.group_runner(unit, engine))
     socket.send(pickle.dumps(Probe(function, args)))
     socket.close(linger=10_000)
@@ -203,12 +203,12 @@ def owned_bytes(runner: ProbedRunner) -> dict[int, int]:
 
 def order_heads_by_rank(runner: ProbedRunner, degree: int) -> None:
     """Let a TP layout compute the heads of its rank, whatever the KV cache holds."""
-    _view_heads(runner, degree, runner._layouts[degree].group.index(runner._engine))
+    _view_heads(runner, degree, runner._layouts[degree].unit.index(runner._engine))
 
 
 def order_heads_by_base(runner: ProbedRunner, degree: int) -> None:
     """Let a TP layout compute the heads that steps by sequence write to its KV cache."""
-    rank = runner._layouts[degree].group.index(runner._engine)
+    rank = runner._layouts[degree].unit.index(runner._engine)
     _view_heads(runner, degree, head_shard(rank, degree, runner.max_sp))
 
 

@@ -25,7 +25,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.registry import POLICIES
-from shoal.policies.values.partition import Group, Partition, degrees, singles
+from shoal.policies.values.layouts import Unit, layouts_up_to, tensor_parallel
+from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.config import MAX_RETRIES, Addresses, LayoutConfigs, NodeConfig
@@ -67,21 +68,22 @@ NODE_ARGS: dict[str, Any] = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched
 
 
 def _addressed(snapshot: Snapshot) -> Plan:
-    rooms = {unit.group: Room(unit) for unit in snapshot.units}
+    rooms = {unit.unit: Room(unit) for unit in snapshot.units}
     dispatches = []
     for request in snapshot.pool:
         named = unit_of(request.request_id)
         for room in rooms.values():
-            if named in ((), room.unit.group) and room.takes(request):
+            if named in (None, room.unit.unit) and room.takes(request):
                 room.take(request)
-                dispatches.append(Dispatch(request.request_id, room.unit.group))
+                dispatches.append(Dispatch(request.request_id, room.unit.unit))
                 break
     return Plan(tuple(dispatches))
 
 
-def unit_of(request_id: str) -> Group:
-    """Return the unit that a request's id names: ``0-1/7`` runs on ``(0, 1)``, ``/7`` anywhere."""
-    return tuple(int(engine) for engine in request_id.split("/")[0].split("-") if engine)
+def unit_of(request_id: str) -> Unit | None:
+    """Return the unit that a request's id names, if any: that of ``0-1/7`` is ``tp(0, 1)``."""
+    engines = [int(engine) for engine in request_id.split("/")[0].split("-") if engine]
+    return tensor_parallel(engines) if engines else None
 
 
 ADDRESSED = Policy("addressed", _addressed, decides_layout=False)
@@ -148,7 +150,7 @@ class Process:
 def configs_of(model: str, max_group: int, **vllm_args: Any) -> LayoutConfigs:
     """Return what ``NodeConfig.vllm`` holds, of arguments over ``MODEL_ARGS``."""
     args = prepare(AsyncEngineArgs(model=model, **(MODEL_ARGS | vllm_args)), api_servers=1)
-    return layout_configs(args, dp_config(args), degrees(max_group))
+    return layout_configs(args, dp_config(args), [layout.tp for layout in layouts_up_to(max_group)])
 
 
 # --- stock vLLM -----------------------------------------------------------------------------------
@@ -454,7 +456,7 @@ class RealNode:
 
     def submit(
         self,
-        unit: Group,
+        unit: Unit | None,
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 32,
         temperature: float = 0.0,
@@ -462,11 +464,12 @@ class RealNode:
     ) -> list[str]:
         """Send prompts that want to run on ``unit``, and return their request ids.
 
-        An empty unit is any.
+        None is any.
         """
         ids = []
+        named = "" if unit is None else "-".join(map(str, unit.engines))
         for prompt in prompts:
-            request_id = f"{'-'.join(map(str, unit))}/{next(self._numbers)}"
+            request_id = f"{named}/{next(self._numbers)}"
             params = SamplingParams(
                 temperature=temperature, max_tokens=max_tokens, **{"ignore_eos": True} | sampling
             )
@@ -507,13 +510,17 @@ class RealNode:
         self.until(lambda: all(len(self.tokens[r]) >= count for r in request_ids), "tokens")
 
     def generate(
-        self, unit: Group, prompts: Sequence[Sequence[int]], max_tokens: int = 32, **sampling: Any
+        self,
+        unit: Unit | None,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 32,
+        **sampling: Any,
     ) -> list[list[int]]:
         """Return what a unit generates for each prompt."""
         return self.wait(self.submit(unit, prompts, max_tokens, **sampling))
 
     def generate_spread(
-        self, units: Sequence[Group], prompts: Sequence[Sequence[int]], max_tokens: int = 32
+        self, units: Sequence[Unit], prompts: Sequence[Sequence[int]], max_tokens: int = 32
     ) -> list[list[int]]:
         """Return what prompts give that are dealt out to several units, all at once."""
         ids = [
@@ -532,10 +539,12 @@ class RealNode:
     def partition(self) -> Partition:
         return self.controller.book.partition
 
-    def ask(self, units: Sequence[Group], treatment: m.Treatment = m.Treatment.HARD) -> int:
+    def ask(self, units: Sequence[Unit], treatment: m.Treatment = m.Treatment.HARD) -> int:
         """Ask for a partition without waiting; returns the call for ``switched``."""
         call = next(self._numbers)
-        message = m.SetLayout(call, [list(unit) for unit in units], treatment, PATIENCE_SECONDS)
+        message = m.SetLayout(
+            call, [list(unit.engines) for unit in units], treatment, PATIENCE_SECONDS
+        )
         self._control.send(m.encode(message))
         return call
 
@@ -552,14 +561,14 @@ class RealNode:
         assert isinstance(reply, m.SwitchDone)
         return reply.switch
 
-    def switch(self, *units: Group, treatment: m.Treatment = m.Treatment.HARD) -> SwitchView:
+    def switch(self, *units: Unit, treatment: m.Treatment = m.Treatment.HARD) -> SwitchView:
         """Switch to a partition; engines that are not named stay or become single."""
-        named = {engine for unit in units for engine in unit}
-        rest = [unit for unit in singles(self.config.engines) if unit[0] not in named]
+        named = {engine for unit in units for engine in unit.engines}
+        rest = [unit for unit in singles(self.config.engines) if unit.leader not in named]
         return self.switched(self.ask([*units, *rest], treatment))
 
     @contextmanager
-    def bound(self, *groups: Group) -> Iterator[None]:
+    def bound(self, *groups: Unit) -> Iterator[None]:
         """Bind groups for a while."""
         self.switch(*groups)
         try:

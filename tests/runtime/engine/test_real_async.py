@@ -11,16 +11,18 @@ from tokenizers import Tokenizer
 from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock, random_prompts
 from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script, steps_ahead
+from tests.units import tp
 
 BLOCK_TOKENS = 32
-GROUP = (0, 1)
-UNITS = [(0,), (1,)]
+GROUP = tp(0, 1)
+UNITS = [alone(0), alone(1)]
 
 SCHEMA = {
     "type": "object",
@@ -55,7 +57,7 @@ def test_tokens_are_stocks_before_in_and_after_a_group(node: RealNode, stock: St
 
 def test_tokens_are_stocks_where_steps_are_scheduled_ahead(node: RealNode, stock: Stock) -> None:
     expected = stock(PROMPTS, 32)
-    for unit in ((0,), GROUP):
+    for unit in (alone(0), GROUP):
         with node.bound(GROUP) if unit == GROUP else nullcontext():
             before = steps_ahead(node.config, 0)
             # They end one after the other: scheduled ahead of an end, a step computes in vain.
@@ -75,11 +77,11 @@ def test_a_grammar_has_the_token_of_every_step(node: RealNode, llama: Path, stoc
     """Beside requests whose steps go ahead, and of a prompt that is cached but for one token."""
     prompt = PROMPTS[4]
     assert len(prompt) == BLOCK_TOKENS + 1
-    alone = structured(node, (0,), prompt)
-    beside = node.submit((0,), PROMPTS[:4], max_tokens=400)
+    lonely = structured(node, alone(0), prompt)
+    beside = node.submit(alone(0), PROMPTS[:4], max_tokens=400)
     node.wait_for_tokens(beside, 2)
     for _ in range(3):
-        assert structured(node, (0,), prompt) == alone
+        assert structured(node, alone(0), prompt) == lonely
     assert not node.finished.keys() & set(beside)
     assert [tokens[:32] for tokens in node.wait(beside)] == stock(PROMPTS, 32)[:4]
 
@@ -93,7 +95,7 @@ def test_tokens_are_stocks_where_blocks_run_out(llama: Path, stock: Stock) -> No
     ) as node:
         for _ in range(2):
             requests = [
-                node.submit((0,), [prompt], max_tokens=count)
+                node.submit(alone(0), [prompt], max_tokens=count)
                 for prompt, count in zip(MANY, counts, strict=True)
             ]
             found = [node.wait(request)[0] for request in requests]
@@ -109,12 +111,12 @@ def test_tokens_are_stocks_however_steps_run(node: RealNode, stock: Stock) -> No
     with node.bound(GROUP):
         assert node.generate(GROUP, PROMPTS) == expected
     node.script(Script.TP)
-    assert all(set(node.probe(engine, probes.take_modes)) == set(Mode) for engine in GROUP)
+    assert all(set(node.probe(engine, probes.take_modes)) == set(Mode) for engine in GROUP.engines)
 
 
 def test_paused_requests_go_on_exactly(node: RealNode, stock: Stock) -> None:
     expected = stock(PROMPTS, 100)
-    paused = node.submit((1,), PROMPTS, max_tokens=100)
+    paused = node.submit(alone(1), PROMPTS, max_tokens=100)
     node.wait_for_tokens(paused, 5)
     with node.bound(GROUP):
         assert not node.finished.keys() & set(paused)
@@ -160,7 +162,7 @@ def structured(node: RealNode, unit: tuple[int, ...], prompt: list[int]) -> list
 def test_a_json_schema_holds_in_a_group_though_sampling_is_deferred(
     node: RealNode, llama: Path
 ) -> None:
-    expected = [structured(node, (0,), prompt) for prompt in PROMPTS[:3]]
+    expected = [structured(node, alone(0), prompt) for prompt in PROMPTS[:3]]
     with node.bound(GROUP):
         assert [structured(node, GROUP, prompt) for prompt in PROMPTS[:3]] == expected
         # The grammar of a step needs the token of the step before: every member is told it late.
@@ -176,18 +178,18 @@ def test_a_seed_says_the_same_of_a_prompt_in_parts(node: RealNode) -> None:
     """On CPUs vLLM's runner would die of the parts; what is thrown away draws nothing."""
     prompt = random_prompts((300,), seed=12)
     sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
-    in_parts = node.generate((0,), prompt, **sampling)
+    in_parts = node.generate(alone(0), prompt, **sampling)
     # The second time all but a few tokens are cached.
-    assert node.generate((0,), prompt, **sampling) == in_parts
+    assert node.generate(alone(0), prompt, **sampling) == in_parts
     with node.bound(GROUP):
         assert node.generate(GROUP, prompt, **sampling) == in_parts
-    assert node.generate((0,), prompt, **sampling | {"seed": 6}) != in_parts
+    assert node.generate(alone(0), prompt, **sampling | {"seed": 6}) != in_parts
 
 
 def test_a_request_with_a_wrong_grammar_ends_with_an_error(node: RealNode) -> None:
     params = StructuredOutputsParams(grammar="root ::= ")
     params._backend = "xgrammar"
-    (request,) = node.submit((0,), [PROMPTS[0]], structured_outputs=params)
+    (request,) = node.submit(alone(0), [PROMPTS[0]], structured_outputs=params)
     node.until(lambda: request in node.finished, "the end")
     assert str(node.finished[request]) == "error"
     assert node.tokens[request] == []

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed
+from tests.units import tp
 
 ENGINES = 4
 SHORT = PROMPTS[:4]
@@ -47,7 +49,7 @@ def at(node: RealNode) -> Iterator[Callable[[type[m.Message], int, Callable[[], 
 
 
 def assert_serve(node: RealNode, engines: list[int], expected: list[list[int]]) -> None:
-    requests = [node.submit((engine,), SHORT) for engine in engines]
+    requests = [node.submit(alone(engine), SHORT) for engine in engines]
     for ids in requests:
         assert node.wait(ids) == expected
 
@@ -58,17 +60,17 @@ def test_a_member_that_does_not_answer_fails_the_bind_and_comes_back(
     member = node.processes["scheduler-1"]
     at(m.Prepare, 1, lambda: member.signal(signal.SIGSTOP))
     with pytest.raises(SwitchFailed, match=r"engines \[1\] did not reach a safe point within 2 s"):
-        node.switch((0, 1))
+        node.switch(tp(0, 1))
     assert_serve(node, [0, 2, 3], expected)
-    with node.bound((2, 3)):
-        assert node.generate((2, 3), SHORT) == expected
+    with node.bound(tp(2, 3)):
+        assert node.generate(tp(2, 3), SHORT) == expected
     with pytest.raises(SwitchFailed, match=r"engines \[1\], which do not answer"):
-        node.switch((0, 1))
+        node.switch(tp(0, 1))
 
     member.signal(signal.SIGCONT)
-    node.until(lambda: node.controller.book.serves((0, 1)), "engine 1 to answer again")
-    with node.bound((0, 1)):
-        assert node.generate((0, 1), SHORT) == expected
+    node.until(lambda: node.controller.book.serves(tp(0, 1)), "engine 1 to answer again")
+    with node.bound(tp(0, 1)):
+        assert node.generate(tp(0, 1), SHORT) == expected
     assert_serve(node, [0, 1, 2, 3], expected)
     assert node.audit() == []
 
@@ -76,26 +78,26 @@ def test_a_member_that_does_not_answer_fails_the_bind_and_comes_back(
 def test_a_member_that_dies_before_it_is_prepared_fails_the_bind(
     node: RealNode, expected: list[list[int]], at: Callable[..., None]
 ) -> None:
-    paused = node.submit((0,), SHORT)
+    paused = node.submit(alone(0), SHORT)
     at(m.Prepare, 1, lambda: node.kill("scheduler-1"))
     with pytest.raises(SwitchFailed, match=r"engines \[1\] are lost: scheduler-1 was killed"):
-        node.switch((0, 1))
+        node.switch(tp(0, 1))
     assert node.wait(paused) == expected
     assert_serve(node, [0, 2, 3], expected)
-    with node.bound((2, 3)):
-        assert node.generate((2, 3), SHORT) == expected
+    with node.bound(tp(2, 3)):
+        assert node.generate(tp(2, 3), SHORT) == expected
     assert node.audit() == []
 
 
 def test_a_runner_that_dies_between_prepared_and_commit_takes_only_its_group_down(
     node: RealNode, expected: list[list[int]], at: Callable[..., None]
 ) -> None:
-    serving = node.submit((0,), SHORT, max_tokens=200)
-    doomed = node.submit((2,), SHORT, max_tokens=500)
+    serving = node.submit(alone(0), SHORT, max_tokens=200)
+    doomed = node.submit(alone(2), SHORT, max_tokens=500)
     node.wait_for_tokens(serving + doomed, 1)
     at(m.Commit, 3, lambda: node.kill("runner-3"))
     with pytest.raises(SwitchFailed, match=r"engines \[2, 3\] are lost: runner-3 was killed"):
-        node.switch((2, 3))
+        node.switch(tp(2, 3))
     node.until(lambda: node.finished.keys() >= set(doomed), "their end")
     assert {str(node.finished[request]) for request in doomed} == {"error"}
     assert [tokens[:32] for tokens in node.wait(serving)] == expected
@@ -106,4 +108,4 @@ def test_a_runner_that_dies_between_prepared_and_commit_takes_only_its_group_dow
 
 def test_what_no_engine_can_run_is_refused(node: RealNode) -> None:
     with pytest.raises(SwitchFailed, match=r"unit \[0, 1\] is not available: engines \[1\]"):
-        node.switch((0, 1))
+        node.switch(tp(0, 1))

@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp
 
 PROMPTS = random_prompts((5, 17, 31, 32, 33, 64, 90, 130, 40, 70, 12, 100), seed=11)
-GROUP = (0, 1)
+GROUP = tp(0, 1)
 TOKENS = 16
 DTYPE = "bfloat16"
 QUANTISED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -86,7 +88,7 @@ def node(model: Path) -> Iterator[RealNode]:
 
 def test_dp_generates_stocks_tokens(node: RealNode, expected: list[list[int]]) -> None:
     assert len({tuple(output) for output in expected}) == len(PROMPTS)
-    assert node.generate_spread([(0,), (1,)], PROMPTS, TOKENS) == expected
+    assert node.generate_spread([alone(0), alone(1)], PROMPTS, TOKENS) == expected
 
 
 def test_most_first_tokens_of_a_group_are_stocks(node: RealNode, expected: list[list[int]]) -> None:
@@ -96,7 +98,7 @@ def test_most_first_tokens_of_a_group_are_stocks(node: RealNode, expected: list[
         assert node.generate(GROUP, PROMPTS, TOKENS) == outputs, "from the prefix cache"
     agreeing = sum(a[0] == b[0] for a, b in zip(outputs, expected, strict=True))
     assert agreeing > len(PROMPTS) / 2  # of a vocabulary of thousands: no accident
-    assert node.generate_spread([(0,), (1,)], PROMPTS, TOKENS) == expected
+    assert node.generate_spread([alone(0), alone(1)], PROMPTS, TOKENS) == expected
     assert node.audit() == []
 
 

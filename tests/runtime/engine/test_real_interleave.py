@@ -7,16 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.controller.books import capacity
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock, random_prompts
 from tests.runtime.engine.real_node import RealNode
+from tests.units import tp, tp_units
 
 ENGINES = 4
-PAIRS = groups_of(ENGINES, 2)
-ALL = groups_of(ENGINES, 4)
+PAIRS = tp_units(ENGINES, 2)
+ALL = tp_units(ENGINES, 4)
 INTERLEAVE = m.Treatment.INTERLEAVE
 LONG, SHORT = 250, 60
 """Output tokens of requests that go on over a switch, and of those in between."""
@@ -37,9 +39,9 @@ def cut(tokens: list[list[int]], length: int) -> list[list[int]]:
     return [output[:length] for output in tokens]
 
 
-def start_own(node: RealNode, prompts: list[list[int]] = PROMPTS) -> dict[Group, list[str]]:
+def start_own(node: RealNode, prompts: list[list[int]] = PROMPTS) -> dict[Unit, list[str]]:
     """Have some requests decode on every engine."""
-    own = {(e,): node.submit((e,), prompts, max_tokens=LONG) for e in range(ENGINES)}
+    own = {alone(e): node.submit(alone(e), prompts, max_tokens=LONG) for e in range(ENGINES)}
     for requests in own.values():
         node.wait_for_tokens(requests, 3)
     return own
@@ -109,9 +111,9 @@ def test_what_a_late_release_waited_for_goes_on_when_its_unit_is_back(
     pinned = node.submit(ALL[0], PROMPTS[:2], **sampling)
     node.wait_for_tokens(pinned, 3)
     switch_late(node, singles(ENGINES), monkeypatch)
-    node.generate((1,), PROMPTS[:1], max_tokens=8)  # meanwhile the step in flight ends
+    node.generate(alone(1), PROMPTS[:1], max_tokens=8)  # meanwhile the step in flight ends
     had = received(node, pinned)
-    node.generate((1,), PROMPTS[:1], max_tokens=8)
+    node.generate(alone(1), PROMPTS[:1], max_tokens=8)
     assert received(node, pinned) == had < len(pinned) * LONG
     node.switch(*ALL)
     assert node.wait(pinned) == undisturbed
@@ -165,13 +167,13 @@ _seeds = itertools.count(500)
 
 def test_the_group_leaves_their_kv_alone(node: RealNode) -> None:
     (prompt,) = random_prompts((200,), next(_seeds))
-    (own,) = node.submit((0,), [prompt], max_tokens=LONG)
+    (own,) = node.submit(alone(0), [prompt], max_tokens=LONG)
     node.wait_for_tokens([own], 5)
     node.switch(*PAIRS, treatment=INTERLEAVE)
     # Those of the prompt: nothing is written to them any more.
     blocks = node.probe(0, probes.blocks, own)[: 200 // 32]
     kv = node.probe(0, probes.kv_digest, blocks)
-    node.generate((0, 1), random_prompts((300, 130, 64), next(_seeds)))
+    node.generate(tp(0, 1), random_prompts((300, 130, 64), next(_seeds)))
     assert own not in node.finished
     assert node.probe(0, probes.kv_digest, blocks) == kv
     node.wait([own])
@@ -182,12 +184,12 @@ def test_the_group_leaves_their_kv_alone(node: RealNode) -> None:
 
 def sample_beside_own_requests(node: RealNode) -> tuple[list[list[int]], ...]:
     """Sample in a group whose members decode unequally much; return what each member picked."""
-    unequal = node.submit((0,), PROMPTS[:3], max_tokens=LONG, temperature=1.0)
-    unequal += node.submit((1,), PROMPTS[:1], max_tokens=LONG, temperature=1.0)
+    unequal = node.submit(alone(0), PROMPTS[:3], max_tokens=LONG, temperature=1.0)
+    unequal += node.submit(alone(1), PROMPTS[:1], max_tokens=LONG, temperature=1.0)
     node.wait_for_tokens(unequal, 3)
-    node.switch((0, 1), treatment=INTERLEAVE)
+    node.switch(tp(0, 1), treatment=INTERLEAVE)
     before = received(node, unequal)
-    requests = node.submit((0, 1), PROMPTS[:4], max_tokens=SHORT, temperature=1.0)
+    requests = node.submit(tp(0, 1), PROMPTS[:4], max_tokens=SHORT, temperature=1.0)
     tokens = node.wait(requests)
     assert received(node, unequal) > before + 8
     members = [node.probe(engine, probes.sampled) for engine in (0, 1)]

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
 from tests.runtime.engine.real_node import RealNode, unit_of
 from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp, tp_units
 
 ENGINES = 4
 OPERATIONS = int(os.environ.get("SHOAL_RANDOM_OPERATIONS", "500"))
@@ -27,10 +29,10 @@ ALL = PROMPTS + SHARED
 
 PARTITIONS: tuple[Partition, ...] = (
     singles(ENGINES),
-    groups_of(ENGINES, 2),
-    groups_of(ENGINES, 4),
-    ((0, 1), (2,), (3,)),
-    ((0,), (1,), (2, 3)),
+    tp_units(ENGINES, 2),
+    tp_units(ENGINES, 4),
+    (tp(0, 1), alone(2), alone(3)),
+    (alone(0), alone(1), tp(2, 3)),
 )
 
 
@@ -61,7 +63,7 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> No
             switch_to(node, draw.choice(PARTITIONS), treatment)
             switches += 1
         else:
-            unit: Group = draw.choice(node.partition)
+            unit: Unit = draw.choice(node.partition)
             which = draw.randrange(len(ALL))
             (request,) = node.submit(unit, [ALL[which]], max_tokens=TOKENS)
             asked[request] = which
@@ -84,7 +86,7 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> No
 
 def test_the_books_notice_a_lost_block(node: RealNode) -> None:
     """The audit above can fail."""
-    with node.bound((0, 1)):
+    with node.bound(tp(0, 1)):
         node.controller.leases.blocks_of(1)
         lent = node.controller.leases._lent[1][0, 1]
         lost = lent.pop()

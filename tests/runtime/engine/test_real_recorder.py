@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages.views import SwitchView
 from shoal.runtime.protocol.recording import BoundPhase, read_phases
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode
+from tests.units import tp
 
-GROUP = (0, 1)
+GROUP = tp(0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def phases(
     """Return what both members wrote of one bind, once they have."""
 
     def between() -> list[BoundPhase]:
-        read = [phase for engine in GROUP for phase in read_phases(directory, engine)]
+        read = [phase for engine in GROUP.engines for phase in read_phases(directory, engine)]
         return [phase for phase in read if bound.epoch < phase.epoch < released.epoch]
 
     node.until(lambda: len(between()) >= len(GROUP), "phases")
@@ -40,8 +42,8 @@ def phases(
 def test_a_group_s_first_step_begins_after_the_decision_and_its_members_own_steps(
     node: RealNode, directory: Path
 ) -> None:
-    paused = node.submit((0,), random_prompts((40,), 1), max_tokens=200)
-    paused += node.submit((1,), random_prompts((30,), 2), max_tokens=200)
+    paused = node.submit(alone(0), random_prompts((40,), 1), max_tokens=200)
+    paused += node.submit(alone(1), random_prompts((30,), 2), max_tokens=200)
     node.wait_for_tokens(paused, 5)
     waiting = node.submit(GROUP, random_prompts((20,), 3), max_tokens=4)
     bound = node.switch(GROUP)

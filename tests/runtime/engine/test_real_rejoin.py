@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.controller.books.book import EngineState
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed
 from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp
 
-PAIR = (0, 1)
+PAIR = tp(0, 1)
 SHORT = PROMPTS[:4]
 VLLM_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -54,7 +56,7 @@ def scripted(node: RealNode, script: Script) -> Iterator[None]:
 def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
     """Let both engines serve alone, then together in TP and in SP, then alone again."""
     for engine in PAIR:
-        assert node.generate((engine,), SHORT) == expected
+        assert node.generate(alone(engine), SHORT) == expected
     for script in (Script.TP, Script.SP):
         node.probe_all(probes.take_modes)
         with scripted(node, script), node.bound(PAIR):
@@ -63,7 +65,7 @@ def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
         assert first == second, "the members ran different modes"
         assert [mode for mode, steps in first.items() if steps] == [script]
     for engine in PAIR:
-        assert node.generate((engine,), SHORT) == expected
+        assert node.generate(alone(engine), SHORT) == expected
     assert node.audit() == []
 
 
@@ -105,8 +107,8 @@ def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list
 def test_a_request_that_kills_its_engine_again_is_given_up(
     node: RealNode, expected: list[list[int]]
 ) -> None:
-    poison = node.submit((1,), SHORT[:1], max_tokens=800)
-    serving = node.submit((0,), SHORT, max_tokens=400)
+    poison = node.submit(alone(1), SHORT[:1], max_tokens=800)
+    serving = node.submit(alone(0), SHORT, max_tokens=400)
     node.wait_for_tokens(poison + serving, 1)
     node.kill("runner-1")
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.controller.books import capacity
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, random_prompts
 from tests.runtime.engine.real_node import RealNode
+from tests.units import tp
 
-GROUP = (0, 1)
+GROUP = tp(0, 1)
 FEW_BLOCKS = {"kv_cache_memory_bytes": 4 << 20}
 """64 blocks of 32 tokens (DP), the null block included: two long requests fill an engine."""
 
@@ -37,9 +39,9 @@ def fresh(*lengths: int) -> list[list[int]]:
     return random_prompts(lengths, next(_seeds))
 
 
-def alone(node: RealNode, prompts: list[list[int]], max_tokens: int = 32) -> list[list[int]]:
+def tokens_alone(node: RealNode, prompts: list[list[int]], max_tokens: int = 32) -> list[list[int]]:
     """Return what engine 1 gives alone: stock vLLM's tokens, as ``test_real_tokens`` shows."""
-    return node.generate((1,), prompts, max_tokens)
+    return node.generate(alone(1), prompts, max_tokens)
 
 
 # --- paused requests ---
@@ -49,8 +51,8 @@ def alone(node: RealNode, prompts: list[list[int]], max_tokens: int = 32) -> lis
 def test_a_paused_requests_kv_stays_and_it_resumes_without_recomputing(node: RealNode) -> None:
     (prompt,) = fresh(210)
     group_prompts = fresh(300, 130, 64)
-    expected = alone(node, [prompt], max_tokens=150)
-    (paused,) = node.submit((0,), [prompt], max_tokens=150)
+    expected = tokens_alone(node, [prompt], max_tokens=150)
+    (paused,) = node.submit(alone(0), [prompt], max_tokens=150)
     node.wait_for_tokens([paused], 20)
 
     view = node.switch(GROUP)
@@ -74,13 +76,13 @@ def test_a_paused_requests_kv_stays_and_it_resumes_without_recomputing(node: Rea
 
 def test_requests_paused_in_a_group_go_on_at_its_next_bind(node: RealNode) -> None:
     prompts = fresh(100, 40)
-    expected = alone(node, prompts, max_tokens=120)
+    expected = tokens_alone(node, prompts, max_tokens=120)
     node.switch(GROUP)
     paused = node.submit(GROUP, prompts, max_tokens=120)
     node.wait_for_tokens(paused, 10)
     assert node.switch().paused == 2
     meanwhile = fresh(50, 20)
-    assert node.generate((0,), meanwhile) == alone(node, meanwhile)
+    assert node.generate(alone(0), meanwhile) == tokens_alone(node, meanwhile)
     assert not node.finished.keys() & set(paused)
     assert node.switch(GROUP).resumed >= 2
     assert node.wait(paused) == expected
@@ -91,7 +93,7 @@ def test_requests_paused_in_a_group_go_on_at_its_next_bind(node: RealNode) -> No
 
 
 def test_a_sequential_switch_waits_for_the_requests(node: RealNode) -> None:
-    requests = node.submit((0,), fresh(30, 60), max_tokens=60)
+    requests = node.submit(alone(0), fresh(30, 60), max_tokens=60)
     node.wait_for_tokens(requests, 1)
     view = node.switch(GROUP, treatment=m.Treatment.SEQUENTIAL)
     assert (view.drained, view.paused) == (2, 0)
@@ -101,7 +103,7 @@ def test_a_sequential_switch_waits_for_the_requests(node: RealNode) -> None:
 
 
 def test_an_aborted_paused_request_gives_its_blocks_back(node: RealNode) -> None:
-    (paused,) = node.submit((0,), fresh(200), max_tokens=500)
+    (paused,) = node.submit(alone(0), fresh(200), max_tokens=500)
     node.wait_for_tokens([paused], 3)
     with node.bound(GROUP):
         node.abort([paused])
@@ -111,8 +113,8 @@ def test_an_aborted_paused_request_gives_its_blocks_back(node: RealNode) -> None
 
 def test_moved_requests_go_on_with_the_same_tokens(node: RealNode) -> None:
     prompts = fresh(100, 40)
-    expected = alone(node, prompts, max_tokens=120)
-    moved = node.submit((), prompts, max_tokens=120)
+    expected = tokens_alone(node, prompts, max_tokens=120)
+    moved = node.submit(None, prompts, max_tokens=120)
     node.wait_for_tokens(moved, 10)
     assert node.switch(GROUP, treatment=m.Treatment.SOFT).moved == 2
     node.wait_for_tokens(moved, 40)
@@ -126,7 +128,7 @@ def test_moved_requests_go_on_with_the_same_tokens(node: RealNode) -> None:
 
 @pytest.mark.usefixtures("small_leases")
 def test_a_lease_grows_on_demand_without_wrong_tokens(node: RealNode) -> None:
-    expected = alone(node, PROMPTS)
+    expected = tokens_alone(node, PROMPTS)
     node.switch(GROUP)
     assert node.controller.leases.opened[GROUP] == 2
     requests = node.submit(GROUP, PROMPTS)
@@ -140,7 +142,7 @@ def test_a_lease_grows_on_demand_without_wrong_tokens(node: RealNode) -> None:
 @pytest.mark.usefixtures("small_leases")
 def test_a_request_larger_than_the_lease_starts(node: RealNode) -> None:
     prompts = fresh(900)
-    expected = alone(node, prompts)
+    expected = tokens_alone(node, prompts)
     with node.bound(GROUP):
         assert node.controller.leases.opened[GROUP] * 64 < 900
         assert node.generate(GROUP, prompts) == expected
@@ -149,9 +151,9 @@ def test_a_request_larger_than_the_lease_starts(node: RealNode) -> None:
 
 def test_members_short_of_blocks_preempt_their_paused_requests(node: RealNode) -> None:
     long, wide = fresh(600, 600, 600), fresh(900)
-    expected = alone(node, long, max_tokens=60)
-    expected_wide = alone(node, wide)
-    paused = node.submit((0,), long, max_tokens=60)
+    expected = tokens_alone(node, long, max_tokens=60)
+    expected_wide = tokens_alone(node, wide)
+    paused = node.submit(alone(0), long, max_tokens=60)
     node.wait_for_tokens(paused, 1)
     with node.bound(GROUP):
         # At least 57 of 63 blocks are in use, the request needs 15.
@@ -169,8 +171,8 @@ def test_members_short_of_blocks_preempt_their_paused_requests(node: RealNode) -
 
 def sample_in_group(node: RealNode) -> list[dict[str, list[int]]]:
     """Sample in a group after unequal work alone; return what each member picked."""
-    node.generate((0,), PROMPTS[:3], temperature=1.0)
-    node.generate((1,), PROMPTS[:1], max_tokens=7, temperature=1.0)
+    node.generate(alone(0), PROMPTS[:3], temperature=1.0)
+    node.generate(alone(1), PROMPTS[:1], max_tokens=7, temperature=1.0)
     with node.bound(GROUP):
         requests = node.submit(GROUP, PROMPTS[:4], temperature=1.0)
         tokens = node.wait(requests)
@@ -203,7 +205,7 @@ def test_alone_they_sample_differently_again(node: RealNode) -> None:
     with node.bound(GROUP):
         node.generate(GROUP, PROMPTS[:1], temperature=1.0)
     # One request each, so that equal generators would give equal tokens.
-    first, second = (node.generate((e,), PROMPTS[:1], temperature=1.0) for e in GROUP)
+    first, second = (node.generate(alone(e), PROMPTS[:1], temperature=1.0) for e in GROUP.engines)
     assert first != second
 
 
@@ -217,7 +219,7 @@ def test_binds_sample_differently(node: RealNode) -> None:
 
 def test_a_requests_own_seed_holds_in_every_layout(node: RealNode) -> None:
     options = {"temperature": 1.0, "seed": 5}
-    expected = node.generate((0,), PROMPTS[:2], **options)
+    expected = node.generate(alone(0), PROMPTS[:2], **options)
     with node.bound(GROUP):
         assert node.generate(GROUP, PROMPTS[:2], **options) == expected
 
@@ -230,7 +232,7 @@ def damaged_run(node: RealNode, damage: Callable[..., None], *arguments: object)
     """Damage a running group's follower; return whether the tokens show it."""
     (prompt,) = fresh(300)
     # Engine 0's: the damage may reach what engine 1 has cached.
-    expected = node.generate((0,), [prompt], max_tokens=150)
+    expected = node.generate(alone(0), [prompt], max_tokens=150)
     with node.bound(GROUP):
         (request,) = node.submit(GROUP, [prompt], max_tokens=150)
         node.wait_for_tokens([request], 5)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from shoal.policies.values.partition import Group, Partition, groups_of, singles
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, Stock, make_model
 from tests.runtime.engine.real_node import NODE_ARGS, RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp, tp_units
 from tests.variety import is_varied
 
 ALL = PROMPTS + SHARED
@@ -51,9 +53,9 @@ def node(model: Path) -> Iterator[RealNode]:
 
 LAYOUTS: dict[str, Partition] = {
     "dp": singles(ENGINES),
-    "tp2x2": groups_of(ENGINES, 2),
-    "tp4": groups_of(ENGINES, 4),
-    "mixed": ((0, 1), (2,), (3,)),
+    "tp2x2": tp_units(ENGINES, 2),
+    "tp4": tp_units(ENGINES, 4),
+    "mixed": (tp(0, 1), alone(2), alone(3)),
 }
 """Partitions in the order a node goes through them."""
 
@@ -86,7 +88,7 @@ def assert_stock(node: RealNode, expected: Expected, partition: Partition) -> No
 
 # --- modes ---
 
-PAIR, QUARTET = (0, 1), (0, 1, 2, 3)
+PAIR, QUARTET = tp(0, 1), tp(0, 1, 2, 3)
 MIXED = [*PROMPTS[::2], PROMPTS[-1], SHARED[0]]
 TOKENS = 20
 
@@ -98,7 +100,7 @@ def expected_of_mixed(expected: Expected) -> Expected:
     return [known[tuple(prompt)][:TOKENS] for prompt in (*MIXED, PROMPTS[-1])]
 
 
-def generate_in(node: RealNode, group: Group, script: Script) -> Expected:
+def generate_in(node: RealNode, group: Unit, script: Script) -> Expected:
     """Return what a group generates that was just bound; the longest prompt comes a second time.
 
     So batches have any size up to that of a step, one among them, and begin in the prefix cache.
@@ -124,11 +126,11 @@ def generate_in(node: RealNode, group: Group, script: Script) -> Expected:
     ],
 )
 def test_tokens_are_stocks_however_steps_run(
-    node: RealNode, expected_of_mixed: Expected, group: Group, script: Script
+    node: RealNode, expected_of_mixed: Expected, group: Unit, script: Script
 ) -> None:
     node.probe_all(probes.take_modes)
     assert generate_in(node, group, script) == expected_of_mixed
-    ran = [node.probe(engine, probes.take_modes) for engine in group]
+    ran = [node.probe(engine, probes.take_modes) for engine in group.engines]
     assert all(modes == ran[0] for modes in ran), "one of the members ran another mode"
     assert ran[0][Mode.SP] > 0
     assert (ran[0][Mode.TP] > 0) == (script is not Script.SP)
@@ -186,9 +188,9 @@ def test_prompts_came_in_chunks_and_from_the_prefix_cache(
     node: RealNode, expected: Expected
 ) -> None:
     """What the tests above claim to cover, seen in a runner."""
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     prompt = [7, *PROMPTS[-1]]  # no prefix of an earlier one
-    first, again = (node.submit((0, 1), [prompt], max_tokens=1) for _ in range(2))
+    first, again = (node.submit(tp(0, 1), [prompt], max_tokens=1) for _ in range(2))
     node.wait(first + again)
     computed = node.probe(1, probes.scheduled)
     assert computed[first[0]] == len(prompt)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
 from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.units import tp
 from tests.variety import is_varied
 
 ALL = PROMPTS + SHARED
@@ -97,7 +99,7 @@ def test_the_window_shows_in_stocks_tokens(
     assert stock_tokens(whole, ALL) != expected
 
 
-@pytest.mark.parametrize("partition", [((0,), (1,)), ((0, 1),)], ids=["dp", "tp2"])
+@pytest.mark.parametrize("partition", [(alone(0), alone(1)), (tp(0, 1),)], ids=["dp", "tp2"])
 def test_tokens_are_stocks(node: RealNode, expected: list[list[int]], partition: Partition) -> None:
     node.switch(*partition)
     for _ in range(2):  # the second time from the prefix cache

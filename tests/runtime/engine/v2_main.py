@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from shoal.policies.values.layouts import alone
+from tests.units import tp
+
 from tests.runtime.engine import triton_interpreter  # isort: skip - before vLLM
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
@@ -25,8 +28,8 @@ from tests.runtime.engine.scripted_shift import Script
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 16
-UNITS = [(0,), (1,)]
-GROUP = (0, 1)
+UNITS = [alone(0), alone(1)]
+GROUP = tp(0, 1)
 LETTERS = StructuredOutputsParams(regex="[a-z]{200}")
 LETTERS._backend, LETTERS._backend_was_auto = "xgrammar", True  # what vLLM's front end chooses
 FEW = {"allowed_token_ids": list(range(300, 312))}
@@ -46,7 +49,7 @@ def samples_alike(node: real_node.RealNode) -> bool:
     prompts = PROMPTS[:2]
     outputs = node.generate(GROUP, prompts, 4, temperature=1.0)
     sequences = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    members = [node.probe(engine, probes.sequences) for engine in GROUP]
+    members = [node.probe(engine, probes.sequences) for engine in GROUP.engines]
     return all(
         any(kept[: len(sequence)] == sequence for kept in member)
         for member in members
@@ -74,7 +77,7 @@ def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], di
     Returns:
         The requests, all ended, by what became of them; and what the switches said.
     """
-    requests = {"moved": node.submit((), PROMPTS[2:], TOKENS)}
+    requests = {"moved": node.submit(None, PROMPTS[2:], TOKENS)}
     node.wait_for_tokens(requests["moved"], 2)
     sent: list[m.Message] = []
     node.transport.before_send = lambda _engine, message: sent.append(message)
@@ -84,7 +87,7 @@ def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], di
     requests["others"] = submit_each(node, OTHERS)
     node.wait_for_tokens(requests["sampled"], 4)
     paused = node.switch().paused
-    requests["beside"] = node.submit((1,), PROMPTS[:2], TOKENS)
+    requests["beside"] = node.submit(alone(1), PROMPTS[:2], TOKENS)
     node.wait_for_tokens(requests["beside"], 2)
     interleaved = node.switch(GROUP, treatment=m.Treatment.INTERLEAVE)
     beside = not node.finished.keys() & set(requests["beside"])
@@ -125,7 +128,7 @@ def main(directory: Path) -> None:
     ) as node:
         runners = sorted(set(node.probe_all(probes.model_runner_module)))
         tokens["dp"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
-        paused = node.submit((1,), PROMPTS, TOKENS)
+        paused = node.submit(alone(1), PROMPTS, TOKENS)
         node.wait_for_tokens(paused, 2)
         with node.bound(GROUP):
             tokens["tp2"] = node.generate(GROUP, PROMPTS, TOKENS)

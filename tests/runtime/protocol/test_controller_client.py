@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.config import Addresses
 from shoal.runtime.protocol.controller_client import CallError, ControlClient
 from shoal.runtime.protocol.messages import (
@@ -165,7 +166,7 @@ async def test_no_answer_is_a_timeout_and_a_late_one_is_ignored(ends: Ends) -> N
 
 async def test_notes_come_in_order(ends: Ends) -> None:
     controller, client, notes = ends
-    sent: list[Note] = [Placed(f"r{k}", (k,), "dp") for k in range(5)]
+    sent: list[Note] = [Placed(f"r{k}", alone(k)) for k in range(5)]
     sent += [Ended("r5", Outcome.EXPIRED, 504, "too late"), PoolLimits("full", {"batch": "enough"})]
     call = asyncio.create_task(client.get_layout())
     request = await controller.receive()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import zmq
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.controller.loop import Controller
@@ -162,12 +163,12 @@ def test_every_turn_counts_once_in_the_controllers_heartbeat(node: SocketNode) -
 def test_notes_say_where_a_request_runs(node: SocketNode) -> None:
     node.greeting()
     node.add("a", [1, 2, 3], 2)
-    node.until(lambda: m.Placed("a", (0,), "dp") in node.notes)
+    node.until(lambda: m.Placed("a", alone(0)) in node.notes)
 
 
 def test_messages_to_nobody_are_dropped(node: SocketNode) -> None:
     node.controller_transport.to_engine(7, m.Stop())
-    node.controller_transport.to_control("front-9", m.Placed("a", (0,), "dp"))
+    node.controller_transport.to_control("front-9", m.Placed("a", alone(0)))
     node.greeting()
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.policies.cost.cost_model import Batch
+from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.simulation.calibration import (
     FLOPS,
     START,
@@ -21,11 +22,11 @@ SHAPE = read_shape("llama-3-8b-bf16")
 TRUTH = read_hardware("h200")
 
 
-def samples(*batches: Batch, degrees: tuple[int, ...] = (1, 2)) -> list[Sample]:
+def samples(*batches: Batch, sizes: tuple[int, ...] = (1, 2)) -> list[Sample]:
     """Return what a node of H200s takes: decodes alone, prompts until their first token."""
     made = [
-        Sample(degree, (batch,), 0.0, 3 if batch.prefill_tokens else 0)
-        for degree in degrees
+        Sample(Layout(tp=size), (batch,), 0.0, 3 if batch.prefill_tokens else 0)
+        for size in sizes
         for batch in batches
     ]
     return [replace(s, seconds=predicted(SHAPE, TRUTH, s)) for s in made]
@@ -65,8 +66,10 @@ def test_a_fit_can_be_repeated() -> None:
 
 def test_steps_one_after_the_other_take_the_sum() -> None:
     one, other = Batch(prefill_tokens=64), Batch(4, 400)
-    apart = [predicted(SHAPE, TRUTH, Sample(2, (batch,), 0.0)) for batch in (one, other)]
-    assert predicted(SHAPE, TRUTH, Sample(2, (one, other), 0.0)) == pytest.approx(sum(apart))
+    apart = [predicted(SHAPE, TRUTH, Sample(Layout(tp=2), (batch,), 0.0)) for batch in (one, other)]
+    assert predicted(SHAPE, TRUTH, Sample(Layout(tp=2), (one, other), 0.0)) == pytest.approx(
+        sum(apart)
+    )
 
 
 # --- what a step by sequence takes of the host ---
@@ -74,7 +77,9 @@ def test_steps_one_after_the_other_take_the_sum() -> None:
 
 def in_sp(*prompts: int, degree: int = 2) -> list[Sample]:
     made = [
-        Sample(degree, (Batch(prefill_tokens=n, prefill_context=n // 2),), 0.0, 3, sp=degree)
+        Sample(
+            Layout(tp=degree), (Batch(prefill_tokens=n, prefill_context=n // 2),), 0.0, 3, sp=degree
+        )
         for n in prompts
     ]
     return [replace(s, seconds=predicted(SHAPE, TRUTH, s)) for s in made]

@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.policies.cost.cost_model import Batch, Mode
 from shoal.policies.shift import ShiftRule, tokens_for
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.shape_files import (
     FileError,
     built_in,
@@ -32,7 +33,7 @@ def test_parameters_are_those_of_the_model() -> None:
 def test_the_cpu_file_keeps_the_order_of_what_was_measured() -> None:
     """On two shared cores, a group of two is the slower one for a single request."""
     seconds = step_times(read_shape("shoal-demo"), read_hardware("cpu-2core"))
-    assert 0.003 < seconds(1, Batch(1, 100)) < 0.012 < seconds(2, Batch(1, 100)) < 0.05
+    assert 0.003 < seconds(DP, Batch(1, 100)) < 0.012 < seconds(Layout(tp=2), Batch(1, 100)) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,12 @@ def test_h200_says_from_how_many_tokens_on_sp_is_faster(
 
     On four H200s, of 600 and 1,024 tokens, SP was the faster one (llama-3-8b-4xh200-c.md).
     """
+    layout = Layout(tp=degree)
     model = cost_model(read_shape(name), H200, degree)
-    assert tokens_for(ShiftRule.AUTO, model, (degree,)) == {degree: threshold}
+    assert tokens_for(ShiftRule.AUTO, model, [layout]) == {layout: threshold}
     seconds = step_times(read_shape(name), H200, degree)
     for tokens, faster in ((threshold + 1, False), (with_host, False), (with_host + 1, True)):
-        tp, sp = (seconds(degree, Batch(prefill_tokens=tokens), mode) for mode in Mode)
+        tp, sp = (seconds(layout, Batch(prefill_tokens=tokens), mode) for mode in Mode)
         assert (sp < tp) is faster
 
 
@@ -64,8 +66,8 @@ def test_a_short_step_in_sp_takes_what_the_file_says_of_the_host() -> None:
     host = SHAPE.layers * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
     assert 0.011 < SHAPE.layers * H200.sp_layer_host_seconds < 0.015, "as measured, 32 layers"
     for tokens in (600, 1000):
-        assert seconds(2, Batch(prefill_tokens=tokens), Mode.SP) == pytest.approx(host)
-    assert seconds(2, Batch(prefill_tokens=600)) < host
+        assert seconds(Layout(tp=2), Batch(prefill_tokens=tokens), Mode.SP) == pytest.approx(host)
+    assert seconds(Layout(tp=2), Batch(prefill_tokens=600)) < host
 
 
 def test_a_file_need_not_say_what_sp_takes_of_the_host() -> None:

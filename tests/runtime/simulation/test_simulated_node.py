@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from shoal.loadgen.workload import Arrival
-from shoal.policies.cost.cost_model import Batch, Mode
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import DP, Layout, alone
 from shoal.policies.values.plan import Plan, Policy
 from shoal.policies.values.snapshot import Snapshot, Target
 from shoal.runtime.config import INTERLEAVE_RATIO
@@ -18,6 +19,7 @@ from shoal.runtime.protocol.messages import Outcome
 from shoal.runtime.simulation import simulated_node as module
 from shoal.runtime.simulation.shape_files import MEMORY_SHARE, read_hardware, read_shape, step_times
 from shoal.runtime.simulation.simulated_node import Node, Run, SimulationError, simulate
+from tests.units import tp
 
 SHAPE = read_shape("llama-3-70b-fp8")
 H200 = read_hardware("h200")
@@ -67,12 +69,13 @@ def test_a_request_alone_takes_the_times_of_its_steps(policy: str, degree: int) 
     prompt, output = 1000, 200
     run = simulate(NODE, policy, [Arrival(0.0, prompt, output)])
     seconds = step_times(SHAPE, H200)
-    decode = [seconds(degree, Batch(1, prompt + k)) for k in range(1, output)]
+    layout = Layout(tp=degree)
+    decode = [seconds(layout, Batch(1, prompt + k)) for k in range(1, output)]
     assert tpot(run, 0) == pytest.approx(sum(decode) / len(decode), rel=1e-5)
-    prefill = seconds(degree, Batch(prefill_tokens=prompt, prefill_context=(prompt + 1) // 2))
+    prefill = seconds(layout, Batch(prefill_tokens=prompt, prefill_context=(prompt + 1) // 2))
     # To the controller, to the engine, and back to the front end.
     assert run.lives[0].first_token == pytest.approx(prefill + 3 * H200.message_seconds)
-    assert run.lives[0].units == [tuple(range(degree))]
+    assert run.lives[0].units == [tp(*range(degree))]
 
 
 def test_runs_of_steps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def test_runs_of_steps_change_little_where_leases_grow(monkeypatch: pytest.Monke
 def test_a_request_that_arrives_in_a_run_of_steps_waits_for_one() -> None:
     run = simulate(NODE, "static-tp", [Arrival(0.0, 100, 2000), Arrival(1.0, 100, 2)])
     seconds = step_times(SHAPE, H200)
-    step = seconds(8, Batch(1, 2100, 100, 50))
+    step = seconds(Layout(tp=8), Batch(1, 2100, 100, 50))
     ttft = run.lives[1].first_token - run.lives[1].arrived
     assert ttft < 2 * step + 3 * H200.message_seconds
 
@@ -133,7 +136,7 @@ def test_a_node_that_stops_is_an_error() -> None:
 
 def test_layouts_and_switches_are_those_of_the_policy() -> None:
     run = simulate(NODE, "static-tp", [Arrival(0.0, 10, 2)])
-    assert run.layouts == [(0.0, (tuple(range(8)),))]
+    assert run.layouts == [(0.0, (tp(*range(8)),))]
     assert run.switches == []
 
 
@@ -141,7 +144,7 @@ def group_for_the_urgent(snapshot: Snapshot, /) -> Plan:
     """Bind both engines when somebody urgent comes, beside what runs on them."""
     waits = [request for request in snapshot.pool if request.priority < 0]
     if waits and len(snapshot.units) > 1:
-        return Plan((), ((0, 1),), "interleave")
+        return Plan((), (tp(0, 1),), "interleave")
     return Plan(dispatch_least_loaded(snapshot))
 
 
@@ -154,12 +157,12 @@ def test_interleaved_requests_share_devices_in_the_set_ratio(
     run = simulate(node, "urgent", load)
     assert [switch.treatment for switch in run.switches] == ["interleave"]
     assert [(life.tokens, life.units) for life in run.lives] == [
-        (900, [(0,)]),
-        (900, [(1,)]),
-        (300, [(0, 1)]),
+        (900, [alone(0)]),
+        (900, [alone(1)]),
+        (300, [tp(0, 1)]),
     ]
     seconds = step_times(SHAPE, H200)
-    own, group = (seconds(degree, Batch(1, 300)) for degree in (1, 2))
+    own, group = (seconds(layout, Batch(1, 300)) for layout in (DP, Layout(tp=2)))
     assert tpot(run, 2) == pytest.approx(group + own / INTERLEAVE_RATIO, rel=0.02)
     # Side by side: the group's steps delay both, theirs do not delay each other.
     for life in run.lives[:2]:
@@ -177,7 +180,9 @@ def test_steps_in_sp_take_the_time_of_sp() -> None:
     for tokens, mode in ((256, Mode.TP), (257, Mode.SP), (3000, Mode.SP)):
         run = simulate(SP, "shift", [Arrival(0.0, tokens, 1, 0)])
         (life,) = run.lives
-        step = seconds(8, Batch(prefill_tokens=tokens, prefill_context=(tokens + 1) // 2), mode)
+        step = seconds(
+            Layout(tp=8), Batch(prefill_tokens=tokens, prefill_context=(tokens + 1) // 2), mode
+        )
         messages = 3 * H200.message_seconds
         assert life.first_token == pytest.approx(step + messages, rel=0.01), tokens
 
@@ -222,8 +227,8 @@ def uneven(shape, hardware, max_sp):
     Not the other way round: long steps that take longer still would be one line with short ones.
     """
     roofline = step_times(shape, hardware, max_sp)
-    return lambda degree, batch, mode: (
-        roofline(degree, batch, mode) * (0.5 if batch.prefill_tokens else 3.0)
+    return lambda layout, batch, mode: (
+        roofline(layout, batch, mode) * (0.5 if batch.prefill_tokens else 3.0)
     )
 
 

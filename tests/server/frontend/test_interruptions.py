@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import GoesOn, Interrupted, Progress, Received
 from shoal.runtime.protocol.wire import continue_request, decode_request
@@ -13,7 +14,7 @@ from shoal.server.frontend.ordering import InOrder
 from tests.runtime.loopback_node import request_payload
 
 PROMPT = 10
-OLD, NEW = (0,), (1,)
+OLD, NEW = alone(0), alone(1)
 
 
 class Front:
@@ -118,7 +119,7 @@ def test_an_engine_may_come_back_and_go_on_with_its_own_request() -> None:
 def test_the_controllers_word_always_holds() -> None:
     front = Front("a")
     front.interrupt(a=1)
-    front.receive((), output("a", 9))
+    front.receive(None, output("a", 9))
     assert front.tokens["a"] == [9]
 
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from shoal.policies.values.layouts import alone
 from shoal.server.frontend.ordering import InOrder
 
 PROMPT = 10
@@ -21,7 +22,7 @@ class Front:
     def receive(self, engine: int, *tokens: int, prompt: int | None = None) -> None:
         stats = None if prompt is None else SimpleNamespace(num_prompt_tokens=prompt)
         output = SimpleNamespace(request_id="r", new_token_ids=list(tokens), prefill_stats=stats)
-        for due in self.order.take((engine,), [output]):
+        for due in self.order.take(alone(engine), [output]):
             self.tokens += due.new_token_ids
 
 
@@ -79,8 +80,8 @@ def test_of_outputs_that_go_on_nobody_asks_how_far_they_are() -> None:
 
     order = InOrder(standing)
     going_on = outputs()
-    assert order.take((0,), going_on) == going_on
+    assert order.take(alone(0), going_on) == going_on
     assert asked == []
 
-    order.take((0,), outputs(SimpleNamespace(num_prompt_tokens=PROMPT)))
+    order.take(alone(0), outputs(SimpleNamespace(num_prompt_tokens=PROMPT)))
     assert len(asked) == 64

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
 from shoal.runtime.protocol.wire import Terms
 from shoal.server.gate.placement import PlacementMiddleware, Placements, Refused, Rejection
+from tests.units import tp
 
 PATH = "/v1/completions"
 
@@ -57,7 +59,7 @@ async def test_the_head_of_a_stream_leaves_with_its_first_chunk_and_says_where_i
         await send(head())
         assert sent == []
         placements.expect("r1")
-        placements.take(Placed("r1", (0, 1), "tp2"))
+        placements.take(Placed("r1", tp(0, 1)))
         assert sent == []
         await send(body(b"one"))
         assert len(sent) == 2
@@ -74,7 +76,7 @@ def test_a_request_that_comes_of_one_that_ran_is_told_to_have_begun() -> None:
     placements = Placements()
     placements.open()
     assert placements.expect("r1") == Terms()
-    placements.take(Placed("r1", (0,), "dp"))
+    placements.take(Placed("r1", alone(0)))
     assert placements.expect("r2") == Terms(begun=True)
 
 
@@ -84,7 +86,7 @@ async def test_output_waits_for_a_note_that_is_on_its_way() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         placements.expect("r1")
         await send(head())
-        note = Placed("r1", (3,), "dp")
+        note = Placed("r1", alone(3))
         asyncio.get_running_loop().call_soon(placements.take, note)
         await send(body(b"text", more=False))
 
@@ -100,7 +102,7 @@ async def test_a_request_that_is_handed_back_while_it_runs_waits_for_the_word_on
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         placements.expect("r1")
-        placements.take(Placed("r1", (0,), "dp"))
+        placements.take(Placed("r1", alone(0)))
         await send({**head(), "status": 500})
         if note_first:
             placements.take(note)
@@ -178,7 +180,7 @@ async def stream_that_fails(note: Ended | None, *, late: bool) -> list[bytes]:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         placements.expect("r1")
         await send({**head(), "headers": [(b"content-type", b"text/event-stream")]})
-        placements.take(Placed("r1", (0,), "dp"))
+        placements.take(Placed("r1", alone(0)))
         await send(body(b"data: one\n\n"))
         if note is not None:
             placements.expect_again("r1")
@@ -211,7 +213,7 @@ async def test_a_response_waits_for_the_next_note_of_an_interrupted_request() ->
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         placements.expect("r1")
-        placements.take(Placed("r1", (0,), "dp"))
+        placements.take(Placed("r1", alone(0)))
         await send(head())
         placements.expect_again("r1")
         note = Ended("r1", Outcome.POISONED, 500, "it kills engines")
@@ -263,7 +265,7 @@ async def test_what_is_refused_is_counted_once_by_its_reason(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         placements.expect("r1")
-        placements.take(ended or Placed("r1", (0,), "dp"))
+        placements.take(ended or Placed("r1", alone(0)))
         await send({**head(), "status": status})
         await send(body(b"", more=False))
 
@@ -291,7 +293,7 @@ async def test_a_whole_response_waits_for_every_note_and_a_stream_for_the_first(
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             placements.expect("r1")
             placements.expect("r2")
-            placements.take(Placed("r1", (0,), "dp"))
+            placements.take(Placed("r1", alone(0)))
             await send({**head(), "headers": [(b"content-type", content_type)]})
             # The note of the second may be behind the output that ends the response.
             note = Ended("r2", Outcome.EXPIRED, 504, "too late")
@@ -319,7 +321,7 @@ async def test_a_stream_that_talks_before_it_asks_an_engine_is_held_until_then()
 
     expired = await run(Ended("r1", Outcome.EXPIRED, 504, "too late"))
     assert (expired[0]["status"], len(expired)) == (504, 2)
-    placed = await run(Placed("r1", (0,), "dp"))
+    placed = await run(Placed("r1", alone(0)))
     assert headers(placed)["x-shoal-unit"] == "0"
     assert [message.get("body") for message in placed[1:]] == [b"created ", b"token"]
 
@@ -371,7 +373,7 @@ async def test_several_engine_requests_name_each_unit_once_in_order() -> None:
             placements.expect(name)  # a task of its own inherits the request's context
             placements.take(note)
 
-        units = {"a": ((2,), "dp"), "b": ((0, 1), "tp2"), "c": ((2,), "dp")}
+        units = {"a": (alone(2), "dp"), "b": (tp(0, 1), "tp2"), "c": (alone(2), "dp")}
         for name, (unit, layout) in units.items():
             await asyncio.create_task(ask(name, Placed(name, unit, layout)))
         await send(head())
@@ -411,7 +413,7 @@ async def test_requests_are_forgotten_when_the_response_ends_even_by_an_error() 
     with pytest.raises(ConnectionResetError):
         await respond(app, placements)
     assert len(placements) == 0
-    placements.take(Placed("r1", (0,), "dp"))
+    placements.take(Placed("r1", alone(0)))
 
 
 async def test_two_requests_at_a_time_keep_their_placements_apart() -> None:
@@ -421,7 +423,7 @@ async def test_two_requests_at_a_time_keep_their_placements_apart() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             placements.expect(name)
             await send(head())
-            placements.take(Placed(name, (engine,), "dp"))
+            placements.take(Placed(name, alone(engine)))
             await send(body(b"", more=False))
 
         return app

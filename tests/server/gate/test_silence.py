@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.node.heartbeat import Heartbeat, HeartbeatMonitor
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
@@ -25,7 +26,7 @@ class Front:
         self.placement = self.placements.open()
         for name in ("runs", "waits"):
             self.placements.expect(name)
-        self.placements.take(Placed("runs", (0,), "dp"))
+        self.placements.take(Placed("runs", alone(0)))
         self.counted: list[Outcome] = []
         self.ended: list[str] = []
         self.door = PoolDoor(self._count)

@@ -7,16 +7,20 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import Switching
 from shoal.runtime.protocol.wire import FinishReason
 from shoal.server.gate.placement import Rejection
 from shoal.server.operator.request_metrics import STALL_SECONDS, RequestMetrics, RequestTimes
+from tests.units import tp
 
 FIRST, BETWEEN = "shoal_time_to_first_token_seconds", "shoal_inter_token_latency_seconds"
 PER_TOKEN, WHOLE = "shoal_time_per_output_token_seconds", "shoal_request_seconds"
 STALL = "shoal_stream_stall_seconds"
+
+
+ENGINE = alone(0)
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Bench:
         self,
         request_id: str = "r",
         tokens: int = 1,
-        unit: Group = (0,),
+        unit: Unit | None = ENGINE,
         reason: FinishReason | None = None,
         after: float = 0.0,
     ) -> None:
@@ -86,9 +90,9 @@ def test_a_single_token_has_no_time_per_token(bench: Bench) -> None:
 
 def test_tokens_count_where_they_were_made_and_a_whole_request_as_mixed(bench: Bench) -> None:
     bench.times.start("r", 4, arrival=100.0)
-    bench.output(unit=(0,), after=0.1)
-    bench.output(unit=(0, 1), after=0.3)
-    bench.output(unit=(0, 1), after=0.1, reason=FinishReason.LENGTH)
+    bench.output(unit=alone(0), after=0.1)
+    bench.output(unit=tp(0, 1), after=0.3)
+    bench.output(unit=tp(0, 1), after=0.1, reason=FinishReason.LENGTH)
     assert bench.seen(FIRST) == {("dp", "background"): (1, 0.1)}
     assert bench.seen(BETWEEN) == {("tp2", "background"): (2, 0.4)}
     assert bench.seen(WHOLE) == {("mixed", "background"): (1, 0.5)}
@@ -99,14 +103,14 @@ def test_tokens_count_where_they_were_made_and_a_whole_request_as_mixed(bench: B
 def test_a_request_that_was_not_answered_is_in_no_total(bench: Bench, reason: FinishReason) -> None:
     bench.times.start("r", 0, arrival=100.0)
     bench.output(after=0.5)
-    bench.output(tokens=0, unit=(), reason=reason, after=0.5)
+    bench.output(tokens=0, unit=None, reason=reason, after=0.5)
     assert bench.seen(WHOLE) == bench.seen(PER_TOKEN) == bench.seen(BETWEEN) == {}
     assert len(bench.times) == 0
 
 
 def test_a_refused_request_has_no_first_token(bench: Bench) -> None:
     bench.times.start("r", 0, arrival=100.0)
-    bench.output(tokens=0, unit=(), reason=FinishReason.ABORT, after=0.5)
+    bench.output(tokens=0, unit=None, reason=FinishReason.ABORT, after=0.5)
     assert bench.seen(FIRST) == {}
     assert len(bench.times) == 0
 
@@ -129,7 +133,7 @@ def test_a_stop_string_ends_a_request_at_its_last_output(bench: Bench) -> None:
     assert bench.seen(WHOLE) == {("dp", "normal"): (1, 1.0)}
 
 
-def stalled(bench: Bench, gap: float, unit: Group = (0,)) -> None:
+def stalled(bench: Bench, gap: float, unit: Unit | None = ENGINE) -> None:
     bench.output(unit=unit, after=gap)
 
 
@@ -175,9 +179,9 @@ def test_a_switch_before_the_last_output_is_not_the_cause(bench: Bench) -> None:
 
 def test_a_stall_of_a_moved_request_is_the_moves(bench: Bench) -> None:
     bench.times.start("r", 0, arrival=100.0)
-    bench.output(unit=(0,))
+    bench.output(unit=alone(0))
     bench.times.note(Switching([0, 1], over=False))
-    stalled(bench, 2.0, unit=(0, 1))
+    stalled(bench, 2.0, unit=tp(0, 1))
     assert bench.seen(STALL) == {("moved",): (1, 2.0)}
 
 

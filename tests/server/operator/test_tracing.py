@@ -14,17 +14,20 @@ from opentelemetry.trace import StatusCode
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from shoal.policies.values.partition import Group, layout_name
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed, Switching, Treatment
 from shoal.runtime.protocol.messages.views import Phase, SwitchTrace, SwitchView
 from shoal.runtime.protocol.wire import Event, EventType, FinishReason, PrefillStats
 from shoal.server.operator.tracing import Trace, Traces, TracingMiddleware
+from tests.units import tp
 
 WALL = 1_800_000_000
 PATH = "/v1/completions"
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SWITCH = "00-11111111111111111111111111111111-2222222222222222-01"
+
+FIRST = alone(0)
 
 
 class Bench:
@@ -50,13 +53,13 @@ class Bench:
         request = SimpleNamespace(request_id=name, external_req_id=f"x-{name}", priority=priority)
         self.traces.start(request)
 
-    def place(self, unit: Group = (0,), name: str = "r", pooled: float | None = None) -> None:
+    def place(self, unit: Unit = FIRST, name: str = "r", pooled: float | None = None) -> None:
         waited = (self.clock() if pooled is None else pooled, self.clock())
-        self.traces.take_note(Placed(name, unit, layout_name(unit), waited))
+        self.traces.take_note(Placed(name, unit, waited))
 
     def output(
         self,
-        unit: Group = (0,),
+        unit: Unit = FIRST,
         name: str = "r",
         *,
         scheduled: float | None = None,
@@ -87,13 +90,13 @@ class Bench:
 
     def switch(
         self,
-        units: list[Group],
+        units: list[Unit],
         *,
         over: bool,
         engines: Collection[int] = (0, 1),
         treatment: Treatment = Treatment.HARD,
         error: str | None = None,
-        paused: Collection[Group] = (),
+        paused: Collection[Unit] = (),
     ) -> None:
         done = None
         phases = []
@@ -102,7 +105,7 @@ class Bench:
                 epoch=7,
                 at=0.0,
                 before=[(0,), (1,)],
-                after=units,
+                after=[unit.engines for unit in units],
                 treatment=treatment,
                 outcome="done" if error is None else "failed",
                 error=error,
@@ -111,7 +114,7 @@ class Bench:
                 resumed=0,
                 drained=0,
             )
-            phases = [Phase("drain", (0, 1), self.clock() - 0.5, self.clock())]
+            phases = [Phase("drain", tp(0, 1), self.clock() - 0.5, self.clock())]
         told = SwitchTrace(
             SWITCH, self.clock(), 7, treatment, "load", units, done, phases, list(paused)
         )
@@ -150,9 +153,9 @@ def test_a_request_on_one_unit(bench: Bench) -> None:
     bench.clock.advance(0.5)
     bench.start(priority=-3)
     bench.clock.advance(1.0)
-    bench.place((0, 1), pooled=100.6)
-    output = bench.output((0, 1), scheduled=101.75, after=0.5)
-    bench.output((0, 1), tokens=3, reason=FinishReason.LENGTH, after=1.0)
+    bench.place(tp(0, 1), pooled=100.6)
+    output = bench.output(tp(0, 1), scheduled=101.75, after=0.5)
+    bench.output(tp(0, 1), tokens=3, reason=FinishReason.LENGTH, after=1.0)
     bench.clock.advance(0.25)
     bench.close(trace)
     assert bench.times() == {
@@ -190,14 +193,14 @@ def test_a_request_on_one_unit(bench: Bench) -> None:
 def test_a_request_that_moves_has_spans_of_every_unit(bench: Bench) -> None:
     trace = bench.open()
     bench.start()
-    bench.place((0,))
-    bench.output((0,), scheduled=100.0, tokens=2, after=1.0)
+    bench.place(alone(0))
+    bench.output(alone(0), scheduled=100.0, tokens=2, after=1.0)
     # Back to the unit it came from, and on before that has made a token.
     bench.clock.advance(1.0)
-    bench.place((0,), pooled=101.5)
+    bench.place(alone(0), pooled=101.5)
     bench.clock.advance(1.0)
-    bench.place((0, 1), pooled=102.75)
-    bench.output((0, 1), scheduled=103.25, reason=FinishReason.STOP, after=1.0)
+    bench.place(tp(0, 1), pooled=102.75)
+    bench.output(tp(0, 1), scheduled=103.25, reason=FinishReason.STOP, after=1.0)
     bench.close(trace)
     times = bench.times()
     assert times["pool_wait"] == [(100.0, 100.0), (101.5, 102.0), (102.75, 103.0)]
@@ -294,15 +297,15 @@ def test_what_the_caller_does_not_sample_makes_no_span(bench: Bench) -> None:
 
 def test_a_switch_shows_in_the_requests_it_concerns(bench: Bench) -> None:
     trace = bench.open()
-    for name, unit in (("here", (0,)), ("away", (2,))):
+    for name, unit in (("here", alone(0)), ("away", alone(2))):
         bench.start(name)
         bench.place(unit, name)
     bench.start("waits")
     bench.clock.advance(1.0)
-    bench.switch([(0, 1), (2,), (3,)], over=False)
+    bench.switch([tp(0, 1), alone(2), alone(3)], over=False)
     bench.start("comes")
     bench.clock.advance(1.0)
-    bench.switch([(0, 1), (2,), (3,)], over=True, paused=[(0,)])
+    bench.switch([tp(0, 1), alone(2), alone(3)], over=True, paused=[alone(0)])
     bench.start("later")
     bench.clock.advance(1.0)
     for name in ("here", "away", "waits", "comes", "later"):
@@ -327,32 +330,32 @@ def test_a_switch_shows_in_the_requests_it_concerns(bench: Bench) -> None:
 def test_a_pause_ends_when_the_unit_is_back(bench: Bench) -> None:
     trace = bench.open()
     bench.start()
-    bench.place((0,))
-    bench.switch([(0, 1)], over=False)
-    bench.switch([(0, 1)], over=True, paused=[(0,)])
+    bench.place(alone(0))
+    bench.switch([tp(0, 1)], over=False)
+    bench.switch([tp(0, 1)], over=True, paused=[alone(0)])
     # The token of a step that was in flight.
     bench.output(scheduled=100.0, after=1.0)
     bench.clock.advance(1.0)
-    bench.switch([(0,), (1,)], over=False)
+    bench.switch([alone(0), alone(1)], over=False)
     bench.clock.advance(1.0)
-    bench.switch([(0,), (1,)], over=True)
+    bench.switch([alone(0), alone(1)], over=True)
     bench.output(reason=FinishReason.STOP, after=1.0)
     bench.close(trace)
     assert bench.times()["paused"] == [(100.0, 103.0)]
     assert bench.times()["release"] == [(102.0, 103.0)]
 
 
-@pytest.mark.parametrize("paused", [[], [(0,)]])
+@pytest.mark.parametrize("paused", [[], [alone(0)]])
 @pytest.mark.parametrize("treatment", list(Treatment))
 def test_what_a_switch_says_is_paused(
-    bench: Bench, treatment: Treatment, paused: list[Group]
+    bench: Bench, treatment: Treatment, paused: list[Unit]
 ) -> None:
     """It need not be a hard one: it may have waited for requests for too long."""
     trace = bench.open()
     bench.start()
-    bench.place((0,))
-    bench.switch([(0, 1)], over=False, treatment=treatment)
-    bench.switch([(0, 1)], over=True, treatment=treatment, paused=paused)
+    bench.place(alone(0))
+    bench.switch([tp(0, 1)], over=False, treatment=treatment)
+    bench.switch([tp(0, 1)], over=True, treatment=treatment, paused=paused)
     bench.close(trace)
     bench.traces.abort(["r"])
     assert "bind" in bench.times()
@@ -362,19 +365,19 @@ def test_what_a_switch_says_is_paused(
 def test_a_switch_of_other_engines_pauses_nothing_that_is_interleaved(bench: Bench) -> None:
     bench.open()
     bench.start()
-    bench.place((0,))
-    bench.switch([(0, 1), (2,), (3,)], over=False, treatment=Treatment.INTERLEAVE)
-    bench.switch([(0, 1), (2,), (3,)], over=True, treatment=Treatment.INTERLEAVE)
-    bench.switch([(0, 1), (2, 3)], over=False, engines=(2, 3))
-    bench.switch([(0, 1), (2, 3)], over=True, engines=(2, 3))
+    bench.place(alone(0))
+    bench.switch([tp(0, 1), alone(2), alone(3)], over=False, treatment=Treatment.INTERLEAVE)
+    bench.switch([tp(0, 1), alone(2), alone(3)], over=True, treatment=Treatment.INTERLEAVE)
+    bench.switch([tp(0, 1), tp(2, 3)], over=False, engines=(2, 3))
+    bench.switch([tp(0, 1), tp(2, 3)], over=True, engines=(2, 3))
     bench.traces.abort(["r"])
     assert "paused" not in bench.times()
 
 
 def test_a_switch_has_a_trace_of_its_own_with_the_ids_it_was_given(bench: Bench) -> None:
-    bench.switch([(0, 1)], over=False)
+    bench.switch([tp(0, 1)], over=False)
     bench.clock.advance(1.0)
-    bench.switch([(0, 1)], over=True)
+    bench.switch([tp(0, 1)], over=True)
     assert bench.times() == {"drain": [(100.5, 101.0)], "switch": [(100.0, 101.0)]}
     switch, drain = bench.span("switch"), bench.span("drain")
     assert switch.context is not None
@@ -393,16 +396,16 @@ def test_a_switch_has_a_trace_of_its_own_with_the_ids_it_was_given(bench: Bench)
 
 
 def test_a_switch_that_failed_is_an_error(bench: Bench) -> None:
-    bench.switch([(0, 1)], over=False)
-    bench.switch([(0,), (1,)], over=True, error="no safe point")
+    bench.switch([tp(0, 1)], over=False)
+    bench.switch([alone(0), alone(1)], over=True, error="no safe point")
     status = bench.span("switch").status
     assert (status.status_code, status.description) == (StatusCode.ERROR, "no safe point")
 
 
 def test_one_front_end_exports_switches() -> None:
     bench = Bench(exports_switches=False)
-    bench.switch([(0, 1)], over=False)
-    bench.switch([(0, 1)], over=True)
+    bench.switch([tp(0, 1)], over=False)
+    bench.switch([tp(0, 1)], over=True)
     assert bench.spans == []
 
 

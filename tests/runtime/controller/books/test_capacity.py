@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.snapshot import PoolRequest, UnitState
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.books.book import CoreBook, Request
@@ -29,12 +29,12 @@ def request(number: int, rng: random.Random) -> Request:
 
 
 def load(core: CoreBook, waiting: int) -> m.Load:
-    return m.Load(0, core.group, 0, waiting, 100, core.sent, [], {})
+    return m.Load(0, core.unit, 0, waiting, 100, core.sent, [], {})
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> None:
-    rng, core = random.Random(seed), CoreBook((0,))
+    rng, core = random.Random(seed), CoreBook(alone(0))
     for number in range(300):
         match rng.randrange(3):
             case 0 if core.requests:
@@ -64,7 +64,7 @@ def test_a_unit_that_has_not_changed_is_as_if_it_were_looked_at_anew() -> None:
     run = RandomRun(LoopbackNode(4, seed=11))
     controller, config = run.node.controller, run.node.config
     kept = seen = 0
-    before: dict[Group, UnitState] = {}
+    before: dict[Unit, UnitState] = {}
     for _ in range(1500):
         run.act()
         shown = controller.snapshot()
@@ -73,7 +73,7 @@ def test_a_unit_that_has_not_changed_is_as_if_it_were_looked_at_anew() -> None:
         demand = Demand(shown.now)
         expected = anew.snapshot(shown.now, demand, switching=False, busy=(), pending=None).units
         assert [replace(u, serving=True) for u in shown.units] == list(expected)
-        units = {unit.group: unit for unit in shown.units}
+        units = {unit.unit: unit for unit in shown.units}
         kept += sum(before.get(group) is unit for group, unit in units.items())
         seen, before = seen + len(units), units
     assert seen / 10 < kept < seen

@@ -1,10 +1,12 @@
 """Leases: how they grow and shrink, and what the audit notices."""
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.agent import IDLE_SECONDS, LEASE_FLOOR
 from shoal.runtime.engine.fake.fake_core import Faults
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
 LARGE = FakeSettings(num_blocks=400, block_tokens=4, max_num_seqs=8, max_model_len=3000)
 
@@ -21,7 +23,7 @@ def lease(node: LoopbackNode) -> int:
 
 def test_idle_bind_lends_the_floor_only() -> None:
     node = started()
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     assert lease(node) == LEASE_FLOOR
     assert node.view().engines[1].lent_blocks == {"0,1": LEASE_FLOOR}
 
@@ -32,7 +34,7 @@ def test_first_lease_is_what_waiting_requests_need() -> None:
         node.send(f"r{k}", 100, 4)
     node.controller.turn()
     assert len(node.controller.pool) == 22
-    node.set_layout((0, 1))
+    node.set_layout(tp(0, 1))
     node.controller.turn()
     prepares = [
         message
@@ -45,7 +47,7 @@ def test_first_lease_is_what_waiting_requests_need() -> None:
 
 def test_request_larger_than_the_lease_makes_it_grow() -> None:
     node = started()
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("large", 2000, 20)
     node.settle()
     assert node.missing == []
@@ -56,7 +58,7 @@ def test_request_larger_than_the_lease_makes_it_grow() -> None:
 
 def test_idle_lease_shrinks_to_the_floor_and_blocks_come_home() -> None:
     node = started()
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("large", 2000, 20)
     node.settle()
     node.run_for(IDLE_SECONDS, tick=0.5)
@@ -71,13 +73,13 @@ def test_group_takes_the_blocks_of_paused_requests_when_it_has_none() -> None:
     for k in range(8):
         node.send(f"own-{k}", 190, 10)
     node.turns(3)
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     paused = set(node.missing)
     assert len(paused) == 8
     node.send("large", 2500, 10)
     node.settle()
     assert set(node.missing) == paused
-    node.switch((0,), (1,))
+    node.switch(alone(0), alone(1))
     node.run_for(0.5)
     assert node.missing == []
     node.assert_exact()
@@ -90,24 +92,24 @@ def test_request_too_long_for_one_engine_waits_for_a_group() -> None:
     node.send("short", 10, 5)
     node.settle()
     assert node.missing == ["long"]
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     assert node.missing == []
-    assert node.placed()["long"] == (0, 1)
+    assert node.placed()["long"] == tp(0, 1)
     node.assert_exact()
 
 
 def test_wish_that_a_release_overtakes() -> None:
     node = started(seed=11)
     for round_ in range(30):
-        call = node.set_layout((0, 1))
+        call = node.set_layout(tp(0, 1))
         while node.reply(call) is None:
             node.step()
         node.send(f"large-{round_}", 1500, 6)
         for _ in range(node.rng.randrange(12)):
             node.step()
-        node.switch((0,), (1,))
+        node.switch(alone(0), alone(1))
         assert node.audit() == []
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.run_for(2.0)
     assert node.missing == []
     node.assert_exact()
@@ -118,7 +120,7 @@ def test_wish_that_a_release_overtakes() -> None:
 
 def test_audit_notices_a_block_lent_twice() -> None:
     node = started(faults={1: Faults(double_lend=True)})
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("large", 2000, 4)
     node.settle()
     assert any("engine 1 lent blocks twice" in problem for problem in node.audit())
@@ -126,15 +128,15 @@ def test_audit_notices_a_block_lent_twice() -> None:
 
 def test_audit_notices_a_lost_block() -> None:
     node = started(faults={1: Faults(drop_block=True)})
-    node.switch((0, 1))
-    node.switch((0,), (1,))
+    node.switch(tp(0, 1))
+    node.switch(alone(0), alone(1))
     assert node.audit() == ["engine 1: 1 blocks are lost"]
 
 
 def test_audit_notices_a_lease_that_differs() -> None:
     node = started()
-    node.switch((0, 1))
-    node.backends[0].core((0, 1)).shrink(10)
+    node.switch(tp(0, 1))
+    node.backends[0].core(tp(0, 1)).shrink(10)
     problems = node.audit()
     assert "engine 0: unit [0, 1] holds 10 blocks, the books say 64" in problems
 
@@ -161,7 +163,7 @@ def test_audit_names_an_engine_that_does_not_answer() -> None:
 def test_audit_waits_for_a_switch_and_holds_the_next_one_back() -> None:
     node = started()
     calls = [
-        node.set_layout((0, 1)),
+        node.set_layout(tp(0, 1)),
         node.call(m.AuditNode),
         node.call(m.AuditNode),
     ]
@@ -169,7 +171,7 @@ def test_audit_waits_for_a_switch_and_holds_the_next_one_back() -> None:
     assert node.reply(calls[1]) is None
     node.settle()
     assert [type(node.reply(call)) for call in calls] == [m.SwitchDone, m.AuditDone, m.AuditDone]
-    audit, switch = node.call(m.AuditNode), node.set_layout((0,), (1,))
+    audit, switch = node.call(m.AuditNode), node.set_layout(alone(0), alone(1))
     node.settle()
     assert isinstance(node.reply(audit), m.AuditDone)
     assert isinstance(node.reply(switch), m.SwitchDone)

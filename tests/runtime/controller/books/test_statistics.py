@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from shoal.policies.registry import POLICIES
+from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.policies.values.plan import Plan, Policy, SwitchReason
 from shoal.runtime.config import FakeSettings
@@ -14,9 +15,10 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.metrics import EngineGauges, Kind
 from shoal.runtime.protocol.wire import Terms
 from tests.runtime.loopback_node import SMALL, LoopbackNode
+from tests.units import tp
 
 HARD, SOFT, SEQUENTIAL = m.Treatment.HARD, m.Treatment.SOFT, m.Treatment.SEQUENTIAL
-ALONE = ((0,), (1,), (2,), (3,))
+ALONE = (alone(0), alone(1), alone(2), alone(3))
 
 
 def started(engines: int = 4, **settings) -> LoopbackNode:
@@ -54,7 +56,7 @@ def ask(node: LoopbackNode, message: m.Message) -> list[m.FromController]:
 
 def test_a_bind_and_a_release_are_counted_with_their_phases() -> None:
     node = started()
-    node.switch((0, 1), (2,), (3,), treatment=HARD)
+    node.switch(tp(0, 1), alone(2), alone(3), treatment=HARD)
     assert node.value("shoal_binds_total", outcome="done", reason="manual") == 1
     assert node.value("shoal_releases_total") == 0
     node.switch(*ALONE, treatment=HARD)
@@ -70,7 +72,7 @@ def test_a_bind_and_a_release_are_counted_with_their_phases() -> None:
 def test_a_phase_lasts_as_long_as_it_does() -> None:
     node = started(2)
     node.hung = {1}
-    call = node.set_layout((0, 1))
+    call = node.set_layout(tp(0, 1))
     node.settle()
     node.clock.advance(0.7)
     node.hung = set()
@@ -86,9 +88,9 @@ def test_a_phase_lasts_as_long_as_it_does() -> None:
 
 def test_a_bind_that_is_given_up_is_aborted_and_has_no_phases() -> None:
     node = started()
-    node.switch((0, 1), (2,), (3,))
+    node.switch(tp(0, 1), alone(2), alone(3))
     node.hung = {3}
-    node.set_layout((0, 1, 2, 3))
+    node.set_layout(tp(0, 1, 2, 3))
     node.settle()
     node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
     # The pair was dissolved for it, and formed again.
@@ -101,7 +103,7 @@ def test_a_bind_that_is_given_up_is_aborted_and_has_no_phases() -> None:
 
 def test_a_member_that_dies_in_a_commit_loses_the_bind() -> None:
     node = started()
-    node.set_layout((0, 1), (2,), (3,))
+    node.set_layout(tp(0, 1), alone(2), alone(3))
     node.turns(1)
     node.hung = {1}
     node.settle()
@@ -112,7 +114,7 @@ def test_a_member_that_dies_in_a_commit_loses_the_bind() -> None:
 
 def test_a_release_is_kept_or_lost() -> None:
     node = started()
-    node.switch((0, 1, 2, 3))
+    node.switch(tp(0, 1, 2, 3))
     node.send("long", 10, 60)
     node.turns(2)
     node.set_layout(*ALONE, treatment=SEQUENTIAL, timeout=2.0)
@@ -131,18 +133,18 @@ def test_a_release_is_kept_or_lost() -> None:
 def test_requests_that_pause_resume_wait_and_move_are_counted() -> None:
     node = started()
     busy(node)
-    node.switch((0, 1), (2,), (3,), treatment=HARD)
+    node.switch(tp(0, 1), alone(2), alone(3), treatment=HARD)
     assert node.value("shoal_paused_requests_total") == 4
     assert node.value("shoal_resumed_requests_total") == 0
     node.switch(*ALONE, treatment=HARD)
     assert node.value("shoal_resumed_requests_total") == 4
     node = started()
     busy(node)
-    node.switch((0, 1, 2, 3), treatment=SOFT)
+    node.switch(tp(0, 1, 2, 3), treatment=SOFT)
     assert node.value("shoal_moved_requests_total") == 8
     node = started()
     busy(node)
-    node.switch((0, 1, 2, 3), treatment=SEQUENTIAL)
+    node.switch(tp(0, 1, 2, 3), treatment=SEQUENTIAL)
     assert node.value("shoal_drained_requests_total") == 8
 
 
@@ -164,7 +166,7 @@ def test_the_reason_is_the_policys_and_an_unknown_one_makes_no_series(
     reason: str, counted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def plan(snapshot):
-        wanted = ((0, 1),)
+        wanted = (tp(0, 1),)
         target = None if snapshot.switching or snapshot.partition == wanted else wanted
         return Plan(target=target, treatment="hard", reason=reason)  # type: ignore[arg-type]
 
@@ -180,7 +182,7 @@ def test_a_switch_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> No
     node = started()
     busy(node)
     with caplog.at_level(logging.INFO, "shoal"):
-        node.switch((0, 1), (2,), (3,), treatment=HARD)
+        node.switch(tp(0, 1), alone(2), alone(3), treatment=HARD)
     (record,) = caplog.records
     assert record.getMessage() == (
         "switch 1: [0] [1] [2] [3] -> [0,1] [2] [3] (manual, hard) took 0.0 ms; requests: 4 paused"
@@ -188,7 +190,7 @@ def test_a_switch_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> No
     assert record.fields["switch"].paused == 4  # type: ignore[attr-defined]
     node.hung = {2}
     caplog.clear()
-    node.set_layout((0, 1), (2, 3))
+    node.set_layout(tp(0, 1), tp(2, 3))
     node.settle()
     node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
@@ -205,7 +207,7 @@ def test_a_request_queues_until_a_unit_has_it_and_once() -> None:
     node.send("urgent", 10, 40, priority=-2)
     node.turns(3)
     node.clock.advance(3.0)
-    node.switch((0, 1), treatment=SOFT)
+    node.switch(tp(0, 1), treatment=SOFT)
     assert node.value("shoal_moved_requests_total") == 2
     assert node.value("shoal_request_queue_seconds") == 2
     (normal,) = node.metric("shoal_request_queue_seconds", priority="normal", layout="dp")
@@ -217,7 +219,7 @@ def test_a_request_queues_until_a_unit_has_it_and_once() -> None:
 def test_the_wait_for_a_switch_is_queueing() -> None:
     node = started(2)
     node.hung = {1}
-    node.set_layout((0, 1))
+    node.set_layout(tp(0, 1))
     node.settle()
     node.send("waits", 10, 4, priority=5)
     node.controller.turn()
@@ -252,7 +254,7 @@ def test_a_stop_string_ends_a_request_that_moves() -> None:
     node.send("stopped", 10, 60)
     node.turns(3)
     node.hung = {1}
-    node.set_layout((0, 1), treatment=SOFT)
+    node.set_layout(tp(0, 1), treatment=SOFT)
     node.turns(2)
     assert "stopped" in node.controller.pool
     node.aborted.add("stopped")
@@ -272,12 +274,12 @@ def test_idle_members_of_a_group_show_nothing_and_their_leader_all() -> None:
     before = gauges(node)
     assert [engine.running for engine in before] == [3, 3]
     assert all(0 < engine.kv_cache_usage < 1 for engine in before)
-    node.switch((0, 1), treatment=HARD)
+    node.switch(tp(0, 1), treatment=HARD)
     node.send("group", 10, 40)
     node.turns(3)
     bound = gauges(node)
     assert [(e.running, e.waiting, e.deferred) for e in bound] == [(1, 0, 3), (0, 0, 3)]
-    node.switch((0,), (1,), treatment=SEQUENTIAL)
+    node.switch(alone(0), alone(1), treatment=SEQUENTIAL)
     node.settle()
     assert [(e.running, e.waiting, e.deferred) for e in gauges(node)] == [(0, 0, 0)] * 2
     assert [e.kv_cache_usage for e in gauges(node)] == [0, 0]
@@ -285,12 +287,12 @@ def test_idle_members_of_a_group_show_nothing_and_their_leader_all() -> None:
 
 def test_a_group_uses_the_blocks_of_every_member() -> None:
     node = started(2, settings=FakeSettings(num_blocks=64, block_tokens=4, max_model_len=400))
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("group", 60, 40)
     node.turns(4)
-    group = node.controller.book.core((0, 1))
+    group = node.controller.book.core(tp(0, 1))
     assert group.load is not None
-    used = node.controller.leases.opened[0, 1] - group.load.free_blocks
+    used = node.controller.leases.opened[tp(0, 1)] - group.load.free_blocks
     assert used > 0
     assert [e.kv_cache_usage for e in gauges(node)] == [pytest.approx(used / 64)] * 2
 
@@ -330,7 +332,7 @@ def test_the_layout_of_an_engine_is_a_timeline() -> None:
         return [sample.value for sample in node.metric(name)]
 
     assert layouts("shoal_engine_layout") == [1, 1, 1, 1]
-    node.switch((0,), (1,), (2, 3))
+    node.switch(alone(0), alone(1), tp(2, 3))
     assert layouts("shoal_engine_layout") == [1, 1, 2, 2]
     assert layouts("shoal_engine_leader") == [0, 1, 2, 2]
     assert node.value("shoal_units", layout="tp2") == 1
@@ -339,7 +341,7 @@ def test_the_layout_of_an_engine_is_a_timeline() -> None:
     lent = node.value("shoal_engine_kv_blocks", engine="3", state="lent")
     assert lent == node.value("shoal_lease_blocks", unit="2,3")
     node.hung = {1}
-    node.set_layout((0, 1), (2, 3))
+    node.set_layout(tp(0, 1), tp(2, 3))
     node.settle()
     assert layouts("shoal_engine_switching") == [1, 1, 0, 0]
 
@@ -351,7 +353,7 @@ def test_tokens_that_a_move_computes_again_are_steps_tokens() -> None:
     node = started(2)
     node.send("r", 10, 40)
     node.turns(8)
-    node.switch((0, 1), treatment=SOFT)
+    node.switch(tp(0, 1), treatment=SOFT)
     node.settle()
     assert node.finish.keys() == {"r"}
     prefill = node.value("shoal_step_tokens_total", kind="prefill", mode="dp")
@@ -393,7 +395,7 @@ def test_while_units_change_no_counter_goes_back_and_no_series_vanishes() -> Non
     node = LoopbackNode(4, seed=5)
     node.settle()
     seen: dict[tuple[str, tuple[str, ...]], float] = {}
-    partitions = [((0, 1), (2, 3)), ((0, 1, 2, 3),), singles(4)]
+    partitions = [(tp(0, 1), tp(2, 3)), (tp(0, 1, 2, 3),), singles(4)]
     for k in range(12):
         for j in range(4):
             node.send(f"r{k}-{j}", 12, 20, priority=j - 1, terms=Terms(caller="c"))

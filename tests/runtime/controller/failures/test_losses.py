@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.books.book import Book
 from shoal.runtime.controller.failures.losses import REMEMBERED_SECONDS
@@ -11,6 +12,7 @@ from shoal.runtime.protocol.messages import Outcome
 from shoal.runtime.protocol.wire import FinishReason
 from shoal.server.frontend.interruptions import OVERDUE_SECONDS, Interruptions
 from tests.runtime.loopback_node import LoopbackNode, request_payload
+from tests.units import tp
 
 HARD, SOFT = m.Treatment.HARD, m.Treatment.SOFT
 
@@ -26,7 +28,7 @@ def running(tokens: int = 40, turned: int = 8, **settings) -> LoopbackNode:
     node = started(**settings)
     node.send("r", 10, tokens)
     node.turns(turned)
-    assert node.placed()["r"] == (0,)
+    assert node.placed()["r"] == alone(0)
     return node
 
 
@@ -56,7 +58,7 @@ def test_between_two_outputs() -> None:
     assert 0 < len(node.tokens["r"]) < 40
     node.kill(0)
     node.settle()
-    assert node.placed()["r"] == (1,)
+    assert node.placed()["r"] == alone(1)
     assert migrated(node) == 1
     assert_whole(node)
 
@@ -74,13 +76,13 @@ def test_before_the_first_output() -> None:
     node = started(settings=FakeSettings(step_seconds=1.0))
     node.send("r", 10, 5)
     node.turns(3)
-    assert node.backends[0].core((0,)).in_flight
+    assert node.backends[0].core(alone(0)).in_flight
     node.kill(0)
     for _ in range(20):
         node.turns(2)
         node.collect()
         node.clock.advance(0.5)
-    assert node.placed()["r"] == (1,)
+    assert node.placed()["r"] == alone(1)
     assert_whole(node)
 
 
@@ -94,7 +96,7 @@ def test_after_the_last_output_before_the_controller_knows() -> None:
     node.network.to_controller.clear()  # its report dies with it
     node.kill(0)
     node.settle()
-    assert node.placed()["r"] == (0,), "it is not run again"
+    assert node.placed()["r"] == alone(0), "it is not run again"
     assert migrated(node) == 0
     assert_whole(node)
 
@@ -103,13 +105,13 @@ def test_after_the_last_output_that_nobody_read() -> None:
     node = started()
     node.send("r", 10, 6)
     node.turns(3)
-    while node.backends[0].core((0,)).num_requests:
+    while node.backends[0].core(alone(0)).num_requests:
         node.turn_agent(0)
     node.network.to_controller.clear()
     assert len(node.hold_outputs(0, keep=2)) > 1
     node.kill(0)
     node.settle()
-    assert node.placed()["r"] == (1,)
+    assert node.placed()["r"] == alone(1)
     assert_whole(node)
 
 
@@ -160,7 +162,7 @@ def test_outputs_that_are_read_before_the_answer_count() -> None:
     """What the front end has let through, but not taken in, is no reason to repeat it."""
     node = running()
     front = node.fronts[0]
-    front.interruptions.admit((0,), [])  # a message is being taken in
+    front.interruptions.admit(alone(0), [])  # a message is being taken in
     node.kill(0)
     node.controller.turn()
     front.interruptions.take_note(m.Interrupted({"r": 1}))
@@ -176,15 +178,15 @@ def test_outputs_that_are_read_before_the_answer_count() -> None:
 
 def test_a_moved_request_goes_on_from_all_of_its_tokens() -> None:
     node = running(tokens=60, engines=4)
-    node.set_layout((0, 1), (2, 3), treatment=SOFT)
+    node.set_layout(tp(0, 1), tp(2, 3), treatment=SOFT)
     node.turns(20)
     node.collect()
     group = node.placed()["r"]
-    assert len(group) == 2
+    assert group.size == 2
     assert 0 < len(node.tokens["r"]) < 60
-    node.hold_outputs(*group)
-    node.kill(group[1])
-    node.agents.pop(group[0])
+    node.hold_outputs(*group.engines)
+    node.kill(group.engines[1])
+    node.agents.pop(group.leader)
     node.settle()
     assert_whole(node)
 
@@ -195,7 +197,7 @@ def test_tokens_of_a_moved_request_are_lost_that_has_ended_elsewhere(forgotten: 
     node = running(tokens=60)
     node.hold_outputs(0, keep=2)
     node.collect()
-    node.set_layout((0, 1), treatment=SOFT)
+    node.set_layout(tp(0, 1), treatment=SOFT)
     for _ in range(4):
         node.turns(1)
         node.hold_outputs(0)
@@ -223,7 +225,7 @@ def test_the_report_of_the_end_comes_and_the_last_outputs_do_not(kept: int) -> N
     node.hold_outputs(0, keep=kept)
     node.kill(0)
     node.settle()
-    assert node.placed()["r"] == (1,)
+    assert node.placed()["r"] == alone(1)
     assert_whole(node)
 
 
@@ -234,7 +236,7 @@ def test_tokens_that_are_lost_after_a_move_are_computed_again() -> None:
         node.turns(2)
     node.hold_outputs(0, keep=2)
     node.collect()
-    node.set_layout((0, 1), treatment=SOFT)
+    node.set_layout(tp(0, 1), treatment=SOFT)
     for _ in range(4):
         node.turns(2)
         node.hold_outputs(0)
@@ -251,20 +253,20 @@ def test_tokens_that_are_lost_after_a_move_are_computed_again() -> None:
 
 def test_paused_requests_go_on_elsewhere_and_are_not_to_blame() -> None:
     node = started(4)
-    node.switch((0, 1), (2, 3))
+    node.switch(tp(0, 1), tp(2, 3))
     for k in range(4):
         node.send(f"r{k}", 12, 30)
     node.turns(6)
-    node.switch((0,), (1,), (2,), (3,), treatment=HARD)
-    paused = [r for r, unit in node.placed().items() if unit == (0, 1)]
+    node.switch(alone(0), alone(1), alone(2), alone(3), treatment=HARD)
+    paused = [r for r, unit in node.placed().items() if unit == tp(0, 1)]
     node.kill(1)
     node.turns(2)
     node.collect()
     interrupted = [node.controller.book.interrupted.get(r) for r in paused]
     assert all(request is None or request.deaths == 0 for request in interrupted)
     node.settle()
-    assert {node.placed()[r] for r in paused}.isdisjoint({(0, 1)})
-    node.switch((0,), (1,), (2, 3))
+    assert {node.placed()[r] for r in paused}.isdisjoint({tp(0, 1)})
+    node.switch(alone(0), alone(1), tp(2, 3))
     assert_whole(node)
 
 
@@ -339,7 +341,7 @@ def test_it_is_run_again_when_its_client_has_nothing(sampling: dict[str, object]
 
 def test_what_no_group_holds_any_more_ends_with_a_reason() -> None:
     node = started(settings=FakeSettings(num_blocks=8, block_tokens=4, max_model_len=60))
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("long", 40, 10)
     node.turns(6)
     node.collect()
@@ -352,11 +354,11 @@ def test_what_no_group_holds_any_more_ends_with_a_reason() -> None:
 def test_what_a_unit_gives_back_when_no_group_holds_it_ends_with_a_reason() -> None:
     """The last group that holds it cannot be formed any more by the time its unit has written."""
     node = started(settings=FakeSettings(num_blocks=8, block_tokens=4, max_model_len=60))
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.send("long", 36, 15)
     node.turns(8)
-    node.set_layout((0,), (1,), treatment=SOFT)
-    node.controller.book.refused[0, 1] = "its members do not meet"
+    node.set_layout(alone(0), alone(1), treatment=SOFT)
+    node.controller.book.refused[tp(0, 1)] = "its members do not meet"
     node.settle()
     assert node.missing == []
     assert node.ended()["long"].outcome is Outcome.LOST
@@ -428,7 +430,7 @@ def test_whom_the_engine_never_computed_is_no_suspect() -> None:
     node.collect()
     waiting = [r for r in ("r0", "r1", "r2", "r3") if not node.tokens.get(r)]
     assert len(waiting) == 2
-    assert {node.placed()[r] for r in waiting} == {(0,), (1,)}
+    assert {node.placed()[r] for r in waiting} == {alone(0), alone(1)}
     node.kill(0)
     node.controller.turn()
     blamed = {r.id: r.deaths for r in node.controller.book.interrupted.values()}
@@ -446,7 +448,7 @@ def test_retries_are_bounded() -> None:
             node.turns(1)
             node.collect()
         node.turns(1)
-        node.kill(node.placed()["r"][0])
+        node.kill(node.placed()["r"].leader)
     node.settle()
     note = node.ended()["r"]
     assert (note.outcome, note.status) == (Outcome.LOST, 500)
@@ -470,7 +472,7 @@ def test_an_engine_that_a_signal_stopped_did_not_die_of_its_requests() -> None:
     node.turns(2)
     node.collect()
     node.turns(2)
-    (suspect,) = node.controller.book.core((1,)).computed
+    (suspect,) = node.controller.book.core(alone(1)).computed
     assert suspect.suspect
     stopped = m.EngineDied(1, "stopped", m.DeathCause.STOPPED, restarts=True)
     node.network.control_sends("supervisor", stopped)
@@ -488,7 +490,7 @@ def test_an_engine_that_a_signal_stopped_did_not_die_of_its_requests() -> None:
 
 def test_deaths_count_by_cause() -> None:
     node = started(4)
-    node.switch((0, 1), (2,), (3,))
+    node.switch(tp(0, 1), alone(2), alone(3))
     node.kill(0)
     node.agents.pop(1)
     node.settle()

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Outcome
@@ -164,7 +165,7 @@ def test_what_a_front_end_has_ended_while_the_controller_hung_counts_once() -> N
     assert [node.controller.book.where(name) for name in names] == [None] * 4
     assert not node.controller.pool.all()
     steps(node, 2)
-    load = node.backends[0].cores[(0,)].load
+    load = node.backends[0].cores[alone(0)].load
     assert (load.running, load.waiting) == (1, 0), "the other goes on"
 
 

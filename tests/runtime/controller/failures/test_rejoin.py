@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.book import EngineState
 from shoal.runtime.controller.failures.rejoin import ATTEMPTS, FORM_SECONDS, RETRY_SECONDS
 from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
@@ -11,6 +11,7 @@ from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import UnavailableView
 from shoal.runtime.protocol.transport import SUPERVISOR, Channel, engine_identity
 from tests.runtime.loopback_node import SMALL, LoopbackNode
+from tests.units import tp
 
 PAIR = ([0, 1], [2], [3])
 SINGLES = ([0], [1], [2], [3])
@@ -46,7 +47,7 @@ def refusal(node: LoopbackNode, *units: list[int]) -> str:
     return reply.error
 
 
-def formed(node: LoopbackNode, engine: int) -> list[Group]:
+def formed(node: LoopbackNode, engine: int) -> list[Unit]:
     """Return the groups that an engine had to form anew."""
     return [group for group, _ in node.backends[engine].formed]
 
@@ -77,10 +78,10 @@ def test_a_restarted_engine_serves_alone_and_then_in_its_group(
     node.settle()
     assert state(node, engine) is EngineState.SERVING
     serve_everywhere(node, "alone")
-    assert (engine,) in node.placed().values()
+    assert alone(engine) in node.placed().values()
     node.switch(*PAIR)
     serve_everywhere(node, "grouped")
-    assert (0, 1) in node.placed().values()
+    assert tp(0, 1) in node.placed().values()
     node.switch(*SINGLES)
     assert node.audit() == []
 
@@ -93,7 +94,7 @@ def test_what_a_restarted_engine_did_before_is_forgotten(node: LoopbackNode) -> 
     # Its counters begin again: with the old ones the controller would take it for full.
     for turn in range(4):
         serve_everywhere(node, f"after{turn}-")
-    assert (1,) in {unit for name, unit in node.placed().items() if name.startswith("after3-")}
+    assert alone(1) in {unit for name, unit in node.placed().items() if name.startswith("after3-")}
 
 
 def test_a_group_that_broke_comes_back_whole(node: LoopbackNode) -> None:
@@ -193,7 +194,7 @@ def test_an_engine_is_back_only_when_no_lease_has_blocks_of_its_former_life(
     node.send("paused", max_tokens=100)
     node.turns(20)
     node.switch(*SINGLES)
-    assert node.controller.leases.opened[0, 1] > 0
+    assert node.controller.leases.opened[tp(0, 1)] > 0
     node.hung.add(0)  # the leader, who has the lease
     kill(node, 1)
     node.restart(1)
@@ -223,18 +224,18 @@ def test_groups_are_refused_until_they_are_formed_again(node: LoopbackNode) -> N
 def test_policies_form_no_broken_group_and_form_it_when_it_is_whole() -> None:
     node = make_node(policy="static-tp")
     node.run_for(1.0)
-    assert node.controller.book.partition == ((0, 1), (2, 3))
+    assert node.controller.book.partition == (tp(0, 1), tp(2, 3))
     kill(node, 3)
     node.run_for(1.0)
-    assert node.controller.book.partition == ((0, 1), (2,), (3,))
+    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
     for engine in (2, 3):
         node.restart(engine, faults=Faults(fail_form=True) if engine == 3 else NO_FAULTS)
     node.run_for(1.0)
-    assert node.controller.book.partition == ((0, 1), (2,), (3,))
+    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
     node.kill(3)
     node.restart(3)
     node.run_for(10.0, tick=0.5)
-    assert node.controller.book.partition == ((0, 1), (2, 3))
+    assert node.controller.book.partition == (tp(0, 1), tp(2, 3))
     assert node.view().policy_errors == 0
 
 
@@ -243,8 +244,8 @@ def test_wide_groups_are_formed_after_narrow_ones() -> None:
     kill(node, 2)
     node.restart(2)
     node.settle()
-    assert formed(node, 3) == [(2, 3), (0, 1, 2, 3)]
-    assert formed(node, 0) == [(0, 1, 2, 3)], "what has not lost a member stays as it is"
+    assert formed(node, 3) == [tp(2, 3), tp(0, 1, 2, 3)]
+    assert formed(node, 0) == [tp(0, 1, 2, 3)], "what has not lost a member stays as it is"
     node.switch([0, 1, 2, 3])
     serve_everywhere(node, "wide")
 
@@ -311,7 +312,7 @@ def test_a_member_that_dies_while_its_group_forms_takes_nobody_with_it(node: Loo
     node.restart(1)
     node.hung.add(1)  # it is back, and does not answer any more
     node.settle()
-    assert formed(node, 0) == [(0, 1)]
+    assert formed(node, 0) == [tp(0, 1)]
     kill(node, 1)
     assert state(node, 0) is EngineState.SERVING
     serve_everywhere(node, "others")

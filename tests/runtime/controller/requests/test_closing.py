@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Outcome
@@ -17,6 +18,7 @@ from tests.runtime.controller.requests.test_admission import (
     turns,
 )
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
 HANDED_BACK = (Outcome.HANDED_BACK, 503)
 
@@ -49,7 +51,7 @@ def test_what_still_waits_at_half_time_is_handed_back_and_what_runs_goes_on() ->
     assert ended(node) == {"waiting": HANDED_BACK}
     assert node.ended()["waiting"].retry_after == 1
     assert node.finish == {"waiting": wire.FinishReason.ERROR}
-    assert node.controller.book.where("busy0") == (0,)
+    assert node.controller.book.where("busy0") == alone(0)
 
 
 def test_what_still_runs_at_the_end_is_handed_back_and_frees_its_engine() -> None:
@@ -64,7 +66,7 @@ def test_what_still_runs_at_the_end_is_handed_back_and_frees_its_engine() -> Non
     assert node.tokens["busy0"]
     assert node.finish == dict.fromkeys(names, wire.FinishReason.ERROR)
     assert counts(node) == {Outcome.HANDED_BACK: BUSY}
-    assert node.backends[0].cores[(0,)].load.running == 0
+    assert node.backends[0].cores[alone(0)].load.running == 0
     node.assert_exact()
 
 
@@ -98,11 +100,12 @@ def test_interrupted_and_paused_requests_are_handed_back() -> None:
     turns(node)
     node.send("paused", 4, 100)
     turns(node)
-    (engine,) = node.controller.book.where("paused") or ()
+    unit = node.controller.book.where("paused")
+    assert unit is not None
     node.set_layout([0, 1])
     steps(node, 3)
-    assert node.controller.book.partition == ((0, 1),)
-    assert node.controller.book.where("paused") == (engine,)
+    assert node.controller.book.partition == (tp(0, 1),)
+    assert node.controller.book.where("paused") == unit
     end(node, 0.0)
     assert ended(node) == {"paused": HANDED_BACK}
     lost = busy_node(2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.requests import limits
 from shoal.runtime.protocol import messages as m
@@ -131,7 +132,7 @@ def test_what_a_unit_has_had_does_not_make_room() -> None:
         node.send(f"r{k}", 4, 100)
     turns(node)
     steps(node, 3)
-    gone = [name for name, unit in node.placed().items() if unit == (1,)]
+    gone = [name for name, unit in node.placed().items() if unit == alone(1)]
     node.kill(1)
     for _ in range(3):
         turns(node)

@@ -1,13 +1,15 @@
 """What becomes of requests that a hard switch has paused, and whose unit does not come back."""
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.controller.requests.pauses import MANUAL_PAUSE_SECONDS, PAUSE_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Outcome
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
-ALONE = ((0,), (1,), (2,), (3,))
-TOGETHER = (0, 1, 2, 3)
+ALONE = (alone(0), alone(1), alone(2), alone(3))
+TOGETHER = tp(0, 1, 2, 3)
 LIMIT = 100.0
 
 

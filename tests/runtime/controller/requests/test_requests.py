@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from shoal.policies import registry
+from shoal.policies.values.layouts import alone
 from shoal.policies.values.plan import Dispatch, Plan, Policy
 from shoal.runtime.config import QUEUED_AHEAD, FakeSettings
 from shoal.runtime.protocol import messages as m
@@ -11,6 +12,7 @@ from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.loopback import LoopbackNetwork
 from shoal.runtime.protocol.messages import Outcome
 from tests.runtime.loopback_node import SMALL, LoopbackNode, request_payload
+from tests.units import tp
 
 TINY = FakeSettings(num_blocks=8, block_tokens=4, max_num_seqs=2, max_model_len=60)
 
@@ -73,7 +75,7 @@ def test_outputs_and_notes_go_to_the_front_end_that_asked() -> None:
         node.turn_agent(engine)
     assert set(node.network.front_outputs) == {1}
     (note,) = node.network.control_replies["front-1"]
-    assert note == m.Placed("mine", (0,), "dp")
+    assert note == m.Placed("mine", alone(0))
 
 
 def test_request_waits_in_the_pool_until_it_can_start() -> None:
@@ -122,7 +124,7 @@ def test_bound_beyond_the_model_asks_for_no_group() -> None:
     node = started(settings=TINY)
     node.send("open-ended", 10, 50)
     node.settle()
-    assert node.placed()["open-ended"] == (0,)
+    assert node.placed()["open-ended"] == alone(0)
     # It ends where one engine ends.
     assert len(node.tokens["open-ended"]) == 32 - 10
 
@@ -132,7 +134,7 @@ def test_bound_that_only_a_group_can_reach_asks_for_one() -> None:
     node.send("bounded", 10, 40)
     node.settle()
     assert node.missing == ["bounded"]
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.assert_exact()
     assert node.missing == []
 
@@ -157,7 +159,7 @@ def test_abort_while_it_runs() -> None:
     node.settle()
     node.assert_exact()
     assert 0 < len(node.tokens["a"]) < 300
-    assert node.backends[0].core((0,)).load.free_blocks == SMALL.num_blocks
+    assert node.backends[0].core(alone(0)).load.free_blocks == SMALL.num_blocks
     assert outcomes(node) == {Outcome.ABORTED: 1}
 
 
@@ -166,11 +168,11 @@ def test_abort_while_it_is_paused() -> None:
     node.send("a", 10, 300)
     node.controller.turn()
     node.turn_agent(0)
-    node.switch((0, 1))
+    node.switch(tp(0, 1))
     node.abort("a")
     node.settle()
-    assert node.backends[0].core((0,)).num_requests == 0
-    node.switch((0,), (1,))
+    assert node.backends[0].core(alone(0)).num_requests == 0
+    node.switch(alone(0), alone(1))
     assert node.audit() == []
 
 
@@ -229,7 +231,7 @@ def test_note_to_a_front_end_that_is_not_there_is_no_error() -> None:
 
 def test_static_tp_forms_the_largest_groups_by_itself() -> None:
     node = started(4, max_group=2, policy="static-tp")
-    assert node.controller.book.partition == ((0, 1), (2, 3))
+    assert node.controller.book.partition == (tp(0, 1), tp(2, 3))
     node.send("a")
     node.settle()
     assert node.missing == []
@@ -239,7 +241,7 @@ def test_static_tp_goes_on_without_dead_engines() -> None:
     node = started(4, max_group=2, policy="static-tp")
     node.kill(3)
     node.settle()
-    assert node.controller.book.partition == ((0, 1), (2,), (3,))
+    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
     node.send("a")
     node.send("b")
     node.settle()
@@ -256,7 +258,7 @@ def test_failed_switch_of_a_policy_is_not_repeated_at_once() -> None:
     assert [switch.outcome for switch in node.controller.switches] == ["failed"]
     node.hung = set()
     node.run_for(6.0, tick=1.0)
-    assert node.controller.book.partition == ((0, 1),)
+    assert node.controller.book.partition == (tp(0, 1),)
 
 
 def raising(snapshot):
@@ -268,7 +270,7 @@ def overfull(snapshot):
 
 
 def misaligned(snapshot):
-    return Plan(target=((0,), (1, 2), (3,)))
+    return Plan(target=(alone(0), (1, 2), alone(3)))
 
 
 @pytest.mark.parametrize("plan", [raising, overfull, misaligned])
@@ -279,7 +281,7 @@ def test_policy_that_errs_changes_nothing(plan, monkeypatch: pytest.MonkeyPatch,
         node.send(f"r{k}")
     node.settle()
     assert len(node.controller.pool) == 20
-    assert node.controller.book.partition == ((0,), (1,), (2,), (3,))
+    assert node.controller.book.partition == (alone(0), alone(1), alone(2), alone(3))
     assert "policy bad" in caplog.text
 
 

@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 
-from shoal.policies.cost.cost_model import CostModel, Hardware, Mode, ModelShape
+from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.shift import ShiftRule, ShiftThreshold, tokens_for
+from shoal.policies.values.batch import Mode
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import ShiftView
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
 SETTINGS = FakeSettings(num_blocks=256, block_tokens=4, max_num_seqs=8, max_model_len=400)
 MODEL = CostModel(
@@ -17,7 +20,8 @@ MODEL = CostModel(
     Hardware(1e9, 1e12, 1e7, allreduce_seconds=1e-5),
     max_sp=4,
 )
-ALL = (0, 1, 2, 3)
+ALL = tp(0, 1, 2, 3)
+TP2, TP4 = Layout(tp=2), Layout(tp=4)
 
 
 def started(**fields: Any) -> LoopbackNode:
@@ -98,29 +102,33 @@ def test_a_new_threshold_counts_from_the_next_step_on() -> None:
 @pytest.mark.parametrize(
     ("threshold", "above"),
     [
-        (0, {2: 0, 4: 0}),
-        (512, {2: 512, 4: 512}),
+        (0, {TP2: 0, TP4: 0}),
+        (512, {TP2: 512, TP4: 512}),
         (ShiftRule.OFF, {}),
-        (ShiftRule.AUTO, tokens_for(ShiftRule.AUTO, MODEL, (2, 4))),
+        (ShiftRule.AUTO, tokens_for(ShiftRule.AUTO, MODEL, (TP2, TP4))),
     ],
 )
-def test_every_engine_and_policy_is_told(threshold: ShiftThreshold, above: dict[int, int]) -> None:
+def test_every_engine_and_policy_is_told(
+    threshold: ShiftThreshold, above: dict[Layout, int]
+) -> None:
     node = started(cost_model=MODEL)
     answer = set_shift(node, threshold)
     assert isinstance(answer, m.LayoutView)
-    assert answer.shift == ShiftView(threshold, 4, above)
+    assert answer.shift == ShiftView(
+        threshold, 4, {layout.name: tokens for layout, tokens in above.items()}
+    )
     assert dict(node.controller.snapshot().sp_above) == above
     for backend in node.backends.values():
         for group, core in backend.cores.items():
-            assert core.shift.threshold == above.get(len(group))
+            assert core.shift.threshold == above.get(group.layout)
 
 
 def test_no_step_in_sp_lies_under_the_largest_graph() -> None:
     fake = FakeSettings(num_blocks=256, block_tokens=4, max_model_len=400, captured_tokens=160)
     node = started(settings=fake, max_sp=2)
-    node.switch((0, 1), (2, 3))
-    assert node.view().shift.sp_above == {2: 160, 4: 160}
-    assert node.controller.snapshot().sp_above == ((2, 160), (4, 160))
+    node.switch(tp(0, 1), tp(2, 3))
+    assert node.view().shift.sp_above == {"tp2": 160, "tp4": 160}
+    assert node.controller.snapshot().sp_above == ((TP2, 160), (TP4, 160))
     for number, prompt in enumerate((101, 160, 161)):
         node.send(f"r{number}", prompt, 1)
         node.settle()

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from shoal.policies.values.layouts import DP, Layout, alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import IDLE_SECONDS, LEASE_FLOOR, Agent, State, Stepping
@@ -14,8 +15,9 @@ from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.loopback import LoopbackNetwork
 from shoal.runtime.protocol.transport import Channel
 from tests.runtime.loopback_node import request_payload
+from tests.units import tp
 
-GROUP = (0, 1)
+GROUP = tp(0, 1)
 INTERLEAVE = m.Treatment.INTERLEAVE
 LEASE_1 = list(range(500, 700))
 """Ids that the other member is said to have lent."""
@@ -60,7 +62,7 @@ class Bench:
 
     def add(self, request_id: str, prompt: int = 8, tokens: int = 5, group=None) -> None:
         payload = request_payload(request_id, [1] * prompt, tokens)
-        self.tell(m.AddRequest(group or (self.engine,), request_id), *payload)
+        self.tell(m.AddRequest(group or alone(self.engine), request_id), *payload)
 
     def bind(self, blocks: int = 10, treatment: m.Treatment = m.Treatment.HARD) -> None:
         """Bring the agent into the bound group."""
@@ -83,7 +85,7 @@ def test_announces_itself_first() -> None:
     ready = bench.heard()[0]
     assert isinstance(ready, m.EngineReady)
     assert (ready.engine, ready.num_blocks) == (0, 200)
-    assert [limits.degree for limits in ready.layouts] == [1, 2]
+    assert [limits.layout for limits in ready.layouts] == [DP, Layout(tp=2)]
 
 
 def test_hard_prepare_pauses_at_once(bench: Bench) -> None:
@@ -94,7 +96,7 @@ def test_hard_prepare_pauses_at_once(bench: Bench) -> None:
     assert len(answers[0].blocks) == 10
     assert (bench.agent.state, bench.agent.active) == (State.PREPARED, [])
     bench.turn(5)
-    assert bench.backend.core((0,)).num_requests == 1
+    assert bench.backend.core(alone(0)).num_requests == 1
 
 
 def test_sequential_prepare_waits_for_the_last_request(bench: Bench) -> None:
@@ -104,7 +106,7 @@ def test_sequential_prepare_waits_for_the_last_request(bench: Bench) -> None:
     bench.add("late", tokens=1)  # not expected, but honoured
     (answer,) = bench.turn(10)
     assert isinstance(answer, m.Prepared)
-    assert (answer.paused, bench.backend.core((0,)).num_requests) == (0, 0)
+    assert (answer.paused, bench.backend.core(alone(0)).num_requests) == (0, 0)
 
 
 @pytest.mark.parametrize("treatment", [m.Treatment.HARD, INTERLEAVE])
@@ -116,7 +118,7 @@ def test_a_second_prepare_ends_the_wait(bench: Bench, treatment: m.Treatment) ->
     assert isinstance(answer, m.Prepared)
     assert (answer.paused, len(answer.blocks)) == (0 if goes_on else 1, 10)
     assert bench.tell(m.Commit(5, GROUP, 1, {0: answer.blocks, 1: LEASE_1[:10]})) != []
-    assert ((0,) in [core.group for core in bench.agent.active]) == goes_on
+    assert (alone(0) in [core.unit for core in bench.agent.active]) == goes_on
     assert bench.agent.stale == 0
 
 
@@ -126,7 +128,7 @@ def test_a_member_at_its_safe_point_follows_without_a_word(bench: Bench) -> None
     assert isinstance(answer, m.Prepared)
     assert bench.tell(m.Prepare(5, GROUP, INTERLEAVE, 10)) == []
     assert bench.tell(m.Commit(5, GROUP, 1, {0: answer.blocks, 1: LEASE_1[:10]})) != []
-    assert [core.group for core in bench.agent.active] == [(0,), GROUP]
+    assert [core.unit for core in bench.agent.active] == [alone(0), GROUP]
     bench.tell(m.Prepare(5, GROUP, INTERLEAVE, 10))
     assert bench.agent.stale == 1, "it is bound already"
 
@@ -140,7 +142,7 @@ def test_aborted_bind_leaves_no_trace(bench: Bench, treatment: m.Treatment) -> N
     assert answer == m.Resumed(5, 0, int(paused))
     assert (bench.agent.state, bench.backend.lent) == (State.SOLO, frozenset())
     bench.turn(60)
-    assert bench.backend.core((0,)).num_requests == 0
+    assert bench.backend.core(alone(0)).num_requests == 0
     assert bench.backend.check_integrity() == []
 
 
@@ -150,7 +152,7 @@ def test_leader_serves_the_group_and_nothing_else(bench: Bench) -> None:
     bench.add("shared", tokens=3, group=GROUP)
     bench.turn(10)
     assert bench.backend.core(GROUP).num_requests == 0
-    assert bench.backend.core((0,)).num_requests == 1
+    assert bench.backend.core(alone(0)).num_requests == 1
 
 
 def test_request_may_come_before_the_commit(bench: Bench) -> None:
@@ -168,7 +170,7 @@ def test_a_token_leaves_before_the_next_step_is_scheduled(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.add("a", tokens=2)
-    core, waiting = bench.backend.core((0,)), bench.network.front_outputs
+    core, waiting = bench.backend.core(alone(0)), bench.network.front_outputs
     waiting.clear()
     seen: list[int] = []
     dispatch = core.dispatch
@@ -256,7 +258,7 @@ def test_interleaving_member_goes_on_with_its_own_requests(bench: Bench) -> None
     (prepared,) = bench.tell(m.Prepare(5, GROUP, INTERLEAVE, 10))
     assert isinstance(prepared, m.Prepared)
     assert (prepared.paused, len(prepared.blocks)) == (0, 10)
-    own, group = bench.backend.core((0,)), bench.backend.core(GROUP)
+    own, group = bench.backend.core(alone(0)), bench.backend.core(GROUP)
     assert (bench.agent.state, bench.agent.active) == (State.PREPARED, [own])
     bench.tell(m.Commit(5, GROUP, 1, {0: prepared.blocks, 1: LEASE_1[:10]}))
     bench.add("shared", tokens=3, group=GROUP)
@@ -268,7 +270,7 @@ def test_interleaving_member_goes_on_with_its_own_requests(bench: Bench) -> None
 def test_released_member_goes_on_before_and_after_it_is_resumed(bench: Bench) -> None:
     bench.add("own", tokens=90)
     bench.bind(treatment=INTERLEAVE)
-    own = bench.backend.core((0,))
+    own = bench.backend.core(alone(0))
     (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
     assert bench.agent.active == [own]
     (resumed,) = bench.tell(m.Resume(5, GROUP, released.returned[0]))
@@ -283,7 +285,7 @@ def test_interleaving_member_lends_between_its_steps() -> None:
     bench = Bench(step_seconds=0.5)
     bench.add("own", tokens=30)
     bench.bind(treatment=INTERLEAVE)
-    own = bench.backend.core((0,))
+    own = bench.backend.core(alone(0))
     assert own.in_flight
     assert bench.tell(m.Lend(5, GROUP, 3, urgent=False)) == []
     bench.clock.advance(0.5)
@@ -299,7 +301,7 @@ def test_interleaving_member_lends_what_its_requests_will_not_need(bench: Bench)
     bench.bind(treatment=INTERLEAVE)
     (lent,) = bench.tell(m.Lend(5, GROUP, 200, urgent=True), turns=2)
     assert isinstance(lent, m.Lent)
-    own = bench.backend.core((0,))
+    own = bench.backend.core(alone(0))
     assert len(own.held()) + own.load.free_blocks == -(-230 // 4)
     assert len(lent.blocks) == 200 - 10 - -(-230 // 4)
     bench.turn(40)
@@ -311,7 +313,7 @@ def test_requests_that_cannot_run_keep_no_block_from_the_group(bench: Bench) -> 
     bench.bind(blocks=190, treatment=INTERLEAVE)
     bench.add("own", prompt=30, tokens=60)
     bench.turn(20)
-    own = bench.backend.core((0,))
+    own = bench.backend.core(alone(0))
     assert (own.load.running, own.load.waiting, own.load.free_blocks) == (0, 1, 10)
     (lent,) = bench.tell(m.Lend(5, GROUP, 10, urgent=True), turns=2)
     assert isinstance(lent, m.Lent)
@@ -399,7 +401,7 @@ def test_idle_group_gives_back_all_but_the_floor(bench: Bench) -> None:
 
 def test_refused_request_ends_with_an_error(bench: Bench) -> None:
     payload = request_payload("bad", [1] * 400, 3, client=1)
-    bench.network.controller.to_engine(0, m.AddRequest((0,), "bad"), payload)
+    bench.network.controller.to_engine(0, m.AddRequest(alone(0), "bad"), payload)
     bench.agent.turn()
     (load,) = [x for x in bench.heard() if isinstance(x, m.Load)]
     assert (load.finished, load.added) == (["bad"], 1)
@@ -410,7 +412,9 @@ def test_refused_request_ends_with_an_error(bench: Bench) -> None:
 def test_load_is_reported_when_it_changes(bench: Bench) -> None:
     bench.agent.turn()
     assert bench.heard() == []
-    bench.network.controller.to_engine(0, m.AddRequest((0,), "a"), request_payload("a", [1] * 8, 1))
+    bench.network.controller.to_engine(
+        0, m.AddRequest(alone(0), "a"), request_payload("a", [1] * 8, 1)
+    )
     bench.agent.turn()
     bench.agent.turn()
     loads = [x for x in bench.heard() if isinstance(x, m.Load)]
@@ -465,13 +469,14 @@ def test_steps_of_each_mode_count_apart() -> None:
     assert stepping.work[m.Mode.TP].total == DECODE + PREFILL + m.Work(seconds=3.0)
 
 
-def test_a_threshold_is_for_the_groups_of_its_degree(bench: Bench) -> None:
-    for thresholds in ({1: 7, 2: 100}, {2: 300}, {}):
-        bench.tell(m.SetShift(thresholds))
+def test_a_threshold_is_for_the_units_of_its_layout(bench: Bench) -> None:
+    tp2 = Layout(tp=2)
+    for thresholds in ({DP: 7, tp2: 100}, {tp2: 300}, {}):
+        bench.tell(m.SetShift(list(thresholds.items())))
         bench.agent.turn()
-        shifts = {len(core.group): core.shift for core in bench.backend.cores.values()}
-        assert {d: shift.threshold for d, shift in shifts.items()} == {
-            degree: thresholds.get(degree) for degree in shifts
+        shifts = {core.unit.layout: core.shift for core in bench.backend.cores.values()}
+        assert {layout: shift.threshold for layout, shift in shifts.items()} == {
+            layout: thresholds.get(layout) for layout in shifts
         }
 
 

@@ -5,13 +5,14 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.forming import Forming
 from shoal.runtime.engine.agent.interface import EngineBackend
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
+from tests.units import tp
 
-GROUP = (0, 1)
+GROUP = tp(0, 1)
 FORM = m.FormGroup(7, GROUP, 2)
 START = m.StartGroup(7, GROUP)
 
@@ -25,11 +26,11 @@ class Backend:
         self.asked: list[Any] = []
         self.future: Future[Any] = Future()
 
-    def form(self, group: Group, generation: int) -> Future[str]:
+    def form(self, group: Unit, generation: int) -> Future[str]:
         self.asked.append((group, generation))
         return self.future
 
-    def start(self, group: Group) -> Future[Any]:
+    def start(self, group: Unit) -> Future[Any]:
         self.asked.append(group)
         return self.future
 
@@ -96,7 +97,7 @@ def test_an_engine_that_is_not_alone_refuses(bench: Bench) -> None:
 
 def test_a_second_wish_is_refused_and_the_first_goes_on(bench: Bench) -> None:
     bench.forming.take(FORM, alone=True)
-    bench.forming.take(m.FormGroup(8, (0, 1, 2, 3), 1), alone=True)
+    bench.forming.take(m.FormGroup(8, tp(0, 1, 2, 3), 1), alone=True)
     assert bench.transport.sent == [m.Formed(8, 1, "engine 1 is not free")]
     bench.backend.future.set_result("")
     assert bench.forming.tend() == GROUP

@@ -15,8 +15,9 @@ from shoal.runtime.engine.scheduler import vllm_core
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.loopback_node import request_payload
+from tests.units import tp
 
-GROUP = (0, 1, 2, 3)
+GROUP = tp(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def fake_mode(config: NodeConfig, threshold: int | None, tokens: int) -> Mode:
     clock = ManualClock()
     core = FakeBackend(config, 0, clock=clock).core(GROUP)
     core.shift.threshold = threshold
-    core.bind(1, {engine: list(range(1, 100)) for engine in GROUP}, seed=0)
+    core.bind(1, {engine: list(range(1, 100)) for engine in GROUP.engines}, seed=0)
     core.add("r", request_payload("r", [7] * tokens, 1))
     core.dispatch()
     clock.advance(1.0)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.agent.interface import EndedSteps
@@ -18,9 +19,10 @@ from shoal.runtime.engine.agent.watchdog import (
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode, Work
 from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
 
-ALONE = (0,)
-GROUP = (0, 1)
+ALONE = alone(0)
+GROUP = tp(0, 1)
 LONGEST = 60.0
 DECODE = Work(1, 0.0, 4, 400)
 PREFILL = Work(1, 0.0, 0, 0, 1000, 500_000)
@@ -141,7 +143,7 @@ class Watched:
 
     def hang(self) -> None:
         """Have the step in flight never end."""
-        step = self.node.backends[0].core((0,))._step
+        step = self.node.backends[0].core(alone(0))._step
         assert step is not None
         step.seconds = float("inf")
 

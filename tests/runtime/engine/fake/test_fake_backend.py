@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from shoal.policies.cost.cost_model import Batch, Mode
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.interface import CoreLoad, EndedSteps, RunnerDied
@@ -13,6 +14,7 @@ from shoal.runtime.engine.fake.step_times import Devices
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Work
 from tests.runtime.loopback_node import request_payload
+from tests.units import tp
 
 SETTINGS = FakeSettings(
     step_seconds=0.5, num_blocks=10, block_tokens=4, max_num_seqs=3, max_model_len=30
@@ -57,7 +59,7 @@ def test_tokens_depend_on_prompt_and_position_only() -> None:
 
 
 def test_a_step_takes_its_time(clock: ManualClock) -> None:
-    core = make(clock).core((0,))
+    core = make(clock).core(alone(0))
     core.add("a", request_payload("a", [1, 2], 1))
     assert advance(core)
     assert core.in_flight == 1
@@ -68,7 +70,7 @@ def test_a_step_takes_its_time(clock: ManualClock) -> None:
 
 
 def test_steps_say_what_they_computed(clock: ManualClock) -> None:
-    core = make(clock).core((0,))
+    core = make(clock).core(alone(0))
     core.add("a", request_payload("a", [1, 2, 3, 4], 3))
     run(core, clock)
     # Four prompt tokens attend to 1, 2, 3 and 4; the two decodes read 5 and 6.
@@ -83,7 +85,7 @@ def test_steps_say_what_they_computed(clock: ManualClock) -> None:
 def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
     settings = msgspec.structs.replace(SETTINGS, steps_at_once=64)
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
-    core = FakeBackend(config, 0, clock=clock).core((0,))
+    core = FakeBackend(config, 0, clock=clock).core(alone(0))
     core.add("a", request_payload("a", [1, 2, 3, 4], 9))
     clock.advance(SETTINGS.step_seconds)
     advance(core)
@@ -98,15 +100,15 @@ def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
 def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
     backend = make(clock)
     assert backend.next_wakeup() is None
-    backend.core((0,)).add("a", request_payload("a", [1, 2], 1))
-    advance(backend.core((0,)))
+    backend.core(alone(0)).add("a", request_payload("a", [1, 2], 1))
+    advance(backend.core(alone(0)))
     clock.advance(0.2)
     assert backend.next_wakeup() == pytest.approx(0.3)
 
 
 def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock) -> None:
     backend = make(clock)
-    core = backend.core((0,))
+    core = backend.core(alone(0))
     prompts = {f"r{k}": [k + 1] * 9 for k in range(3)}
     for request_id, prompt in prompts.items():
         core.add(request_id, request_payload(request_id, prompt, 18))
@@ -118,7 +120,7 @@ def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock
 
 
 def test_batch_is_bounded(clock: ManualClock) -> None:
-    core = make(clock).core((0,))
+    core = make(clock).core(alone(0))
     for k in range(5):
         core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
     advance(core)
@@ -127,21 +129,21 @@ def test_batch_is_bounded(clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("prompt", [[], [1] * 30])
 def test_impossible_prompts_are_refused(clock: ManualClock, prompt: list[int]) -> None:
-    core = make(clock).core((0,))
+    core = make(clock).core(alone(0))
     with pytest.raises(ValueError, match="prompt of"):
         core.add("a", request_payload("a", prompt, 3))
     assert core.num_requests == 0
 
 
 def test_output_ends_at_the_model_length(clock: ManualClock) -> None:
-    core = make(clock).core((0,))
+    core = make(clock).core(alone(0))
     core.add("a", request_payload("a", [1] * 28, None))
     assert len(run(core, clock)["a"]) == 2
 
 
 def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
     backend = make(clock)
-    core = backend.core((0,))
+    core = backend.core(alone(0))
     for request_id in ("early", "late"):
         core.add(request_id, request_payload(request_id, [1] * 16, 3))
     advance(core)
@@ -160,7 +162,7 @@ def test_blocks_that_are_not_lent_cannot_come_back(clock: ManualClock) -> None:
 
 def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
     backend = make(clock)
-    group = backend.core((0, 1))
+    group = backend.core(tp(0, 1))
     mine = backend.lend(6)
     lease = {0: mine, 1: [9, 8, 7, 6, 5, 4]}
     pairs = set(zip(lease[0], lease[1], strict=True))
@@ -178,7 +180,7 @@ def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
 
 def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
     backend = make(clock)
-    group = backend.core((0, 1))
+    group = backend.core(tp(0, 1))
     group.bind(1, {0: backend.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
     group.add("a", request_payload("a", [1] * 9, 8))
     advance(group)
@@ -191,7 +193,7 @@ def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
 
 def test_blocks_wanted_is_what_is_lacking(clock: ManualClock) -> None:
     backend = make(clock)
-    group = backend.core((0, 1))
+    group = backend.core(tp(0, 1))
     group.bind(1, {0: backend.lend(1), 1: [1]}, seed=0)
     assert group.blocks_wanted == 0
     group.add("a", request_payload("a", [1] * 20, 8))
@@ -203,12 +205,12 @@ def test_blocks_wanted_is_what_is_lacking(clock: ManualClock) -> None:
 def test_lease_of_uneven_columns_is_refused(clock: ManualClock) -> None:
     backend = make(clock)
     with pytest.raises(ValueError, match="zip"):
-        backend.core((0, 1)).bind(1, {0: backend.lend(3), 1: [1]}, seed=0)
+        backend.core(tp(0, 1)).bind(1, {0: backend.lend(3), 1: [1]}, seed=0)
 
 
 def test_only_leaders_have_a_group_core(clock: ManualClock) -> None:
-    assert set(make(clock, 0).cores) == {(0,), (0, 1)}
-    assert set(make(clock, 1).cores) == {(1,)}
+    assert set(make(clock, 0).cores) == {alone(0), tp(0, 1)}
+    assert set(make(clock, 1).cores) == {alone(1)}
 
 
 def test_utility_calls(clock: ManualClock) -> None:
@@ -236,9 +238,9 @@ def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None
     calls = {
         Seam.LEND: lambda: backend.lend(1),
         Seam.TAKE_BACK: lambda: backend.take_back([]),
-        Seam.ATTACH: lambda: backend.attach((0, 1), 1),
-        Seam.BIND: lambda: backend.core((0, 1)).bind(1, {0: [], 1: []}, 0),
-        Seam.RELEASE: lambda: backend.core((0, 1)).release(1),
+        Seam.ATTACH: lambda: backend.attach(tp(0, 1), 1),
+        Seam.BIND: lambda: backend.core(tp(0, 1)).bind(1, {0: [], 1: []}, 0),
+        Seam.RELEASE: lambda: backend.core(tp(0, 1)).release(1),
     }
     for other, call in calls.items():
         if other is not seam:
@@ -255,7 +257,7 @@ def timed(clock: ManualClock, **settings: int) -> FakeCore:
     def times(degree: int, batch: Batch, mode: Mode = Mode.TP, /) -> float:
         return 1.0 + batch.prefill_tokens / 10
 
-    return FakeBackend(config, 0, clock=clock, step_times=times).core((0,))
+    return FakeBackend(config, 0, clock=clock, step_times=times).core(alone(0))
 
 
 def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
@@ -322,10 +324,10 @@ def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     devices = Devices()
     first, second = (FakeBackend(config, e, clock=clock, devices=devices) for e in range(2))
-    second.core((1,)).add("m", request_payload("m", [1], 5))
+    second.core(alone(1)).add("m", request_payload("m", [1], 5))
     clock.advance(0.3)
-    advance(second.core((1,)))
-    group = first.core((0, 1))
+    advance(second.core(alone(1)))
+    group = first.core(tp(0, 1))
     group.bind(1, {0: first.lend(2), 1: second.lend(2)}, 0)
     group.add("g", request_payload("g", [1], 5))
     clock.advance(0.1)
@@ -338,6 +340,6 @@ def test_starts_are_told_once(clock: ManualClock) -> None:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     backend = FakeBackend(config, 0, clock=clock, on_start=lambda *start: started.append(start))
     clock.advance(2.0)
-    backend.core((0,)).add("a", request_payload("a", [1], 3))
-    run(backend.core((0,)), clock)
+    backend.core(alone(0)).add("a", request_payload("a", [1], 3))
+    run(backend.core(alone(0)), clock)
     assert started == [("a", 2.5)]

@@ -4,10 +4,12 @@ import math
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep
+from tests.units import tp
 
-GROUP, OTHER = (0, 1), (1,)
-OWN = (0,)
+GROUP, OTHER = tp(0, 1), alone(1)
+OWN = alone(0)
 RATIO = 2
 
 

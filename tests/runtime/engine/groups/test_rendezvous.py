@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.groups.rendezvous import agreed_minimum
 
 ENGINES = 4
@@ -42,7 +42,7 @@ def _serve(pipe: Any, directory: Path, engine: int) -> None:
     from shoal.runtime.engine.groups.rendezvous import number_process
 
     number_process(engine, ENGINES)
-    groups: dict[Group, Any] = {}
+    groups: dict[Unit, Any] = {}
     while True:
         function, args = pipe.recv()
         try:
@@ -54,8 +54,8 @@ def _serve(pipe: Any, directory: Path, engine: int) -> None:
 def make(
     directory: Path,
     engine: int,
-    groups: dict[Group, Any],
-    group: Group,
+    groups: dict[Unit, Any],
+    group: Unit,
     generation: int,
     seconds: float = PATIENCE_SECONDS,
 ) -> int:
@@ -69,7 +69,7 @@ def make(
     return groups[group].size()
 
 
-def total(directory: Path, engine: int, groups: dict[Group, Any], group: Group | None) -> int:
+def total(directory: Path, engine: int, groups: dict[Unit, Any], group: Unit | None) -> int:
     """Return the sum of the members' numbers; of no group: of torch's default group."""
     import torch
     import torch.distributed as dist
@@ -80,7 +80,7 @@ def total(directory: Path, engine: int, groups: dict[Group, Any], group: Group |
 
 
 def exchange(
-    directory: Path, engine: int, groups: dict[Group, Any], group: Group, number: int, found: str
+    directory: Path, engine: int, groups: dict[Unit, Any], group: Unit, number: int, found: str
 ) -> list[int]:
     """Return the members' numbers, told as torch's symmetric memory tells: its ``number``-th time.
 

@@ -7,8 +7,9 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from shoal.runtime.engine.kv.lease import GroupLease
+from tests.units import tp
 
-GROUP = (2, 3)
+GROUP = tp(2, 3)
 BLOCKS = 16
 """Blocks of the pool, the null block included."""
 TOKENS = 32

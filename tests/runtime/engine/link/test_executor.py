@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import Addresses
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.link import instructions
@@ -19,8 +20,9 @@ from shoal.runtime.engine.link.executor import (
     in_thread,
 )
 from shoal.runtime.protocol.messages import Mode
+from tests.units import tp
 
-GROUP = (0, 1)
+GROUP = tp(0, 1)
 
 
 class Members:
@@ -28,7 +30,7 @@ class Members:
 
     def __init__(self, context: zmq.Context[Any], addresses: Addresses) -> None:
         self.queues: list[zmq.Socket[bytes]] = []
-        for engine in GROUP:
+        for engine in GROUP.engines:
             queue: zmq.Socket[bytes] = context.socket(zmq.PULL)
             queue.bind(addresses.group_runner(GROUP, engine))
             self.queues.append(queue)
@@ -41,7 +43,7 @@ class Members:
     def received(self, engine: int) -> Any:
         return instructions.loads(self.queues[engine].recv())
 
-    def answer(self, seq: int, engine: int, value: Any, group: tuple[int, ...] = GROUP) -> None:
+    def answer(self, seq: int, engine: int, value: Any, group: Unit = GROUP) -> None:
         self._answers.send(instructions.dumps(instructions.Result(group, seq, engine, value)))
 
     def fail(self, engine: int, error: str) -> None:
@@ -67,7 +69,7 @@ def test_every_member_gets_an_instruction_in_the_order_sent(members: Members) ->
     sent = [instructions.Detach(epoch) for epoch in range(3)]
     for instruction in sent:
         members.channel.send(instruction)
-    for engine in GROUP:
+    for engine in GROUP.engines:
         assert [members.received(engine) for _ in sent] == sent
 
 
@@ -97,12 +99,12 @@ def test_answers_out_of_order_find_their_own_futures(members: Members) -> None:
 
 
 def test_units_with_equal_numbers_do_not_mix_up_their_answers(members: Members) -> None:
-    single = UnitChannel((0,), [])
+    single = UnitChannel(alone(0), [])
     members.inbox.add(single)
     seq, own = single.expect(answers=1)
     group_seq, groups = members.channel.expect(answers=1)
     assert seq == group_seq
-    members.answer(seq, 0, "own", group=(0,))
+    members.answer(seq, 0, "own", group=alone(0))
     assert members.inbox.wait(own, 10) == "own"
     assert not groups.done()
 
@@ -132,14 +134,14 @@ def test_the_failure_of_the_own_runner_is_the_end(members: Members, executor: Un
 
 
 def test_the_failure_of_another_runner_ends_what_it_was_to_answer(members: Members) -> None:
-    single = UnitChannel((0,), [])
+    single = UnitChannel(alone(0), [])
     members.inbox.add(single)
     seq, own = single.expect(answers=1)
     _, groups = members.channel.expect(answers=2)
     members.fail(1, "ValueError: no")
     with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
         members.inbox.wait(groups, 10)
-    members.answer(seq, 0, "own", group=(0,))
+    members.answer(seq, 0, "own", group=alone(0))
     assert members.inbox.wait(own, 10) == "own"
 
 
@@ -162,7 +164,7 @@ def test_a_thread_gets_the_answers_that_another_one_delivers(members: Members) -
     executor = UnitExecutor.__new__(UnitExecutor)
     executor._init_executor()
     answers = in_thread(lambda: executor.collective_rpc("method", timeout=10))
-    for engine in GROUP:
+    for engine in GROUP.engines:
         assert members.received(engine) == instructions.Call(0, "method")
         members.answer(0, engine, engine)
     while not answers.done():
@@ -203,7 +205,7 @@ def test_a_call_reaches_every_member_and_returns_every_answer(
     members.answer(0, 1, 11)
     assert executor.collective_rpc("method", args=(1,), kwargs={"key": 2}) == [10, 11]
     expected = instructions.Call(0, "method", (1,), {"key": 2})
-    assert [members.received(engine) for engine in GROUP] == [expected, expected]
+    assert [members.received(engine) for engine in GROUP.engines] == [expected, expected]
 
 
 def test_a_call_that_is_not_answered_is_a_time_out(executor: UnitExecutor) -> None:
@@ -223,7 +225,7 @@ def test_a_step_goes_to_every_member_and_one_answers(
 ) -> None:
     seq, future = executor.run_step("scheduled", None, sample=True, mode=Mode.TP)
     step = instructions.Step(seq, "scheduled", None, sample=True, mode=Mode.TP)
-    assert [members.received(engine) for engine in GROUP] == [step, step]
+    assert [members.received(engine) for engine in GROUP.engines] == [step, step]
     members.answer(seq, 0, "output")
     assert members.inbox.wait(future, 10) == "output"
 

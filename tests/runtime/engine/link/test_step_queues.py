@@ -7,6 +7,7 @@ import zmq
 
 from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.link.step_queues import OWN, StepQueues, Turns
+from tests.units import tp
 
 GROUP = 2
 RATIO = 3
@@ -35,7 +36,7 @@ class Queues:
             self.senders[degree].send(steps.dumps(instruction))
 
     def attach(self, *, interleaves: bool = True) -> None:
-        self.send(OWN, steps.Attach((0, 1), 5, interleaves))
+        self.send(OWN, steps.Attach(tp(0, 1), 5, interleaves))
         self.send(GROUP, steps.Bind(5, [], {}, 0))
         assert self.take() == (GROUP, steps.Bind(5, [], {}, 0))
 
@@ -112,7 +113,7 @@ def test_a_group_that_does_not_interleave_has_the_runner_alone(queues: Queues) -
 
 def test_what_follows_the_release_comes_after_the_groups_last_step(queues: Queues) -> None:
     queues.attach()
-    queues.send(OWN, step(0), steps.AwaitDetach(5), step(1), steps.Attach((0, 1), 6))
+    queues.send(OWN, step(0), steps.AwaitDetach(5), step(1), steps.Attach(tp(0, 1), 6))
     queues.send(GROUP, *(step(seq) for seq in range(7)), steps.Detach(5), step(9))
     # Its second turn would be before the group's seventh step.
     assert queues.order(10) == [GROUP] * 3 + [OWN] + [GROUP] * 5 + [OWN]
@@ -159,6 +160,6 @@ def test_a_replaced_queue_is_read_and_what_the_former_one_held_is_dropped(
     queues.senders[GROUP].close(linger=0)
     queues.senders[GROUP] = context.socket(zmq.PUSH)
     queues.senders[GROUP].connect("inproc://next generation")
-    queues.send(OWN, steps.Attach((0, 1), 5))
+    queues.send(OWN, steps.Attach(tp(0, 1), 5))
     queues.send(GROUP, step(1))
     assert queues.take() == (GROUP, step(1))

@@ -14,7 +14,7 @@ import zmq
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from shoal.loadgen.bench.kernels import Kind, divided, read_trace
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.runner import recorder as recorder_module
@@ -29,6 +29,7 @@ from shoal.runtime.protocol.recording import (
     request_file,
     trace_file,
 )
+from tests.units import tp
 
 ENGINE = 3
 
@@ -81,7 +82,7 @@ def test_another_name_ends_one_recording_and_begins_the_next(tmp_path: Path) -> 
 
 # --- the runner ---
 
-GROUP = (2, 3)
+GROUP = tp(2, 3)
 
 
 class LoggedLayout:
@@ -89,14 +90,14 @@ class LoggedLayout:
 
     block_map: Any = None
 
-    def __init__(self, group: Group, log: list[str]) -> None:
-        self.group, self._log = group, log
+    def __init__(self, group: Unit, log: list[str]) -> None:
+        self.unit, self._log = group, log
 
     def execute(self, scheduled: SchedulerOutput, _mode: Mode) -> None:
-        self._log.append(f"tp{len(self.group)} of {scheduled.total_num_scheduled_tokens}")
+        self._log.append(f"tp{self.unit.size} of {scheduled.total_num_scheduled_tokens}")
 
     def sample(self, _grammar: object) -> None:
-        self._log.append(f"tp{len(self.group)} samples")
+        self._log.append(f"tp{self.unit.size} samples")
 
 
 class LoggedMarks(HostMarks):
@@ -124,14 +125,14 @@ class Recorded:
             runtime_dir=str(directory),
             recording_dir=str(directory),
         )
-        layouts = {len(group): LoggedLayout(group, log) for group in ((ENGINE,), GROUP)}
+        layouts = {group.size: LoggedLayout(group, log) for group in ((ENGINE,), GROUP)}
         loader: Any = SimpleNamespace(layouts=layouts)
         self.runner = RecordingRunner(node, ENGINE, loader, context)
         self._queues = {group: context.socket(zmq.PUSH) for group in ((ENGINE,), GROUP)}
         for group, queue in self._queues.items():
             queue.connect(Addresses(directory).queue(group, ENGINE))
 
-    def do(self, group: Group, *instructions: steps.Instruction) -> None:
+    def do(self, group: Unit, *instructions: steps.Instruction) -> None:
         for instruction in instructions:
             self._queues[group].send(steps.dumps(instruction))
             if not isinstance(instruction, steps.OrderOfQueues):
@@ -163,7 +164,7 @@ def recorded(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
 
 
 def bind(epoch: int) -> steps.Bind:
-    return steps.Bind(epoch, [1], {engine: [1] for engine in GROUP}, seed=0)
+    return steps.Bind(epoch, [1], {engine: [1] for engine in GROUP.engines}, seed=0)
 
 
 def phases_of(recorded: Recorded) -> list[BoundPhase]:

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.scheduler import vllm_core
 from shoal.runtime.engine.scheduler.vllm_core import (
     AHEAD_REQUESTS,
@@ -177,13 +178,13 @@ def test_a_core_with_one_group_of_kv_blocks_starts(
     monkeypatch: pytest.MonkeyPatch, specs: tuple[KVCacheSpec, ...]
 ) -> None:
     monkeypatch.setattr(vllm_core, "EngineCore", Cores(*specs))
-    VllmCore((0,), Any, log_stats=False)
+    VllmCore(alone(0), Any, log_stats=False)
 
 
 def test_a_core_with_several_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_core, "EngineCore", Cores(ALL, LAST))
     with pytest.raises(SeveralKVGroups) as caught:
-        VllmCore((0,), Any, log_stats=False)
+        VllmCore(alone(0), Any, log_stats=False)
     assert str(caught.value) == (
         "vLLM keeps 2 groups of KV blocks for this model (FullAttentionSpec, SlidingWindowSpec), "
         "Shoal needs one: --disable-hybrid-kv-cache-manager may make them one"

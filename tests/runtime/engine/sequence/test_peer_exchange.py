@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
-from shoal.policies.values.partition import Group
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.sequence.peer_exchange import exchange_memory, exchanges_by_peers
 from shoal.runtime.engine.sequence.sp_settings import SettingError
@@ -137,8 +137,8 @@ def torch_that(shares: bool, patch: pytest.MonkeyPatch) -> None:
 def share(
     directory: Path,
     engine: int,
-    groups: dict[Group, Any],
-    group: Group,
+    groups: dict[Unit, Any],
+    group: Unit,
     barred: int | None,
     tried: int | None = None,
 ) -> str:

@@ -1,0 +1,47 @@
+"""The work of one step, and how a unit executes it."""
+
+import enum
+from dataclasses import dataclass
+
+
+class Mode(enum.StrEnum):
+    """How a group executes one step, on the same KV cache either way."""
+
+    TP = "tp"
+    """Every member computes all tokens with its part of the weights. The one mode of an engine."""
+    SP = "sp"
+    """Every member computes its part of the tokens with all the weights, and its heads of attention
+    (Arctic Ulysses; combined with TP where the group is wider than the SP degree)."""
+
+
+class StepKind(enum.StrEnum):
+    """What steps are corrected apart: arithmetic and memory miss the roofline differently."""
+
+    DECODE = "decode"
+    """Steps that compute no prompt token."""
+    PREFILL = "prefill"
+    """All others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The work of one step."""
+
+    decodes: int = 0
+    """Requests that get one more token."""
+    context_tokens: int = 0
+    """Tokens whose KV the decodes read, summed over them."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    prefill_context: int = 0
+    """Mean number of tokens that a prompt token attends to."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that pass through the linear layers."""
+        return self.decodes + self.prefill_tokens
+
+    @property
+    def kind(self) -> StepKind:
+        """Which correction it takes."""
+        return StepKind.PREFILL if self.prefill_tokens else StepKind.DECODE
