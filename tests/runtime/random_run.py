@@ -8,7 +8,7 @@ import pytest
 from shoal.policies import registry
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded, with_singles
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, tensor_parallel
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, TreatmentName
 from shoal.policies.values.snapshot import Snapshot
@@ -34,7 +34,7 @@ def random_partition(rng: random.Random, engines: int, max_group: int) -> Partit
 
     def split(first: int, size: int) -> list[Unit]:
         if size == 1 or (size <= max_group and rng.random() < 0.4):
-            return [tuple(range(first, first + size))]
+            return [tensor_parallel(range(first, first + size))]
         return split(first, size // 2) + split(first + size // 2, size // 2)
 
     return tuple(split(0, engines))

@@ -50,7 +50,7 @@ class DeadlyRun(RandomRun):
             if engine in node.agents:
                 node.turn_agent(engine)
         for unit in node.backends[engine].cores:
-            held = node.hold_outputs(*unit, keep=rng.randrange(3))
+            held = node.hold_outputs(*unit.engines, keep=rng.randrange(3))
             self._late += held if rng.random() < 0.5 else []
         node.kill(engine)
 

@@ -12,6 +12,7 @@ from shoal.loadgen.bench.dummy_model import read_shape as read_config
 from shoal.loadgen.bench.measures import Sizes
 from shoal.loadgen.bench.systems import SHOAL, Settings
 from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.calibration import Sample, predicted
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
 from shoal.server.errors import UserError
@@ -49,7 +50,7 @@ def test_a_prompt_is_computed_in_chunks() -> None:
         Batch(prefill_tokens=8192, prefill_context=4096),
         Batch(prefill_tokens=1808, prefill_context=8192 + 904),
     )
-    assert list(fit.samples_of(made)) == [Sample(2, steps, 0.25, 3)]
+    assert list(fit.samples_of(made)) == [Sample(Layout(tp=2), steps, 0.25, 3)]
 
 
 def test_the_fitted_file_predicts_what_was_measured(
@@ -93,7 +94,7 @@ def test_h200_predicts_a_run_that_it_was_not_fitted_to() -> None:
 def test_h200_is_as_far_from_a_node_with_a_slow_host_as_the_docs_say() -> None:
     samples = list(fit.samples_of(published("llama-3-8b-4xh200-b")))
     errors = [predicted(SHAPE, TRUTH, s) / s.seconds - 1 for s in samples]
-    alone = [error for s, error in zip(samples, errors, strict=True) if s.degree == 1]
+    alone = [error for s, error in zip(samples, errors, strict=True) if s.layout == DP]
     assert (len(errors), len(alone)) == (18, 6)
     assert sum(map(abs, errors)) / len(errors) == pytest.approx(0.12, abs=0.005)
     assert max(map(abs, errors)) == pytest.approx(0.60, abs=0.005)
@@ -123,7 +124,7 @@ def modes(tp: dict[str, float], sp: dict[str, float]) -> dict[str, Any]:
 def test_first_tokens_in_sp_that_are_no_faster_than_in_tp_tell_of_the_host() -> None:
     made = results(modes({"1024": 0.020, "4096": 0.068}, {"1024": 0.024, "4096": 0.065}))
     batch = Batch(prefill_tokens=1024, prefill_context=512)
-    assert list(fit.sp_host_samples_of(made)) == [Sample(2, (batch,), 0.024, 3, sp=2)]
+    assert list(fit.sp_host_samples_of(made)) == [Sample(Layout(tp=2), (batch,), 0.024, 3, sp=2)]
     assert list(fit.samples_of(made)) == []
 
 
@@ -137,7 +138,7 @@ def test_prompts_of_graphs_or_of_several_steps_tell_nothing_of_it(prompt: str) -
 def test_a_group_wider_than_its_sp_degree_is_predicted_as_such() -> None:
     made = results({"modes": {"tp4": {"ttft": {"1024": 0.02}}, "sp4": {"ttft": {"1024": 0.03}}}})
     (sample,) = fit.sp_host_samples_of(made)
-    assert (sample.degree, sample.sp) == (4, 2)
+    assert (sample.layout, sample.sp) == (Layout(tp=4), 2)
 
 
 @pytest.mark.parametrize("name", ["2xh200-c", "4xh200", "4xh200-b"])
@@ -156,7 +157,9 @@ def test_a_fit_takes_it_from_results_that_tell_and_leaves_it_with_others(
     made = measured()
     slow = msgspec.structs.replace(TRUTH, sp_layer_host_seconds=9e-4)
     batch = Batch(prefill_tokens=1024, prefill_context=512)
-    in_tp, in_sp = (predicted(SHAPE, slow, Sample(2, (batch,), 0.0, 3, sp=n)) for n in (1, 2))
+    in_tp, in_sp = (
+        predicted(SHAPE, slow, Sample(Layout(tp=2), (batch,), 0.0, 3, sp=n)) for n in (1, 2)
+    )
     if measured_too:
         made.systems[SHOAL].measures |= modes({"1024": in_tp}, {"1024": in_sp})
     source, output = tmp_path / "results.json", tmp_path / "fitted.json"

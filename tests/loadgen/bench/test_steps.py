@@ -9,6 +9,7 @@ import pytest
 import shoal.server
 from shoal.loadgen.bench import steps
 from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.calibration import Sample
 from shoal.runtime.simulation.shape_files import HardwareFile, read_shape
 from shoal.server.errors import UserError
@@ -25,8 +26,8 @@ def test_measured_and_predicted_times_stand_side_by_side() -> None:
         request_seconds=0.001,
         message_seconds=0.002,
     )
-    decode = Sample(1, (Batch(3, 30),), 0.005)
-    prompt = Sample(2, (Batch(prefill_tokens=64, prefill_context=32),), 0.010, 3)
+    decode = Sample(DP, (Batch(3, 30),), 0.005)
+    prompt = Sample(Layout(tp=2), (Batch(prefill_tokens=64, prefill_context=32),), 0.010, 3)
     in_sp = replace(prompt, sp=2)
     samples = [decode, prompt, in_sp]
     rows = steps.table(read_shape("shoal-demo"), hardware, samples).splitlines()[1:]
