@@ -72,8 +72,11 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.layout_configs",
         "shoal.server.demo.training.model",
         "shoal.server.demo.training.train",
+        "shoal.server.frontend.checked_llm",
+        "shoal.server.frontend.engine_client",
         "shoal.server.frontend.frontend",
         "shoal.server.frontend.grammars",
+        "shoal.server.frontend.vllm_app",
         "shoal.server.options.vllm_options",
     }
 )

@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI
 from shoal.server.frontend.anthropic_messages import TEXT_BLOCKS
 from shoal.server.frontend.app import AppOptions, Backstage, build_admin_app, build_app
 from shoal.server.gate.access import Access
-from shoal.server.gate.bounds import LOCAL_TOOLS, REFUSED_FIELDS, TEXT_PARTS
+from shoal.server.gate.body_checks import LOCAL_TOOLS, REFUSED_FIELDS, TEXT_PARTS
 from shoal.server.gate.priority_and_deadline import DEADLINE_HEADER, PRIORITY_HEADER, PRIORITY_LIMIT
 from shoal.server.operator.admin import LayoutRequest, PolicyRequest, ShiftRequest
 from shoal.server.operator.admin_answers import (
@@ -201,7 +201,7 @@ _NOT_EMPTY: Mapping[str, tuple[str, ...]] = {
 }
 """vLLM's bodies, and their fields that must not be empty, of which its schemas say nothing."""
 _SERVED_TYPES = {"tools": LOCAL_TOOLS, "content": TEXT_PARTS, "output": TEXT_PARTS}
-"""Fields with members of many types, of which ``bounds.py`` lets these through."""
+"""Fields with members of many types, of which ``body_checks.py`` lets these through."""
 
 
 def public_document(routers: Sequence[APIRouter]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         document = admin_document()
     else:
         document = public_document(
-            importlib.import_module("shoal.server.frontend.frontend").VLLM_ROUTERS
+            importlib.import_module("shoal.server.frontend.vllm_app").VLLM_ROUTERS
         )
     print(json.dumps(document, indent=2))
     return 0

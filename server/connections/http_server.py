@@ -10,6 +10,7 @@ import logging
 import math
 import signal
 import socket
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -18,9 +19,12 @@ from typing import Any
 import uvicorn
 
 from shoal.runtime.clock import Clock, monotonic
+from shoal.runtime.logs import LogFormat
 from shoal.server.connections.accepting import Acceptor, Tally
 from shoal.server.connections.connection_limits import Connections, do_nothing
 
+CUT_OFF_SECONDS = 1
+"""What connections may take to end that are cut off."""
 LINGER_SECONDS = 1.0
 """How long idle connections stay open once nothing runs: longer than a request takes to arrive."""
 LAST_SECONDS = 2.0
@@ -29,6 +33,36 @@ _POLL_SECONDS = 0.05
 
 Share = tuple[Tally, int]
 """The connections of all front ends, and which of these a server is."""
+
+
+def uvicorn_config(
+    app: Any, args: Namespace, protocol: Any, keep_alive_seconds: int
+) -> uvicorn.Config:
+    """Return how a front end serves an application.
+
+    Args:
+        app: the application.
+        args: the parsed arguments of ``shoal serve``.
+        protocol: makes the protocol of each connection.
+        keep_alive_seconds: how long a connection may be idle.
+    """
+    as_json = args.log_format is LogFormat.JSON
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        log_config=None if as_json else uvicorn.config.LOGGING_CONFIG,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=keep_alive_seconds,
+        timeout_graceful_shutdown=CUT_OFF_SECONDS,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers or "TLSv1",
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+    )
 
 
 class DrainingServer(uvicorn.Server):

@@ -13,7 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.server.errors import messages_error_body, messages_error_event
-from shoal.server.gate.bounds import Bounds, BoundsError, Check, check_body, check_tools
+from shoal.server.gate.body_checks import Check, check_body, check_tools
+from shoal.server.gate.bounds import Bounds, BoundsError
 from shoal.server.gate.placement import route_path
 
 TEXT_BLOCKS = frozenset(

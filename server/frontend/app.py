@@ -1,6 +1,6 @@
 """Shoal's FastAPI application: vLLM's routes that Shoal offers, and its own.
 
-This module imports no vLLM: ``frontend.py`` hands in vLLM's routers. The routes are a list of what
+This module imports no vLLM: ``vllm_app.py`` has vLLM's routers. The routes are a list of what
 is offered, so that a new vLLM adds none by itself.
 """
 
@@ -26,19 +26,21 @@ from shoal.server.frontend.invocations import INVOCATIONS_PATH, PING_PATH, invoc
 from shoal.server.frontend.keepalive import KeepAliveMiddleware, Streams
 from shoal.server.gate.access import Access, MetricsAccess
 from shoal.server.gate.bodies import DecodedBodyRouter
+from shoal.server.gate.body_checks import check_body
 from shoal.server.gate.bounds import DEFAULTS as BOUNDS
-from shoal.server.gate.bounds import Bounds, check_body
+from shoal.server.gate.bounds import Bounds
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
 from shoal.server.gate.keys import KeyRing
 from shoal.server.gate.logprob_bounds import check_logprobs
 from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
-from shoal.server.gate.placement import CountRejection, PlacementMiddleware, Placements
+from shoal.server.gate.placement import PlacementMiddleware, Placements
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
 from shoal.server.operator.admin import admin_router
 from shoal.server.operator.admin_answers import readiness_json
 from shoal.server.operator.metrics_page import page
 from shoal.server.operator.tracing import Traces, TracingMiddleware
+from shoal.server.rejections import CountRejection
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"

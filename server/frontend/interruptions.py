@@ -16,6 +16,7 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.protocol.messages import GoesOn, Interrupted, Progress, Received
 from shoal.runtime.protocol.wire import attempt_of
 from shoal.server.frontend.ordering import InOrder
+from shoal.server.observers import Observer
 
 OVERDUE_SECONDS = 2.0
 """How long a moved request's outputs wait for those before them."""
@@ -26,7 +27,7 @@ Send = Callable[[Received | GoesOn], None]
 """Sends to the controller."""
 
 
-class Interruptions:
+class Interruptions(Observer):
     """A front end's side of the requests that are begun again.
 
     Args:
@@ -64,7 +65,7 @@ class Interruptions:
     def __len__(self) -> int:
         return len(self._attempts)
 
-    def take_note(self, note: Interrupted) -> None:
+    def interrupted(self, note: Interrupted) -> None:
         """Take the controller's question; it is answered as soon as it can be."""
         self._asked.update(note.attempts)
         self._answer()

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.server.errors import error_response
 from shoal.server.gate.bodies import DECODED_BODY
 from shoal.server.gate.bounds import Bounds, BoundsError
-from shoal.server.gate.placement import CountRejection, Rejection, route_path
+from shoal.server.gate.placement import route_path
+from shoal.server.rejections import CountRejection, Rejection
 
 Check = Callable[[bytes], dict[str, Any] | None]
 """Of a body."""

@@ -12,7 +12,7 @@ from shoal.server.gate.bodies import DECODED_BODY
 from shoal.server.gate.bounds import DEFAULTS, Bounds
 from shoal.server.gate.keys import ApiKey, KeyRing
 from shoal.server.gate.logprob_bounds import LogprobBudget
-from shoal.server.gate.placement import CountRejection, Placements, Rejection, route_path
+from shoal.server.gate.placement import Placements, route_path
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.priority_and_deadline import (
     PRIORITY_HEADER,
@@ -21,6 +21,7 @@ from shoal.server.gate.priority_and_deadline import (
     read_terms,
 )
 from shoal.server.gate.quotas import Caller, Quotas
+from shoal.server.rejections import CountRejection, Rejection
 
 _CALLER = "shoal.caller"
 """Where an ASGI scope holds the ``Caller`` whose key the request came with."""

@@ -6,13 +6,12 @@ adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` n
 """
 
 import asyncio
-import enum
 import hashlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,6 +28,8 @@ from shoal.server.errors import (
     refusal_response,
 )
 from shoal.server.gate.logprob_bounds import LogprobBudget
+from shoal.server.observers import Observer
+from shoal.server.rejections import CountRejection, Refused, Rejection
 
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
@@ -43,24 +44,6 @@ _TOO_MANY = 429
 """Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
 
 
-class Rejection(enum.StrEnum):
-    """Why an HTTP request was refused before a unit had it."""
-
-    UNAUTHORIZED = "unauthorized"
-    """It has no valid API key."""
-    INVALID = "invalid"
-    """It asks for what cannot be."""
-    TOO_LONG = Outcome.TOO_LONG.value
-    EXPIRED = Outcome.EXPIRED.value
-    POOL_FULL = Outcome.POOL_FULL.value
-    CALLER_FULL = Outcome.CALLER_FULL.value
-    CALLER_LIMIT = "caller_limit"
-    """Its caller has as many requests in progress, has as many grammars that wait to be compiled,
-    or has used as much a minute, as it may."""
-    HANDED_BACK = Outcome.HANDED_BACK.value
-    UNAVAILABLE = Outcome.UNAVAILABLE.value
-
-
 _REJECTIONS = {
     outcome: Rejection(outcome.value)
     for outcome in (
@@ -68,20 +51,6 @@ _REJECTIONS = {
         *(Outcome.HANDED_BACK, Outcome.UNAVAILABLE),
     )
 }
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What a request is refused with before an engine has seen it."""
-
-    status: int
-    message: str
-    retry_after: int | None = None
-    """Seconds after which to try again; None where that would not help."""
-
-
-CountRejection = Callable[[Rejection], None]
-"""Called for every refused request."""
 
 
 class Placement:
@@ -175,7 +144,7 @@ def _spend_nothing(tokens: int) -> None:
     """Count nothing: the request has no limit."""
 
 
-class Placements:
+class Placements(Observer):
     """The placements of the HTTP requests in progress, by engine request.
 
     Args:
@@ -219,6 +188,21 @@ class Placements:
         for request_id in placement.request_ids:
             self._by_request.pop(request_id, None)
 
+    def count_in(self, request: Any) -> None:
+        """Count an engine request towards the HTTP request of the current context.
+
+        Its tokens are spent, and it is given what the task pool is to be told about it.
+
+        Args:
+            request: vLLM's ``EngineCoreRequest``.
+        """
+        terms = self.expect(request.request_id)
+        if (placement := self.current) is not None:
+            placement.spend_tokens(len(request.prompt_token_ids or ()))
+        request.cache_salt = self.salt(request.cache_salt)
+        if terms != Terms():
+            request.trace_headers = terms.added_to(request.trace_headers)
+
     def expect(self, request_id: str) -> Terms:
         """Count an engine request towards the HTTP request of the current context, if any.
 
@@ -240,15 +224,6 @@ class Placements:
         if placement is not None:
             placement.expect(request_id)
 
-    def expect_end(self, request_id: str) -> None:
-        """Await the controller's note on an engine request that it has ended, unless it is there.
-
-        Notes and outputs come by different ways.
-        """
-        placement = self._by_request.get(request_id)
-        if placement is not None and placement.ended is None:
-            placement.expect(request_id)
-
     def awaiting(self) -> list[str]:
         """Return the engine requests of which a note of the controller is to come."""
         placements = self._by_request.items()
@@ -263,12 +238,6 @@ class Placements:
     def give_up(self, request_id: str) -> None:
         """Await no note of an engine request: it never reached the controller."""
         self.take(Ended(request_id, Outcome.ABORTED))
-
-    def spend_tokens(self, request_id: str, tokens: int) -> None:
-        """Count tokens that an engine request has brought, or has been answered with."""
-        placement = self._by_request.get(request_id)
-        if placement is not None:
-            placement.spend_tokens(tokens)
 
     def salt(self, own: str | None) -> str | None:
         """Return the cache salt of the HTTP request that the current context serves.
@@ -290,6 +259,21 @@ class Placements:
         placement = self._by_request.get(note.request_id)
         if placement is not None:
             placement.take(note)
+
+    placed = take
+    ended = take
+
+    def outputs(self, unit: Unit | None, outputs: Sequence[Any]) -> None:
+        """Count the tokens of outputs, and await the controller's notes on requests that it ends.
+
+        Notes and outputs come by different ways, so a note may be there already.
+        """
+        for output in outputs:
+            placement = self._by_request.get(output.request_id)
+            if placement is not None:
+                placement.spend_tokens(len(output.new_token_ids))
+                if unit is None and placement.ended is None:
+                    placement.expect(output.request_id)
 
 
 def route_path(scope: Scope) -> str:

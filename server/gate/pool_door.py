@@ -12,9 +12,11 @@ from shoal.runtime.protocol.messages import (
     PoolLimits,
 )
 from shoal.server.errors import refusal_response
+from shoal.server.observers import Observer
+from shoal.server.rejections import CountRejection, Rejection
 
 
-class PoolDoor:
+class PoolDoor(Observer):
     """What the controller last said about its limits.
 
     The controller's word may come late, and then it refuses the request itself: this only saves
@@ -22,10 +24,14 @@ class PoolDoor:
 
     Args:
         count: tells the controller of a request that was refused here.
+        rejected: counts it.
     """
 
-    def __init__(self, count: Callable[[Outcome], Awaitable[None]]) -> None:
+    def __init__(
+        self, count: Callable[[Outcome], Awaitable[None]], rejected: CountRejection
+    ) -> None:
         self._count = count
+        self._rejected = rejected
         self._limits = PoolLimits()
         self.is_closed = False
         """Whether every request is refused."""
@@ -36,9 +42,9 @@ class PoolDoor:
         """Refuse every request from now on: the node is to end."""
         self.is_closed = True
 
-    def update(self, limits: PoolLimits) -> None:
+    def limits(self, note: PoolLimits) -> None:
         """Take a note of the controller."""
-        self._limits = limits
+        self._limits = note
 
     async def refusal(self, caller: str | None, priority: int) -> JSONResponse | None:
         """Return the answer to a request that must be refused; None if it may come in.
@@ -49,15 +55,20 @@ class PoolDoor:
         """
         limits = self._limits
         if self.is_closed:
-            await self._count(Outcome.HANDED_BACK)
-            return refusal_response(503, SHUTTING_DOWN, RETRY_SECONDS)
+            return await self._refuse(Outcome.HANDED_BACK, 503, SHUTTING_DOWN, RETRY_SECONDS)
         if self.unavailable is not None:
-            await self._count(Outcome.UNAVAILABLE)
-            return refusal_response(503, self.unavailable, UNAVAILABLE_RETRY_SECONDS)
+            again = UNAVAILABLE_RETRY_SECONDS
+            return await self._refuse(Outcome.UNAVAILABLE, 503, self.unavailable, again)
         if caller is not None and caller in limits.callers:
-            await self._count(Outcome.CALLER_FULL)
-            return refusal_response(429, limits.callers[caller], limits.retry_after)
+            reason = limits.callers[caller]
+            return await self._refuse(Outcome.CALLER_FULL, 429, reason, limits.retry_after)
         if limits.full is not None and not limits.lets_in(priority):
-            await self._count(Outcome.POOL_FULL)
-            return refusal_response(503, limits.full, limits.retry_after)
+            return await self._refuse(Outcome.POOL_FULL, 503, limits.full, limits.retry_after)
         return None
+
+    async def _refuse(
+        self, outcome: Outcome, status: int, reason: str, retry_after: int | None
+    ) -> JSONResponse:
+        self._rejected(Rejection(outcome))
+        await self._count(outcome)
+        return refusal_response(status, reason, retry_after)

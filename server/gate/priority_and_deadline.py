@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from shoal.server.gate.bounds import answers_of
+from shoal.server.gate.body_checks import answers_of
 from shoal.server.gate.keys import ApiKey
 
 PRIORITY_HEADER = "x-vllm-priority"

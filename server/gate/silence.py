@@ -21,7 +21,7 @@ class Silence:
         timeout: the limit of that, seconds; None: there is none.
         door: refuses what comes meanwhile.
         placements: know which requests wait for the controller's word.
-        take_note: takes a note in the controller's stead.
+        ended: hears of requests in the controller's stead.
         end: ends requests with an error, for vLLM and for the controller.
     """
 
@@ -32,14 +32,14 @@ class Silence:
         door: PoolDoor,
         placements: Placements,
         *,
-        take_note: Callable[[Ended], None],
+        ended: Callable[[Ended], None],
         end: Callable[[Sequence[str]], None],
     ) -> None:
         self._monitor = monitor
         self._reason = f"the controller has not answered for {timeout:g} s" if timeout else ""
         self._door = door
         self._placements = placements
-        self._take_note = take_note
+        self._ended = ended
         self._end = end
 
     def look(self) -> None:
@@ -56,6 +56,6 @@ class Silence:
         for request_id in awaiting:
             retry_after = UNAVAILABLE_RETRY_SECONDS
             note = Ended(request_id, Outcome.UNAVAILABLE, 503, self._reason, retry_after)
-            self._take_note(note)
+            self._ended(note)
         if awaiting:
             self._end(awaiting)

@@ -6,6 +6,7 @@ multi-process mode, which vLLM's own metrics use as well), so the page of any of
 
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -15,9 +16,10 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.protocol.messages import Switching
 from shoal.runtime.protocol.messages.metrics import PRIORITY_CLASSES, priority_class
-from shoal.runtime.protocol.wire import FinishReason
+from shoal.runtime.protocol.wire import EventType, FinishReason
 from shoal.server.connections.connection_limits import Cutoff
-from shoal.server.gate.placement import Rejection
+from shoal.server.observers import Observer
+from shoal.server.rejections import Rejection
 
 MIXED = "mixed"
 """Layout of a request that ran in several."""
@@ -51,7 +53,7 @@ class StallCause(enum.StrEnum):
     OTHER = "other"
 
 
-class RequestMetrics:
+class RequestMetrics(Observer):
     """The metrics' names and series.
 
     Args:
@@ -60,10 +62,16 @@ class RequestMetrics:
     """
 
     def __init__(self, layouts: Sequence[str], registry: CollectorRegistry = REGISTRY) -> None:
-        def latency(name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
-            return Histogram(
-                name, documentation, ("priority", "layout"), buckets=bounds, registry=registry
-            )
+        def latency(
+            name: str,
+            documentation: str,
+            bounds: Sequence[float],
+            labels: Sequence[str] = ("priority", "layout"),
+        ) -> Histogram:
+            return Histogram(name, documentation, labels, buckets=bounds, registry=registry)
+
+        def count(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(name, documentation, labels, registry=registry)
 
         self.first_token = latency(
             "shoal_time_to_first_token_seconds",
@@ -83,52 +91,55 @@ class RequestMetrics:
             "From a request's arrival until its last token.",
             REQUEST_BOUNDS,
         )
-        self.stalls = Histogram(
+        self.stalls = latency(
             "shoal_stream_stall_seconds",
             "Gaps of at least a second between two outputs of a stream.",
+            STALL_BOUNDS,
             ("cause",),
-            buckets=STALL_BOUNDS,
-            registry=registry,
         )
-        self.rejected = Counter(
+        self.rejected = count(
             "shoal_rejected_requests_total",
             "HTTP requests refused before a unit had them.",
-            ("reason",),
-            registry=registry,
+            "reason",
         )
-        self.late_outputs = Counter(
+        self.late_outputs = count(
             "shoal_late_outputs_total",
             "Outputs of dead engines that came when their requests had been begun again.",
-            registry=registry,
         )
-        self.cutoffs = Counter(
+        self.cutoffs = count(
             "shoal_client_cutoffs_total",
             "Connections ended, and requests refused, because of how clients use connections.",
-            ("reason",),
-            registry=registry,
+            "reason",
         )
-        self.gaps = {
-            (priority, layout): self.inter_token.labels(priority, layout)
-            for priority in PRIORITY_CLASSES
-            for layout in layouts
-        }
+        self.gaps = self._preset(layouts)
         """The series of ``inter_token``: every output token goes to one, so none is looked up."""
-        for cutoff in Cutoff:
-            self.cutoffs.labels(cutoff)
-        for priority in PRIORITY_CLASSES:
-            for layout in layouts:
-                self.first_token.labels(priority, layout)
-            for layout in (*layouts, MIXED):
-                self.per_token.labels(priority, layout)
-                self.request.labels(priority, layout)
-        for cause in StallCause:
-            self.stalls.labels(cause)
-        for reason in Rejection:
-            self.rejected.labels(reason)
 
-    def reject(self, reason: Rejection) -> None:
+    def _preset(self, layouts: Sequence[str]) -> dict[tuple[str, str], Histogram]:
+        """Make all series, so that they are there from the start; return ``inter_token``'s."""
+        for metric, values in (
+            (self.cutoffs, Cutoff),
+            (self.stalls, StallCause),
+            (self.rejected, Rejection),
+        ):
+            for value in values:
+                metric.labels(value)
+        for priority, layout in product(PRIORITY_CLASSES, layouts):
+            self.first_token.labels(priority, layout)
+        for priority, layout in product(PRIORITY_CLASSES, (*layouts, MIXED)):
+            self.per_token.labels(priority, layout)
+            self.request.labels(priority, layout)
+        return {
+            labels: self.inter_token.labels(*labels)
+            for labels in product(PRIORITY_CLASSES, layouts)
+        }
+
+    def refused(self, reason: Rejection) -> None:
         """Count a refused request."""
         self.rejected.labels(reason).inc()
+
+    def late(self, outputs: int) -> None:
+        """Count outputs that were dropped."""
+        self.late_outputs.inc(outputs)
 
     def cut_off(self, reason: Cutoff) -> None:
         """Count a connection that was ended, or a request that was refused on it."""
@@ -149,7 +160,7 @@ class _Life(msgspec.Struct):
     tokens: int = 0
 
 
-class RequestTimes:
+class RequestTimes(Observer):
     """Follows the requests of one front end from their arrival to their last output.
 
     Args:
@@ -168,61 +179,49 @@ class RequestTimes:
     def __len__(self) -> int:
         return len(self._lives)
 
-    def start(self, request_id: str, priority: int, arrival: float) -> None:
-        """Follow an engine request that is sent now.
+    def sending(self, request: Any, arrival: float) -> None:
+        """Follow an engine request from now on."""
+        priority = priority_class(request.priority)
+        self._lives[request.request_id] = _Life(priority, arrival, self._clock())
 
-        Args:
-            request_id: vLLM's internal one.
-            priority: the effective one.
-            arrival: when its HTTP request came.
-        """
-        self._lives[request_id] = _Life(priority_class(priority), arrival, self._clock())
-
-    def sent(self, request_id: str) -> float | None:
-        """Return when an engine request was sent; None if it is not followed."""
-        life = self._lives.get(request_id)
-        return None if life is None else life.sent
-
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def aborted(self, request_ids: Iterable[str]) -> None:
         """Follow requests no longer: their clients have gone."""
         for request_id in request_ids:
             self._lives.pop(request_id, None)
 
-    def finish(self, request_ids: Iterable[str]) -> None:
-        """Conclude requests whose last output was taken, though it did not say so."""
+    def finished(self, request_ids: Iterable[str]) -> None:
+        """Conclude requests that have had their last output."""
         for request_id in request_ids:
             life = self._lives.pop(request_id, None)
             if life is not None and life.tokens:
                 self._conclude(life)
 
-    def note(self, switching: Switching) -> None:
+    def switching(self, note: Switching) -> None:
         """Take the controller's word that a switch begins or has ended."""
-        if switching.over:
-            self._switching.difference_update(switching.engines)
-            self._switched |= dict.fromkeys(switching.engines, self._clock())
+        if note.over:
+            self._switching.difference_update(note.engines)
+            self._switched |= dict.fromkeys(note.engines, self._clock())
         else:
-            self._switching.update(switching.engines)
+            self._switching.update(note.engines)
 
-    def take(self, unit: Unit | None, outputs: Iterable[Any]) -> None:
-        """Measure outputs that go to their clients now.
-
-        Args:
-            unit: who made them; None: the controller, which only ends requests.
-            outputs: vLLM's ``EngineCoreOutput``.
-        """
+    def outputs(self, unit: Unit | None, outputs: Iterable[Any]) -> None:
+        """Measure outputs, and have vLLM count the wait in the task pool as queueing, and once."""
         now, layout = self._clock(), "" if unit is None else unit.name
         for output in outputs:
             life = self._lives.get(output.request_id)
             if life is None:
                 continue
+            for event in output.events or ():
+                if event.type == EventType.QUEUED:
+                    event.timestamp = life.sent
             if output.new_token_ids and unit is not None:
                 self._take_tokens(life, unit, layout, len(output.new_token_ids), now)
             if output.finish_reason is None:
                 continue
             if output.finish_reason in _UNANSWERED:
-                self.forget([output.request_id])
+                self.aborted([output.request_id])
             else:
-                self.finish([output.request_id])
+                self.finished([output.request_id])
 
     def _take_tokens(self, life: _Life, unit: Unit, layout: str, tokens: int, now: float) -> None:
         if not life.tokens:

@@ -319,7 +319,7 @@ class LoopbackNode:
         notes = self.network.control_replies.get(front_identity(client), [])
         for note in [note for note in notes if isinstance(note, m.Interrupted)]:
             notes.remove(note)
-            front.interruptions.take_note(note)
+            front.interruptions.interrupted(note)
 
     def tokens_of(self, request_id: str) -> list[int] | None:
         """Return what a client has of a request; None if it has ended."""

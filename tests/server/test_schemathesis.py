@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 
 from shoal.server.commands.openapi import admin_document, public_document
 from shoal.server.errors import error_body, error_response
-from shoal.server.frontend.frontend import VLLM_ROUTERS
+from shoal.server.frontend.vllm_app import VLLM_ROUTERS
 from shoal.server.gate.priority_and_deadline import DEADLINE_HEADER
 from tests.server.node import ServedNode, key_file, served_node
 from tests.server.schemathesis_hooks import SAMPLE

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from shoal.loadgen.bench.process_memory import tree
 from shoal.server.frontend.app import AppOptions, Backstage, build_admin_app, build_app
-from shoal.server.frontend.frontend import VLLM_ROUTERS
+from shoal.server.frontend.vllm_app import VLLM_ROUTERS
 from shoal.server.gate.access import Access, MetricsAccess
 from tests.server.listeners import listeners, reachable
 from tests.server.node import ServedNode, key_file, served_node

@@ -412,7 +412,7 @@ class RealNode:
         while self._control.poll(0):
             reply = m.decode_from_controller(self._control.recv())
             if isinstance(reply, m.Interrupted):
-                self._interruptions.take_note(reply)
+                self._interruptions.interrupted(reply)
             if not isinstance(reply, m.Note | m.KillEngines):
                 self._replies[reply.call] = reply
         while self._supervisor.poll(0):

@@ -11,8 +11,8 @@ import schemathesis
 
 from shoal.server.commands import openapi
 from shoal.server.commands.cli import main
-from shoal.server.frontend.frontend import VLLM_ROUTERS
-from shoal.server.gate.bounds import REFUSED_FIELDS
+from shoal.server.frontend.vllm_app import VLLM_ROUTERS
+from shoal.server.gate.body_checks import REFUSED_FIELDS
 from tests.server.test_security import ADMIN_ROUTES, ROUTES, TOKENIZER_INFO
 
 _BATCH = "/v1/chat/completions/batch"

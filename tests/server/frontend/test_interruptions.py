@@ -54,7 +54,7 @@ class Front:
         self.take_in(self.pass_on(unit, *outputs))
 
     def interrupt(self, **attempts: int) -> None:
-        self.interruptions.take_note(Interrupted(attempts))
+        self.interruptions.interrupted(Interrupted(attempts))
 
 
 def output(request: str, *tokens: int, attempt: int = 0, prompt: int | None = None) -> Any:

@@ -9,7 +9,8 @@ from starlette.requests import Request
 
 from shoal.server.frontend.app import AppOptions, Backstage, build_app
 from shoal.server.gate.bodies import DecodedBodyRoute, DecodedBodyRouter
-from shoal.server.gate.bounds import DEFAULTS, check_body
+from shoal.server.gate.body_checks import check_body
+from shoal.server.gate.bounds import DEFAULTS
 from shoal.server.gate.guard import BodyMiddleware
 
 

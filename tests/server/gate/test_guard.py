@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from shoal.server.gate.bodies import DECODED_BODY
 from shoal.server.gate.bounds import DEFAULTS, BoundsError
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
-from shoal.server.gate.placement import Rejection
+from shoal.server.rejections import Rejection
 
 
 async def echo(request: Request) -> PlainTextResponse:

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,15 +11,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import Outcome, PoolLimits
 from shoal.runtime.protocol.wire import Terms
 from shoal.server.gate.guard import BodyMiddleware
 from shoal.server.gate.keys import ApiKey, KeyRing, digest_of, plain_key
 from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
-from shoal.server.gate.placement import PlacementMiddleware, Placements, Rejection
+from shoal.server.gate.placement import PlacementMiddleware, Placements
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
+from shoal.server.rejections import Rejection
 
 
 async def ok(request: Request) -> PlainTextResponse:
@@ -197,7 +200,7 @@ class Echo:
     def __init__(self, *keys: ApiKey, share_prefix_cache: bool = False) -> None:
         self.placements = Placements()
         self.refused: list[Outcome] = []
-        self.door = PoolDoor(self.count)
+        self.door = PoolDoor(self.count, [].append)
         self.clock = ManualClock(50.0)
         self.terms = Terms()
         self.reached = 0
@@ -221,7 +224,8 @@ class Echo:
         self.reached += 1
         self.terms = self.placements.expect("r1")
         self.holder = self.placements.holder
-        self.placements.spend_tokens("r1", self.tokens)
+        output = SimpleNamespace(request_id="r1", new_token_ids=[7] * self.tokens)
+        self.placements.outputs(alone(0), [output])
         self.salt, self.own_salt = self.placements.salt(None), self.placements.salt("mine")
         self.placements.give_up("r1")
         body = (await request.body()).decode()
@@ -312,21 +316,21 @@ async def test_a_deadline_that_is_no_positive_integer_is_refused(value: str) -> 
 
 async def test_a_full_pool_is_closed_to_everyone() -> None:
     echo = Echo()
-    echo.door.update(PoolLimits(full="the task pool is full", retry_after=17))
+    echo.door.limits(PoolLimits(full="the task pool is full", retry_after=17))
     response = await echo.post(headers={"X-Vllm-Priority": "-3"})
     assert (response.status_code, echo.reached) == (503, 0)
     assert message_of(response) == "the task pool is full"
     assert response.headers["retry-after"] == "17"
     assert response.headers["x-shoal-priority"] == "-3"
     assert echo.refused == [Outcome.POOL_FULL]
-    echo.door.update(PoolLimits())
+    echo.door.limits(PoolLimits())
     assert (await echo.post()).status_code == 200
 
 
 @pytest.mark.parametrize(("priority", "status"), [("-3", 200), ("-2", 200), ("-1", 503)])
 async def test_a_full_pool_lets_those_in_who_are_urgent_enough(priority: str, status: int) -> None:
     echo = Echo()
-    echo.door.update(PoolLimits(full="the task pool is full", let_in=-2))
+    echo.door.limits(PoolLimits(full="the task pool is full", let_in=-2))
     response = await echo.post(headers={"X-Vllm-Priority": priority})
     assert response.status_code == status
     assert echo.reached == (status == 200)
@@ -334,7 +338,7 @@ async def test_a_full_pool_lets_those_in_who_are_urgent_enough(priority: str, st
 
 async def test_what_a_key_may_not_ask_for_does_not_open_a_full_pool() -> None:
     echo = Echo(key("k", "batch", min_priority=0))
-    echo.door.update(PoolLimits(full="the task pool is full", let_in=-2))
+    echo.door.limits(PoolLimits(full="the task pool is full", let_in=-2))
     headers = {"Authorization": "Bearer k", "X-Vllm-Priority": "-50"}
     assert (await echo.post(headers=headers)).status_code == 503
 
@@ -371,7 +375,7 @@ async def test_a_background_response_is_told_to_have_begun() -> None:
 async def test_a_closed_door_stays_closed_whatever_the_pool_is_like() -> None:
     echo = Echo()
     echo.door.close()
-    echo.door.update(PoolLimits())
+    echo.door.limits(PoolLimits())
     response = await echo.post()
     assert (response.status_code, echo.reached) == (503, 0)
     assert message_of(response) == "the server is shutting down"
@@ -381,7 +385,7 @@ async def test_a_closed_door_stays_closed_whatever_the_pool_is_like() -> None:
 
 async def test_a_caller_at_its_limit_is_refused_and_the_others_are_not() -> None:
     echo = Echo(key("a", "greedy", max_waiting=1), key("b", "modest", max_waiting=1))
-    echo.door.update(PoolLimits(callers={"greedy": "enough"}, retry_after=17))
+    echo.door.limits(PoolLimits(callers={"greedy": "enough"}, retry_after=17))
     refused = await echo.post(headers={"Authorization": "Bearer a"})
     assert (refused.status_code, message_of(refused)) == (429, "enough")
     assert refused.headers["retry-after"] == "17"

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from starlette.types import Message, Receive, Scope, Send
 from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
 from shoal.runtime.protocol.wire import Terms
-from shoal.server.gate.placement import PlacementMiddleware, Placements, Refused, Rejection
+from shoal.server.gate.placement import PlacementMiddleware, Placements
+from shoal.server.rejections import Refused, Rejection
 from tests.units import tp
 
 PATH = "/v1/completions"
@@ -106,7 +108,7 @@ async def test_a_request_that_is_handed_back_while_it_runs_waits_for_the_word_on
         await send({**head(), "status": 500})
         if note_first:
             placements.take(note)
-        placements.expect_end("r1")
+        placements.outputs(None, [SimpleNamespace(request_id="r1", new_token_ids=[])])
         if not note_first:
             asyncio.get_running_loop().call_soon(placements.take, note)
         await send(body(b"what vLLM says", more=False))

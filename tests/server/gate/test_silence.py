@@ -11,6 +11,7 @@ from shoal.runtime.protocol.messages import Ended, Outcome, Placed
 from shoal.server.gate.placement import Placements
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.silence import Silence
+from shoal.server.rejections import Rejection
 
 TIMEOUT = 8.0
 REASON = "the controller has not answered for 8 s"
@@ -29,13 +30,14 @@ class Front:
         self.placements.take(Placed("runs", alone(0)))
         self.counted: list[Outcome] = []
         self.ended: list[str] = []
-        self.door = PoolDoor(self._count)
+        self.rejected: list[Rejection] = []
+        self.door = PoolDoor(self._count, self.rejected.append)
         self.silence = Silence(
             HeartbeatMonitor(path, TIMEOUT, self.clock),
             TIMEOUT,
             self.door,
             self.placements,
-            take_note=self.placements.take,
+            ended=self.placements.ended,
             end=self.ended.extend,
         )
 
@@ -86,6 +88,7 @@ async def test_newcomers_are_refused_until_it_turns_again(front: Front) -> None:
     assert response is not None
     assert (response.status_code, response.headers["retry-after"]) == (503, "10")
     assert front.counted == [Outcome.UNAVAILABLE]
+    assert front.rejected == [Rejection.UNAVAILABLE]
     front.pass_time(0.5, turning=True)
     assert front.door.unavailable is None
     assert await front.door.refusal(None, 0) is None

@@ -19,7 +19,8 @@ from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed, Switching, Treatment
 from shoal.runtime.protocol.messages.views import Phase, SwitchTrace, SwitchView
 from shoal.runtime.protocol.wire import Event, EventType, FinishReason, PrefillStats
-from shoal.server.operator.tracing import Trace, Traces, TracingMiddleware
+from shoal.server.operator.spans import Spans, Trace
+from shoal.server.operator.tracing import Traces, TracingMiddleware
 from tests.units import tp
 
 WALL = 1_800_000_000
@@ -38,12 +39,8 @@ class Bench:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.traces = Traces(
-            provider,
-            exports_switches=exports_switches,
-            clock=self.clock,
-            wall_ns=lambda: WALL * 10**9 + int(self.clock() * 1e9),
-        )
+        spans = Spans(provider, self.clock, lambda: WALL * 10**9 + int(self.clock() * 1e9))
+        self.traces = Traces(spans, exports_switches=exports_switches, clock=self.clock)
 
     def open(self, traceparent: str | None = None) -> Trace:
         headers = {} if traceparent is None else {"traceparent": traceparent}
@@ -51,11 +48,11 @@ class Bench:
 
     def start(self, name: str = "r", priority: int = 0) -> None:
         request = SimpleNamespace(request_id=name, external_req_id=f"x-{name}", priority=priority)
-        self.traces.start(request)
+        self.traces.sending(request, self.clock())
 
     def place(self, unit: Unit = FIRST, name: str = "r", pooled: float | None = None) -> None:
         waited = (self.clock() if pooled is None else pooled, self.clock())
-        self.traces.take_note(Placed(name, unit, waited))
+        self.traces.placed(Placed(name, unit, waited))
 
     def output(
         self,
@@ -78,11 +75,11 @@ class Bench:
             prefill_stats=PrefillStats(8, 8) if first else None,
             trace_headers=None,
         )
-        self.traces.take(unit, [output])
+        self.traces.outputs(unit, [output])
         return output
 
     def end(self, outcome: Outcome, status: int | None = None, name: str = "r") -> None:
-        self.traces.take_note(Ended(name, outcome, status))
+        self.traces.ended(Ended(name, outcome, status))
 
     def close(self, trace: Trace, status: int | None = 200) -> None:
         trace.status = status
@@ -118,7 +115,7 @@ class Bench:
         told = SwitchTrace(
             SWITCH, self.clock(), 7, treatment, "load", units, done, phases, list(paused)
         )
-        self.traces.take_note(Switching(list(engines), over, told))
+        self.traces.switching(Switching(list(engines), over, told))
 
     @property
     def spans(self) -> list[ReadableSpan]:
@@ -234,7 +231,7 @@ def test_a_request_that_leaves_the_pool_unplaced_has_only_waited(bench: Bench) -
     bench.clock.advance(2.0)
     bench.output((), tokens=0, reason=FinishReason.ABORT)
     bench.end(Outcome.EXPIRED, 504)
-    bench.traces.refuse("expired")
+    bench.traces.refused("expired")
     bench.close(trace, 504)
     assert bench.times() == {"pool_wait": [(100.0, 102.0)], f"POST {PATH}": [(100.0, 102.0)]}
     root = bench.span(f"POST {PATH}")
@@ -248,7 +245,7 @@ def test_a_client_that_leaves_is_no_error(bench: Bench, status: int | None) -> N
     bench.start()
     bench.place()
     bench.output(scheduled=100.0)
-    bench.traces.abort(["r"])
+    bench.traces.aborted(["r"])
     bench.close(trace, status)
     root = bench.span(f"POST {PATH}")
     assert attributes(root)["shoal.outcome"] == "aborted"
@@ -262,8 +259,8 @@ def test_one_engine_request_of_several_decides_the_outcome(bench: Bench) -> None
         bench.start(name)
         bench.place(name=name)
         bench.output(name=name, scheduled=100.0)
-    bench.traces.finish(["a"])
-    bench.traces.abort(["b"])
+    bench.traces.finished(["a"])
+    bench.traces.aborted(["b"])
     bench.close(trace)
     assert attributes(bench.span(f"POST {PATH}"))["shoal.outcome"] == "aborted"
     names = {attributes(span).get("gen_ai.request.id") for span in bench.spans}
@@ -357,7 +354,7 @@ def test_what_a_switch_says_is_paused(
     bench.switch([tp(0, 1)], over=False, treatment=treatment)
     bench.switch([tp(0, 1)], over=True, treatment=treatment, paused=paused)
     bench.close(trace)
-    bench.traces.abort(["r"])
+    bench.traces.aborted(["r"])
     assert "bind" in bench.times()
     assert ("paused" in bench.times()) == bool(paused)
 
@@ -370,7 +367,7 @@ def test_a_switch_of_other_engines_pauses_nothing_that_is_interleaved(bench: Ben
     bench.switch([tp(0, 1), alone(2), alone(3)], over=True, treatment=Treatment.INTERLEAVE)
     bench.switch([tp(0, 1), tp(2, 3)], over=False, engines=(2, 3))
     bench.switch([tp(0, 1), tp(2, 3)], over=True, engines=(2, 3))
-    bench.traces.abort(["r"])
+    bench.traces.aborted(["r"])
     assert "paused" not in bench.times()
 
 

@@ -165,7 +165,7 @@ def test_outputs_that_are_read_before_the_answer_count() -> None:
     front.interruptions.admit(alone(0), [])  # a message is being taken in
     node.kill(0)
     node.controller.turn()
-    front.interruptions.take_note(m.Interrupted({"r": 1}))
+    front.interruptions.interrupted(m.Interrupted({"r": 1}))
     node.controller.turn()
     assert "r" not in node.controller.pool
     node.collect()

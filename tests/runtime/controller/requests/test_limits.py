@@ -298,7 +298,7 @@ async def overload(per_step: int, weights: dict[int, float]) -> Overloaded:
         async def count(outcome: Outcome) -> None:
             node.network.control_sends(f"front-{client}", m.CountRefused(outcome))
 
-        return PoolDoor(count)
+        return PoolDoor(count, [].append)
 
     doors = [door(0), door(1)]
     result = Overloaded({})
@@ -314,7 +314,7 @@ async def overload(per_step: int, weights: dict[int, float]) -> Overloaded:
             node.controller.turn()
             for number, each in enumerate(doors):
                 for note in limits_told(node, number)[-1:]:
-                    each.update(note)
+                    each.limits(note)
         steps(node, 1)
     steps(node, 4 * WAITING)
     assert node.missing == []

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from shoal.server.gate.bounds import DEFAULTS, BoundsError, check_body, decode_object
+from shoal.server.gate.body_checks import check_body
+from shoal.server.gate.bounds import DEFAULTS, BoundsError
 from tests.work_counts import bytecodes
 
 SMALL = replace(
@@ -259,17 +260,6 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
         check_body(body, SMALL)
     assert caught.value.param is None
     assert len(str(caught.value)) < 200
-
-
-def test_json_may_nest_as_deep_as_it_is_said() -> None:
-    decode_object(b'{"a": ' + b"[" * 11 + b"]" * 11 + b"}", 12)
-    with pytest.raises(BoundsError, match="more than 12 deep"):
-        decode_object(b'{"a": ' + b"[" * 12 + b"]" * 12 + b"}", 12)
-
-
-def test_brackets_in_text_are_no_nesting() -> None:
-    text = "[{" * 50
-    assert decode_object(json.dumps({"a": text}).encode(), 12) == {"a": text}
 
 
 def test_what_a_body_says_is_returned() -> None:

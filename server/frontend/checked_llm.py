@@ -1,0 +1,78 @@
+"""vLLM's ``AsyncLLM``, which checks the grammar and log probabilities of a request first."""
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+
+from shoal.server.frontend.grammar_queue import FIRST_SECONDS, QueueFullError
+from shoal.server.frontend.grammars import GrammarCheck
+from shoal.server.gate.bounds import BoundsError
+from shoal.server.gate.placement import Placements
+from shoal.server.rejections import Refused
+
+
+class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's ``AsyncLLM`` with checks, and metrics of several engines.
+
+    Args:
+        grammars: checks grammars.
+        placements: the HTTP requests in progress; they are told why one was refused.
+        options: ``AsyncLLM``'s own.
+    """
+
+    def __init__(self, grammars: GrammarCheck, placements: Placements, **options: Any) -> None:
+        super().__init__(**options)
+        self._grammars = grammars
+        self._placements = placements
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *rest: Any, **more: Any
+    ) -> Any:
+        """Add a request as vLLM does, if its grammar and its log probabilities are within bounds.
+
+        vLLM would validate the grammar in the event loop.
+        """
+        constraint = getattr(params, "structured_outputs", None)
+        try:
+            if isinstance(prompt, dict):
+                self._count_logprobs(params, len(prompt.get("prompt_token_ids") or ()))
+            if constraint is not None:
+                await self._grammars.check(self._placements.holder, constraint)
+            return await super().add_request(request_id, prompt, params, *rest, **more)
+        except VLLMValidationError as error:
+            self._placements.refuse(Refused(400, str(error)))
+            raise
+        except QueueFullError as error:
+            self._placements.refuse(Refused(429, str(error), FIRST_SECONDS))
+            raise VLLMValidationError(str(error), parameter="structured_outputs") from error
+
+    def _count_logprobs(self, params: Any, prompt_tokens: int) -> None:
+        placement = self._placements.current
+        if placement is not None and placement.logprobs is not None:
+            try:
+                placement.logprobs.take(params, prompt_tokens)
+            except BoundsError as error:
+                raise VLLMValidationError(str(error), parameter=error.param) from None
+
+    def count_per_engine(self, engines: int, *, aggregate: bool) -> None:
+        """Label metrics with the engine whose unit ran a step, not as of one engine core.
+
+        Args:
+            engines: number of engines.
+            aggregate: whether vLLM's log lines of them are one.
+        """
+        if self.log_stats:
+            self.logger_manager: Any = StatLoggerManager(
+                vllm_config=self.vllm_config,
+                engine_idxs=list(range(engines)),
+                client_count=self._client_count,
+                aggregate_engine_logging=aggregate,
+            )
+            self.logger_manager.log_engine_initialized()
+            for engine in range(engines):  # prometheus_client hides gauges that were never set
+                self.logger_manager.record(SchedulerStats(), None, engine_idx=engine)
+            # The output handler runs already, and looks here for the loggers.
+            self._logger_ref[0] = self.logger_manager

@@ -1,0 +1,96 @@
+"""vLLM's part of the front end's application: its routes, its state and its error handlers."""
+
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.entrypoints.anthropic.api_router import router as messages_router
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.utils.server_utils import lifespan
+from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
+from vllm.entrypoints.openai.completion.api_router import router as completion_router
+from vllm.entrypoints.openai.models.api_router import router as models_router
+from vllm.entrypoints.openai.responses.api_router import router as responses_router
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
+from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
+from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
+from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+from vllm.logging_utils import UvicornAccessLogFilter
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from shoal.server.frontend.anthropic_messages import tell_errors
+from shoal.server.frontend.app import AppOptions, Backstage, build_app
+from shoal.server.gate.logprob_answers import encode_large_answers
+
+VLLM_ROUTERS = (
+    chat_router,
+    completion_router,
+    responses_router,
+    messages_router,
+    models_router,
+    tokenize_router,
+    basic_router,
+)
+
+_TASKS = ("generate",)
+
+# vLLM's router has its route of the tokenizer's settings only once it was attached with the option.
+_attached = FastAPI()
+_attached.state.args = Namespace(enable_tokenizer_info_endpoint=True)
+attach_tokenize_router(_attached)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return whether a record tells of anything but a request that is refused by its own fault."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, Exception) or create_error_response(error).error.code >= 500
+
+
+# It logs a traceback of every request that it refuses: any client could fill the log.
+logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_ours)
+
+
+async def build_vllm_app(
+    llm: AsyncLLM, backstage: Backstage, options: AppOptions, args: Namespace
+) -> FastAPI:
+    """Return Shoal's application, with vLLM's state and exception handlers.
+
+    Args:
+        llm: runs the requests of vLLM's routes.
+        backstage: what Shoal's routes talk to.
+        options: of the application.
+        args: the parsed arguments of ``shoal serve``.
+    """
+    app = build_app(backstage, options, lifespan)
+    if args.enable_request_id_headers:
+        app.add_middleware(XRequestIdMiddleware)
+    init_exception_handler(app)
+    await init_app_state(llm, app.state, args, _TASKS)
+    _hide_directory(app.state.openai_serving_models, args.model)
+    encode_large_answers(app.state)
+    messages = app.state.anthropic_serving_messages
+    messages.message_stream_converter = tell_errors(messages.message_stream_converter)
+    _leave_out_of_the_access_log(args.disable_access_log_for_endpoints)
+    return app
+
+
+def log_no_refusals() -> None:
+    """Log no more errors of requests: a node that ends hands its requests back with one."""
+    logging.getLogger("vllm.entrypoints.generate.base.serving").setLevel(logging.CRITICAL)
+
+
+def _hide_directory(models: Any, model: str) -> None:
+    """Have ``/v1/models`` say of a model in a directory what it is called, not where it is."""
+    for served in models.base_model_paths if Path(model).exists() else ():
+        served.model_path = served.name
+
+
+def _leave_out_of_the_access_log(paths: str | None) -> None:
+    """Leave requests for these paths, separated by commas, out of uvicorn's access log."""
+    left_out = [path.strip() for path in (paths or "").split(",") if path.strip()]
+    if left_out:
+        logging.getLogger("uvicorn.access").addFilter(UvicornAccessLogFilter(left_out))
