@@ -85,6 +85,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="shoal replay",
         description="Send a workload to an OpenAI-compatible server, each request when it is due.",
     )
+    _add_server_options(parser)
+    _add_request_options(parser)
+    _add_run_options(parser)
+    add_target_option(parser)
+    add_workload_options(parser)
+    return parser
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="(default: %(default)s)")
     add("--model", metavar="NAME", help="(default: the first that the server names)")
@@ -95,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
         help="Shoal's admin API, to draw the layout over time (default: not drawn)",
     )
     add("--admin-key", metavar="KEY", help="its key (default: the environment's SHOAL_ADMIN_KEY)")
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--endpoint",
         type=Endpoint,
@@ -116,34 +129,21 @@ def _parser() -> argparse.ArgumentParser:
         help="send only what OpenAI's API has: no ignore_eos, no priority",
     )
     add("--deadline-ms", type=int, metavar="MS", help="drop requests that still wait then")
-    add(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="give up a response then (default: %(default)g)",
-    )
-    add(
-        "--grace",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="after Ctrl-C, let responses end this long (default: %(default)g)",
-    )
-    add(
-        "--max-lag-ms",
-        type=float,
-        default=1000 * MAX_LAG_SECONDS,
-        metavar="MS",
-        help="a run with more lag (p99) is not valid (default: %(default)g)",
-    )
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    for flag, default, unit, text in (
+        ("--timeout", 600.0, "S", "give up a response then"),
+        ("--grace", 5.0, "S", "after Ctrl-C, let responses end this long"),
+        ("--max-lag-ms", 1000 * MAX_LAG_SECONDS, "MS", "a run with more lag (p99) is not valid"),
+    ):
+        said = f"{text} (default: %(default)g)"
+        add(flag, type=float, default=default, metavar=unit, help=said)
     add("--check-metrics", action="store_true", help="compare all totals with the server's metrics")
     add("--name", help="of the run, in reports (default: the workload's)")
     add("--json", type=Path, metavar="FILE", help="write figures and all requests")
     add("--html", type=Path, metavar="FILE", help="write a report with a picture")
-    add_target_option(parser)
-    add_workload_options(parser)
-    return parser
 
 
 def _check(args: Namespace) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from shoal.runtime.clock import Clock, monotonic
 from shoal.server.connections.http_protocol import BoundedHttpProtocol
 from shoal.server.errors import UserError, refusal_response
+from shoal.server.number_options import add_number
 
 MAX_CONNECTIONS = 4096
 CLIENT_SECONDS = 30.0
@@ -64,20 +65,14 @@ class ConnectionLimits:
 
 def add_connection_options(group: argparse._ArgumentGroup) -> None:
     """Add ``--max-connections`` and ``--client-timeout``; ``--shutdown-timeout`` is vLLM's."""
-    group.add_argument(
-        "--max-connections",
-        type=int,
-        default=MAX_CONNECTIONS,
-        metavar="N",
-        help="connections of clients to each front end (default: %(default)s)",
+    add_number(
+        group, "--max-connections", MAX_CONNECTIONS, "connections of clients to each front end"
     )
-    group.add_argument(
+    add_number(
+        group,
         "--client-timeout",
-        type=float,
-        default=CLIENT_SECONDS,
-        metavar="SECONDS",
-        help="how long a client may take to send a request, or to take anything of a response "
-        "(default: %(default)s)",
+        CLIENT_SECONDS,
+        "how long a client may take to send a request, or to take anything of a response",
     )
 
 

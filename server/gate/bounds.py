@@ -5,6 +5,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from shoal.server.errors import UserError
+from shoal.server.number_options import add_number
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,7 @@ def add_bounds_options(group: argparse._ArgumentGroup) -> None:
         ("--max-grammar-seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
         ("--max-waiting-grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
     ):
-        group.add_argument(
-            flag, type=int, default=value, metavar="N", help=f"{what} (default: %(default)s)"
-        )
+        add_number(group, flag, value, what)
 
 
 def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:

@@ -3,6 +3,7 @@
 import argparse
 import math
 from argparse import Namespace
+from functools import partial
 
 from shoal.runtime.config import (
     MAX_RETRIES,
@@ -12,6 +13,7 @@ from shoal.runtime.config import (
 )
 from shoal.runtime.node.restarts import WINDOW_SECONDS
 from shoal.server.errors import UserError
+from shoal.server.number_options import add_number
 
 ENGINE_TIMEOUT_SECONDS = 10.0
 CONTROLLER_TIMEOUT_SECONDS = 10.0
@@ -20,60 +22,44 @@ STEP_TIMEOUT_SECONDS = 60.0
 
 def add_failure_options(group: argparse._ArgumentGroup) -> None:
     """Add ``--max-retries``, ``--outage-limit``, ``--...-timeout`` and ``--restart-...``."""
-    group.add_argument(
+    number = partial(add_number, group)
+    number(
         "--max-retries",
-        type=int,
-        default=MAX_RETRIES,
-        metavar="N",
-        help="how often a request goes on elsewhere when an engine has died that computed it "
-        "(default: %(default)s)",
+        MAX_RETRIES,
+        "how often a request goes on elsewhere when an engine has died that computed it",
     )
-    group.add_argument(
+    number(
         "--engine-timeout",
-        type=float,
-        default=ENGINE_TIMEOUT_SECONDS,
-        metavar="SECONDS",
-        help="an engine that does not answer for so long counts as dead (default: %(default)s)",
+        ENGINE_TIMEOUT_SECONDS,
+        "an engine that does not answer for so long counts as dead",
     )
-    group.add_argument(
+    number(
         "--controller-timeout",
-        type=float,
-        default=CONTROLLER_TIMEOUT_SECONDS,
-        metavar="SECONDS",
-        help="while the controller has not answered for so long, /health is a 503 and so are "
-        "requests that wait for it; after three times as long the node ends "
-        "(default: %(default)s)",
+        CONTROLLER_TIMEOUT_SECONDS,
+        "while the controller has not answered for so long, /health is a 503 and so are "
+        "requests that wait for it; after three times as long the node ends",
     )
-    group.add_argument(
+    number(
         "--outage-limit",
-        type=float,
-        default=OUTAGE_LIMIT_SECONDS,
-        metavar="SECONDS",
-        help="how long requests wait while no engine serves, before they end with a 503 "
-        "(default: %(default)s)",
+        OUTAGE_LIMIT_SECONDS,
+        "how long requests wait while no engine serves, before they end with a 503",
     )
-    group.add_argument(
+    number(
         "--step-timeout",
-        type=float,
-        default=STEP_TIMEOUT_SECONDS,
-        metavar="SECONDS",
-        help="an engine with a step that takes so long counts as dead; it need not take that long "
-        "when many like it were much shorter (default: %(default)s)",
+        STEP_TIMEOUT_SECONDS,
+        "an engine with a step that takes so long counts as dead; it need not take that long "
+        "when many like it were much shorter",
     )
-    group.add_argument(
+    number(
         "--restart-limit",
-        type=int,
-        default=RESTART_LIMIT,
-        metavar="N",
-        help="how often an engine that died is started again within "
-        f"{WINDOW_SECONDS / 60:.0f} minutes; 0: never (default: %(default)s)",
+        RESTART_LIMIT,
+        "how often an engine that died is started again within "
+        f"{WINDOW_SECONDS / 60:.0f} minutes; 0: never",
     )
-    group.add_argument(
+    number(
         "--restart-backoff",
-        type=float,
-        default=RESTART_BACKOFF_SECONDS,
-        metavar="SECONDS",
-        help="pause before that; each further one is twice as long (default: %(default)s)",
+        RESTART_BACKOFF_SECONDS,
+        "pause before that; each further one is twice as long",
     )
 
 

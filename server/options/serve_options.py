@@ -1,4 +1,4 @@
-"""The options of ``shoal serve``: Shoal's own, its defaults, and what of vLLM's it refuses.
+"""The options of ``shoal serve``: Shoal's own, and its defaults.
 
 Works on the parsed ``argparse.Namespace``, without importing vLLM. What can only be told from the
 model is checked in ``vllm_options.py``.
@@ -8,6 +8,7 @@ import argparse
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from shoal.server.errors import UserError
 from shoal.server.gate.access import add_access_options
 from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
+from shoal.server.number_options import add_number
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.promise_options import add_promise_options, promised
+from shoal.server.options.refused_options import check_vllm_options
 from shoal.server.options.shift_options import add_shift_options
 
 DEFAULT_POLICY = "manual"
@@ -54,120 +57,6 @@ DEMO_KV_BYTES = 64 << 20
 CPU_KV_BYTES = 1 << 30
 """KV cache of an engine on a CPU, where vLLM's own default is a share of all memory."""
 
-_LORA = "LoRA is not supported"
-_MULTIMODAL = "multimodal models are not supported"
-_SPECULATIVE = "speculative decoding is not supported"
-_POOLING = "pooling models are not supported"
-_SHOAL_CHOOSES = "Shoal chooses it while it serves; use --engines and --max-group"
-_EXPERTS = "mixture-of-experts models are not supported"
-_TRANSFER = "transferring KV between servers is not supported"
-_OFFLOAD = "offloading is not supported"
-_ONE_NODE = "Shoal serves on one node"
-_PROCESSES = "Shoal runs its own engine processes"
-_SLEEP = "sleep mode is not supported"
-_FAULTS = "Shoal supervises its engines itself"
-_ROUTES = "Shoal does not offer the routes it adds"
-_NOT_OFFERED = "Shoal does not offer the routes that it is for"
-_LOGGING = "use --log-format, and the environment variable VLLM_LOGGING_LEVEL"
-_STARTS = "Shoal bounds itself how long engines may take to meet"
-_NUMA = "binding engines to NUMA nodes is not supported"
-
-REFUSED: Mapping[str, str] = {
-    "enable_lora": _LORA,
-    "lora_modules": _LORA,
-    "default_mm_loras": _LORA,
-    "lora_target_modules": _LORA,
-    "limit_mm_per_prompt": _MULTIMODAL,
-    "mm_processor_kwargs": _MULTIMODAL,
-    "media_io_kwargs": _MULTIMODAL,
-    "enable_mm_embeds": _MULTIMODAL,
-    "mm_encoder_only": _MULTIMODAL,
-    "speculative_config": _SPECULATIVE,
-    "spec_method": _SPECULATIVE,
-    "spec_model": _SPECULATIVE,
-    "spec_tokens": _SPECULATIVE,
-    "diffusion_config": "diffusion models are not supported",
-    "convert": _POOLING,
-    "pooler_config": _POOLING,
-    "enable_flash_late_interaction": _POOLING,
-    "pipeline_parallel_size": "pipeline parallel is not supported",
-    "tensor_parallel_size": _SHOAL_CHOOSES,
-    "data_parallel_size": _SHOAL_CHOOSES,
-    "data_parallel_size_local": _SHOAL_CHOOSES,
-    "data_parallel_rank": _SHOAL_CHOOSES,
-    "data_parallel_start_rank": _SHOAL_CHOOSES,
-    "data_parallel_backend": _SHOAL_CHOOSES,
-    "data_parallel_hybrid_lb": _SHOAL_CHOOSES,
-    "data_parallel_external_lb": _SHOAL_CHOOSES,
-    "data_parallel_multi_port_external_lb": _SHOAL_CHOOSES,
-    "decode_context_parallel_size": "context parallel is not supported",
-    "prefill_context_parallel_size": "context parallel is not supported",
-    "enable_expert_parallel": _EXPERTS,
-    "enable_eplb": _EXPERTS,
-    "enable_elastic_ep": _EXPERTS,
-    "enable_batch_sharded_sampling": "every member of a group samples all of its requests",
-    "enable_dbo": "dual batch overlap is not supported",
-    "ubatch_size": "micro-batching is not supported",
-    "quantization_config": "use --quantization",
-    "kv_transfer_config": _TRANSFER,
-    "ec_transfer_config": _TRANSFER,
-    "kv_events_config": "KV events are not supported",
-    "kv_offloading_size": _OFFLOAD,
-    "cpu_offload_gb": _OFFLOAD,
-    "cpu_offload_params": _OFFLOAD,
-    "offload_group_size": _OFFLOAD,
-    "nnodes": _ONE_NODE,
-    "node_rank": _ONE_NODE,
-    "headless": _ONE_NODE,
-    "device_ids": "choose GPUs with CUDA_VISIBLE_DEVICES",
-    "distributed_executor_backend": _PROCESSES,
-    "scheduler_cls": _PROCESSES,
-    "worker_cls": _PROCESSES,
-    "worker_extension_cls": _PROCESSES,
-    "max_num_queued_reqs": "use --max-waiting-requests",
-    "max_num_queued_tokens": "use --max-waiting-tokens",
-    "enable_logging_iteration_details": "Shoal has its own loop around vLLM's scheduler",
-    "distributed_timeout_seconds": _STARTS,
-    "cpu_distributed_timeout_seconds": _STARTS,
-    "numa_bind": _NUMA,
-    "numa_bind_nodes": _NUMA,
-    "numa_bind_cpus": _NUMA,
-    "enable_shm_tensor_arena": _PROCESSES,
-    "enable_sleep_mode": _SLEEP,
-    "sleep_mode_offload_cudagraph": _SLEEP,
-    "sleep_preserve_parameter_names": _SLEEP,
-    "enable_cumem_allocator": _SLEEP,
-    "enable_nccl_comm_suspend": _SLEEP,
-    "enable_fault_tolerance": _FAULTS,
-    "fault_tolerance_config": _FAULTS,
-    "logging_config": _LOGGING,
-    "log_level": _LOGGING,
-    "log_config_file": _LOGGING,
-    "weight_transfer_config": "changing weights while serving is not supported",
-    "enable_prompt_embeds": "prompt embeddings are not supported",
-    "grpc": "gRPC is not supported",
-    "grpc_port": "gRPC is not supported",
-    "uds": "Unix domain sockets are not supported; use --host and --port",
-    "middleware": "middleware from the command line is not supported",
-    "enable_ssl_refresh": "refreshing certificates is not supported",
-    "enable_offline_docs": _ROUTES,
-    "enable_scale_out": _ROUTES,
-    "tokens_only": _ROUTES,
-    "cohere_is_reasoning_model": _NOT_OFFERED,
-    "anthropic_disabled_thinking_effort": _NOT_OFFERED,
-    "profiler_config": _ROUTES,
-}
-"""Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
-
-FP8_QUANTIZATION = frozenset(
-    {"fp8", "compressed-tensors", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"}
-)
-"""vLLM's names of quantisations that every layout can serve: FP8 weights.
-
-Of compressed-tensors only the FP8 schemes (``unsupported_models.check_quantisation``).
-"""
-
-
 OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 OTLP_PROTOCOLS = ("grpc", "http/protobuf")
@@ -181,6 +70,28 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         UserError: ``PORT`` in ``environ`` is not a port.
     """
     group = parser.add_argument_group("Shoal", "How many engines, and how they may be grouped.")
+    _add_layout_options(group)
+    add_promise_options(group)
+    _add_switch_options(group)
+    add_failure_options(group)
+    _add_pool_options(group)
+    add_access_options(group)
+    add_shift_options(group, automatic=True)
+    add_bounds_options(group)
+    add_connection_options(group)
+    _add_test_options(group)
+    parser.set_defaults(
+        host=DEFAULT_HOST,
+        port=_port_of(environ),
+        uvicorn_log_level="warning",
+        api_server_count=1,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        h11_max_header_count=DEFAULT_BOUNDS.headers,
+        h11_max_incomplete_event_size=DEFAULT_BOUNDS.header_bytes,
+    )
+
+
+def _add_layout_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engines",
         type=int,
@@ -195,52 +106,34 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         default=DEFAULT_POLICY,
         help=f"what decides the layout: {', '.join(POLICIES)} (default: %(default)s)",
     )
-    add_promise_options(group)
-    group.add_argument(
-        "--prepare-timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="how long an engine may take to reach a safe point (default: %(default)s)",
-    )
-    group.add_argument(
+
+
+def _add_switch_options(group: argparse._ArgumentGroup) -> None:
+    number = partial(add_number, group)
+    number("--prepare-timeout", 10.0, "how long an engine may take to reach a safe point")
+    number(
         "--switch-wait",
-        type=float,
-        default=SWITCH_WAIT_SECONDS,
-        metavar="SECONDS",
-        help="how long a switch that the policy asks for waits for requests to end, before it goes "
-        "on without waiting (default: %(default)s)",
+        SWITCH_WAIT_SECONDS,
+        "how long a switch that the policy asks for waits for requests to end, before it goes "
+        "on without waiting",
     )
-    group.add_argument(
+    number(
         "--pause-limit",
-        type=float,
-        default=PAUSE_LIMIT_SECONDS,
-        metavar="SECONDS",
-        help="how long a request that a hard switch has paused, and that cannot be moved, waits "
-        "for its unit before it ends (default: %(default)s)",
+        PAUSE_LIMIT_SECONDS,
+        "how long a request that a hard switch has paused, and that cannot be moved, waits "
+        "for its unit before it ends",
     )
-    add_failure_options(group)
-    group.add_argument(
-        "--max-waiting-requests",
-        type=int,
-        default=MAX_WAITING_REQUESTS,
-        metavar="N",
-        help="requests that may wait in the task pool (default: %(default)s)",
+
+
+def _add_pool_options(group: argparse._ArgumentGroup) -> None:
+    number = partial(add_number, group)
+    number(
+        "--max-waiting-requests", MAX_WAITING_REQUESTS, "requests that may wait in the task pool"
     )
-    group.add_argument(
-        "--max-waiting-tokens",
-        type=int,
-        default=MAX_WAITING_TOKENS,
-        metavar="N",
-        help="prompt tokens that may wait in the task pool (default: %(default)s)",
+    number(
+        "--max-waiting-tokens", MAX_WAITING_TOKENS, "prompt tokens that may wait in the task pool"
     )
-    group.add_argument(
-        "--priority-aging",
-        type=float,
-        default=AGING_SECONDS,
-        metavar="SECONDS",
-        help="wait that makes up for one class of priority (default: %(default)s)",
-    )
+    number("--priority-aging", AGING_SECONDS, "wait that makes up for one class of priority")
     group.add_argument(
         "--log-format",
         type=LogFormat,
@@ -248,18 +141,14 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         default=LogFormat.TEXT,
         help="lines for people, or one JSON object per line (default: %(default)s)",
     )
-    group.add_argument(
+    number(
         "--interleave-ratio",
-        type=int,
-        default=INTERLEAVE_RATIO,
-        metavar="N",
-        help="steps of a group to one of an engine's own where they interleave "
-        "(default: %(default)s)",
+        INTERLEAVE_RATIO,
+        "steps of a group to one of an engine's own where they interleave",
     )
-    add_access_options(group)
-    add_shift_options(group, automatic=True)
-    add_bounds_options(group)
-    add_connection_options(group)
+
+
+def _add_test_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--recording-dir",
         metavar="DIR",
@@ -277,15 +166,6 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
         default=0.0,
         metavar="MS",
         help="for tests: duration of a step of the fake engine (default: %(default)s)",
-    )
-    parser.set_defaults(
-        host=DEFAULT_HOST,
-        port=_port_of(environ),
-        uvicorn_log_level="warning",
-        api_server_count=1,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-        h11_max_header_count=DEFAULT_BOUNDS.headers,
-        h11_max_incomplete_event_size=DEFAULT_BOUNDS.header_bytes,
     )
 
 
@@ -352,14 +232,7 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
     Raises:
         UserError: the first such option; the message names it.
     """
-    for name, reason in REFUSED.items():
-        # Some of vLLM's are there only if they are given.
-        if hasattr(args, name) and getattr(args, name) != default_of(name):
-            raise UserError(f"{_flag(name)}: {reason}")
-    if args.quantization not in (None, *FP8_QUANTIZATION):
-        raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
-    if args.runner not in ("auto", "generate"):
-        raise UserError(f"--runner {args.runner}: {_POOLING}")
+    check_vllm_options(args, default_of)
     check_shoal_options(args)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Set
 from typing import Any
 
 from shoal.server.errors import UserError
-from shoal.server.options.serve_options import FP8_QUANTIZATION
+from shoal.server.options.refused_options import FP8_QUANTIZATION
 
 _STRATEGIES = ("tensor", "channel", "block")
 """What one scale of an FP8 weight may be for, in compressed-tensors' words."""

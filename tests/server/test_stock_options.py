@@ -16,7 +16,8 @@ from vllm.platforms import current_platform
 from shoal.runtime.layout_configs import OF_THE_SIZE, flat, take
 from shoal.server.commands import serve
 from shoal.server.errors import UserError
-from shoal.server.options.serve_options import DEMO_CHECKPOINT, REFUSED
+from shoal.server.options.refused_options import REFUSED
+from shoal.server.options.serve_options import DEMO_CHECKPOINT
 from tests.server.stock import app_state, differing, ours, parser, stock
 
 MODEL = str(DEMO_CHECKPOINT)

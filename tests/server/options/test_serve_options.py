@@ -9,11 +9,10 @@ import pytest
 
 from shoal.runtime.config import MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS
 from shoal.server.errors import UserError, one_line
+from shoal.server.options.refused_options import FP8_QUANTIZATION, REFUSED
 from shoal.server.options.serve_options import (
     CPU_KV_BYTES,
     DEMO_NAME,
-    FP8_QUANTIZATION,
-    REFUSED,
     add_shoal_options,
     check_model,
     check_options,

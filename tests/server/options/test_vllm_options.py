@@ -7,11 +7,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 
 from shoal.server.errors import UserError
-from shoal.server.frontend import frontend
+from shoal.server.frontend import vllm_app
 from shoal.server.options import vllm_options
+from shoal.server.options.refused_options import REFUSED
 from shoal.server.options.serve_options import (
     DEMO_CHECKPOINT,
-    REFUSED,
     add_shoal_options,
     check_options,
 )
@@ -35,7 +35,7 @@ def parse(parser: ArgumentParser, *argv: str) -> Namespace:
 )
 def test_a_model_in_a_directory_does_not_say_where_it_is(model: str, root: str | None) -> None:
     served = BaseModelPath(name="a name", model_path=model)
-    frontend._hide_directory(SimpleNamespace(base_model_paths=[served]), model)
+    vllm_app._hide_directory(SimpleNamespace(base_model_paths=[served]), model)
     assert served == BaseModelPath(name="a name", model_path=root or model)
 
 
