@@ -1,17 +1,14 @@
 """The node's main process: starts every other one, watches them, and leaves nothing behind.
 
 A front end or the controller that ends takes the node with it, and so does a controller that hangs.
-An engine (its scheduler or its
-runner) that ends takes its twin with it. The node goes on with the engines it has left, and the
-dead one is started again, a few times (``restarts.py``).
+An engine's scheduler or runner that ends takes its twin with it. The node goes on with the engines
+it has left, and the dead one is started again, a few times (``restarts.py``).
 """
 
 import enum
-import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -29,6 +26,7 @@ from shoal.runtime.node.child_process import (
     named_target,
     signals_held,
 )
+from shoal.runtime.node.end_signals import EndSignals
 from shoal.runtime.node.heartbeat import HeartbeatMonitor, heartbeat_path
 from shoal.runtime.node.restarts import Restart, Restarts
 from shoal.runtime.node.runtime_dir import remove_runtime_dir
@@ -53,8 +51,7 @@ Say = Callable[[str], None]
 _POLL_SECONDS = 0.1
 """How often the controller is asked whether the engines are up, during the start."""
 _LOOK_SECONDS = 0.5
-"""How often processes are looked at: an engine with one that is stopped twice running is given up.
-"""
+"""How often processes are looked at: an engine is given up that has one stopped at two looks."""
 _MOST_TIMEOUTS = 3.0
 """The node ends when the controller has been silent for so many times its time-out: until then it
 may come back."""
@@ -124,8 +121,7 @@ class Supervisor:
         )
         self._stopped: set[Child] = set()
         self._looked_at = 0.0
-        self._signals = 0
-        self._wakeup: socket.socket
+        self._signals = EndSignals()
         self._control: zmq.Socket[Any] | None = None
         self._layout: LayoutView | None = None
 
@@ -135,7 +131,7 @@ class Supervisor:
         Args:
             on_ready: called once when the node takes requests.
         """
-        with self._signal_handlers():
+        with self._signals.caught():
             try:
                 with suppress(StopRequestedError):
                     self._serve(on_ready)
@@ -222,9 +218,9 @@ class Supervisor:
             StopRequestedError: a signal has come.
             NodeFailedError: the node cannot go on.
         """
-        if not self._signals:
+        if not self._signals.count:
             self._watch(timeout)
-        if self._signals:
+        if self._signals.count:
             raise StopRequestedError
         self._controller.look()
         if self._controller.is_silent:
@@ -244,7 +240,7 @@ class Supervisor:
                     *(child.sentinel for child in self._children),
                     *reports,
                     self._control.fileno(),
-                    self._wakeup,
+                    self._signals.wakeup,
                 ],
                 timeout,
             )
@@ -346,7 +342,7 @@ class Supervisor:
             NodeFailedError: the controller ended first, or no engine is left.
         """
         self._stage = _Stage.ENDING
-        asked = self._signals
+        asked = self._signals.count
         if not self._drain():
             return False
         engines = [child for child in self._children if child.engine is not None]
@@ -357,7 +353,7 @@ class Supervisor:
             deadline = time.monotonic() + _EXIT_SECONDS
             while alive := [child for child in children if child.is_alive]:
                 left = deadline - time.monotonic()
-                if self._signals > asked:
+                if self._signals.count > asked:
                     return False
                 if left <= 0:
                     self._say_late(alive, _EXIT_SECONDS)
@@ -366,8 +362,8 @@ class Supervisor:
                     for child in alive:
                         child.kill()
                     break
-                wait([*(child.sentinel for child in alive), self._wakeup], left)
-                self._empty_wakeup()
+                wait([*(child.sentinel for child in alive), self._signals.wakeup], left)
+                self._signals.rest()
         return True
 
     def _drain(self) -> bool:
@@ -375,22 +371,22 @@ class Supervisor:
 
         A second signal leaves them just the time to tell their clients, a third none.
         """
-        taken, asked = self._signals, self._signals
+        taken = asked = self._signals.count
         seconds = self._shutdown_seconds + _EXIT_SECONDS
         deadline = self._end_front_ends(self._shutdown_seconds, seconds)
         while alive := [child for child in self._frontends if child.is_alive]:
-            if self._signals > asked + 1:
+            if self._signals.count > asked + 1:
                 return False
-            if self._signals > taken:
-                taken, seconds = self._signals, _HURRY_SECONDS
+            if self._signals.count > taken:
+                taken, seconds = self._signals.count, _HURRY_SECONDS
                 deadline = self._end_front_ends(0.0, seconds)
             left = deadline - time.monotonic()
             if left <= 0:
                 self._say_late(alive, seconds)
                 return False
             self._watch(left)
-            self._empty_wakeup()
-        return self._signals == asked
+            self._signals.rest()
+        return self._signals.count == asked
 
     def _end_front_ends(self, request_seconds: float, exit_seconds: float) -> float:
         """Ask the front ends to end, and return when they have to have ended."""
@@ -413,34 +409,6 @@ class Supervisor:
         if self._control is not None:
             self._control.context.destroy(linger=0)
         remove_runtime_dir(Path(self._config.runtime_dir))
-
-    # --- signals ---
-
-    @contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        self._wakeup, write_end = socket.socketpair()
-        self._wakeup.setblocking(False)
-        write_end.setblocking(False)
-        before = {n: signal.signal(n, self._count) for n in (signal.SIGINT, signal.SIGTERM)}
-        previous_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(previous_fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._wakeup.close()
-            write_end.close()
-
-    def _count(self, number: int, frame: object) -> None:
-        del number, frame
-        self._signals += 1
-
-    def _empty_wakeup(self) -> None:
-        try:
-            self._wakeup.recv(64)
-        except BlockingIOError:
-            return
 
 
 def _phases(engine: EngineView) -> str:
