@@ -28,7 +28,7 @@ UV := uv==0.13.8
 # What `make quick` runs, and what of it imports vLLM or starts servers.
 QUICK := tests/policies tests/runtime/protocol tests/runtime/controller tests/loadgen \
 	tests/grafana/test_dashboards.py tests/grafana/test_draw.py tests/test_docs.py tests/test_imports.py \
-	tests/test_makefile.py
+	tests/test_makefile.py tests/test_sizes.py
 NOT_QUICK := tests/runtime/protocol/test_wire.py tests/loadgen/test_vllm_agreement.py \
 	tests/loadgen/test_vllm_bench.py tests/loadgen/bench
 

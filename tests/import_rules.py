@@ -90,8 +90,6 @@ LIGHT = (
 )
 """Modules and packages that bring no model library into the process that imports them."""
 
-MAX_LINES = 600
-
 
 @dataclass(frozen=True)
 class Import:
@@ -108,14 +106,13 @@ class Module:
 
     name: str
     package: str
-    lines: int
     imports: list[Import] = field(default_factory=list)
 
 
 def problems(root: Path) -> list[str]:
     """Return one line per broken rule in the packages under ``root``."""
     modules = read_modules(root)
-    checks = (layers, model_libraries, weight, cycles, names, lengths)
+    checks = (layers, model_libraries, weight, cycles, names)
     return [problem for check in checks for problem in check(modules)]
 
 
@@ -188,13 +185,6 @@ def names(modules: Mapping[str, Module]) -> Iterator[str]:
         seen.setdefault(name, module.name)
 
 
-def lengths(modules: Mapping[str, Module]) -> Iterator[str]:
-    """Yield modules that are too long to read in one go."""
-    for module in modules.values():
-        if module.lines > MAX_LINES:
-            yield f"{module.name}: {module.lines} lines, more than {MAX_LINES}"
-
-
 def _module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join((ROOT, *(parts[:-1] if parts[-1] == "__init__" else parts)))
@@ -203,7 +193,7 @@ def _module_name(path: Path) -> str:
 def _read(name: str, path: Path, known: Iterable[str]) -> Module:
     source = path.read_text(encoding="utf-8")
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    module = Module(name, package, len(source.splitlines()))
+    module = Module(name, package)
     tree = ast.parse(source, str(path))
     lazy = {
         id(inner)
