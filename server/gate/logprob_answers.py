@@ -10,6 +10,7 @@ that the thread hands Python's lock back soon. The bytes are those that vLLM wou
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ PIECE_VALUES = 1024
 ANSWER = "shoal.answer"
 """Key of an ASGI scope: the iterator over the pieces of a large answer."""
 
+_AS_RESPONSE: Mapping[str, Any] = {"mode": "json", "by_alias": True}
+"""How vLLM's route of the Responses API dumps an answer."""
+
 _deferred: ContextVar[dict[int, "_Deferred"] | None] = ContextVar("deferred", default=None)
 """What the answer of the current context has deferred, by the object that stands for it."""
 
@@ -34,32 +38,39 @@ class _Deferred:
     """Log probabilities of one choice that are still the engine's."""
 
     create: Callable[..., Any]
-    """vLLM's ``_create_chat_logprobs`` or ``_create_completion_logprobs``."""
+    """vLLM's ``_create_chat_logprobs`` or the like."""
     token_ids: Sequence[int]
-    top_logprobs: Sequence[Any]
+    logprobs: Sequence[Any]
+    name: str
+    """Of the argument that these are."""
     more: Mapping[str, Any]
 
     @property
     def values(self) -> int:
-        return len(self.token_ids) * _width(self.top_logprobs)
+        return len(self.token_ids) * _width(self.logprobs)
 
     def whole(self) -> Any:
-        return self.create(token_ids=self.token_ids, top_logprobs=self.top_logprobs, **self.more)
+        return self._of(slice(None), self.more)
 
     def parts(self) -> Iterator[Any]:
         """Yield vLLM's object of one slice after the other; text offsets go on from it to it."""
         more = dict(self.more)
-        for at in _slices(self.top_logprobs):
-            part = self.create(
-                token_ids=self.token_ids[at], top_logprobs=self.top_logprobs[at], **more
-            )
+        for at in _slices(self.logprobs):
+            part = self._of(at, more)
             yield part
             if getattr(part, "text_offset", None):
                 more["initial_text_offset"] = part.text_offset[-1] + len(part.tokens[-1])
 
+    def _of(self, at: slice, more: Mapping[str, Any]) -> Any:
+        return self.create(token_ids=self.token_ids[at], **{self.name: self.logprobs[at]}, **more)
 
-def _width(top_logprobs: Sequence[Any]) -> int:
-    return 1 + len((top_logprobs[-1] if len(top_logprobs) else None) or ())
+
+HandOver = Callable[[Any, Any, Mapping[int, _Deferred], Any], Any]
+"""Takes a request, its answer, what the answer has deferred, and the ASGI scope."""
+
+
+def _width(logprobs: Sequence[Any]) -> int:
+    return 1 + len((logprobs[-1] if len(logprobs) else None) or ())
 
 
 def _slices(values: Sequence[Any]) -> Iterator[slice]:
@@ -76,28 +87,40 @@ def encode_large_answers(state: Any) -> None:
     encode_off_loop(state.openai_serving_chat, "create_chat_completion", chat)
     encode_off_loop(state.openai_serving_chat_batch, "create_batch_chat_completion", chat)
     encode_off_loop(state.openai_serving_completion, "create_completion", completion)
+    responses, create = state.openai_serving_responses, "_create_response_logprobs"
+    encode_off_loop(responses, "create_responses", create, "logprobs", hand_over_response)
 
 
-def encode_off_loop(serving: Any, answer_call: str, logprobs_call: str) -> None:
+def encode_off_loop(
+    serving: Any,
+    answer_call: str,
+    logprobs_call: str,
+    name: str = "top_logprobs",
+    hand_over: HandOver | None = None,
+) -> None:
     """Have a serving class of vLLM's hand large answers over to ``large_response``.
 
     Args:
         serving: the object; two of its methods are wrapped.
         answer_call: the one that a route calls: ``create_chat_completion`` or the like.
         logprobs_call: the one that makes the log probabilities of a choice.
+        name: of its argument that is the engine's log probabilities.
+        hand_over: makes of an answer what the route is to answer; None: of one with choices.
     """
     create, answer = getattr(serving, logprobs_call), getattr(serving, answer_call)
 
-    def defer(token_ids: Any, top_logprobs: Any, **more: Any) -> Any:
+    def defer(token_ids: Any, **given: Any) -> Any:
         waiting = _deferred.get()
         if waiting is None:
-            return create(token_ids=token_ids, top_logprobs=top_logprobs, **more)
-        placeholder = create(token_ids=[], top_logprobs=[], **more)
-        waiting[id(placeholder)] = _Deferred(create, token_ids, top_logprobs, more)
+            return create(token_ids=token_ids, **given)
+        logprobs = given.pop(name)
+        placeholder = create(token_ids=[], **{name: []}, **given)
+        waiting[id(placeholder)] = _Deferred(create, token_ids, logprobs, name, given)
         return placeholder
 
     async def answer_in_pieces(request: Any, raw_request: Any = None) -> Any:
-        if raw_request is None or getattr(request, "stream", False):
+        background = getattr(request, "background", False)  # its answer is asked for later
+        if raw_request is None or getattr(request, "stream", False) or background:
             return await answer(request, raw_request)
         waiting: dict[int, _Deferred] = {}
         token = _deferred.set(waiting)
@@ -105,14 +128,15 @@ def encode_off_loop(serving: Any, answer_call: str, logprobs_call: str) -> None:
             made = await answer(request, raw_request)
         finally:
             _deferred.reset(token)
-        return _hand_over(made, waiting, raw_request.scope)
+        return (hand_over or _hand_over)(request, made, waiting, raw_request.scope)
 
     setattr(serving, logprobs_call, defer)
     setattr(serving, answer_call, answer_in_pieces)
 
 
-def _hand_over(answer: Any, waiting: Mapping[int, _Deferred], scope: Any) -> Any:
+def _hand_over(request: Any, answer: Any, waiting: Mapping[int, _Deferred], scope: Any) -> Any:
     """Return a small answer whole; of a large one leave the pieces, and return it without them."""
+    del request
     choices = getattr(answer, "choices", None)
     if choices is None:
         return answer
@@ -124,6 +148,25 @@ def _hand_over(answer: Any, waiting: Mapping[int, _Deferred], scope: Any) -> Any
     for choice in choices:
         if id(choice.logprobs) in waiting:
             choice.logprobs = waiting[id(choice.logprobs)].whole()
+    return answer
+
+
+def hand_over_response(
+    request: Any, answer: Any, waiting: Mapping[int, _Deferred], scope: Any
+) -> Any:
+    """Do the same with an answer of the Responses API, which has one text or none.
+
+    One that vLLM stores has to be whole.
+    """
+    for number, item in enumerate(getattr(answer, "output", ()) if waiting else ()):
+        for position, part in enumerate(getattr(item, "content", None) or ()):
+            if getattr(part, "logprobs", None) != []:
+                continue
+            (deferred,) = waiting.values()
+            if deferred.values < LARGE_VALUES or request.store:
+                part.logprobs = deferred.whole()
+            else:
+                scope[ANSWER] = _response(answer, number, position, deferred)
     return answer
 
 
@@ -184,6 +227,19 @@ def _answer(answer: Any, waiting: Mapping[int, _Deferred]) -> Iterator[bytes]:
     return _object(
         answer, {**parts, "choices": _list(_choice(choice, waiting) for choice in answer.choices)}
     )
+
+
+def _response(answer: Any, item: int, part: int, deferred: _Deferred) -> Iterator[bytes]:
+    """Yield a ``ResponsesResponse`` as vLLM's route dumps it, with values for a part of an item."""
+    made = answer.model_dump(**_AS_RESPONSE)
+    place = made["output"][item]["content"][part]["logprobs"] = secrets.token_hex(16)
+    before, after = _json(made).split(_json(place))
+    yield before
+    yield from _list(
+        iter([_json([row.model_dump(**_AS_RESPONSE) for row in rows])[1:-1]])
+        for rows in deferred.parts()
+    )
+    yield after
 
 
 def _choice(choice: Any, waiting: Mapping[int, _Deferred]) -> Iterator[bytes]:

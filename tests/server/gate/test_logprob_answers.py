@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -21,11 +21,19 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseChoice,
 )
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.utils import build_response_output_items
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
 from vllm.logprobs import Logprob
 
 from shoal.server.gate.bodies import DecodedBodyRouter
-from shoal.server.gate.logprob_answers import LARGE_VALUES, PIECE_VALUES, encode_off_loop
+from shoal.server.gate.logprob_answers import (
+    LARGE_VALUES,
+    PIECE_VALUES,
+    encode_off_loop,
+    hand_over_response,
+)
 
 WIDTH = 5
 MANY = LARGE_VALUES // WIDTH
@@ -63,6 +71,9 @@ def prompt(tokens: int) -> list[Any]:
 
 class Recorder:
     """Where log probabilities were made: the thread, and for how many tokens at once."""
+
+    dump: ClassVar[dict[str, Any]] = {}
+    """How the route dumps an answer."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int]] = []
@@ -139,6 +150,42 @@ class Completion(Recorder):
         return CompletionResponse(model="m", id="1", created=1, choices=choices, usage=UsageInfo())
 
 
+class Responses(Recorder):
+    """The same for the Responses API: an answer is one text, perhaps after a call of a tool."""
+
+    dump: ClassVar = {"mode": "json", "by_alias": True}
+    _topk_logprobs = OpenAIServingResponses._topk_logprobs
+    _get_decoded_token = staticmethod(OpenAIServingResponses._get_decoded_token)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: list[Any] = []
+
+    def _create_response_logprobs(self, **given: Any) -> Any:
+        self.see(given["token_ids"])
+        return OpenAIServingResponses._create_response_logprobs(self, **given)
+
+    async def create(self, request: Any, raw_request: Any = None) -> Any:
+        values = self._create_response_logprobs(
+            token_ids=ids(request.tokens),
+            logprobs=[entry or logprobs(58)[57] for entry in logprobs(request.tokens)],
+            tokenizer=self.tokenizer,
+            top_logprobs=WIDTH - 1,
+        )
+        text = None if request.reasoned else "é"
+        made = ResponsesResponse(
+            **{"id": "1", "created_at": 1, "model": "m", "temperature": 1.0, "top_p": 1.0},
+            **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
+            **{"background": False, "max_output_tokens": 9, "service_tier": "auto"},
+            **{"status": "completed", "truncation": "disabled"},
+            output=build_response_output_items("hm", text, None, values),
+        )
+        for item in made.output:
+            item.id = "same"
+        self.stored.append(made)
+        return made
+
+
 CALLS = {Chat: "_create_chat_logprobs", Completion: "_create_completion_logprobs"}
 
 
@@ -156,7 +203,9 @@ class Served:
         async def answer(raw_request: Request) -> Response:
             made = await serving.create(request, raw_request)
             ended = BackgroundTask(self.ended.append, "ended")
-            return JSONResponse(made.model_dump(), headers={"x-more": "1"}, background=ended)
+            return JSONResponse(
+                made.model_dump(**serving.dump), headers={"x-more": "1"}, background=ended
+            )
 
         router.add_api_route("/x", answer, methods=["POST"])
         served = DecodedBodyRouter()
@@ -239,3 +288,55 @@ async def test_a_stream_and_an_error_are_left_alone(serving: Any) -> None:
     encode_off_loop(failing, "create", "make")
     assert await failing.create(asked(MANY), raw) is error
     assert raw.scope == {}
+
+
+# --- the Responses API ---
+
+
+def asked_response(tokens: int, **more: bool) -> Any:
+    wanted = {"stream": False, "background": False, "store": False, "reasoned": False} | more
+    return SimpleNamespace(tokens=tokens, **wanted)
+
+
+@pytest.fixture
+def responses() -> Responses:
+    made = Responses()
+    call = "_create_response_logprobs"
+    encode_off_loop(made, "create", call, "logprobs", hand_over_response)
+    return made
+
+
+@pytest.mark.parametrize("tokens", [20, MANY, 3 * MANY])
+async def test_a_response_has_the_bytes_of_vllms_own(responses: Responses, tokens: int) -> None:
+    request = asked_response(tokens)
+    stock = JSONResponse((await Responses().create(request)).model_dump(**Responses.dump))
+    async with Served(responses, request).client() as http:
+        response = await http.post("/x")
+    assert response.content == stock.body
+    assert ("content-length" in response.headers) == (tokens == 20)
+
+
+async def test_a_large_response_is_made_in_small_pieces_by_no_event_loop(
+    responses: Responses,
+) -> None:
+    async with Served(responses, asked_response(3 * MANY)).client() as http:
+        await http.post("/x")
+    assert threading.get_ident() not in {thread for thread, _ in responses.made}
+    assert max(tokens for _, tokens in responses.made) <= PIECE_VALUES // WIDTH
+    assert sum(tokens for _, tokens in responses.made) == 3 * MANY
+
+
+@pytest.mark.parametrize("more", ["store", "background", "stream"])
+async def test_a_response_that_is_read_otherwise_is_whole(responses: Responses, more: str) -> None:
+    raw = SimpleNamespace(scope={})
+    made = await responses.create(asked_response(MANY, **{more: True}), raw)
+    assert len(made.output[-1].content[0].logprobs) == MANY
+    assert responses.stored == [made]
+    assert raw.scope == {}
+
+
+async def test_a_response_without_a_text_has_no_log_probabilities(responses: Responses) -> None:
+    request = asked_response(MANY, reasoned=True)
+    stock = JSONResponse((await Responses().create(request)).model_dump(**Responses.dump))
+    async with Served(responses, request).client() as http:
+        assert (await http.post("/x")).content == stock.body
