@@ -1,114 +1,89 @@
 """What of vLLM's options ``shoal serve`` refuses, and why."""
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.server.errors import UserError
 
-_LORA = "LoRA is not supported"
-_MULTIMODAL = "multimodal models are not supported"
-_SPECULATIVE = "speculative decoding is not supported"
 _POOLING = "pooling models are not supported"
-_SHOAL_CHOOSES = "Shoal chooses it while it serves; use --engines and --max-group"
-_EXPERTS = "mixture-of-experts models are not supported"
-_TRANSFER = "transferring KV between servers is not supported"
-_OFFLOAD = "offloading is not supported"
-_ONE_NODE = "Shoal serves on one node"
-_PROCESSES = "Shoal runs its own engine processes"
-_SLEEP = "sleep mode is not supported"
-_FAULTS = "Shoal supervises its engines itself"
-_ROUTES = "Shoal does not offer the routes it adds"
-_NOT_OFFERED = "Shoal does not offer the routes that it is for"
-_LOGGING = "use --log-format, and the environment variable VLLM_LOGGING_LEVEL"
-_STARTS = "Shoal bounds itself how long engines may take to meet"
-_NUMA = "binding engines to NUMA nodes is not supported"
 
-REFUSED: Mapping[str, str] = {
-    "enable_lora": _LORA,
-    "lora_modules": _LORA,
-    "default_mm_loras": _LORA,
-    "lora_target_modules": _LORA,
-    "limit_mm_per_prompt": _MULTIMODAL,
-    "mm_processor_kwargs": _MULTIMODAL,
-    "media_io_kwargs": _MULTIMODAL,
-    "enable_mm_embeds": _MULTIMODAL,
-    "mm_encoder_only": _MULTIMODAL,
-    "speculative_config": _SPECULATIVE,
-    "spec_method": _SPECULATIVE,
-    "spec_model": _SPECULATIVE,
-    "spec_tokens": _SPECULATIVE,
-    "diffusion_config": "diffusion models are not supported",
-    "convert": _POOLING,
-    "pooler_config": _POOLING,
-    "enable_flash_late_interaction": _POOLING,
-    "pipeline_parallel_size": "pipeline parallel is not supported",
-    "tensor_parallel_size": _SHOAL_CHOOSES,
-    "data_parallel_size": _SHOAL_CHOOSES,
-    "data_parallel_size_local": _SHOAL_CHOOSES,
-    "data_parallel_rank": _SHOAL_CHOOSES,
-    "data_parallel_start_rank": _SHOAL_CHOOSES,
-    "data_parallel_backend": _SHOAL_CHOOSES,
-    "data_parallel_hybrid_lb": _SHOAL_CHOOSES,
-    "data_parallel_external_lb": _SHOAL_CHOOSES,
-    "data_parallel_multi_port_external_lb": _SHOAL_CHOOSES,
-    "decode_context_parallel_size": "context parallel is not supported",
-    "prefill_context_parallel_size": "context parallel is not supported",
-    "enable_expert_parallel": _EXPERTS,
-    "enable_eplb": _EXPERTS,
-    "enable_elastic_ep": _EXPERTS,
-    "enable_batch_sharded_sampling": "every member of a group samples all of its requests",
-    "enable_dbo": "dual batch overlap is not supported",
-    "ubatch_size": "micro-batching is not supported",
-    "quantization_config": "use --quantization",
-    "kv_transfer_config": _TRANSFER,
-    "ec_transfer_config": _TRANSFER,
-    "kv_events_config": "KV events are not supported",
-    "kv_offloading_size": _OFFLOAD,
-    "cpu_offload_gb": _OFFLOAD,
-    "cpu_offload_params": _OFFLOAD,
-    "offload_group_size": _OFFLOAD,
-    "nnodes": _ONE_NODE,
-    "node_rank": _ONE_NODE,
-    "headless": _ONE_NODE,
-    "device_ids": "choose GPUs with CUDA_VISIBLE_DEVICES",
-    "distributed_executor_backend": _PROCESSES,
-    "scheduler_cls": _PROCESSES,
-    "worker_cls": _PROCESSES,
-    "worker_extension_cls": _PROCESSES,
-    "max_num_queued_reqs": "use --max-waiting-requests",
-    "max_num_queued_tokens": "use --max-waiting-tokens",
-    "enable_logging_iteration_details": "Shoal has its own loop around vLLM's scheduler",
-    "distributed_timeout_seconds": _STARTS,
-    "cpu_distributed_timeout_seconds": _STARTS,
-    "numa_bind": _NUMA,
-    "numa_bind_nodes": _NUMA,
-    "numa_bind_cpus": _NUMA,
-    "enable_shm_tensor_arena": _PROCESSES,
-    "enable_sleep_mode": _SLEEP,
-    "sleep_mode_offload_cudagraph": _SLEEP,
-    "sleep_preserve_parameter_names": _SLEEP,
-    "enable_cumem_allocator": _SLEEP,
-    "enable_nccl_comm_suspend": _SLEEP,
-    "enable_fault_tolerance": _FAULTS,
-    "fault_tolerance_config": _FAULTS,
-    "logging_config": _LOGGING,
-    "log_level": _LOGGING,
-    "log_config_file": _LOGGING,
-    "weight_transfer_config": "changing weights while serving is not supported",
-    "enable_prompt_embeds": "prompt embeddings are not supported",
-    "grpc": "gRPC is not supported",
-    "grpc_port": "gRPC is not supported",
-    "uds": "Unix domain sockets are not supported; use --host and --port",
-    "middleware": "middleware from the command line is not supported",
-    "enable_ssl_refresh": "refreshing certificates is not supported",
-    "enable_offline_docs": _ROUTES,
-    "enable_scale_out": _ROUTES,
-    "tokens_only": _ROUTES,
-    "cohere_is_reasoning_model": _NOT_OFFERED,
-    "anthropic_disabled_thinking_effort": _NOT_OFFERED,
-    "profiler_config": _ROUTES,
+_REFUSED: Mapping[str, Sequence[str]] = {
+    "LoRA is not supported": (
+        *("enable_lora", "lora_modules", "default_mm_loras", "lora_target_modules"),
+    ),
+    "multimodal models are not supported": (
+        *("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "enable_mm_embeds"),
+        "mm_encoder_only",
+    ),
+    "speculative decoding is not supported": (
+        *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+    ),
+    "diffusion models are not supported": ("diffusion_config",),
+    _POOLING: ("convert", "pooler_config", "enable_flash_late_interaction"),
+    "pipeline parallel is not supported": ("pipeline_parallel_size",),
+    "Shoal chooses it while it serves; use --engines and --max-group": (
+        *("tensor_parallel_size", "data_parallel_size", "data_parallel_size_local"),
+        *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_backend"),
+        *("data_parallel_hybrid_lb", "data_parallel_external_lb"),
+        "data_parallel_multi_port_external_lb",
+    ),
+    "context parallel is not supported": (
+        *("decode_context_parallel_size", "prefill_context_parallel_size"),
+    ),
+    "mixture-of-experts models are not supported": (
+        *("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
+    ),
+    "every member of a group samples all of its requests": ("enable_batch_sharded_sampling",),
+    "dual batch overlap is not supported": ("enable_dbo",),
+    "micro-batching is not supported": ("ubatch_size",),
+    "use --quantization": ("quantization_config",),
+    "transferring KV between servers is not supported": (
+        *("kv_transfer_config", "ec_transfer_config"),
+    ),
+    "KV events are not supported": ("kv_events_config",),
+    "offloading is not supported": (
+        *("kv_offloading_size", "cpu_offload_gb", "cpu_offload_params", "offload_group_size"),
+    ),
+    "Shoal serves on one node": ("nnodes", "node_rank", "headless"),
+    "choose GPUs with CUDA_VISIBLE_DEVICES": ("device_ids",),
+    "Shoal runs its own engine processes": (
+        *("distributed_executor_backend", "scheduler_cls", "worker_cls"),
+        *("worker_extension_cls", "enable_shm_tensor_arena"),
+    ),
+    "use --max-waiting-requests": ("max_num_queued_reqs",),
+    "use --max-waiting-tokens": ("max_num_queued_tokens",),
+    "Shoal has its own loop around vLLM's scheduler": ("enable_logging_iteration_details",),
+    "Shoal bounds itself how long engines may take to meet": (
+        *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+    ),
+    "binding engines to NUMA nodes is not supported": (
+        *("numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
+    ),
+    "sleep mode is not supported": (
+        *("enable_sleep_mode", "sleep_mode_offload_cudagraph"),
+        *("sleep_preserve_parameter_names", "enable_cumem_allocator"),
+        "enable_nccl_comm_suspend",
+    ),
+    "Shoal supervises its engines itself": ("enable_fault_tolerance", "fault_tolerance_config"),
+    "use --log-format, and the environment variable VLLM_LOGGING_LEVEL": (
+        *("logging_config", "log_level", "log_config_file"),
+    ),
+    "changing weights while serving is not supported": ("weight_transfer_config",),
+    "prompt embeddings are not supported": ("enable_prompt_embeds",),
+    "gRPC is not supported": ("grpc", "grpc_port"),
+    "Unix domain sockets are not supported; use --host and --port": ("uds",),
+    "middleware from the command line is not supported": ("middleware",),
+    "refreshing certificates is not supported": ("enable_ssl_refresh",),
+    "Shoal does not offer the routes it adds": (
+        *("enable_offline_docs", "enable_scale_out", "tokens_only", "profiler_config"),
+    ),
+    "Shoal does not offer the routes that it is for": (
+        *("cohere_is_reasoning_model", "anthropic_disabled_thinking_effort"),
+    ),
 }
+
+REFUSED: Mapping[str, str] = {name: why for why, names in _REFUSED.items() for name in names}
 """Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
 
 FP8_QUANTIZATION = frozenset(

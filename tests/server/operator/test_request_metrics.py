@@ -196,7 +196,7 @@ def test_a_switch_before_the_last_output_is_not_the_cause(bench: Bench) -> None:
 def test_a_stall_of_a_moved_request_is_the_moves(bench: Bench) -> None:
     bench.start(0, arrival=100.0)
     bench.output(unit=alone(0))
-    bench.times.note(Switching([0, 1], over=False))
+    bench.times.switching(Switching([0, 1], over=False))
     stalled(bench, 2.0, unit=tp(0, 1))
     assert bench.seen(STALL) == {("moved",): (1, 2.0)}
 
