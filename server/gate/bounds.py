@@ -75,17 +75,21 @@ class BoundsError(ValueError):
         self.param = param
 
 
+_OPTIONS = (
+    ("--max-body-bytes", DEFAULTS.body_bytes, "bytes of a request's body"),
+    ("--max-choices", DEFAULTS.choices, "answers that one request may ask for"),
+    ("--max-logprob-values", DEFAULTS.logprob_values, "log probabilities in its answers"),
+    ("--max-grammar-bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
+    ("--max-grammar-seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
+    ("--max-waiting-grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
+)
+"""Those bounds that operators may want to move."""
+
+
 def add_bounds_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of those bounds that operators may want to move."""
-    for flag, value, what in (
-        ("--max-body-bytes", DEFAULTS.body_bytes, "bytes of a request's body"),
-        ("--max-choices", DEFAULTS.choices, "answers that one request may ask for"),
-        ("--max-logprob-values", DEFAULTS.logprob_values, "log probabilities in its answers"),
-        ("--max-grammar-bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
-        ("--max-grammar-seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
-        ("--max-waiting-grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
-    ):
-        add_number(group, flag, value, what)
+    """Add the options of bounds."""
+    for option in _OPTIONS:
+        add_number(group, *option)
 
 
 def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
@@ -117,13 +121,10 @@ def check_bounds_options(args: Namespace) -> None:
     Raises:
         UserError: one is less than 1.
     """
-    for name in (
-        *("max_body_bytes", "max_choices", "max_logprob_values"),
-        *("max_grammar_bytes", "max_grammar_seconds", "max_waiting_grammars"),
-    ):
-        value = getattr(args, name)
+    for flag, _, _ in _OPTIONS:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+            raise UserError(f"{flag} {value}: it must be at least 1")
 
 
 ALL = 1 << 31

@@ -256,16 +256,17 @@ def check_shoal_options(args: Namespace) -> None:
         raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
     if not 0 <= args.switch_wait < math.inf:
         raise UserError(f"--switch-wait {args.switch_wait:g}: it must be 0 or more")
-    if not 0 < args.pause_limit < math.inf:
-        raise UserError(f"--pause-limit {args.pause_limit:g}: it must be more than 0")
-    for name in ("max_waiting_requests", "max_waiting_tokens"):
+    for name in ("pause_limit", "priority_aging"):
         value = getattr(args, name)
-        if value < 1:
+        if not 0 < value < math.inf:
+            raise UserError(f"{_flag(name)} {value:g}: it must be more than 0")
+    for name in (
+        *("max_waiting_requests", "max_waiting_tokens"),
+        *("interleave_ratio", "api_server_count"),
+    ):
+        value = getattr(args, name)
+        if value is None or value < 1:
             raise UserError(f"{_flag(name)} {value}: it must be at least 1")
-    if not 0 < args.priority_aging < math.inf:
-        raise UserError(f"--priority-aging {args.priority_aging:g}: it must be more than 0")
-    if args.interleave_ratio < 1:
-        raise UserError(f"--interleave-ratio {args.interleave_ratio}: it must be at least 1")
     check_bounds_options(args)
     check_connection_options(args)
     if args.recording_dir is not None:
@@ -277,8 +278,6 @@ def check_shoal_options(args: Namespace) -> None:
         raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
     if args.fake_step_ms and not args.fake_engine:
         raise UserError("--fake-step-ms needs --fake-engine")
-    if args.api_server_count is None or args.api_server_count < 1:
-        raise UserError(f"--api-server-count {args.api_server_count}: it must be at least 1")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: it must be from 0 to 65535")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):

@@ -256,7 +256,7 @@ def test_the_simulator_places_requests_where_the_server_does(
         {"dp": "static-dp", "tp2": "static-tp"}[layout],
         [Arrival(0.0, PROMPT, OUTPUT) for _ in range(8)],
     )
-    units = Counter(",".join(map(str, life.units[0])) for life in simulated.lives)
+    units = Counter(",".join(map(str, life.units[0].engines)) for life in simulated.lives)
     assert Counter(answer.headers["x-shoal-unit"] for answer in served) == units
     assert [answer.json()["usage"]["completion_tokens"] for answer in served] == [OUTPUT] * 8
     assert [life.tokens for life in simulated.lives] == [OUTPUT] * 8
