@@ -1,6 +1,7 @@
 """Errors as users see them: one line on the command line, OpenAI's JSON over HTTP."""
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -10,8 +11,15 @@ USAGE_EXIT_CODE = 2
 """Exit code of a command that was refused before it started anything."""
 
 
+_OUR_WORDS = {"extra_forbidden": "there is no such field", "missing": "it is missing"}
+_NAME_CHARS = 40
+
+
 class UserError(Exception):
-    """Something the caller of a command has to change; the message is one line that names it."""
+    """Something the caller of a command has to change; the message is one line that names it.
+
+    Of a file that was checked as a whole, it is one line for each thing to change.
+    """
 
 
 def one_line(error: BaseException) -> str:
@@ -29,6 +37,32 @@ def one_line(error: BaseException) -> str:
     else:
         text = str(error)
     return " ".join(text.split()) or type(error).__name__
+
+
+def shown_name(name: object) -> str:
+    """Return a name that a user has chosen as an error shows it: on one line, and not for ever."""
+    return " ".join(str(name)[:_NAME_CHARS].split())
+
+
+def field_errors(errors: Iterable[Mapping[str, Any]], after: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the path of each wrong field (``units[0][1]``; empty: the whole), and the reason.
+
+    A value is repeated if it is none of a choice and ``errors`` has it: without, none is, for it
+    may be a secret.
+
+    Args:
+        errors: what ``errors()`` of pydantic's ``ValidationError`` says.
+        after: parts of each location to leave out.
+    """
+    for error in errors:
+        steps = [
+            f"[{step}]" if isinstance(step, int) else f".{shown_name(step)}"
+            for step in error["loc"][after:]
+        ]
+        reason = _OUR_WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
+        if error["type"] == "enum" and "input" in error:
+            reason += f", not {shown_name(repr(error['input']))}"
+        yield "".join(steps).removeprefix("."), reason
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

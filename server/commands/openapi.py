@@ -1,168 +1,82 @@
 """The OpenAPI documents of both APIs: what FastAPI sees of the routes, and what it cannot see.
 
-That is what middleware answers, what Shoal reads of a request before its route does, and the bodies
-of the admin API. No port offers the documents; ``shoal openapi`` prints them.
+That is what middleware answers, what Shoal reads of a request before its route does, and what of
+vLLM's bodies is served. No port offers the documents; ``shoal openapi`` prints them.
 """
 
 import argparse
 import importlib
 import json
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
+from shoal.server.error_models import ErrorResponse, MessagesErrorResponse, refusals
 from shoal.server.frontend.anthropic_messages import TEXT_BLOCKS
-from shoal.server.frontend.app import AppOptions, Backstage, build_admin_app, build_app
+from shoal.server.frontend.app import (
+    GENERATING_PATHS,
+    MESSAGES_PATHS,
+    OPEN_PATHS,
+    AppOptions,
+    Backstage,
+    build_admin_app,
+    build_app,
+)
 from shoal.server.gate.access import Access
 from shoal.server.gate.body_checks import LOCAL_TOOLS, REFUSED_FIELDS, TEXT_PARTS
 from shoal.server.gate.priority_and_deadline import DEADLINE_HEADER, PRIORITY_HEADER, PRIORITY_LIMIT
-from shoal.server.operator.admin import LayoutRequest, PolicyRequest, ShiftRequest
-from shoal.server.operator.admin_answers import (
-    AuditAnswer,
-    LayoutAnswer,
-    PolicyAnswer,
-    ReadyAnswer,
-    ShiftAnswer,
-    SwitchAnswer,
-)
 
-_SCHEMA = "#/components/schemas/{name}"
+_SCHEMA = "#/components/schemas/{model}"
 _KEY = "key"
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
 
 
-class ErrorInfo(msgspec.Struct, rename={"kind": "type"}):
-    """What went wrong; ``param`` names the field, if it was one, and ``code`` is the status."""
-
-    message: str
-    kind: str
-    param: str | None
-    code: int
-
-
-class ErrorResponse(msgspec.Struct):
-    """An error as OpenAI's API shapes it."""
-
-    error: ErrorInfo
-
-
-class MessagesErrorInfo(msgspec.Struct, rename={"kind": "type"}):
-    """What went wrong."""
-
-    message: str
-    kind: str
-
-
-class MessagesErrorResponse(msgspec.Struct, tag="error", tag_field="type"):
-    """An error as Anthropic's API shapes it."""
-
-    error: MessagesErrorInfo
-
-
 @dataclass(frozen=True)
 class _Operation:
-    """What a document says of an operation beside what FastAPI sees."""
+    """What the public document says of an operation beside what FastAPI sees."""
 
     refusals: tuple[int, ...] = ()
-    """Statuses of its errors, besides those of every operation of its API."""
-    body: type[msgspec.Struct] | None = None
-    """None: FastAPI knows it, or there is none."""
-    answer: Any = None
-    """Type of what a 200 has as JSON; None: any, or no JSON."""
+    """Statuses of its errors, besides those of every operation."""
     media: tuple[str, ...] = (_JSON,)
     """Types of the content of a 200."""
-    is_open: bool = False
-    """Whether it is served to everyone."""
-    waits_in_pool: bool = False
-    """Whether its requests run on a unit."""
-    error: type[msgspec.Struct] = ErrorResponse
-    """What its errors are."""
     schemas: tuple[str, ...] = ()
     """Names of vLLM's bodies, any of which it takes: FastAPI does not see them."""
 
 
-@dataclass(frozen=True)
-class _Api:
-    """One of the two: its operations, and the statuses that any of them may have."""
-
-    operations: Mapping[tuple[str, str], _Operation]
-    of_all: tuple[int, ...]
-    of_posts: tuple[int, ...]
-
-
-_GENERATES = _Operation((404, 500, 501, 504), media=(_JSON, _EVENTS), waits_in_pool=True)
+_GENERATES = _Operation((404, 500, 501, 504), media=(_JSON, _EVENTS))
 _TOKENIZES = _Operation((404, 500, 501))
-_ALIVE = _Operation(media=(), is_open=True)
-_PUBLIC = _Api(
-    {
-        ("post", "/v1/chat/completions"): _GENERATES,
-        ("post", "/v1/completions"): _GENERATES,
-        ("post", "/v1/chat/completions/batch"): replace(_GENERATES, media=(_JSON,)),
-        ("post", "/v1/responses"): _GENERATES,
-        ("post", "/v1/messages"): replace(_GENERATES, error=MessagesErrorResponse),
-        ("post", "/v1/messages/count_tokens"): replace(_TOKENIZES, error=MessagesErrorResponse),
-        ("post", "/invocations"): replace(
-            _GENERATES, schemas=("ChatCompletionRequest", "CompletionRequest")
-        ),
-        ("get", "/v1/responses/{response_id}"): _Operation((400, 404), media=(_JSON, _EVENTS)),
-        ("post", "/v1/responses/{response_id}/cancel"): _Operation((404,)),
-        ("get", "/v1/models"): _Operation(),
-        ("post", "/tokenize"): _TOKENIZES,
-        ("post", "/detokenize"): _TOKENIZES,
-        ("get", "/tokenizer_info"): _Operation((404, 500)),
-        ("get", "/version"): _Operation(),
-        ("get", "/load"): _Operation(),
-        ("get", "/ping"): _ALIVE,
-        ("post", "/ping"): _ALIVE,
-        ("get", "/health"): _ALIVE,
-        ("get", "/ready"): _Operation(answer=ReadyAnswer, is_open=True),
-        ("get", "/metrics"): _Operation((500, 504), media=(_TEXT,)),
-    },
-    of_all=(401, 408, 414, 431, 503),
-    of_posts=(400, 413, 429),
-)
-_UNANSWERED = (503, 504)
-_ADMIN = _Api(
-    {
-        ("get", "/admin/layout"): _Operation(_UNANSWERED, answer=LayoutAnswer),
-        ("post", "/admin/layout"): _Operation(
-            (400, 409, *_UNANSWERED), LayoutRequest, SwitchAnswer
-        ),
-        ("get", "/admin/policy"): _Operation(_UNANSWERED, answer=PolicyAnswer),
-        ("post", "/admin/policy"): _Operation((400, *_UNANSWERED), PolicyRequest, PolicyAnswer),
-        ("post", "/admin/shift"): _Operation((400, *_UNANSWERED), ShiftRequest, ShiftAnswer),
-        ("post", "/admin/audit"): _Operation(_UNANSWERED, answer=AuditAnswer),
-    },
-    of_all=(401, 403, 431),
-    of_posts=(413,),
-)
+_ALIVE = _Operation(media=())
+_PUBLIC: Mapping[tuple[str, str], _Operation] = {
+    ("post", "/v1/chat/completions"): _GENERATES,
+    ("post", "/v1/completions"): _GENERATES,
+    ("post", "/v1/chat/completions/batch"): replace(_GENERATES, media=(_JSON,)),
+    ("post", "/v1/responses"): _GENERATES,
+    ("post", "/v1/messages"): _GENERATES,
+    ("post", "/v1/messages/count_tokens"): _TOKENIZES,
+    ("post", "/invocations"): replace(
+        _GENERATES, schemas=("ChatCompletionRequest", "CompletionRequest")
+    ),
+    ("get", "/v1/responses/{response_id}"): _Operation((400, 404), media=(_JSON, _EVENTS)),
+    ("post", "/v1/responses/{response_id}/cancel"): _Operation((404,)),
+    ("get", "/v1/models"): _Operation(),
+    ("post", "/tokenize"): _TOKENIZES,
+    ("post", "/detokenize"): _TOKENIZES,
+    ("get", "/tokenizer_info"): _Operation((404, 500)),
+    ("get", "/version"): _Operation(),
+    ("get", "/load"): _Operation(),
+    ("get", "/ping"): _ALIVE,
+    ("post", "/ping"): _ALIVE,
+    ("get", "/health"): _ALIVE,
+    ("get", "/ready"): _Operation(),
+    ("get", "/metrics"): _Operation((500, 504), media=(_TEXT,)),
+}
+_BY_MIDDLEWARE = (401, 408, 414, 431, 503)
+_BY_MIDDLEWARE_OF_POSTS = (400, 413, 429)
 
-_REASONS = {
-    400: "the request is not valid, or asks for too much",
-    401: "no valid API key",
-    403: "a web page calls the admin API",
-    404: "no such model or response",
-    408: "the request was not there in time",
-    409: "another switch is running, or the policy decides the layout",
-    413: "the body is too large",
-    414: "the URL is too long",
-    429: "the caller is at one of its limits",
-    431: "the headers are too large",
-    500: "the request failed in its engine",
-    501: "the model cannot do this",
-    503: "it cannot be served now",
-    504: "it was not done in time",
-}
-_RETRY_AFTER = {
-    "Retry-After": {
-        "description": "seconds after which to try again, where that would help",
-        "schema": {"type": "integer", "minimum": 1},
-    }
-}
-_MAY_BE_TRIED_AGAIN = (429, 503)
 _TERMS = [
     {
         "name": PRIORITY_HEADER,
@@ -213,16 +127,31 @@ def public_document(routers: Sequence[APIRouter]) -> dict[str, Any]:
     Raises:
         KeyError: there is a route that this module does not know.
     """
-    return _document(build_app(_backstage(routers), AppOptions(tokenizer_info=True)), _PUBLIC)
+    document = build_app(_backstage(routers), AppOptions(tokenizer_info=True)).openapi()
+    document["components"]["schemas"] |= _schemas(ErrorResponse, MessagesErrorResponse)
+    for method, path, described in _operations(document):
+        statuses = {*_PUBLIC[method, path].refusals, *_BY_MIDDLEWARE}
+        if method == "post":
+            statuses.update(_BY_MIDDLEWARE_OF_POSTS)
+        messages = path in MESSAGES_PATHS
+        _refuse(described, statuses, MessagesErrorResponse if messages else ErrorResponse)
+        _complete(described, _PUBLIC[method, path])
+        if method == "post" and path in GENERATING_PATHS:
+            described["parameters"] = [*described.get("parameters", ()), *_TERMS]
+            described["responses"]["200"]["headers"] = _PLACE
+        if path in OPEN_PATHS:
+            described["security"] = []
+            del described["responses"]["401"]
+    _describe_bodies(document["components"]["schemas"])
+    return _finished(document)
 
 
 def admin_document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the admin API.
-
-    Raises:
-        KeyError: there is a route that this module does not know.
-    """
-    return _document(build_admin_app(_backstage(()), Access()), _ADMIN)
+    """Return the OpenAPI 3.1 document of the admin API."""
+    document = build_admin_app(_backstage(()), Access()).openapi()
+    for method, _, described in _operations(document):
+        _refuse(described, {401, 403, 431, *((413,) if method == "post" else ())}, ErrorResponse)
+    return _finished(document)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -255,64 +184,49 @@ def _backstage(routers: Sequence[APIRouter]) -> Backstage:
     )
 
 
-def _document(app: FastAPI, api: _Api) -> dict[str, Any]:
-    document = app.openapi()
-    components = document.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
+def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the method, the path and the description of each operation."""
     for path, item in document["paths"].items():
         for method, described in item.items():
-            _complete(described, method, api.operations[method, path], api)
-    if api is _PUBLIC:
-        _describe_bodies(schemas)
-    schemas.update(_schemas(api.operations.values()))
-    _drop_unused(document)
-    components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
-    return document
+            yield method, path, described
 
 
-def _complete(described: dict[str, Any], method: str, operation: _Operation, api: _Api) -> None:
-    """Add to FastAPI's description of an operation, in place."""
+def _refuse(described: dict[str, Any], statuses: Set[int], model: type[BaseModel]) -> None:
+    """Add errors, and that a key may be needed, to the description of an operation, in place."""
     responses = described["responses"]
     responses.pop("422", None)  # it is a 400 here
-    content = responses["200"].pop("content", {})
-    content = {media: content.get(media, {}) for media in operation.media}
-    if operation.answer is not None:
-        content[_JSON] = _reference(operation.answer)
-    if content:
-        responses["200"]["content"] = content
-    statuses = {*operation.refusals, *api.of_all, *(api.of_posts if method == "post" else ())}
-    for status in sorted(statuses - ({401} if operation.is_open else set())):
-        responses[str(status)] = _refusal(status, operation.error)
-    described["security"] = [] if operation.is_open else [{}, {_KEY: []}]
-    if operation.body is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {_JSON: _reference(operation.body)},
+    content = {_JSON: {"schema": {"$ref": _SCHEMA.format(model=model.__name__)}}}
+    for status, response in refusals(*sorted(statuses)).items():
+        responses[str(status)] = {**response, "content": content}
+        del responses[str(status)]["model"]
+    described["security"] = [{}, {_KEY: []}]
+
+
+def _complete(described: dict[str, Any], operation: _Operation) -> None:
+    """Say in the description of an operation what it takes and answers, in place."""
+    content = described["responses"]["200"].pop("content", {})
+    if operation.media:
+        described["responses"]["200"]["content"] = {
+            media: content.get(media, {}) for media in operation.media
         }
     if operation.schemas:
-        kinds = [{"$ref": _SCHEMA.format(name=name)} for name in operation.schemas]
+        kinds = [{"$ref": _SCHEMA.format(model=name)} for name in operation.schemas]
         described["requestBody"] = {
             "required": True,
             "content": {_JSON: {"schema": {"anyOf": kinds}}},
         }
-    if operation.waits_in_pool:
-        described["parameters"] = [*described.get("parameters", ()), *_TERMS]
-        responses["200"]["headers"] = _PLACE
 
 
-def _refusal(status: int, error: type[msgspec.Struct]) -> dict[str, Any]:
-    refusal = {"description": _REASONS[status], "content": {_JSON: _reference(error)}}
-    return {**refusal, "headers": _RETRY_AFTER} if status in _MAY_BE_TRIED_AGAIN else refusal
+def _schemas(*models: type[BaseModel]) -> dict[str, Any]:
+    found = models_json_schema([(m, "serialization") for m in models], ref_template=_SCHEMA)
+    schemas: dict[str, Any] = found[1]["$defs"]
+    return schemas
 
 
-def _reference(kind: Any) -> dict[str, Any]:
-    return {"schema": {"$ref": _SCHEMA.format(name=kind.__name__)}}
-
-
-def _schemas(operations: Iterable[_Operation]) -> dict[str, Any]:
-    known = [kind for o in operations for kind in (o.error, o.body, o.answer)]
-    kinds = [kind for kind in dict.fromkeys(known) if kind is not None]
-    return msgspec.json.schema_components(kinds, ref_template=_SCHEMA)[1]
+def _finished(document: dict[str, Any]) -> dict[str, Any]:
+    _drop_unused(document)
+    document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+    return document
 
 
 # --- bodies that vLLM describes ---

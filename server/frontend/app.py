@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from shoal.runtime.protocol.controller_client import CallError, ControlClient
-from shoal.runtime.protocol.messages import SHUTTING_DOWN
+from shoal.runtime.protocol.messages import SHUTTING_DOWN, LayoutView
 from shoal.server.errors import error_response
 from shoal.server.frontend.anthropic_messages import MessagesErrorMiddleware, check_messages
 from shoal.server.frontend.invocations import INVOCATIONS_PATH, PING_PATH, invocations_router
@@ -30,14 +30,15 @@ from shoal.server.gate.body_checks import check_body
 from shoal.server.gate.bounds import DEFAULTS as BOUNDS
 from shoal.server.gate.bounds import Bounds
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from shoal.server.gate.json_objects import decode_object
 from shoal.server.gate.keys import KeyRing
 from shoal.server.gate.logprob_bounds import check_logprobs
 from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
 from shoal.server.gate.placement import PlacementMiddleware, Placements
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
-from shoal.server.operator.admin import admin_router
-from shoal.server.operator.admin_answers import readiness_json
+from shoal.server.operator.admin import add_admin_api
+from shoal.server.operator.admin_answers import ReadyAnswer
 from shoal.server.operator.metrics_page import page
 from shoal.server.operator.tracing import Traces, TracingMiddleware
 from shoal.server.rejections import CountRejection
@@ -150,8 +151,12 @@ def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
     sends across origins is refused.
     """
     app = FastAPI(title="Shoal admin", openapi_url=None)
-    app.include_router(admin_router(backstage.control))
-    app.add_middleware(BodyMiddleware, limit=ADMIN_BODY_BYTES, check=_accept)
+    add_admin_api(app, backstage.control)
+    app.add_middleware(
+        BodyMiddleware,
+        limit=ADMIN_BODY_BYTES,
+        check=partial(decode_object, nesting=BOUNDS.nesting),
+    )
     if access.admin_key_file is not None:
         app.add_middleware(
             ApiKeyMiddleware,
@@ -171,10 +176,6 @@ def _check(body: bytes, bounds: Bounds) -> dict[str, Any]:
     fields = check_body(body, bounds)
     check_logprobs(fields, bounds)
     return fields
-
-
-def _accept(body: bytes) -> None:
-    """Leave a body to its route."""
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -258,8 +259,8 @@ def _health_router(backstage: Backstage) -> APIRouter:
             return error_response(503, backstage.door.unavailable)
         return Response(status_code=200)
 
-    @router.get("/ready")
-    async def ready() -> Response:
+    @router.get("/ready", response_model=ReadyAnswer, response_model_exclude_defaults=True)
+    async def ready() -> LayoutView | Response:
         if backstage.door.is_closed:
             return error_response(503, SHUTTING_DOWN)
         try:
@@ -268,7 +269,7 @@ def _health_router(backstage: Backstage) -> APIRouter:
             return error_response(503, str(error))
         if not view.ready:
             return error_response(503, view.reason or "the node is not ready")
-        return JSONResponse(readiness_json(view))
+        return view
 
     return router
 

@@ -1,204 +1,159 @@
 """The admin API: see and change the layout, and check the node's books."""
 
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Coroutine
+from itertools import islice
+from typing import Annotated, Any
 
-import msgspec
-from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse, Response
 
 from shoal.policies.registry import POLICIES
-from shoal.policies.shift import (
-    MOST_TOKENS,
-    ShiftRule,
-    ShiftThreshold,
-    ShiftThresholdError,
-    parse_threshold,
-)
+from shoal.policies.shift import MOST_TOKENS, ShiftRule, ShiftThreshold, parse_threshold
 from shoal.runtime.protocol.controller_client import CallError, ControlClient
-from shoal.runtime.protocol.messages import Treatment
-from shoal.server.errors import error_response
-from shoal.server.gate.json_keys import repeated_key
+from shoal.runtime.protocol.messages import LayoutView, Treatment
+from shoal.runtime.protocol.messages.views import ShiftView, SwitchView
+from shoal.server.error_models import refusals
+from shoal.server.errors import error_response, field_errors
+from shoal.server.gate.bodies import DecodedBodyRoute
 from shoal.server.operator.admin_answers import (
-    audit_json,
-    layout_json,
-    policy_json,
-    shift_json,
-    switch_json,
+    AuditAnswer,
+    LayoutAnswer,
+    PolicyAnswer,
+    ShiftAnswer,
+    SwitchAnswer,
 )
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_TIMEOUT_SECONDS = 3600.0
+_SHOWN = 5
+"""Fields of a body that an error names, if more of them are wrong."""
 
-EngineNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+EngineNumber = Annotated[int, Field(ge=0, lt=1 << 31)]
 """Larger ones fit into no message to the controller, which knows which engines there are."""
 
 
-class LayoutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+def _threshold(value: Any) -> ShiftThreshold:
+    if isinstance(value, str) and value.isdecimal():  # right on a command line
+        raise ValueError("it is a string: a number of tokens stands without quotes")
+    return parse_threshold(value)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LayoutRequest(_Body):
     """Body of ``POST /admin/layout``: the engines of every unit, and how to get there."""
 
     units: list[list[EngineNumber]]
-    preempt: Treatment = Treatment.SEQUENTIAL
-    timeout: Annotated[
-        float,
-        msgspec.Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS}),
-    ] = DEFAULT_TIMEOUT_SECONDS
-    wait: (
-        Annotated[
-            float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": MAX_TIMEOUT_SECONDS})
-        ]
-        | None
-    ) = None
+    preempt: Annotated[Treatment, Field(strict=False)] = Treatment.SEQUENTIAL
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_SECONDS)] = DEFAULT_TIMEOUT_SECONDS
+    wait: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_SECONDS)] | None = None
 
 
-class PolicyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PolicyRequest(_Body):
     """Body of ``POST /admin/policy``."""
 
-    policy: Annotated[str, msgspec.Meta(extra_json_schema={"enum": sorted(POLICIES)})]
+    policy: Annotated[str, Field(json_schema_extra={"enum": sorted(POLICIES)})]
+    """The controller refuses one that there is not."""
 
 
-class ShiftRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShiftRequest(_Body):
     """Body of ``POST /admin/shift``: tokens, ``auto`` or ``off``."""
 
     threshold: Annotated[
-        int | str,
-        msgspec.Meta(
-            extra_json_schema={
-                "anyOf": [
-                    {"type": "integer", "minimum": 0, "maximum": MOST_TOKENS},
-                    {"type": "string", "enum": list(ShiftRule)},
-                ]
-            }
-        ),
+        Annotated[int, Field(ge=0, le=MOST_TOKENS)] | ShiftRule, BeforeValidator(_threshold)
     ]
 
 
-class BadRequestError(ValueError):
-    """A body that is not what the route takes; the message names what is wrong."""
+class _JsonRoute(DecodedBodyRoute):
+    """Takes a body for JSON, whatever its headers call it: ``curl -d`` calls it a form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler, which looks at the type of the content."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            MutableHeaders(scope=request.scope)["content-type"] = "application/json"
+            return await handle(request)
+
+        return handle_json
 
 
-R = TypeVar("R", LayoutRequest, PolicyRequest, ShiftRequest)
+def _control(request: Request) -> ControlClient:
+    control: ControlClient = request.app.state.control
+    return control
 
 
-def parse_layout_request(body: bytes) -> LayoutRequest:
-    """Decode and check the body of ``POST /admin/layout``.
+Control = Annotated[ControlClient, Depends(_control)]
 
-    Raises:
-        BadRequestError: it is not JSON, lacks ``units``, has a value of the wrong type or range, or
-            a field that does not exist.
+router = APIRouter(
+    prefix="/admin", tags=["admin"], route_class=_JsonRoute, responses=refusals(503, 504)
+)
+
+
+@router.get("/layout", response_model=LayoutAnswer)
+async def get_layout(control: Control) -> LayoutView:
+    """Show the layout, the engines and the last switches."""
+    return await control.get_layout()
+
+
+@router.post("/layout", response_model=SwitchAnswer, responses=refusals(400, 409))
+async def set_layout(wanted: LayoutRequest, control: Control) -> SwitchView:
+    """Switch to another layout, and answer when that is done."""
+    return await control.set_layout(wanted.units, wanted.preempt, wanted.timeout, wanted.wait)
+
+
+@router.get("/policy", response_model=PolicyAnswer)
+async def get_policy(control: Control) -> LayoutView:
+    """Show the policy, and what it has done."""
+    return await control.get_layout()
+
+
+@router.post("/policy", response_model=PolicyAnswer, responses=refusals(400))
+async def set_policy(wanted: PolicyRequest, control: Control) -> LayoutView:
+    """Change the policy."""
+    return await control.set_policy(wanted.policy)
+
+
+@router.post("/shift", response_model=ShiftAnswer, responses=refusals(400))
+async def set_shift(wanted: ShiftRequest, control: Control) -> ShiftView:
+    """Change which steps of groups are run in SP."""
+    return (await control.set_shift(wanted.threshold)).shift
+
+
+@router.post("/audit")
+async def audit(control: Control) -> AuditAnswer:
+    """Check the books of the controller and the engines."""
+    problems = await control.audit()
+    return AuditAnswer(clean=not problems, problems=problems)
+
+
+def add_admin_api(app: FastAPI, control: ControlClient) -> None:
+    """Give an application the admin routes, and their errors the shape of the others.
+
+    Args:
+        app: decodes bodies (``BodyMiddleware``).
+        control: the link to the controller.
     """
-    request = _parse(body, LayoutRequest)
-    if not 0 < request.timeout <= MAX_TIMEOUT_SECONDS:
-        raise BadRequestError(
-            f"timeout is {request.timeout:g}: it must be more than 0 and at most "
-            f"{MAX_TIMEOUT_SECONDS:g} seconds"
-        )
-    if request.wait is not None and not 0 <= request.wait <= MAX_TIMEOUT_SECONDS:
-        raise BadRequestError(
-            f"wait is {request.wait:g}: it must be from 0 to {MAX_TIMEOUT_SECONDS:g} seconds"
-        )
-    return request
+    app.state.control = control
+    app.include_router(router)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(CallError, _refused)
 
 
-def parse_policy_request(body: bytes) -> PolicyRequest:
-    """Decode and check the body of ``POST /admin/policy``.
-
-    Raises:
-        BadRequestError: it is not JSON, lacks ``policy``, has another type, or another field.
-    """
-    return _parse(body, PolicyRequest)
-
-
-def parse_shift_request(body: bytes) -> ShiftThreshold:
-    """Decode and check the body of ``POST /admin/shift``.
-
-    Raises:
-        BadRequestError: it is not JSON, lacks ``threshold``, has another field, or none of its
-            values.
-    """
-    threshold = _parse(body, ShiftRequest).threshold
-    if isinstance(threshold, str) and threshold.isdecimal():  # right on a command line
-        raise BadRequestError("threshold is a string: a number of tokens stands without quotes")
-    try:
-        return parse_threshold(threshold)
-    except ShiftThresholdError as error:
-        raise BadRequestError(str(error)) from None
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    # Every location begins with "body".
+    found = list(islice(field_errors(error.errors(), after=1), _SHOWN))
+    lines = [f"{field}: {reason}" for field, reason in found if field]
+    message = "; ".join(lines) or f"the body is not valid: {found[0][1]}"
+    return error_response(400, message, param=found[0][0] or None)
 
 
-def _parse(body: bytes, kind: type[R]) -> R:
-    try:
-        fields = msgspec.json.decode(body)
-        if not isinstance(fields, dict):
-            raise BadRequestError("the body must be a JSON object")
-        repeated = repeated_key(body, fields)
-        if repeated is not None:
-            raise BadRequestError(f"{repeated}: an object of the body has this key twice")
-        unknown = sorted(set(fields) - set(kind.__struct_fields__))
-        if unknown:
-            known = ", ".join(kind.__struct_fields__)
-            raise BadRequestError(f"unknown field {', '.join(unknown)}: the fields are {known}")
-        return msgspec.convert(fields, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"the body is not valid: {error}") from None
-
-
-def admin_router(control: ControlClient) -> APIRouter:
-    """Return the admin routes on a link to the controller."""
-    router = APIRouter(prefix="/admin")
-
-    @router.get("/layout")
-    async def get_layout() -> JSONResponse:
-        try:
-            return JSONResponse(layout_json(await control.get_layout()))
-        except CallError as error:
-            return error_response(error.status, str(error))
-
-    @router.post("/layout")
-    async def set_layout(request: Request) -> JSONResponse:
-        try:
-            wanted = parse_layout_request(await request.body())
-            switch = await control.set_layout(
-                wanted.units, wanted.preempt, wanted.timeout, wanted.wait
-            )
-        except BadRequestError as error:
-            return error_response(400, str(error))
-        except CallError as error:
-            return error_response(error.status, str(error))
-        return JSONResponse(switch_json(switch))
-
-    @router.get("/policy")
-    async def get_policy() -> JSONResponse:
-        try:
-            return JSONResponse(policy_json(await control.get_layout()))
-        except CallError as error:
-            return error_response(error.status, str(error))
-
-    @router.post("/policy")
-    async def set_policy(request: Request) -> JSONResponse:
-        try:
-            wanted = parse_policy_request(await request.body())
-            view = await control.set_policy(wanted.policy)
-        except BadRequestError as error:
-            return error_response(400, str(error))
-        except CallError as error:
-            return error_response(error.status, str(error))
-        return JSONResponse(policy_json(view))
-
-    @router.post("/shift")
-    async def set_shift(request: Request) -> JSONResponse:
-        try:
-            view = await control.set_shift(parse_shift_request(await request.body()))
-        except BadRequestError as error:
-            return error_response(400, str(error))
-        except CallError as error:
-            return error_response(error.status, str(error))
-        return JSONResponse(shift_json(view.shift))
-
-    @router.post("/audit")
-    async def audit() -> JSONResponse:
-        try:
-            problems = await control.audit()
-        except CallError as error:
-            return error_response(error.status, str(error))
-        return JSONResponse(audit_json(problems))
-
-    return router
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, CallError)
+    return error_response(error.status, str(error))

@@ -8,7 +8,6 @@ import pytest
 
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftRule
 from shoal.server.errors import UserError
-from shoal.server.operator.admin import BadRequestError, parse_shift_request
 from shoal.server.options.shift_options import (
     AUTO,
     add_shift_options,
@@ -103,36 +102,3 @@ def test_what_is_no_threshold_is_named() -> None:
 def test_what_no_group_can_do_is_refused(argv: list[str], policy: str, named: str) -> None:
     with pytest.raises(UserError, match=named):
         check_shift(parsed(*argv), [policy], 4)
-
-
-@pytest.mark.parametrize(
-    ("body", "threshold"),
-    [
-        (b'{"threshold": 512}', 512),
-        (b'{"threshold": "auto"}', ShiftRule.AUTO),
-        (b'{"threshold": "off"}', ShiftRule.OFF),
-    ],
-)
-def test_a_request_says_a_threshold(body: bytes, threshold: int | ShiftRule) -> None:
-    assert parse_shift_request(body) == threshold
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        (b"", "not valid"),
-        (b"512", "object"),
-        (b"{}", "threshold"),
-        (b'{"threshold": null}', "threshold"),
-        (b'{"threshold": 1.5}', "threshold"),
-        (b'{"threshold": -1}', "'-1' is no threshold"),
-        (b'{"threshold": 99999999}', "'99999999' is no threshold"),
-        (b'{"threshold": "on"}', "'on' is no threshold"),
-        (b'{"threshold": "512"}', "without quotes"),
-        (b'{"threshold": "' + b"9" * 5000 + b'"}', "without quotes"),
-        (b'{"threshold": 512, "degree": 2}', "unknown field degree"),
-    ],
-)
-def test_what_is_wrong_with_it_is_named(body: bytes, named: str) -> None:
-    with pytest.raises(BadRequestError, match=named):
-        parse_shift_request(body)
