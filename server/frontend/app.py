@@ -31,7 +31,7 @@ from shoal.server.gate.bounds import DEFAULTS as BOUNDS
 from shoal.server.gate.bounds import Bounds
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
 from shoal.server.gate.json_objects import decode_object
-from shoal.server.gate.keys import KeyRing
+from shoal.server.gate.key_ring import KeyRing
 from shoal.server.gate.logprob_bounds import check_logprobs
 from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
 from shoal.server.gate.placement import PlacementMiddleware, Placements

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.server.errors import UserError
-from shoal.server.gate.keys import ApiKey, plain_key, read_api_keys
+from shoal.server.gate.keys import ApiKey, plain_key
 
 ADMIN_HOST = "127.0.0.1"
 NO_PORT = "off"
@@ -64,9 +64,10 @@ def take_access(args: Namespace, environ: MutableMapping[str, str]) -> Access:
         raise UserError("--api-key: a key is empty")
     args.api_key = None
     environ.pop(API_KEY, None)
-    for path in (args.api_key_file, args.admin_key_file):
-        if path is not None:
-            read_api_keys(path)
+    for path in filter(None, (args.api_key_file, args.admin_key_file)):
+        from shoal.server.gate.key_ring import read_api_keys  # it imports pydantic
+
+        read_api_keys(path)
     access = Access(
         keys=tuple(plain_key(text) for text in texts if text),
         key_file=args.api_key_file,

@@ -10,7 +10,8 @@ from shoal.runtime.protocol.wire import Terms
 from shoal.server.errors import error_response, refusal_response
 from shoal.server.gate.bodies import DECODED_BODY
 from shoal.server.gate.bounds import DEFAULTS, Bounds
-from shoal.server.gate.keys import ApiKey, KeyRing
+from shoal.server.gate.key_ring import KeyRing
+from shoal.server.gate.keys import ApiKey
 from shoal.server.gate.logprob_bounds import LogprobBudget
 from shoal.server.gate.placement import Placements, route_path
 from shoal.server.gate.pool_door import PoolDoor

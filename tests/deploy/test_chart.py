@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from deploy.helm.generate import CHART, ORIGINALS
-from shoal.server.gate.keys import read_api_keys
+from shoal.server.gate.key_ring import read_api_keys
 from tests.deploy.chart import NAME, ChartError, Helm
 from tests.deploy.matrix import EVERYTHING, KEY, MATRIX, PROMETHEUS
 

@@ -25,7 +25,8 @@ from shoal.runtime.config import Addresses, NodeConfig
 from shoal.server.errors import UserError
 from shoal.server.frontend.grammars import REMEMBERED, GrammarCheck
 from shoal.server.gate.access import add_access_options, take_access
-from shoal.server.gate.keys import KeyRing, plain_key
+from shoal.server.gate.key_ring import KeyRing
+from shoal.server.gate.keys import plain_key
 from shoal.server.gate.placement import Placement, Placements
 from tests.server.listeners import reachable
 from tests.server.node import ServedNode, key_file, served_node

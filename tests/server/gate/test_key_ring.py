@@ -8,7 +8,8 @@ import pytest
 
 from shoal.runtime.clock import ManualClock
 from shoal.server.errors import UserError
-from shoal.server.gate.keys import ApiKey, KeyRing, digest_of, plain_key, read_api_keys
+from shoal.server.gate.key_ring import KeyRing, read_api_keys
+from shoal.server.gate.keys import ApiKey, digest_of, plain_key
 
 
 def written(tmp_path: Path, content: Any, name: str = "keys.json") -> Path:
@@ -39,21 +40,26 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("[{", "truncated"),
-        ("{}", "array"),
+        ("[{", "line 1, column 3"),
+        ("{}", "list"),
         ([], "no key"),
-        ([{"name": "a"}], "either key or sha256"),
+        ([{"name": "a"}], r"\[0\]: .*either key or sha256"),
         ([{"name": "a", "key": "x", "sha256": "00" * 32}], "either key or sha256"),
-        ([{"key": "", "name": "a"}], "empty"),
+        ([{"key": "", "name": "a"}], r"\[0\]\.key: .*at least 1 character"),
         ([{"sha256": "abc", "name": "a"}], "64 hexadecimal"),
         ([{"sha256": "zz" * 32, "name": "a"}], "64 hexadecimal"),
-        ([{"key": "a"}], "name"),
+        ([{"key": "a"}], r"\[0\]\.name: it is missing"),
+        ([{"key": "a", "name": 1}], r"\[0\]\.name"),
+        ([{"key": 1, "name": "a"}], r"\[0\]\.key"),
+        (["a"], r"\[0\]"),
         ([{"key": "a", "name": ""}], "name"),
         ([{"key": "a", "name": "x"}, {"key": "b", "name": "x"}], "name"),
-        ([{"key": "a", "name": "x", "max_waiting": 0}], "max_waiting"),
+        ([{"key": "a", "name": "x", "max_waiting": 0}], r"\[0\]\.max_waiting"),
         ([{"key": "a", "name": "x", "tokens_per_minute": 0}], "tokens_per_minute"),
-        ([{"key": "a", "name": "x", "min_priority": "high"}], "min_priority"),
-        ([{"key": "a", "name": "x", "priority": 1}], "priority"),
+        ([{"key": "a", "name": "x", "min_priority": "high"}], r"\[0\]\.min_priority"),
+        ([{"key": "a", "name": "x", "min_priority": True}], r"\[0\]\.min_priority"),
+        ([{"key": "a", "name": "x", "priority": 1}], r"\[0\]\.priority: there is no such field"),
+        ('[{"key": "a", "name": "x", "key": "b"}]', "key: it is given twice"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: Any, named: str) -> None:
@@ -61,6 +67,43 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: Any, named
         read_api_keys(written(tmp_path, content))
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_every_wrong_field_has_a_line(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        [
+            {"name": "a", "key": "x", "max_waiting": "5"},
+            {"name": "b", "key": "y"},
+            {"name": "", "key": "z", "limit": 1},
+        ],
+    )
+    with pytest.raises(UserError) as caught:
+        read_api_keys(path)
+    lines = str(caught.value).splitlines()
+    fields = [line.removeprefix(f"{path}: ").partition(": ")[0] for line in lines]
+    assert fields == ["[0].max_waiting", "[2].name", "[2].limit"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"name": "a", "key": "s3cret" "max_waiting": 1}]',
+        '[{"name": "a", "key": s3cret}]',
+        '[{"name": "a", "key": "s3cret',
+        '["s3cret"]',
+        '"s3cret"',
+        '[{"name": "a", "key": ["s3cret"]}]',
+        '[{"name": "a", "key": "s3cret", "sha256": "s3cret"}]',
+        '[{"name": "a", "key": "s3cret", "sha256": null, "max_waiting": "s3cret"}]',
+        '[{"name": "a", "key": "s3cret", "key": "s3cret"}]',
+        '[{"name": "s", "key": "s3cret"}, {"name": "s", "key": "s3cret"}]',
+    ],
+)
+def test_no_error_tells_a_key(tmp_path: Path, content: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_api_keys(written(tmp_path, content))
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
