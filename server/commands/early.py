@@ -25,6 +25,7 @@ _CONFIG = "--config"
 _HELP = "--help"
 
 VLLM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--config": {"metavar": "FILE", "help": "options in a file of YAML or JSON"},
     "--model": {"metavar": "MODEL", "help": "same as the positional MODEL"},
     "--host": {"help": "where to listen (default: %(default)s)"},
     "--port": {"type": int, "help": "port; 0 takes a free one (default: $PORT or %(default)s)"},

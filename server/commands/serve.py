@@ -22,6 +22,7 @@ from shoal.server.commands import early
 from shoal.server.connections.accepting import Tally
 from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, check_environment, take_access
+from shoal.server.options import config_file
 from shoal.server.options.promise_options import node_cost_model, promised
 from shoal.server.options.serve_options import (
     add_shoal_options,
@@ -100,6 +101,7 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
         configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
         if known is None:
             say("Starting Shoal")
+        config_file.warn_of_secrets(argv)
         say(f"  imports done after {process_seconds():.1f} s")
         listener, admin = listening.bind(early.bindings_of(args, access))
         if admin is not None:
@@ -130,7 +132,8 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
 
 def _read_all(argv: Sequence[str]) -> "tuple[Asked, Access]":
     """Import vLLM, and return what the command line asks for, and who may call."""
-    prepare_environment(os.environ, argv)
+    model = config_file.named_model(argv)
+    prepare_environment(os.environ, argv if model is None else [*argv, f"--model={model}"])
     from shoal.server.frontend import frontend  # noqa: F401 - slow: vLLM, and all that processes are forked with
 
     asked = read_options(argv)
@@ -163,6 +166,7 @@ def read_options(argv: Sequence[str]) -> Asked:
 
     parser = vllm_options.make_parser()
     add_shoal_options(parser, os.environ)
+    argv = config_file.expand(parser, argv)
     args = vllm_options.parse(parser, argv)
     check_options(args, parser.get_default)
     gpus, demo = vllm_options.count_gpus(), serves_demo(args, parser.get_default)

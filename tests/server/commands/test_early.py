@@ -207,6 +207,12 @@ def test_a_port_in_use_is_refused_without_vllm() -> None:
         assert process.stdout == ""
 
 
+def test_a_file_of_options_that_is_not_there_is_refused_without_vllm() -> None:
+    done = serve_without_vllm("--config", "/no/such/file.yaml")
+    assert done.returncode == 2
+    assert done.stderr == "shoal: /no/such/file.yaml: No such file or directory\n"
+
+
 @pytest.mark.parametrize("option", ["--help", "-h", "--help=Shoal"])
 def test_help_comes_without_vllm_and_says_how_to_see_the_rest(option: str) -> None:
     done = serve_without_vllm("--port", "1", option)
