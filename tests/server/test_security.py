@@ -1,5 +1,6 @@
 """Who gets in where, over HTTP: a node of fake engines with keys of all kinds."""
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -80,11 +81,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(folder: Path) -> Iterator[ServedNode]:
+    options = {
+        "api-key-file": str(key_file(folder / "keys.json", *KEYS)),
+        "admin-key-file": str(key_file(folder / "admin.json", "operator")),
+        "max-model-len": 256,
+        "metrics": "off",
+    }
+    (config := folder / "serve.json").write_text(json.dumps(options))
     with served_node(
         folder,
-        *("--api-key-file", str(key_file(folder / "keys.json", *KEYS))),
-        *("--admin-key-file", str(key_file(folder / "admin.json", "operator"))),
-        *("--max-model-len", "256", "--metrics", "open", "--max-body-bytes", "20000"),
+        *("--config", str(config), "--metrics", "open", "--max-body-bytes", "20000"),
         fresh=True,
         VLLM_SERVER_DEV_MODE="1",
     ) as served:
