@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.server.errors import UserError
+from shoal.server.errors import UserError, shown_name
 
 log = logging.getLogger("shoal.documents")
 
@@ -83,4 +83,4 @@ def _read(path: Path) -> bytes:
 
 
 def _repeated(names: Iterable[str]) -> list[str]:
-    return [f"{name}: it is given twice" for name, n in Counter(names).items() if n > 1]
+    return [f"{shown_name(name)}: it is given twice" for name, n in Counter(names).items() if n > 1]

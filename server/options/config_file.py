@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.server.documents import Document, read_json, read_yaml, warn_if_exposed
-from shoal.server.errors import UserError, one_line
+from shoal.server.errors import UserError, one_line, shown_name
 
 _READERS = {".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
 _NOT_IN_A_FILE = ("config", "help")
 _SECRETS = frozenset({"api_key", "hf_token"})
 """Options whose values nobody else may know."""
-_NAME_CHARS = 40
-"""What an error shows of a name that is none."""
 
 
 class _Option(NamedTuple):
@@ -77,7 +75,7 @@ def expand(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
             option = _named(parser, name, taken)
             arguments = _arguments(parser, option, value)
         except ValueError as error:
-            problems.append(f"{str(name)[:_NAME_CHARS]}: {error}")
+            problems.append(f"{shown_name(name)}: {error}")
         else:
             if not any(_overlap(option, other) for other in given):
                 added += arguments

@@ -211,6 +211,7 @@ def test_all_that_is_wrong_is_told_at_once(parser: ArgumentParser, tmp_path: Pat
             "structured-outputs-config.backend: backend: Input should be 'auto'",
         ),
         ({"enforce-eage": True}, "enforce-eage: there is no such option"),
+        ({"a\nb" + "c" * 100: 1}, f"a b{'c' * 37}: there is no such option"),
         ({"tp": 1}, "tp: there is no such option"),
         ({"model-tag": "a"}, "model-tag: there is no such option"),
         ({"help": True}, "help: it has no place in a file"),
