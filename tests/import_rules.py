@@ -32,6 +32,7 @@ REACH_BEHIND_IT = frozenset(
         "shoal.loadgen.bench.controller_loop",
         "shoal.loadgen.bench.linear_kernels",
         "shoal.loadgen.bench.linear_layers",
+        "shoal.loadgen.bench.tiles_to_try",
     }
 )
 """Benchmarks of what lies there, which start no server."""
@@ -45,8 +46,10 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.loadgen.bench.vllm_client",
         "shoal.runtime.engine.groups.communicators",
         "shoal.runtime.engine.groups.rendezvous",
+        "shoal.runtime.engine.kernels.fp8_methods",
+        "shoal.runtime.engine.kernels.library_gemms",
+        "shoal.runtime.engine.kernels.linear_candidates",
         "shoal.runtime.engine.kernels.partitioned_linear",
-        "shoal.runtime.engine.kernels.partitioned_linear_fp8",
         "shoal.runtime.engine.kernels.partitioned_linear_kernel",
         "shoal.runtime.engine.kv.kv_cache",
         "shoal.runtime.engine.layouts.seeded_sampling",

@@ -2,8 +2,8 @@
 
 ``python -m shoal.loadgen.bench.linear_kernels [--dtype fp8]`` needs one GPU, PyTorch and Triton;
 with vLLM it times vLLM's FP8 kernels too. Every figure is a replay of a CUDA graph of calls that
-each have a weight of their own, so that weights come from memory as in a model's step. What is
-fastest goes into the tables of ``partitioned_linear_kernel``.
+each have a weight of their own, so that weights come from memory as in a model's step. The tiles
+that are fastest go into ``linear_tiles``, and the order of all ways into ``linear_candidates``.
 """
 
 import argparse
@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 
-from shoal.loadgen.bench.linear_layers import CANDIDATES, SHAPES, Layers, Qkv, Shape, kinds
-from shoal.runtime.engine.kernels.partitioned_linear_fp8 import BLOCK
-from shoal.runtime.engine.kernels.partitioned_linear_kernel import Scales, Tile, multiply
+from shoal.loadgen.bench.linear_layers import DTYPES, SHAPES, STOCK, Layers, Shape, kinds
+from shoal.loadgen.bench.tiles_to_try import tiles_to_try, written
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.kernels.linear_tiles import BLOCK, Tile
+from shoal.runtime.engine.kernels.partitioned_linear_kernel import Scales, multiply
 
 TOKENS = {
     "bf16": (1, 8, 16, 32, 64, 128, 256, 512, 1024),
@@ -39,11 +41,11 @@ WORST_ERROR = 0.02
 
 @dataclass
 class Case:
-    """What one layer, degree and number of tokens took: microseconds a call, by way."""
+    """What one layer of a layout and number of tokens took: microseconds a call, by way."""
 
     dtype: str
     shape: str
-    degree: int
+    layout: str
     layer: str
     tokens: int
     columns: int
@@ -55,26 +57,19 @@ class Case:
     @property
     def stock(self) -> float:
         """Time of one GEMM on a packed weight; not a number if that failed."""
-        return self.ways.get("stock", math.nan)
+        return self.ways.get(STOCK[self.dtype], math.nan)
 
     def __str__(self) -> str:
-        ways = " ".join(f"{name} {micros:.1f}" for name, micros in self.ways.items())
-        best = ", ".join(f"{_short(tile)} {micros:.1f}" for tile, micros in self.tiles[:2])
+        ways = "; ".join(f"{name} {micros:.1f}" for name, micros in self.ways.items())
+        best = ", ".join(f"{written(tile)} {micros:.1f}" for tile, micros in self.tiles[:2])
         beside = f" ({self.tiles[0][1] / self.stock:.2f})" if self.tiles else ""
         wrong = f" WRONG: {', '.join(self.wrong)}" if self.wrong else ""
-        name = f"{self.shape} tp{self.degree} {self.layer} M={self.tokens}"
+        name = f"{self.shape} {self.layout} {self.layer} M={self.tokens}"
         return f"{name}: {ways} | {best}{beside}{wrong}"
 
 
 def _one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())[:40]
-
-
-def _short(tile: Tile) -> str:
-    order = "r" if tile.rows_first else ""
-    return (
-        f"{tile.tokens}x{tile.columns}x{tile.depth}/{tile.splits}w{tile.warps}s{tile.stages}{order}"
-    )
 
 
 @functools.cache
@@ -106,14 +101,13 @@ def measure(call: Callable[[int], torch.Tensor], layers: int) -> float:
     return float(times[len(times) // 2]) * 1000 / layers
 
 
-def run_case(shape: Shape, degree: int, dtype: str, layers: Layers, tokens: int) -> Case:
+def run_case(shape: Shape, layout: Layout, dtype: str, layers: Layers, tokens: int) -> Case:
     """Measure and check every way for one number of tokens."""
     given = layers.input(tokens)
     reference = layers.reference(given)
     count = len(layers.packed)
-    case = Case(
-        dtype, shape.name, degree, layers.name, tokens, layers.columns, layers.depth, {}, [], []
-    )
+    sizes = (tokens, layers.columns, layers.depth)
+    case = Case(dtype, shape.name, layout.name, layers.name, *sizes, {}, [], [])
 
     def timed(name: str, call: Callable[[int], torch.Tensor]) -> float | None:
         try:
@@ -129,50 +123,42 @@ def run_case(shape: Shape, degree: int, dtype: str, layers: Layers, tokens: int)
             case.wrong.append(f"{name}: another result the second time")
         return micros
 
-    ways = {**layers.ways(given), "op": layers.operator(given)}
-    for name, call in ways.items():
+    for name, call in layers.ways(given).items():
         if (micros := timed(name, call)) is not None:
             case.ways[name] = micros
-    for tile in candidates(dtype, tokens):
-        if (micros := timed(_short(tile), layers.tiled(given, tile))) is not None:
+    for tile in tiles_to_try(dtype, tokens):
+        if (micros := timed(written(tile), layers.tiled(given, tile))) is not None:
             case.tiles.append((tile, micros))
     case.tiles.sort(key=lambda timing: timing[1])
     return case
 
 
-def candidates(dtype: str, tokens: int) -> list[Tile]:
-    """Return the tiles to try for a number of tokens: none for more than any is made for."""
-    by_tokens = CANDIDATES[dtype]
-    fitting = [most for most in by_tokens if tokens <= most]
-    return list(by_tokens[min(fitting)]) if fitting else []
-
-
-def run(dtype: str, models: list[tuple[Shape, int]], deadline: float) -> Iterator[Case]:
+def run(dtype: str, models: list[tuple[Shape, Layout]], deadline: float) -> Iterator[Case]:
     """Yield every case until the deadline, on ``time.monotonic``'s clock.
 
     Args:
-        dtype: a key of ``CANDIDATES``.
-        models: shapes, and under which degree of TP.
+        dtype: one of ``DTYPES``.
+        models: shapes, and in which layout.
         deadline: when no other case is begun.
     """
-    for shape, degree in models:
-        for make in kinds(dtype, shape, degree):
+    for shape, layout in models:
+        for make in kinds(dtype, shape, layout):
             if time.monotonic() > deadline:
                 return
             layers = make()
             for tokens in TOKENS[dtype]:
                 if time.monotonic() > deadline:
                     return
-                yield run_case(shape, degree, dtype, layers, tokens)
+                yield run_case(shape, layout, dtype, layers, tokens)
 
 
-def compile_tiles(dtypes: list[str], models: list[tuple[Shape, int]]) -> None:
+def compile_tiles(dtypes: list[str], models: list[tuple[Shape, Layout]]) -> None:
     """Compile every candidate into Triton's cache, on all processors at once."""
     work = [
         (dtype, depth, tile)
         for dtype in dtypes
-        for depth in sorted({d for shape, degree in models for d in _depths(dtype, shape, degree)})
-        for tile in {tile for tokens in TOKENS[dtype] for tile in candidates(dtype, tokens)}
+        for depth in sorted({d for model in models for d in _depths(dtype, *model)})
+        for tile in {tile for tokens in TOKENS[dtype] for tile in tiles_to_try(dtype, tokens)}
     ]
     context = multiprocessing.get_context("spawn")
     workers = max(1, min(14, (os.cpu_count() or 1) - 2))
@@ -180,11 +166,11 @@ def compile_tiles(dtypes: list[str], models: list[tuple[Shape, int]]) -> None:
         list(pool.map(_compile, *zip(*work, strict=True), chunksize=4))
 
 
-def _depths(dtype: str, shape: Shape, degree: int) -> list[int]:
+def _depths(dtype: str, shape: Shape, layout: Layout) -> list[int]:
     if dtype == "bf16":
         return [shape.hidden]
     heads = shape.heads * shape.head_dim
-    return [shape.hidden, heads // degree, shape.intermediate // degree]
+    return [shape.hidden, heads // layout.tp, shape.intermediate // layout.tp]
 
 
 def _compile(dtype: str, depth: int, tile: Tile) -> None:
@@ -214,7 +200,7 @@ def compromises(cases: list[Case]) -> Iterator[str]:
                 worst.setdefault(tile, []).append(micros / case.tiles[0][1])
         complete = {tile: max(r) for tile, r in worst.items() if len(r) == len(of_both)}
         ranking = sorted(complete.items(), key=lambda item: item[1])[:2]
-        named = ", ".join(f"{_short(tile)} {ratio:.2f}" for tile, ratio in ranking)
+        named = ", ".join(f"{written(tile)} {ratio:.2f}" for tile, ratio in ranking)
         yield f"{layer} M={tokens}: {named}"
 
 
@@ -224,11 +210,10 @@ def _by_layer_and_tokens(case: Case) -> tuple[str, int]:
 
 def host_micros(tokens: int) -> dict[str, float]:
     """Return the CPU's microseconds to launch one call outside a graph, by way."""
-    layers = Qkv(Shape("host", 1024, 8, 2, 1), 2)
-    given = layers.input(tokens)
-    calls = dict(layers.ways(given)) | {"op": layers.operator(given)}
+    (make,) = kinds("bf16", Shape("host", 1024, 8, 2, 1), Layout(tp=2))
+    layers = make()
     result = {}
-    for name, call in calls.items():
+    for name, call in layers.ways(layers.input(tokens)).items():
         call(0)
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -239,19 +224,17 @@ def host_micros(tokens: int) -> dict[str, float]:
     return result
 
 
-def _models(text: str) -> list[tuple[Shape, int]]:
+def _models(text: str) -> list[tuple[Shape, Layout]]:
     shapes = {shape.name: shape for shape in SHAPES}
-    return [
-        (shapes[name], int(degree))
-        for name, _, degree in (entry.partition(":") for entry in text.split(","))
-    ]
+    entries = (entry.partition(":") for entry in text.split(","))
+    return [(shapes[name], Layout(tp=int(tp))) for name, _, tp in entries]
 
 
 def main() -> None:
     """Measure, print a line for each case, and write all figures to a file if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--dtype", choices=TOKENS, nargs="+", default=["bf16"], help="of the weights"
+        "--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="of the weights"
     )
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--seconds", type=float, default=110.0, help="stop after this long")
@@ -259,7 +242,7 @@ def main() -> None:
         "--models",
         type=_models,
         default="8b:2,8b:4,8b:8,70b:2,70b:4,70b:8",
-        help="shapes (8b, 70b) and their degree of TP",
+        help="shapes (8b, 70b), and among how many GPUs each of their layers is divided",
     )
     args = parser.parse_args()
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Triton kernels behind ``partitioned_linear`` and its FP8: one launch over up to three ranges.
+"""Triton kernels behind ``partitioned_linear``: one launch over up to three ranges.
 
 An output column is a weight row; which one is found by comparing the column with the sizes of the
 ranges, before the loop over the depth. So the ranges cost nothing, whatever their alignment, nor do
@@ -10,39 +10,14 @@ of blocks of a block's part of it.
 Importing this module imports Triton, which only CUDA (or Triton's interpreter) has a use for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-COUNTERS = 8192
-"""Most output tiles of a launch that splits the depth."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program of a launch computes.
-
-    Attributes:
-        tokens: rows of ``x``; 1 is the matrix-vector kernel, else a multiple of 16, or 8 with
-            ``rows_first``.
-        columns: output columns, which are weight rows.
-        depth: elements of a row that one turn of the loop reads.
-        splits: programs that share the depth of one output tile; the last to arrive adds up.
-        warps: warps of a program.
-        stages: depth of the software pipeline; of no meaning to the matrix-vector kernel.
-        rows_first: the weight is the product's left operand. Hopper's tensor cores take FP8 as it
-            is in products of 64 left rows or more alone, which a step of few tokens has not.
-    """
-
-    tokens: int
-    columns: int
-    depth: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 4
-    rows_first: bool = False
+from shoal.runtime.engine.kernels.linear_tiles import COUNTERS, Tile
 
 
 @dataclass(frozen=True)
@@ -67,112 +42,6 @@ class Scales:
             (token, x_step), (row, step) = self.x.stride(), self.weight.stride()
             return token, row, x_step, step
         return int(self.x.numel() > 1), int(self.weight.numel() > 1), 0, 0
-
-
-ANY = 1 << 30
-Table = tuple[tuple[int, int, int, Tile], ...]
-"""Most tokens, output columns and depth, and the tile for them; the first that fits is taken."""
-
-TILES: Table = (
-    (1, ANY, ANY, Tile(1, 1, 2048)),
-    (8, ANY, ANY, Tile(16, 64, 128, splits=4)),
-    (16, ANY, ANY, Tile(16, 32, 128, splits=4)),
-    (32, 3072, ANY, Tile(32, 32, 128, splits=4)),
-    (32, ANY, ANY, Tile(32, 64, 128, splits=4, stages=3)),
-    (64, 1536, ANY, Tile(64, 32, 128, splits=4)),
-    (64, 3072, ANY, Tile(64, 64, 128, splits=2)),
-    (64, ANY, ANY, Tile(64, 64, 64, splits=2, stages=6)),
-    (128, 3072, ANY, Tile(64, 64, 64, splits=2, stages=5)),
-)
-"""QKV in 16 bits. Chosen by ``linear_kernels`` on an H200, as all of these tables, for an 8B and
-a 70B Llama in TP2, TP4 and TP8: up to 16 tokens at most what one GEMM over a copy takes, up to 64
-at most 1.15 times that."""
-
-_FP8_TILES: Table = (
-    (8, ANY, ANY, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
-    (16, ANY, ANY, Tile(16, 64, 256, splits=2, rows_first=True)),
-    (32, ANY, ANY, Tile(32, 64, 256, splits=2, rows_first=True)),
-)
-
-FP8_QKV_TILES: Table = (
-    (1, 3072, ANY, Tile(1, 2, 4096)),
-    (1, ANY, ANY, Tile(1, 2, 2048)),
-    *_FP8_TILES,
-    (64, ANY, ANY, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
-    (128, ANY, ANY, Tile(128, 64, 128, stages=5)),
-)
-"""QKV in FP8 with scales of tokens and rows. With 1 and 64 tokens, in all six, at most 1.24 times
-what the best tile tried takes, otherwise (TP2 and TP4) 1.13."""
-
-FP8_INPUT_RANGE_TILES: Table = (
-    (1, 4096, ANY, Tile(1, 8, 512)),
-    (1, ANY, 1024, Tile(1, 8, 512)),
-    (1, ANY, 4096, Tile(1, 8, 1024)),
-    (1, ANY, ANY, Tile(1, 2, 2048)),
-    *_FP8_TILES,
-    (64, 4096, 4096, Tile(64, 64, 128, stages=6, rows_first=True)),
-    (64, 4096, ANY, Tile(64, 64, 128, splits=2, stages=6, rows_first=True)),
-    (64, ANY, ANY, Tile(64, 64, 128, stages=6, rows_first=True)),
-    (128, ANY, ANY, Tile(128, 64, 128, stages=5)),
-)
-"""Row-parallel layers, the same way: 1.10 with 1 and 64 tokens, otherwise 1.13."""
-
-BLOCK_QKV_TILES: Table = (
-    (8, ANY, ANY, Tile(8, 64, 128, splits=8, rows_first=True)),
-    (16, ANY, ANY, Tile(16, 64, 128, splits=8, rows_first=True)),
-    (32, ANY, ANY, Tile(32, 64, 128, splits=4, stages=5, rows_first=True)),
-    (64, ANY, ANY, Tile(64, 64, 128, splits=4, rows_first=True)),
-    (128, 3072, ANY, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
-    (128, ANY, ANY, Tile(128, 64, 128, splits=2)),
-)
-"""QKV in FP8 with scales of blocks of 128: the best tile tried in all six, or within 1 % of it; at
-most 0.84 times what a copy and ``torch._scaled_mm`` take."""
-
-BLOCK_INPUT_RANGE_TILES: Table = (
-    (16, ANY, 1024, Tile(16, 64, 128, stages=6, rows_first=True)),
-    (8, ANY, ANY, Tile(8, 64, 128, splits=4, stages=6, rows_first=True)),
-    (16, 4096, 3072, Tile(16, 64, 128, splits=2, stages=6, rows_first=True)),
-    (16, 4096, ANY, Tile(16, 64, 128, splits=4, stages=6, rows_first=True)),
-    (16, ANY, ANY, Tile(16, 64, 128, splits=2, stages=6, rows_first=True)),
-    (32, 4096, 3072, Tile(32, 64, 128, splits=2, stages=5, rows_first=True)),
-    (32, 4096, ANY, Tile(32, 64, 128, splits=4, stages=5, rows_first=True)),
-    (32, ANY, ANY, Tile(32, 64, 128, splits=2, stages=5, rows_first=True)),
-    (64, 4096, 3072, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
-    (64, 4096, ANY, Tile(64, 64, 128, splits=4, rows_first=True)),
-    (64, ANY, ANY, Tile(64, 64, 128, splits=2, stages=5)),
-    (128, 4096, ANY, Tile(64, 64, 128, splits=2, stages=5, rows_first=True)),
-    (128, ANY, ANY, Tile(128, 64, 128, splits=2)),
-)
-"""Row-parallel layers, the same way: at most 1.09 times what the best tile tried takes."""
-
-_TABLES = {
-    (torch.bfloat16, 0): (TILES, TILES),
-    (torch.float16, 0): (TILES, TILES),
-    (torch.float8_e4m3fn, 0): (FP8_INPUT_RANGE_TILES, FP8_QKV_TILES),
-    (torch.float8_e4m3fn, 128): (BLOCK_INPUT_RANGE_TILES, BLOCK_QKV_TILES),
-}
-"""By type and size of scales' blocks: the table of one range, and that of several."""
-
-
-def tiles_of(dtype: torch.dtype, block: int = 0, ranges: int = 3) -> Table:
-    """Return the table for so many ranges of a type, with scales of blocks of a size."""
-    one, several = _TABLES.get((dtype, block), ((), ()))
-    return several if ranges > 1 else one
-
-
-def tile_for(table: Table, tokens: int, columns: int, depth: int) -> Tile | None:
-    """Return the tile for a step, or None where GEMMs over the ranges are as fast."""
-    fitting = (
-        tile
-        for most, widest, deepest, tile in table
-        if tokens <= most and columns <= widest and depth <= deepest
-    )
-    return next(fitting, None)
-
-
-def token_counts(table: Table) -> list[int]:
-    """Return numbers of tokens that between them need every tile of a layer."""
-    return sorted({most for most, *_ in table})
 
 
 @triton.jit
@@ -238,6 +107,36 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
     if has_bias:
         result += tl.load(bias_ptr + rows, mask=stored, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * total + columns, result.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added_up(  # type: ignore[no-untyped-def]
+    result,
+    partial_ptr,
+    arrived_ptr,
+    tile,
+    split,
+    tile_tokens: tl.constexpr,
+    tile_columns: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """Return the sum of all splits' results, and whether this one is the last that arrived.
+
+    Every split writes its sum; the last to arrive reads all, in their order, so that the result
+    does not depend on who was last.
+    """
+    size: tl.constexpr = tile_tokens * tile_columns
+    place = tl.arange(0, tile_tokens)[:, None] * tile_columns + tl.arange(0, tile_columns)
+    partial_ptrs = partial_ptr + tile * (splits * size) + place
+    tl.store(partial_ptrs + split * size, result)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
+    if last:
+        result = tl.zeros((tile_tokens, tile_columns), dtype=tl.float32)
+        for other in range(splits):
+            result += tl.load(partial_ptrs + other * size, cache_modifier=".cg")
+        tl.store(arrived_ptr + tile, 0)
+    return result, last
 
 
 @triton.jit(do_not_specialize=["tokens", *_UNKNOWN, "x_scale_step", "scale_step"])  # type: ignore[untyped-decorator]
@@ -327,19 +226,9 @@ def _matrix_kernel(  # type: ignore[no-untyped-def]
 
     last = True
     if splits > 1:
-        # Every split writes its sum; the last to arrive reads all, in their order, so that the
-        # result does not depend on who was last.
-        size: tl.constexpr = tile_tokens * tile_columns
-        place = tl.arange(0, tile_tokens)[:, None] * tile_columns + tl.arange(0, tile_columns)
-        partial_ptrs = partial_ptr + tile * (splits * size) + place
-        tl.store(partial_ptrs + split * size, result)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
-        if last:
-            result = tl.zeros((tile_tokens, tile_columns), dtype=tl.float32)
-            for other in range(splits):
-                result += tl.load(partial_ptrs + other * size, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
+        result, last = _added_up(
+            result, partial_ptr, arrived_ptr, tile, split, tile_tokens, tile_columns, splits
+        )
     if last:
         if scaled and not block:
             x_scale = tl.load(x_scale_ptr + token_read * x_scale_stride)
@@ -367,8 +256,8 @@ def arrival_counters(device: torch.device) -> torch.Tensor:
 
 def multiply(
     x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
     out: torch.Tensor,
     tile: Tile,
     scales: Scales | None = None,
@@ -387,27 +276,21 @@ def multiply(
     tokens, depth = x.shape
     total = out.shape[1]
     first = weights[0]
-    bias = biases[0] if biases else first
     x_scale, scale = (scales.x, scales.weight) if scales else (first, first)
+    operands = (x, first, biases[0] if biases else first, x_scale, scale, out)
     *strides, x_step, step = scales.strides() if scales else (0, 0, 0, 0)
     shape = (x.stride(0), first.stride(0), total, *_ranges(weights), *strides)
+    constants = {
+        "full_depth": depth,
+        "tile_columns": tile.columns,
+        "tile_depth": tile.depth,
+        "has_bias": bool(biases),
+        "scaled": scales is not None,
+        "num_warps": tile.warps,
+    }
     column_tiles = triton.cdiv(total, tile.columns)
     if tile.tokens == 1:
-        _vector_kernel[(column_tiles, tokens)](
-            x,
-            first,
-            bias,
-            x_scale,
-            scale,
-            out,
-            *shape,
-            full_depth=depth,
-            tile_columns=tile.columns,
-            tile_depth=tile.depth,
-            has_bias=bool(biases),
-            scaled=scales is not None,
-            num_warps=tile.warps,
-        )
+        _vector_kernel[(column_tiles, tokens)](*operands, *shape, **constants)
         return
     tiles = triton.cdiv(tokens, tile.tokens) * column_tiles
     partial, arrived = out, out
@@ -416,33 +299,18 @@ def multiply(
         partial = torch.empty(elements, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(x.device)
     _matrix_kernel[(tiles, tile.splits)](
-        x,
-        first,
-        bias,
-        x_scale,
-        scale,
-        out,
-        partial,
-        arrived,
-        tokens,
-        *shape,
-        x_step,
-        step,
-        full_depth=depth,
+        *operands,
+        *(partial, arrived, tokens, *shape, x_step, step),
         tile_tokens=tile.tokens,
-        tile_columns=tile.columns,
-        tile_depth=tile.depth,
         splits=tile.splits,
         rows_first=tile.rows_first,
-        has_bias=bool(biases),
-        scaled=scales is not None,
         block=scales.block if scales else 0,
-        num_warps=tile.warps,
         num_stages=tile.stages,
+        **constants,
     )
 
 
-def _ranges(weights: list[torch.Tensor]) -> tuple[int, int, int, int]:
+def _ranges(weights: Sequence[torch.Tensor]) -> tuple[int, int, int, int]:
     """Return the sizes of the first two ranges, and how far the other two are from the first."""
     first = weights[0]
     sizes = [weight.shape[0] for weight in weights] + [0, 0]

@@ -83,28 +83,30 @@ SEAMS = (
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
     Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
     Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "shared_weights"),
-    Seam(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.apply", "fp8"),
+    Seam(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.apply", "fp8_methods"),
     Seam(
         f"{_LAYERS}.quantization.compressed_tensors.schemes",
         "CompressedTensorsW8A8Fp8.apply_weights",
-        "fp8",
+        "fp8_methods",
     ),
-    Seam(f"{_SCALED_MM}.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel.apply_scaled_mm", "fp8"),
+    Seam(
+        f"{_SCALED_MM}.ScaledMMLinearKernel", "FP8ScaledMMLinearKernel.apply_weights", "fp8_methods"
+    ),
     Seam(
         f"{_SCALED_MM}.BlockScaledMMLinearKernel",
-        "Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm",
-        "fp8",
+        "Fp8BlockScaledMMLinearKernel.apply_weights",
+        "fp8_methods",
     ),
-    Seam("vllm._custom_ops", "cutlass_scaled_mm", "partitioned_linear_fp8"),
+    Seam("vllm._custom_ops", "cutlass_scaled_mm", "library_gemms"),
     Seam(
         f"{_LAYERS}.quantization.utils.w8a8_utils",
         "CUTLASS_BLOCK_FP8_SUPPORTED",
-        "partitioned_linear_fp8",
+        "library_gemms",
     ),
     Seam(
         f"{_LAYERS}.quantization.utils.fp8_utils",
         "get_w8a8_block_fp8_configs",
-        "partitioned_linear_fp8",
+        "library_gemms",
     ),
     Seam(
         "vllm.v1.structured_output.request",

@@ -13,7 +13,7 @@ TP-p model is vLLM's own model class with parameters that are views for this mem
   ranks.
 
 How a layer applies its weights is vLLM's ``quant_method`` seam, so no vLLM class is changed. Which
-ranges a quantised layer's tensors have, and what multiplies them, ``fp8`` knows.
+ranges a quantised layer's tensors have, ``fp8`` knows; what multiplies them, ``fp8_methods``.
 """
 
 import itertools
@@ -56,17 +56,15 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from shoal.runtime.engine.kernels import partitioned_linear, partitioned_linear_fp8
+from shoal.runtime.engine.kernels import fp8_methods, partitioned_linear
+from shoal.runtime.engine.kernels.linear_tiles import MAX_RANGES
 from shoal.runtime.engine.weights import fp8
 from shoal.runtime.engine.weights.shards import PLAIN, Axes, UnviewableWeights
 
 VIEW_LOAD_FORMAT = "shoal_view"
 """``load_format`` of every layout but DP."""
 
-WEIGHT_SCHEME = (
-    f"gate_up=grouped,other_fused={'ranges' if partitioned_linear.ENABLED else 'split'},"
-    f"fp8_blocks={'ranges' if partitioned_linear_fp8.BLOCKS_ENABLED else 'triton'}"
-)
+WEIGHT_SCHEME = "gate_up=grouped,other_fused=partitioned_linear"
 """Order of the rows that a layout's code was compiled for, and what multiplies them.
 
 vLLM's compile cache does not see weight order: this string, with the number of groups, goes into
@@ -212,7 +210,7 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
         plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         if not isinstance(method, plain):
             fp8.check_method(method, layer, prefix)
-            return fp8.ViewedFp8(method) if self._views else method
+            return fp8_methods.ViewedFp8(method) if self._views else method
         if isinstance(layer, LinearBase):
             return PlainLinear(meta=self._views)
         if isinstance(layer, VocabParallelEmbedding):
@@ -404,7 +402,7 @@ def _view_parts(layer: nn.Module, full: nn.Module, rank: int, degree: int) -> No
 def _choose_method(layer: nn.Module) -> None:
     """Let a layer be computed in a way that its views allow."""
     if fp8.is_fp8(layer):
-        fp8.bind_kernels(layer)
+        fp8_methods.bind_kernels(layer)
     elif hasattr(layer, "parts"):
         if _in_one_launch(layer):
             _pair_parts(layer)
@@ -425,10 +423,8 @@ def _pair_parts(layer: nn.Module) -> None:
 
 
 def _in_one_launch(layer: nn.Module) -> bool:
-    on_gpu = layer.parts[0].weight.is_cuda
-    return (
-        partitioned_linear.ENABLED and on_gpu and len(layer.parts) <= partitioned_linear.MAX_RANGES
-    )
+    on_gpu: bool = layer.parts[0].weight.is_cuda
+    return on_gpu and len(layer.parts) <= MAX_RANGES
 
 
 def _view_replicated(layer: nn.Module, full: nn.Module, name: str) -> None:
@@ -534,7 +530,7 @@ def compile_kernels(model: nn.Module) -> None:
     shapes: set[Any] = set()
     for layer in model.modules():
         if fp8.is_fp8(layer):
-            fp8.warm_up(layer, shapes)
+            fp8_methods.warm_up(layer, shapes)
         if isinstance(getattr(layer, "quant_method", None), RowRangesLinear):
             weights, biases = _ranges(layer)
             shape = (*(weight.shape for weight in weights), bool(biases))

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from shoal.runtime.engine.kernels import partitioned_linear
+from shoal.runtime.engine.kernels.library_gemms import Ranges
+from shoal.runtime.engine.kernels.linear_candidates import Format, format_of
+from shoal.runtime.engine.kernels.linear_tiles import BLOCK, Tile
 from shoal.runtime.engine.kernels.partitioned_linear_kernel import (
     Scales,
-    Tile,
     arrival_counters,
     multiply,
 )
@@ -40,7 +42,6 @@ FP8_TILES = (
     Tile(8, 16, 64, splits=4, rows_first=True),
     Tile(16, 64, 128, rows_first=True),
 )
-BLOCK = 128
 BLOCK_TILES = (
     Tile(16, 32, BLOCK, splits=2),
     Tile(8, 64, BLOCK, rows_first=True),
@@ -79,8 +80,13 @@ def wide(draw: torch.Generator) -> Iterator[dict[str, Any]]:
             }
 
 
+def on_gpu(ranges: Ranges) -> Format:
+    return format_of(ranges)._replace(on_gpu=True)
+
+
 def operator(draw: torch.Generator) -> Iterator[dict[str, Any]]:
     """Yield cases of the operator as a GPU's, tiles and GEMMs; the interpreter has no bf16."""
+    partitioned_linear.format_of = on_gpu
     weight = torch.randn(200, 256, generator=draw).to(torch.float16)
     bias = torch.randn(200, generator=draw).to(torch.float16)
     ranges = (slice(16, 56), slice(100, 120), slice(170, 190))
@@ -90,9 +96,8 @@ def operator(draw: torch.Generator) -> Iterator[dict[str, Any]]:
         biases = [bias[rows] for rows in ranges] if has_bias else []
         expected = x.float() @ torch.cat(weights).float().T
         expected += torch.cat(biases).float() if has_bias else 0
-        out = partitioned_linear.on_gpu(
-            x, partitioned_linear.paired(weights), partitioned_linear.paired(biases)
-        )
+        pairs = [partitioned_linear.paired(ranges) for ranges in (weights, biases)]
+        out = partitioned_linear.linear(x, *pairs)
         yield {
             "case": f"{tokens} tokens, {has_bias=}",
             "error": (out - expected).abs().max().item() / expected.abs().max().item(),

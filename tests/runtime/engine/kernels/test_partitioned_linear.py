@@ -2,46 +2,31 @@
 
 import itertools
 import json
-import math
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.runtime.engine.kernels import partitioned_linear
-from shoal.runtime.engine.kernels.partitioned_linear_fp8 import BLOCK
-from shoal.runtime.engine.kernels.partitioned_linear_kernel import (
-    BLOCK_INPUT_RANGE_TILES,
-    BLOCK_QKV_TILES,
-    COUNTERS,
-    FP8_INPUT_RANGE_TILES,
-    FP8_QKV_TILES,
-    TILES,
-    Table,
-    tile_for,
-    tiles_of,
-    token_counts,
-)
+from shoal.runtime.engine.kernels import partitioned_linear, partitioned_linear_kernel
+from shoal.runtime.engine.kernels.library_gemms import Ranges
+from shoal.runtime.engine.kernels.linear_candidates import choice, format_of
+from shoal.runtime.engine.kernels.linear_tiles import ANY, BLOCK
 from shoal.runtime.engine.weights import shared_weights as weights
-
-DEPTH = 32
-RANGES = (slice(16, 56), slice(100, 120), slice(170, 190))
-
-
-def parts(*, bias: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    weight, added = torch.randn(200, DEPTH, generator=draw), torch.randn(200, generator=draw)
-    return [weight[rows] for rows in RANGES], [added[rows] for rows in RANGES] if bias else []
-
-
-def reference(
-    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
-) -> torch.Tensor:
-    return nn.functional.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-
+from tests.runtime.engine.kernels.fp8_layers import (
+    Given,
+    OnGpu,
+    assert_close,
+    block_reference,
+    block_wise,
+    input_range,
+    layer,
+    reference,
+)
+from tests.runtime.engine.kernels.ranges_of_rows import DEPTH, linear_reference, parts
 
 # --- the operator ---
 
@@ -50,7 +35,9 @@ def reference(
 @pytest.mark.parametrize("shape", [(1, DEPTH), (7, DEPTH), (2, 3, DEPTH)])
 def test_it_is_one_layer_over_all_ranges(shape: tuple[int, ...], bias: bool) -> None:
     x, arguments = torch.randn(shape), parts(bias=bias)
-    torch.testing.assert_close(partitioned_linear.linear(x, *arguments), reference(x, *arguments))
+    torch.testing.assert_close(
+        partitioned_linear.linear(x, *arguments), linear_reference(x, *arguments)
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -60,17 +47,9 @@ def test_it_takes_two_ranges_as_one(shape: tuple[int, ...], bias: bool) -> None:
     joined = [partitioned_linear.paired(ranges) for ranges in arguments]
     assert [weight.shape for weight in joined[0]] == [(40, DEPTH), (2, 20, DEPTH)]
     assert {weight.data_ptr() for weight in joined[0]} < {w.data_ptr() for w in arguments[0]}
-    torch.testing.assert_close(partitioned_linear.linear(x, *joined), reference(x, *arguments))
-
-
-def test_it_writes_to_a_part_of_a_tensor() -> None:
-    x, (weights_, biases) = torch.randn(7, DEPTH), parts(bias=True)
-    whole = torch.zeros(9, 100)
-    joined = [partitioned_linear.paired(ranges) for ranges in (weights_, biases)]
-    partitioned_linear.multiply_each(x, *joined, whole[1:8, 10:90])
-    torch.testing.assert_close(whole[1:8, 10:90], reference(x, weights_, biases))
-    whole[1:8, 10:90] = 0
-    assert not whole.any()
+    torch.testing.assert_close(
+        partitioned_linear.linear(x, *joined), linear_reference(x, *arguments)
+    )
 
 
 def test_what_are_no_two_ranges_of_one_size_stays_apart() -> None:
@@ -91,33 +70,149 @@ def test_what_are_no_two_ranges_of_one_size_stays_apart() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_its_declaration_is_true(bias: bool, joined: bool) -> None:
     """The schema (nothing is changed) and the shapes that compilers are told."""
-    operator = torch.ops.shoal.row_ranges_linear.default
+    operator = torch.ops.shoal.partitioned_linear.default
     checks = ("test_schema", "test_faketensor")
     arguments = [partitioned_linear.paired(a) if joined else a for a in parts(bias=bias)]
-    torch.library.opcheck(operator, (torch.randn(5, DEPTH), *arguments), test_utils=checks)
+    for shape in ((5, DEPTH), (2, 3, DEPTH)):
+        given = (torch.randn(shape), None, *arguments, [], None, 0)
+        torch.library.opcheck(operator, given, test_utils=checks)
 
 
 def test_it_is_opaque_to_a_compiler() -> None:
+    arguments = parts(bias=True)
+    assert_opaque(
+        lambda x: partitioned_linear.linear(x, *arguments),
+        [(torch.randn(tokens, DEPTH),) for tokens in (3, 8, 65)],
+        lambda x: linear_reference(x, *arguments),
+    )
+
+
+def assert_opaque(
+    compute: Callable[..., torch.Tensor],
+    inputs: list[tuple[torch.Tensor, ...]],
+    expected: Callable[..., torch.Tensor],
+    check: Callable[[torch.Tensor, torch.Tensor], None] = torch.testing.assert_close,
+) -> None:
+    """Check that a compiler sees one operator, in one graph for all numbers of tokens."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: object) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    arguments = parts(bias=True)
     compiled = torch.compile(
-        lambda x: partitioned_linear.linear(x, *arguments) * 2,
-        backend=backend,
-        fullgraph=True,
-        dynamic=True,
+        lambda *given: compute(*given) * 2, backend=backend, fullgraph=True, dynamic=True
     )
-    for tokens in (3, 8, 65):
-        x = torch.randn(tokens, DEPTH)
-        torch.testing.assert_close(compiled(x), reference(x, *arguments) * 2)
+    for given in inputs:
+        check(compiled(*given), expected(*given) * 2)
     (graph,) = graphs
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert len(called) == 2, called  # the multiplication by two is the other
-    assert "row_ranges_linear" in called[0]
+    assert "partitioned_linear" in called[0]
+
+
+# --- the operator in FP8 ---
+
+
+def computed(given: Given) -> torch.Tensor:
+    return partitioned_linear.linear(given.x, *given.ranges, x_scale=given.x_scale)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("by_token", "by_row"), list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_in_fp8_it_is_one_layer_over_all_ranges(
+    tokens: int, by_token: bool, by_row: bool, bias: bool, packed: bool
+) -> None:
+    given = layer(tokens, by_token=by_token, by_row=by_row, bias=bias, packed=packed)
+    assert_close(computed(given), reference(given))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_scales_may_be_those_of_blocks(tokens: int, bias: bool) -> None:
+    given = block_wise(tokens, bias=bias)
+    assert_close(computed(given), block_reference(given))
+
+
+@pytest.mark.parametrize("of", ["tokens", "rows"])
+def test_another_scale_is_another_layer(of: str) -> None:
+    """The comparison above can fail."""
+    given = layer()
+    if of == "tokens":
+        other = given._replace(x_scale=torch.ones_like(given.x_scale))
+    else:
+        other = given._replace(ranges=given.ranges._replace(scales=[torch.ones(1)] * 3))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_close(computed(other), reference(given))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("make", [layer, block_wise])
+def test_its_declaration_is_true_in_fp8(make: Callable[..., Given], bias: bool) -> None:
+    """The shapes that compilers are told, and that nothing is changed."""
+    operator = torch.ops.shoal.partitioned_linear.default
+    given, before = make(bias=bias), make(bias=bias)
+    arguments = (given.x, given.x_scale, *given.ranges)
+    torch.library.opcheck(operator, arguments, test_utils=("test_faketensor",))
+    computed(given)
+    for one, other in ((given.x, before.x), (given.x_scale, before.x_scale)):
+        assert torch.equal(one.float(), other.float())
+    for kind in ("weights", "biases", "scales"):
+        pairs = zip(getattr(given.ranges, kind), getattr(before.ranges, kind), strict=True)
+        assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
+
+
+def test_it_is_opaque_to_a_compiler_in_fp8() -> None:
+    given = layer()
+    assert_opaque(
+        lambda x, scale: partitioned_linear.linear(x, *given.ranges, x_scale=scale),
+        [layer(tokens)[:2] for tokens in (3, 8, 65)],
+        lambda x, scale: reference(Given(x, scale, given.ranges)),
+        assert_close,
+    )
+
+
+# --- warming up ---
+
+
+@pytest.mark.parametrize("block", [0, BLOCK])
+def test_scales_lie_as_in_a_step_when_kernels_are_compiled(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton has another form for each order of strides."""
+    strides = []
+
+    def linear(x: torch.Tensor, *ranges: Any, x_scale: torch.Tensor) -> None:
+        assert x_scale.shape == (x.shape[0], x.shape[1] // block if block else 1)
+        assert ranges[-1] == block
+        strides.append((x.shape[0], x_scale.stride()))
+
+    monkeypatch.setattr(partitioned_linear, "linear", linear)
+    monkeypatch.setattr(partitioned_linear, "compiled_steps", lambda _: [1, 16, 128, 145])
+    monkeypatch.setattr(partitioned_linear_kernel, "arrival_counters", lambda _: None)
+    ranges = input_range(5, 4).ranges
+    partitioned_linear.warm_up(*ranges._replace(block=block))
+    assert [tokens for tokens, _ in strides] == [1, 16, 128, 145]
+    assert {stride[0] for _, stride in strides} == {1}
+    assert all(stride[1] == tokens for tokens, stride in strides)
+
+
+def test_a_layer_in_16_bits_is_warmed_up_without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    def linear(x: torch.Tensor, *ranges: Any, x_scale: torch.Tensor | None) -> None:
+        assert x_scale is None
+        steps.append((tuple(x.shape), x.dtype, len(ranges[0])))
+
+    monkeypatch.setattr(partitioned_linear, "linear", linear)
+    monkeypatch.setattr(partitioned_linear_kernel, "arrival_counters", lambda _: None)
+    weights_ = [part.to(torch.bfloat16).as_subclass(OnGpu) for part in parts(bias=False)[0]]
+    partitioned_linear.warm_up(weights_, [])
+    expected = [most for c in choice(format_of(Ranges(weights_))) if (most := c.best_up_to) < ANY]
+    assert len(expected) > 4
+    assert steps == [((most, DEPTH), torch.bfloat16, 3) for most in expected]
 
 
 # --- the kernels ---
@@ -174,78 +269,6 @@ def test_of_blocks_they_compute_it_with_scales() -> None:
         assert result["counters"] == 0, result
 
 
-TABLES = (
-    (torch.bfloat16, 0, 3, TILES),
-    (torch.bfloat16, 0, 1, TILES),
-    (torch.float8_e4m3fn, 0, 3, FP8_QKV_TILES),
-    (torch.float8_e4m3fn, 0, 1, FP8_INPUT_RANGE_TILES),
-    (torch.float8_e4m3fn, BLOCK, 2, BLOCK_QKV_TILES),
-    (torch.float8_e4m3fn, BLOCK, 1, BLOCK_INPUT_RANGE_TILES),
-)
-
-
-@pytest.mark.parametrize(("dtype", "block", "ranges", "table"), TABLES)
-def test_each_kind_of_layer_has_a_table(
-    dtype: torch.dtype, block: int, ranges: int, table: Table
-) -> None:
-    assert tiles_of(dtype, block, ranges) is table
-
-
-@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 0), (torch.float8_e4m3fn, 64)])
-def test_what_no_kernel_knows_is_left_to_gemms(dtype: torch.dtype, block: int) -> None:
-    table = tiles_of(dtype, block)
-    assert tile_for(table, 1, 512, 512) is None
-    assert token_counts(table) == []
-
-
-of_every_table = pytest.mark.parametrize("table", [row[-1] for row in TABLES[1:]])
-SIZES = list(itertools.product((512, 768, 1280, 3072, 5120, 8192), (512, 2048, 4096, 14336)))
-
-
-@of_every_table
-def test_long_steps_are_left_to_gemms(table: Table) -> None:
-    longest = table[-1][0]
-    assert tile_for(table, longest, 512, 512) is not None
-    assert tile_for(table, longest + 1, 512, 512) is None
-
-
-@of_every_table
-def test_of_several_tiles_the_first_that_fits_is_taken(table: Table) -> None:
-    """None is hidden by those before it."""
-    sizes = sorted({limit for row in table for limit in row[1:3]})
-    tokens = sorted({row[0] for row in table})
-    chosen = [
-        next(row for row in table if row[3] is tile)
-        for each in itertools.product(tokens, sizes, sizes)
-        if (tile := tile_for(table, *each)) is not None
-    ]
-    assert {id(row) for row in chosen} == {id(row) for row in table}
-
-
-@of_every_table
-def test_split_tiles_have_a_counter_each(table: Table) -> None:
-    for tokens, (columns, depth) in itertools.product(range(1, table[-1][0] + 1), SIZES):
-        tile = tile_for(table, tokens, columns, depth)
-        if tile is not None and tile.splits > 1:
-            tiles = math.ceil(tokens / tile.tokens) * math.ceil(columns / tile.columns)
-            assert tiles <= COUNTERS
-
-
-@of_every_table
-def test_warming_up_needs_every_tile(table: Table) -> None:
-    for size in SIZES:
-        chosen = {tile_for(table, tokens, *size) for tokens in token_counts(table)}
-        tokens_of_all = range(1, table[-1][0] + 1)
-        assert chosen == {tile_for(table, tokens, *size) for tokens in tokens_of_all}
-
-
-@pytest.mark.parametrize("table", [BLOCK_QKV_TILES, BLOCK_INPUT_RANGE_TILES])
-def test_a_tile_of_blocks_is_as_deep_as_they_are(table: Table) -> None:
-    """And is none of the matrix-vector kernel's, which knows no blocks."""
-    assert {row[3].depth for row in table} == {BLOCK}
-    assert min(row[3].tokens for row in table) > 1
-
-
 # --- the layer ---
 
 
@@ -273,7 +296,7 @@ def test_both_methods_of_a_fused_layer_agree(bias: bool) -> None:
         for method in (weights.RowRangesLinear, weights.SplitLinear)
     ]
     torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(outputs[0], reference(x, *parts(bias=bias)))
+    torch.testing.assert_close(outputs[0], linear_reference(x, *parts(bias=bias)))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -287,7 +310,9 @@ def test_keys_and_values_are_one_part_of_a_layer(
     weights._choose_method(layer)
     assert isinstance(layer.quant_method, weights.RowRangesLinear)
     assert [part.weight.data_ptr() for part in layer.parts] == begins[:2]
-    torch.testing.assert_close(layer.quant_method.apply(layer, x), reference(x, *parts(bias=bias)))
+    torch.testing.assert_close(
+        layer.quant_method.apply(layer, x), linear_reference(x, *parts(bias=bias))
+    )
 
 
 def test_kernels_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:

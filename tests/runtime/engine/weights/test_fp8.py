@@ -39,14 +39,13 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
-    GroupShape,
     kFp8DynamicTokenSym,
 )
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.model_executor.warmup import deep_gemm_warmup
 from vllm.platforms import PlatformEnum
 
-from shoal.runtime.engine.kernels import partitioned_linear, partitioned_linear_fp8
+from shoal.runtime.engine.kernels import fp8_methods, partitioned_linear
 from shoal.runtime.engine.weights import fp8
 from shoal.runtime.engine.weights.shards import Axes, UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import (
@@ -205,7 +204,7 @@ def pick_for_blocks(patch: pytest.MonkeyPatch, kernel: type, for_inputs: type) -
     """Let vLLM pick a kernel for block-wise scales, and us another for ranges of inputs."""
     kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
     patch.setitem(kernels, PlatformEnum.CPU, [kernel])
-    patch.setitem(fp8._INPUT_RANGE_KERNELS, kernel, for_inputs)
+    patch.setitem(fp8_methods.INPUT_RANGE_KERNELS, kernel, for_inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -231,14 +230,13 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     # What vLLM chooses where it has CUTLASS.
     method = online_fp8.Fp8PerTensorOnlineLinearMethod
     monkeypatch.setattr(method, "activation_quant_key", kFp8DynamicTokenSym)
-    monkeypatch.setattr(fp8.InputRangeKernel, "is_supported", PackedKernel.is_supported)
-    monkeypatch.setitem(fp8._INPUT_RANGE_KERNELS, PackedKernel, fp8.InputRangeKernel)
+    monkeypatch.setitem(fp8_methods.INPUT_RANGE_KERNELS, PackedKernel, PackedKernel)
 
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM picks a block-wise kernel that a range of inputs is not for."""
-    kernel = fp8.BlockInputRangeKernel
+    kernel = TritonFp8BlockScaledMMKernel
     monkeypatch.setattr(kernel, "is_supported", ReferenceBlockKernel.is_supported)
     pick_for_blocks(monkeypatch, ReferenceBlockKernel, kernel)
 
@@ -439,13 +437,11 @@ def test_views_own_no_byte(name: str, rank: int, degree: int) -> None:
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("in_one_launch", [False, True])
 @pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kernel_that_ignores_strides_gets_no_range_of_inputs(
-    name: str, rank: int, in_one_launch: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, rank: int, bias: bool
 ) -> None:
-    monkeypatch.setattr(partitioned_linear, "ENABLED", in_one_launch)
     viewed = view(full(name, bias=bias), name, rank, 2, bias=bias)
     assert_like_stock(viewed, stock(name, rank, 2, bias=bias), rank, 2)
 
@@ -454,30 +450,25 @@ def test_a_kernel_that_ignores_strides_gets_no_range_of_inputs(
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The sizes of the ranges of rows of every layer that the operator computed."""
     calls: list[tuple[int, ...]] = []
-    linear = partitioned_linear_fp8.linear
+    linear = partitioned_linear.linear
 
     def noted(
-        x: torch.Tensor, x_scale: torch.Tensor, weights: list[torch.Tensor], *rest: Any
+        x: torch.Tensor, weights: list[torch.Tensor], *rest: Any, x_scale: torch.Tensor
     ) -> torch.Tensor:
         calls.append(tuple(weight.shape[0] for weight in weights))
-        return linear(x, x_scale, weights, *rest)
+        return linear(x, weights, *rest, x_scale=x_scale)
 
-    monkeypatch.setattr(partitioned_linear_fp8, "linear", noted)
+    monkeypatch.setattr(partitioned_linear, "linear", noted)
     return calls
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("in_one_launch", [False, True])
 @pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
 def test_ranges_of_rows_and_of_inputs_are_one_launch_each(
-    name: str,
-    in_one_launch: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    launched: list[tuple[int, ...]],
+    name: str, launched: list[tuple[int, ...]]
 ) -> None:
-    monkeypatch.setattr(partitioned_linear, "ENABLED", in_one_launch)
     outputs(view(full(name), name, 1, 2), torch.randn(5, HIDDEN), 1, 2)
-    assert launched == ([QKV_OF_TWO, (HIDDEN,), (HIDDEN,)] if in_one_launch else [])
+    assert launched == [QKV_OF_TWO, (HIDDEN,), (HIDDEN,)]
 
 
 @pytest.mark.usefixtures("blocks")
@@ -520,7 +511,7 @@ def test_ranges_with_block_wise_scales_are_one_operator_each_to_a_compiler(
                 assert torch.equal(compiled(x), apply(layer, x))
         (graph,) = graphs
         called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        assert sum("row_ranges_fp8_linear" in name for name in called) == 1, called
+        assert sum("partitioned_linear" in name for name in called) == 1, called
 
 
 @pytest.mark.usefixtures("blocks")
@@ -529,12 +520,12 @@ def test_ranges_with_block_wise_scales_are_one_operator_each_to_a_compiler(
 def test_what_picks_one_of_two_kernels_leaves_the_quantisation_to_the_second(
     name: str, powers: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pick_for_blocks(monkeypatch, EitherKernel, fp8.BlockInputRangeKernel)
+    pick_for_blocks(monkeypatch, EitherKernel, TritonFp8BlockScaledMMKernel)
     monkeypatch.setattr(EitherKernel, "powers", powers)
     viewed = view(full(name), name, 1, 2)
     assert_like_stock(viewed, stock(name, 1, 2), 1, 2)
     assert launched == [QKV_OF_TWO, (HIDDEN,), (HIDDEN,)]
-    assert fp8._owner(viewed.o_proj).fp8_linear.quant_fp8.use_ue8m0 == powers
+    assert fp8_methods.fp8_owner(viewed.o_proj).fp8_linear.quant_fp8.use_ue8m0 == powers
 
 
 @pytest.mark.usefixtures("blocks")
@@ -546,20 +537,30 @@ def test_qkv_that_our_kernel_does_not_know_is_a_product_for_each_part(
     if reason == "inputs as they are":
         pick_for_blocks(monkeypatch, QuantisingBlockKernel, QuantisingBlockKernel)
     else:
-        monkeypatch.setattr(partitioned_linear_fp8, "BLOCK", 64)
-    layer = view(full(name), name, 1, 2).qkv_proj
-    assert type(layer.quant_method) is fp8.SplitFp8
-    assert fp8.launches(layer) == []
-    layer.quant_method.apply(layer, torch.randn(5, HIDDEN))
+        monkeypatch.setattr(fp8_methods, "BLOCK", 64)
+    viewed = view(full(name, bias=True), name, 1, 2, bias=True)
+    layer, expected = viewed.qkv_proj, stock(name, 1, 2, bias=True).qkv_proj
+    assert type(layer.quant_method) is fp8_methods.SplitFp8
+    assert warmed_up(layer, monkeypatch) == []
+    x = torch.randn(5, HIDDEN)
+    torch.testing.assert_close(layer(x)[0], expected(x)[0], rtol=0.02, atol=0.02)
     assert launched == []
+
+
+def warmed_up(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the ranges for which a layer has kernels of ours compiled."""
+    ranges: list[Any] = []
+    monkeypatch.setattr(partitioned_linear, "warm_up", lambda *given: ranges.append(given))
+    fp8_methods.warm_up(layer, set())
+    return ranges
 
 
 @pytest.fixture
 def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM picks DeepGEMM, which it has for GPUs alone."""
-    pick_for_blocks(monkeypatch, DeepGemmFp8BlockScaledMMKernel, fp8.BlockInputRangeKernel)
+    pick_for_blocks(monkeypatch, DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel)
     supported = ReferenceBlockKernel.is_supported
-    for kernel in (DeepGemmFp8BlockScaledMMKernel, fp8.BlockInputRangeKernel):
+    for kernel in (DeepGemmFp8BlockScaledMMKernel, TritonFp8BlockScaledMMKernel):
         monkeypatch.setattr(kernel, "is_supported", supported)
     monkeypatch.setattr(DeepGemmFp8BlockScaledMMKernel, "can_implement", lambda _: (True, None))
     multiply = ReferenceBlockKernel.apply_block_scaled_mm
@@ -576,7 +577,8 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vllm_warms_deep_gemm_up_for_what_a_layout_multiplies_with_it(
     name: str, in_one_launch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partitioned_linear, "ENABLED", in_one_launch)
+    if not in_one_launch:
+        monkeypatch.setattr(fp8_methods, "MAX_RANGES", 1)
     warmed: list[tuple[int, ...]] = []
 
     def warm_up(w: torch.Tensor, ws: torch.Tensor, **_: object) -> None:
@@ -594,33 +596,29 @@ def test_vllm_warms_deep_gemm_up_for_what_a_layout_multiplies_with_it(
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize(
-    "reason", ["switched off", "blocks switched off", "other blocks", "scales of exponents"]
-)
+@pytest.mark.parametrize("reason", ["other blocks", "scales of exponents"])
 def test_what_our_kernel_does_not_know_is_left_to_vllms(
     reason: str, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Asked(Exception):
         pass
 
-    def ask(*_: object) -> None:
+    def ask(*_: object, **__: object) -> None:
         raise Asked
 
     monkeypatch.setattr(TritonFp8BlockScaledMMKernel, "apply_block_scaled_mm", ask)
-    monkeypatch.setattr(partitioned_linear, "ENABLED", reason != "switched off")
-    monkeypatch.setattr(partitioned_linear_fp8, "BLOCKS_ENABLED", reason != "blocks switched off")
     name = "fp8 block-wise"
-    layer = view(full(name), name, 1, 2).o_proj
-    kernel = fp8._owner(layer).fp8_linear
+    dp = full(name)
     if reason == "other blocks":
-        kernel.weight_group_shape = GroupShape(64, 128)
-    elif reason == "scales of exponents":
-        exponents = layer.weight_scale_inv.data.to(torch.float8_e8m0fnu)
-        layer.weight_scale_inv = nn.Parameter(exponents, requires_grad=False)
+        monkeypatch.setattr(fp8_methods, "BLOCK", 64)
+    else:
+        exponents = dp.o_proj.weight_scale_inv.data.to(torch.float8_e8m0fnu)
+        dp.o_proj.weight_scale_inv = nn.Parameter(exponents, requires_grad=False)
+    layer = view(dp, name, 1, 2).o_proj
     with pytest.raises(Asked):
         layer.quant_method.apply(layer, torch.randn(5, HEADS * HEAD_DIM // 2))
     assert launched == []
-    assert fp8.launches(layer) == []
+    assert warmed_up(layer, monkeypatch) == []
 
 
 @pytest.mark.parametrize("name", PER_TENSOR_OR_CHANNEL)
@@ -637,11 +635,11 @@ def test_kernels_are_compiled_once_for_each_shape(
 ) -> None:
     warmed: list[tuple[int, int, int]] = []
 
-    def warm_up(weights: Any, _: object, biases: Any, dtype: torch.dtype, block: int) -> None:
+    def warm_up(weights: Any, biases: Any, _: object, dtype: torch.dtype, block: int) -> None:
         assert (dtype, block) == (torch.bfloat16, 0)
         warmed.append((len(weights), weights[0].shape[1], len(biases)))
 
-    monkeypatch.setattr(partitioned_linear_fp8, "warm_up", warm_up)
+    monkeypatch.setattr(partitioned_linear, "warm_up", warm_up)
     name = "compressed-tensors per channel"
     viewed = view(full(name, bias=bias), name, 1, 2, bias=bias)
     compile_kernels(nn.ModuleList([viewed, view(full(name), name, 1, 2)]))
@@ -650,20 +648,17 @@ def test_kernels_are_compiled_once_for_each_shape(
     with_bias = [(3, HIDDEN, 3), (1, HEADS * HEAD_DIM // 2, 1), (1, INTERMEDIATE // 2, 1)]
     assert sorted(warmed) == sorted(without + (with_bias if bias else []))
 
-    warmed.clear()
-    monkeypatch.setattr(partitioned_linear, "ENABLED", False)
-    compile_kernels(viewed)
-    assert warmed == []
-
 
 @pytest.mark.usefixtures("packed")
 def test_with_a_range_of_inputs_it_would_compute_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def keep_kernel(layer: nn.Module) -> None:
-        fp8._note_loaded(layer.scheme.fp8_linear, layer)
+    def keep_kernel(layer: nn.Module) -> bool:
+        if not hasattr(layer, "parts"):
+            fp8_methods._note_loaded(layer.scheme.fp8_linear, layer)
+        return hasattr(layer, "parts")
 
-    monkeypatch.setattr(fp8, "_bind_input_range", keep_kernel)
+    monkeypatch.setattr(fp8_methods, "_in_one_launch", keep_kernel)
     name = "compressed-tensors per channel"
     viewed = view(full(name), name, 1, 2)
     with pytest.raises(AssertionError, match="o_proj"):
@@ -699,13 +694,13 @@ def test_of_blocks_only_row_parallel_scales_are_the_layouts_own(name: str, rank:
 def test_scales_of_inputs_lie_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuBLAS and CUTLASS want them, with no copy before a product."""
 
-    def noted(x: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def noted(x: torch.Tensor, *ranges: Any, x_scale: torch.Tensor) -> torch.Tensor:
         orders.append((x.shape, x_scale.stride()))
-        return linear(x, x_scale, *rest)
+        return linear(x, *ranges, x_scale=x_scale)
 
     orders: list[tuple[torch.Size, tuple[int, ...]]] = []
-    linear = partitioned_linear_fp8.linear
-    monkeypatch.setattr(partitioned_linear_fp8, "linear", noted)
+    linear = partitioned_linear.linear
+    monkeypatch.setattr(partitioned_linear, "linear", noted)
     viewed = view(full(name), name, 1, 2)
     for layer in (viewed.o_proj, viewed.down_proj):
         layer.quant_method.apply(layer, torch.randn(5, layer.input_size_per_partition))
@@ -717,17 +712,18 @@ def test_scales_of_inputs_lie_block_by_block(name: str, monkeypatch: pytest.Monk
 def test_kernels_for_blocks_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     warmed: list[tuple[int, int, int, int]] = []
 
-    def warm_up(weights: Any, scales: Any, biases: Any, _: torch.dtype, block: int) -> None:
+    def warm_up(weights: Any, biases: Any, scales: Any, _: torch.dtype, block: int) -> None:
         for weight, scale in zip(weights, scales, strict=True):
             assert scale.shape == tuple(size // block for size in weight.shape)
         warmed.append((len(weights), weights[0].shape[1], len(biases), block))
 
-    monkeypatch.setattr(partitioned_linear_fp8, "warm_up", warm_up)
+    monkeypatch.setattr(partitioned_linear, "warm_up", warm_up)
     name = "fp8 block-wise"
     dp = full(name, bias=True)
     compile_kernels(nn.ModuleList([view(dp, name, rank, 2, bias=True) for rank in (0, 1)]))
     depths = (HEADS * HEAD_DIM // 2, INTERMEDIATE // 2)
-    assert warmed == [(3, HIDDEN, 3, BLOCK), *((1, depth, 0, BLOCK) for depth in depths)]
+    row_parallel = [(1, depth, biases, BLOCK) for depth in depths for biases in (0, 1)]
+    assert warmed == [(3, HIDDEN, 3, BLOCK), *row_parallel]
 
 
 # --- what cannot be viewed ---
