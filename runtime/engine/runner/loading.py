@@ -35,7 +35,7 @@ from shoal.runtime.engine.runner.device_memory import MemoryPhases
 from shoal.runtime.engine.sequence.capture_sizes import wanted_sizes
 from shoal.runtime.engine.sequence.peer_exchange import exchanges_by_peers
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps, share_of
-from shoal.runtime.engine.sequence.sp_settings import exchange_setting, replays_graphs
+from shoal.runtime.engine.sequence.sp_settings import exchange_setting
 from shoal.runtime.engine.sequence.ulysses import check_exchangeable
 from shoal.runtime.engine.weights.shared_weights import register_view_loader
 
@@ -66,8 +66,7 @@ class LayoutLoader:
         self._dp: VllmConfig
         by_sequence = node.max_sp > 1
         self._exchange = exchange_setting() if by_sequence else ""
-        self._replays = by_sequence and replays_graphs()
-        self._captures_larger = self._replays and not node.vllm.sizes_are_chosen
+        self._captures_larger = by_sequence and not node.vllm.sizes_are_chosen
         register_view_loader(
             lambda: self.layouts[OWN].model,
             lambda rank, degree: head_shard(rank, degree, node.max_sp),
@@ -172,7 +171,7 @@ class LayoutLoader:
     def _captures(self, degree: int, config: VllmConfig) -> CapturedSteps:
         """Return what is to be known of a layout's graphs: nothing, unless a group replays them."""
         shares = self._shares(degree)
-        if not (shares and self._replays):
+        if not shares:
             return CapturedSteps()
         most = share_of(config, min(shares))
         larger = wanted_sizes(config, most) if self._captures_larger else []

@@ -79,11 +79,6 @@ def test_who_chooses_sizes_gets_those_alone() -> None:
     assert captures(chosen) == {1: (True, []), 2: NONE, 4: NONE}
 
 
-def test_graphs_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_SP_GRAPHS", "0")
-    assert captures(loader(4)) == {1: NONE, 2: NONE, 4: NONE}
-
-
 def test_memory_is_kept_for_the_larger_graphs_that_vllm_does_not_measure() -> None:
     """It measures those of DP."""
     connected = 2 * CONNECTED_LAYOUT_BYTES
@@ -93,12 +88,9 @@ def test_memory_is_kept_for_the_larger_graphs_that_vllm_does_not_measure() -> No
     assert loader(2, sizes_are_chosen=True)._reserved() == connected
 
 
-@pytest.mark.parametrize("name", ["SHOAL_SP_EXCHANGE", "SHOAL_SP_GRAPHS"])
-def test_a_wrong_word_is_found_before_anything_is_loaded(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "yes")
-    with pytest.raises(SettingError, match=f"^{name}=yes: "):
+def test_a_wrong_word_is_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SP_EXCHANGE", "yes")
+    with pytest.raises(SettingError, match=r"^SHOAL_SP_EXCHANGE=yes: "):
         loader(2)
     loader(1)
 
