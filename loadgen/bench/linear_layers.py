@@ -116,8 +116,8 @@ class Layers:
     def ways(self, given: Input) -> Mapping[str, Way]:
         """Return what libraries can do, by name, and what a layout calls.
 
-        Each is timed on packed weights, and on DP's as far as it reads them; what reads only packed
-        ones is also timed with a copy before. Of several ranges in FP8, all are.
+        Each is timed on packed weights, and on DP's if it reads them: in FP8 it copies several
+        ranges then. What reads only packed weights is also timed with a copy before.
         """
         with contextlib.suppress(ImportError):  # It registers the operator for blocks.
             from vllm.model_executor.kernels.linear.scaled_mm import triton  # noqa: F401
@@ -153,7 +153,6 @@ STOCK = {
     "fp8-block": "cuBLAS for blocks, packed",
 }
 """The way that others are compared with: one product of PyTorch's over packed weights."""
-
 
 LIBRARIES = [candidate for candidate in CANDIDATES if candidate.best_up_to == ANY]
 """What is timed beside our kernel; vLLM's, where it is installed."""
@@ -228,7 +227,8 @@ def _cut(full: Ranges, ranges: list[slice], inputs: slice) -> Ranges:
     weights = [full.weights[0][rows, inputs] for rows in ranges]
     scales: list[torch.Tensor] = []
     if full.block:
-        scales = [full.scales[0][_blocks(rows), _blocks(inputs)] for rows in ranges]
+        # A layout packs those of a range of inputs.
+        scales = [full.scales[0][_blocks(rows), _blocks(inputs)].contiguous() for rows in ranges]
     elif full.scales:
         scales = [full.scales[0][rows] for rows in ranges]
     return full._replace(weights=weights, scales=scales)
