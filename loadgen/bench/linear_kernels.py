@@ -23,11 +23,18 @@ from typing import Any
 
 import torch
 
-from shoal.loadgen.bench.linear_layers import DTYPES, SHAPES, STOCK, Layers, Shape, kinds
+from shoal.loadgen.bench.linear_layers import (
+    DTYPES,
+    SHAPES,
+    STOCK,
+    Layers,
+    Shape,
+    kinds,
+    whole_weight,
+)
 from shoal.loadgen.bench.tiles_to_try import tiles_to_try, written
 from shoal.policies.values.layouts import Layout
-from shoal.runtime.engine.kernels.linear_tiles import BLOCK, Tile
-from shoal.runtime.engine.kernels.partitioned_linear_kernel import Scales, multiply
+from shoal.runtime.engine.kernels.linear_tiles import Tile
 
 TOKENS = {
     "bf16": (1, 8, 16, 32, 64, 128, 256, 512, 1024),
@@ -174,18 +181,10 @@ def _depths(dtype: str, shape: Shape, layout: Layout) -> list[int]:
 
 
 def _compile(dtype: str, depth: int, tile: Tile) -> None:
-    element = torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn
-    x = torch.zeros(128, depth, device="cuda", dtype=element)
-    out = torch.empty(tile.tokens, 128, device="cuda", dtype=torch.bfloat16)
-    scale = torch.ones(128, depth // BLOCK, device="cuda")
-    scales = {
-        "bf16": None,
-        "fp8": Scales(scale[:, 0].contiguous(), scale[:, 0].contiguous()),
-        "fp8-block": Scales(scale, scale, BLOCK),
-    }[dtype]
+    layers = Layers("any", dtype, [whole_weight(dtype, 128, depth)])
     # A tile that cannot be compiled is reported where it is measured.
     with contextlib.suppress(Exception):
-        multiply(x[: tile.tokens], [x], [], out, tile, scales)
+        layers.tiled(layers.input(tile.tokens), tile)(0)
 
 
 def compromises(cases: list[Case]) -> Iterator[str]:

@@ -205,14 +205,14 @@ def _row_parallel(name: str, dtype: str, outputs: int, inputs: int, layout: Layo
 
 def _members(dtype: str, rows: int, depth: int, layout: Layout) -> list[tuple[Ranges, int]]:
     """Return weights, and of each its members, so many that none stays in the cache."""
-    first = _full(dtype, rows, depth)
+    first = whole_weight(dtype, rows, depth)
     count = min(MOST_LAYERS, max(8, -(-UNCACHED * layout.tp // first.weights[0].nbytes)))
-    weights = [first, *(_full(dtype, rows, depth) for _ in range(count // layout.tp))]
+    weights = [first, *(whole_weight(dtype, rows, depth) for _ in range(count // layout.tp))]
     return list(itertools.product(weights, range(layout.tp)))[:count]
 
 
-def _full(dtype: str, rows: int, depth: int) -> Ranges:
-    """Return a weight of DP."""
+def whole_weight(dtype: str, rows: int, depth: int) -> Ranges:
+    """Return a random weight of one of ``DTYPES``, as DP has it."""
     weight = _random(dtype, rows, depth)
     if dtype == "bf16":
         return Ranges([weight])
