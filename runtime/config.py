@@ -9,6 +9,7 @@ import msgspec
 
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
+from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import units_of
 from shoal.policies.values.snapshot import Target
@@ -63,6 +64,13 @@ class FakeSettings(msgspec.Struct, frozen=True):
     steps_at_once: int = 1
     """Steps that decode the same requests run as one of their total length, up to this many: for
     simulated time. Their tokens come together; whatever arrives ends the run at the next step."""
+    layers: int = 8
+    """Up to as many stages of a unit each hold a part of them: a block takes more tokens."""
+
+    @property
+    def kv_geometry(self) -> KvGeometry:
+        """What a block holds in each layout."""
+        return KvGeometry(self.layers, self.kv_heads, self.block_tokens)
 
 
 Facts = Mapping[str, str]
@@ -76,9 +84,9 @@ class LayoutConfigs:
     Picklable, and here so that who is handed it needs no vLLM: the controller, for one.
     """
 
-    pickled: Mapping[int, bytes]
-    """The ``VllmConfig`` of every layout, by degree."""
-    facts: Mapping[int, Facts] = field(default_factory=dict)
+    pickled: Mapping[Layout, bytes]
+    """The ``VllmConfig`` of every layout."""
+    facts: Mapping[Layout, Facts] = field(default_factory=dict)
     """What each said where it was made."""
     log_stats: bool = True
     takes_what_fits: bool = False
@@ -194,15 +202,15 @@ class Addresses:
         """A runner's own PULL: steps of its single unit, and ``Attach``."""
         return self._ipc(f"runner-{engine}")
 
-    def group_runner(self, group: Unit, engine: int, generation: int = 0) -> str:
-        """A runner's PULL for the steps of one group, which was made so many times before."""
-        return self._ipc(f"group-{'-'.join(map(str, group.engines))}-{engine}.{generation}")
+    def queue(self, unit: Unit, engine: int, generation: int = 0) -> str:
+        """The PULL that a member's runner reads for a unit, which was made so many times before.
 
-    def queue(self, group: Unit, engine: int, generation: int = 0) -> str:
-        """The PULL that ``engine``'s runner reads for the unit ``group``: its own when alone."""
-        if not group.is_group:
+        Alone it reads its own.
+        """
+        if not unit.is_group:
             return self.runner(engine)
-        return self.group_runner(group, engine, generation)
+        members = "-".join(map(str, unit.engines))
+        return self._ipc(f"group-{unit.name}-{members}-{engine}.{generation}")
 
     def responses(self, engine: int) -> str:
         """An engine's PULL for the results of every core it leads."""

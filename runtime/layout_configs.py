@@ -24,6 +24,8 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 from vllm.usage.usage_lib import UsageContext
 
+from shoal.policies.values.kv_geometry import KvGeometry
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import Facts, LayoutConfigs
 
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
@@ -53,15 +55,15 @@ class ConfigurationDiffersError(ValueError):
     """What must be one configuration is two; the message names the first field that differs."""
 
 
-def take(configs: LayoutConfigs, degree: int) -> VllmConfig:
-    """Return a new copy of the configuration of the TP-``degree`` layout.
+def take(configs: LayoutConfigs, layout: Layout) -> VllmConfig:
+    """Return a new copy of a layout's configuration.
 
     Raises:
         ConfigurationDiffersError: this process sees another than the main process.
     """
-    config: VllmConfig = pickle.loads(configs.pickled[degree])
+    config: VllmConfig = pickle.loads(configs.pickled[layout])
     configure_logging_if_needed(config.logging_config)
-    if found := next(differences(facts_of(config), configs.facts[degree]), None):
+    if found := next(differences(facts_of(config), configs.facts[layout]), None):
         path, here, there = found
         raise ConfigurationDiffersError(
             f"{path} is {here} in this process and {there} in the main process"
@@ -94,27 +96,33 @@ def dp_config(engine_args: AsyncEngineArgs) -> VllmConfig:
 
 
 def layout_configs(
-    engine_args: AsyncEngineArgs, dp: VllmConfig, degrees: Sequence[int]
+    engine_args: AsyncEngineArgs, dp: VllmConfig, layouts: Sequence[Layout]
 ) -> LayoutConfigs:
     """Return the configurations of a node's layouts.
 
     Args:
         engine_args: what ``dp_config`` has made ``dp`` of.
         dp: the configuration of DP.
-        degrees: of the layouts, DP's 1 first.
+        layouts: the node's, DP first.
 
     Raises:
         ConfigurationDiffersError: vLLM would serve a group otherwise than DP.
     """
-    configs = {1: dp}
-    for degree in degrees[1:]:
-        configs[degree] = _group_config(engine_args, dp, degree)
+    model = dp.model_config
+    geometry = KvGeometry(
+        model.get_total_num_hidden_layers(),
+        model.get_total_num_kv_heads(),
+        dp.cache_config.block_size,
+    )
+    configs = {DP: dp}
+    for layout in layouts[1:]:
+        configs[layout] = _group_config(engine_args, dp, layout, geometry.block(layout).tokens)
     maybe_register_config_serialize_by_value()  # of this pickler
     given = (engine_args, engine_args.compilation_config)
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     return LayoutConfigs(
-        pickled={degree: bytes(ForkingPickler.dumps(config)) for degree, config in configs.items()},
-        facts={degree: facts_of(config) for degree, config in configs.items()},
+        pickled={layout: bytes(ForkingPickler.dumps(config)) for layout, config in configs.items()},
+        facts={layout: facts_of(config) for layout, config in configs.items()},
         takes_what_fits=dp.model_config.original_max_model_len == -1,
         log_stats=not engine_args.disable_log_stats,
         asynchronous_on_cpu=bool(engine_args.async_scheduling),
@@ -122,26 +130,20 @@ def layout_configs(
     )
 
 
-def block_tokens(degree: int, base_tokens: int, kv_heads: int) -> int:
-    """Return the tokens of one block under TP-``degree``.
-
-    Beyond ``kv_heads`` members each holds a full head already, so a block holds no more tokens.
-    """
-    return base_tokens * min(degree, kv_heads)
-
-
-def _group_config(engine_args: AsyncEngineArgs, dp: VllmConfig, degree: int) -> VllmConfig:
-    """Return vLLM's configuration of the same arguments, but for tensor parallelism."""
+def _group_config(
+    engine_args: AsyncEngineArgs, dp: VllmConfig, layout: Layout, block_tokens: int
+) -> VllmConfig:
+    """Return vLLM's configuration of the same arguments, but for how members share the model."""
     arguments = copy.copy(engine_args)
-    arguments.tensor_parallel_size = degree
-    arguments.block_size = block_tokens(
-        degree, dp.cache_config.block_size, dp.model_config.get_total_num_kv_heads()
-    )
+    arguments.tensor_parallel_size = layout.tp
+    arguments.pipeline_parallel_size = layout.pp
+    arguments.block_size = block_tokens
     config = dp_config(arguments)
     for path, group, alone in differences(facts_of(config), facts_of(dp)):
         if _within(path, OF_REQUESTS):
             raise ConfigurationDiffersError(
-                f"vLLM configures TP{degree} unlike DP: {path} is {group}, and not {alone}"
+                f"vLLM configures {layout.name.upper()} unlike DP: "
+                f"{path} is {group}, and not {alone}"
             )
     return config
 

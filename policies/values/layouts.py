@@ -3,6 +3,7 @@
 Both are frozen values: they are compared, hashed, sorted, sent between processes and used as keys.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -45,8 +46,7 @@ class Layout(
     @property
     def name(self) -> str:
         """Its name for people and labels: ``dp``, ``tp2``, ``pp2``, ``tp2-pp2``, ``tp4-ep4``."""
-        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "ep")]
-        return "-".join(part for part in parts if not part.endswith("p1")) or "dp"
+        return _name_of(self)
 
     def place(self, member: int) -> Place:
         """Return where a member stands.
@@ -60,6 +60,12 @@ class Layout(
     def answering_member(self) -> int:
         """Number of the member whose runner returns a step's tokens: the last stage's first."""
         return (self.pp - 1) * self.tp
+
+
+@functools.cache  # every step's answer names its layout
+def _name_of(layout: Layout) -> str:
+    axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    return "-".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "dp"
 
 
 DP = Layout()
@@ -103,6 +109,12 @@ def tensor_parallel(engines: Iterable[int]) -> Unit:
     """Return the unit in which all these engines divide every layer; of one engine, its own."""
     members = tuple(engines)
     return Unit(members, Layout(tp=len(members)))
+
+
+def unit_of(engine: int, layout: Layout) -> Unit:
+    """Return the aligned, adjacent engines with which an engine works in a layout."""
+    first = engine - engine % layout.world_size
+    return Unit(tuple(range(first, first + layout.world_size)), layout)
 
 
 def layouts_up_to(max_group: int) -> tuple[Layout, ...]:

@@ -156,6 +156,7 @@ class Node:
                 block_tokens=BLOCK_TOKENS,
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=self.shape.max_model_len,
+                layers=self.shape.layers,
                 kv_heads=self.shape.kv_heads,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 captured_tokens=self.captured_tokens,

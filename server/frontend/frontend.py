@@ -30,6 +30,7 @@ from vllm.utils.system_utils import set_ulimit
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from shoal.policies.values.layouts import DP
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.layout_configs import take
 from shoal.runtime.node.heartbeat import HeartbeatMonitor, heartbeat_path
@@ -98,7 +99,7 @@ class Frontend:
         Raises:
             ConfigurationDiffersError: see ``layout_configs.take``.
         """
-        config = take(self.config.vllm, 1)
+        config = take(self.config.vllm, DP)
         config.parallel_config._api_process_rank = self.index
         return config
 

@@ -118,12 +118,12 @@ def make_layout_configs(
     Args:
         engine_args: what ``vllm_config`` was made of.
         vllm_config: see ``make_vllm_config``.
-        layouts: those that have engines.
+        layouts: those that have engines, DP first.
 
     Raises:
         UserError: vLLM refuses a layout.
     """
     try:
-        return layout_configs(engine_args, vllm_config, [layout.tp for layout in layouts])
+        return layout_configs(engine_args, vllm_config, layouts)
     except Exception as error:  # see make_vllm_config
         raise UserError(one_line(error)) from error

@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime import layout_configs as module
 from shoal.runtime.config import LayoutConfigs, NodeConfig
-from shoal.runtime.engine.layouts.vllm_layout import layout_config
+from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.layout_configs import (
     ConfigurationDiffersError,
@@ -27,6 +29,8 @@ from shoal.runtime.layout_configs import (
     take,
 )
 from shoal.server.options.serve_options import DEMO_CHECKPOINT
+
+TP2 = Layout(tp=2)
 
 ENGINES_ADD = {
     "additional_config.shoal_weights": "the order of the weights, for vLLM's compile cache",
@@ -40,38 +44,38 @@ ENGINES_ADD = {
 """Fields in which what an engine runs with differs from what the main process has made."""
 
 
-def made(degrees: tuple[int, ...] = (1, 2), **fields: Any) -> LayoutConfigs:
+def made(layouts: Sequence[Layout] = (DP, TP2), **fields: Any) -> LayoutConfigs:
     """Return the configurations of a node that serves the demo model."""
     args = prepare(AsyncEngineArgs(**{"model": str(DEMO_CHECKPOINT), **fields}), api_servers=1)
-    return layout_configs(args, dp_config(args), degrees)
+    return layout_configs(args, dp_config(args), layouts)
 
 
 def altered(configs: LayoutConfigs, section: str, **fields: Any) -> LayoutConfigs:
     """Return configurations of which that of DP is another than the main process made."""
-    config = take(configs, 1)
+    config = take(configs, DP)
     for name, value in fields.items():
         setattr(getattr(config, section), name, value)
-    return dataclasses.replace(configs, pickled={1: bytes(ForkingPickler.dumps(config))})
+    return dataclasses.replace(configs, pickled={DP: bytes(ForkingPickler.dumps(config))})
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_engines_add_what_is_said_and_nothing_else(degree: int) -> None:
+@pytest.mark.parametrize("layout", [DP, TP2])
+def test_engines_add_what_is_said_and_nothing_else(layout: Layout) -> None:
     configs = made()
     node = NodeConfig(2, 2, "manual", "unused", configs)
-    ours, made_of = layout_config(node, degree, UnitExecutor), take(configs, degree)
+    ours, made_of = engine_config(node, layout, UnitExecutor), take(configs, layout)
     for path, _, _ in differences(facts_of(ours), facts_of(made_of)):
         assert any(f"{path}.".startswith(f"{name}.") for name in ENGINES_ADD), path
 
 
 def test_what_the_user_adds_to_the_configuration_stays() -> None:
     node = NodeConfig(2, 2, "manual", "unused", made(additional_config={"name": 1}))
-    assert layout_config(node, 1, UnitExecutor).additional_config["name"] == 1
+    assert engine_config(node, DP, UnitExecutor).additional_config["name"] == 1
 
 
 def test_a_process_that_has_another_value_is_refused() -> None:
     other = altered(made(), "scheduler_config", max_num_batched_tokens=99)
     with pytest.raises(ConfigurationDiffersError) as caught:
-        take(other, 1)
+        take(other, DP)
     (field, said) = str(caught.value).split(" is ")
     assert field == "max_in_flight_tokens" or field.endswith("max_num_batched_tokens")
     assert "in this process" in said
@@ -80,23 +84,24 @@ def test_a_process_that_has_another_value_is_refused() -> None:
 
 def test_a_process_that_derives_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = made()
-    take(configs, 1)
+    take(configs, DP)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ConfigurationDiffersError, match=r"^use_v2_model_runner is True in this"):
-        take(configs, 1)
+        take(configs, DP)
 
 
 def test_each_process_has_a_copy_of_its_own() -> None:
     configs = made()
-    take(configs, 1).scheduler_config.max_num_seqs = 1
-    assert take(configs, 1).scheduler_config.max_num_seqs > 1
+    take(configs, DP).scheduler_config.max_num_seqs = 1
+    assert take(configs, DP).scheduler_config.max_num_seqs > 1
 
 
 def test_a_group_has_the_limits_of_dp() -> None:
     """Which vLLM would double on CPUs."""
-    configs = made((1, 2, 4))
+    layouts = layouts_up_to(4)
+    configs = made(layouts)
     for name in ("max_num_batched_tokens", "max_num_seqs"):
-        assert len({getattr(take(configs, d).scheduler_config, name) for d in (1, 2, 4)}) == 1
+        assert len({getattr(take(configs, of).scheduler_config, name) for of in layouts}) == 1
 
 
 def test_a_group_that_vllm_would_serve_otherwise_is_refused(
@@ -111,7 +116,7 @@ def test_a_group_that_vllm_would_serve_otherwise_is_refused(
     dp = dp_config(args)
     monkeypatch.setattr(module, "dp_config", derive)
     with pytest.raises(ConfigurationDiffersError, match=r"TP2 unlike DP: .*max_num_seqs is"):
-        layout_configs(args, dp, (1, 2))
+        layout_configs(args, dp, (DP, TP2))
 
 
 def test_a_configuration_class_of_the_models_own_travels_by_value(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_a_configuration_class_of_the_models_own_travels_by_value(tmp_path: Path
     configs = made(model=str(model), trust_remote_code=True)
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
-    assert type(take(configs, 2).model_config.hf_config).__name__ == "OwnConfig"
+    assert type(take(configs, TP2).model_config.hf_config).__name__ == "OwnConfig"
 
 
 @pytest.mark.parametrize(
@@ -149,18 +154,18 @@ def test_a_configuration_class_of_the_models_own_travels_by_value(tmp_path: Path
     ],
 )
 def test_who_says_what_is_captured_is_known(fields: dict[str, Any], chosen: bool) -> None:
-    assert made((1,), **fields).sizes_are_chosen is chosen
+    assert made((DP,), **fields).sizes_are_chosen is chosen
 
 
 @pytest.mark.parametrize(("length", "fits"), [(None, False), (128, False), (-1, True)])
 def test_a_length_that_is_left_to_the_memory_is_known(length: int | None, fits: bool) -> None:
-    assert made((1,), max_model_len=length).takes_what_fits is fits
+    assert made((DP,), max_model_len=length).takes_what_fits is fits
 
 
 def test_who_is_handed_them_needs_no_vllm() -> None:
     """A controller that is spawned reads the node's configuration, and none of vLLM's."""
     node = NodeConfig(
-        engines=1, max_group=1, policy="manual", runtime_dir="/tmp", vllm=LayoutConfigs({1: b""})
+        engines=1, max_group=1, policy="manual", runtime_dir="/tmp", vllm=LayoutConfigs({DP: b""})
     )
     script = (
         "import pickle, sys\n"

@@ -18,7 +18,7 @@ from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import facts_of
 from shoal.server.commands import serve
@@ -54,12 +54,12 @@ def stock(argv: Sequence[str]) -> Made:
     return Made(args, engine_args, config)
 
 
-def ours(argv: Sequence[str], degrees: Sequence[int] = (1,)) -> Made:
+def ours(argv: Sequence[str], layouts: Sequence[Layout] = (DP,)) -> Made:
     """Do what ``shoal serve`` does with a command line."""
     args = serve.read_options(argv).args
     engine_args = vllm_options.engine_args(args)
     config = vllm_options.make_vllm_config(engine_args)
-    configs = vllm_options.make_layout_configs(engine_args, config, [Layout(tp=n) for n in degrees])
+    configs = vllm_options.make_layout_configs(engine_args, config, layouts)
     return Made(args, engine_args, config, configs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime.layout_configs import OF_THE_SIZE, flat, take
 from shoal.server.commands import serve
 from shoal.server.errors import UserError
@@ -81,10 +82,10 @@ def test_a_node_has_the_configuration_of_stock_vllm(argv: list[str]) -> None:
 
 @pytest.mark.parametrize("argv", OPTIONS)
 def test_processes_get_what_the_main_process_has(argv: list[str]) -> None:
-    made = ours([MODEL, *argv], (1, 2))
+    made = ours([MODEL, *argv], layouts_up_to(2))
     assert made.configs is not None
-    assert differing(take(made.configs, 1), made.config) == {}
-    group = differing(take(made.configs, 2), made.config)
+    assert differing(take(made.configs, DP), made.config) == {}
+    group = differing(take(made.configs, Layout(tp=2)), made.config)
     assert unexplained(group, [OF_THE_SIZE]) == []
     assert group["parallel_config.tensor_parallel_size"] == ("2", "1")
 
@@ -119,10 +120,11 @@ def large_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("large_device")
 def test_every_layout_has_the_step_of_a_server_on_its_device() -> None:
-    made = ours([MODEL], (1, 2, 4))
+    made = ours([MODEL], layouts_up_to(4))
     assert made.configs is not None
     steps = [
-        take(made.configs, degree).scheduler_config.max_num_batched_tokens for degree in (1, 2, 4)
+        take(made.configs, layout).scheduler_config.max_num_batched_tokens
+        for layout in layouts_up_to(4)
     ]
     assert steps == [8192] * 3
     assert stock([MODEL]).config.scheduler_config.max_num_batched_tokens == 8192

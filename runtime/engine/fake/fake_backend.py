@@ -218,7 +218,7 @@ _UTILITY_RESULTS: dict[str, Any] = {
 
 
 def _limits(settings: FakeSettings, layout: Layout, max_sp: int) -> LayoutLimits:
-    block_tokens = settings.block_tokens * min(layout.tp, settings.kv_heads)
+    block_tokens = settings.kv_geometry.block(layout).tokens
     return LayoutLimits(
         layout=layout,
         block_tokens=block_tokens,

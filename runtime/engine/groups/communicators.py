@@ -1,6 +1,6 @@
 """All communicators of a node, created once at start and made current by one context manager.
 
-Flying Serving, 4.3 (communicator pool). A process takes part in one group of every degree; vLLM
+Flying Serving, 4.3 (communicator pool). A process takes part in one unit of every layout; vLLM
 keeps "the" groups of a process in module globals of ``vllm.distributed.parallel_state``, so being
 in a layout means having its groups in those globals.
 """
@@ -15,7 +15,7 @@ import vllm.distributed.parallel_state as parallel_state
 import vllm.v1.worker.workspace as workspace
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from shoal.policies.values.layouts import Engines
+from shoal.policies.values.layouts import Engines, Layout
 from shoal.runtime.engine.groups.head_order import peers_of
 from shoal.runtime.engine.groups.rendezvous import Rendezvous, new_group_replaced, number_process
 
@@ -28,22 +28,22 @@ class Communicators:
     """The groups of one layout on this process, and the workspace that goes with them.
 
     Args:
+        layout: the layout.
         config: of the layout.
         backend: of the process groups.
-        rendezvous: of the layout's group.
+        rendezvous: of this process's unit in the layout.
     """
 
-    def __init__(self, config: VllmConfig, backend: str, rendezvous: Rendezvous) -> None:
-        """Create the groups with vLLM's own initialiser. Collective over the layout's group."""
-        degree = config.parallel_config.tensor_parallel_size
+    def __init__(
+        self, layout: Layout, config: VllmConfig, backend: str, rendezvous: Rendezvous
+    ) -> None:
+        """Create the groups with vLLM's own initialiser. Collective over the unit."""
         # vLLM's CPU communicator goes through shared memory only where all ranks have one name for
         # it. Shared memory spins while it waits, starves engines that share cores, hangs for ever
         # when a member dies and leaks when one is killed: with a name for each, they use gloo.
         os.environ["VLLM_DIST_IDENT"] = rendezvous.own_name
-        # Compiled graphs, cached ones too, call vLLM's groups by name: however often a layout is
-        # made, its groups have the names that they get in a process that makes every one once.
-        place = degree.bit_length() - 1
-        parallel_state._group_name_counter.update(dict.fromkeys(_GROUP_NAMES, place))
+        number = number_of(layout)
+        parallel_state._group_name_counter.update(dict.fromkeys(_GROUP_NAMES, number))
         saved = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
         for name in GROUP_GLOBALS:
             setattr(parallel_state, name, None)
@@ -54,7 +54,7 @@ class Communicators:
                 set_current_vllm_config(config),
                 new_group_replaced(rendezvous.new_group),
             ):
-                parallel_state.initialize_model_parallel(degree, backend=backend)
+                parallel_state.initialize_model_parallel(layout.tp, layout.pp, backend=backend)
             self._groups = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
         finally:
             for name, group in saved.items():
@@ -147,6 +147,17 @@ class Active:
         self._layout.workspace = workspace._manager
         workspace._manager = self._saved_workspace
         parallel_state.__dict__.update(self._saved)
+
+
+def number_of(layout: Layout) -> int:
+    """Return the number that the names of a layout's groups in vLLM end with, such as ``tp:2``.
+
+    Compiled graphs, cached ones too, call vLLM's groups by these names. So a layout's number is the
+    same in every process and on every node, however often the layout is made, and no other layout
+    has it.
+    """
+    tp, pp, ep = (axis.bit_length() - 1 for axis in (layout.tp, layout.pp, layout.ep))
+    return tp | pp << 4 | ep << 8
 
 
 def _drop_broadcaster(group: Any) -> None:

@@ -1,9 +1,10 @@
 """Who holds which heads, and who exchanges with whom, when a group runs steps by sequence.
 
-Shift Parallelism, 3.2 and 3.3.1. A group of ``p`` engines runs a step as SP over a *base*: ``sp``
-members share the tokens, each as one of ``tp`` engines that share the weights, ``p = sp * tp``.
-Member ``r`` has place ``r % tp`` in its TP group, whose members are adjacent, and place ``r // tp``
-in its SP group, whose members are ``tp`` apart. All here is arithmetic on such places.
+Shift Parallelism, 3.2 and 3.3.1. A TP layout of ``tp`` engines runs a step as SP over a *base*:
+``base.sp`` members share the tokens, each as one of ``base.tp`` engines that share the weights, and
+``tp = base.sp * base.tp``. Member ``r`` has place ``r % base.tp`` in its TP group, whose members
+are adjacent, and place ``r // base.tp`` in its SP group, whose members are ``base.tp`` apart. All
+functions here do arithmetic on such places.
 """
 
 from dataclasses import dataclass
@@ -11,25 +12,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Base:
-    """The (SP, TP) that a group runs a step by sequence as."""
+    """The (SP, TP) that a TP layout runs a step by sequence as."""
 
     sp: int
     tp: int
 
 
-def base_of(degree: int, max_sp: int) -> Base:
-    """Return the base of a group of ``degree``: as much SP as is allowed, TP for the rest.
+def base_of(tp: int, max_sp: int) -> Base:
+    """Return the base of a TP layout: as much SP as is allowed, TP for the rest.
 
     Args:
-        degree: members of the group, a power of two.
+        tp: members of the layout, a power of two.
         max_sp: largest SP degree, a power of two.
     """
-    sp = min(degree, max_sp)
-    return Base(sp, degree // sp)
+    sp = min(tp, max_sp)
+    return Base(sp, tp // sp)
 
 
-def head_shard(member: int, degree: int, max_sp: int) -> int:
-    """Return which of ``degree`` equal shards of the attention heads ``member`` holds.
+def head_shard(member: int, tp: int, max_sp: int) -> int:
+    """Return which of ``tp`` equal shards of the attention heads ``member`` holds.
 
     Shift Parallelism, 3.3.1. A member of the base computes the heads of its place in the TP group,
     and the all-to-all leaves it with as many of these as its place in the SP group says. The KV
@@ -37,11 +38,11 @@ def head_shard(member: int, degree: int, max_sp: int) -> int:
     that runs by sequence, so its shards are in the order that its own base gives them.
 
     Args:
-        member: place in the group.
-        degree: members of the group.
-        max_sp: largest SP degree; 1, or one that spans the group, gives the order of the members.
+        member: place in the layout.
+        tp: members of the layout.
+        max_sp: largest SP degree; 1, or one that spans the layout, gives the order of the members.
     """
-    base = base_of(degree, max_sp)
+    base = base_of(tp, max_sp)
     if base.sp == 1:
         return member
     return head_shard(member % base.tp, base.tp, max_sp) * base.sp + member // base.tp
@@ -49,7 +50,7 @@ def head_shard(member: int, degree: int, max_sp: int) -> int:
 
 @dataclass(frozen=True)
 class Peers:
-    """Which members of a group exchange: three ways to divide all of them into groups.
+    """Which members of a layout exchange: three ways to divide all of them into groups.
 
     Attributes:
         sp: those that share a step's tokens.
@@ -62,21 +63,21 @@ class Peers:
     within: tuple[tuple[int, ...], ...]
 
 
-def peers_of(degree: int, max_sp: int, kv_heads: int) -> Peers:
-    """Return who exchanges with whom in a group (Shift Parallelism, Algorithms 1 and 2).
+def peers_of(tp: int, max_sp: int, kv_heads: int) -> Peers:
+    """Return who exchanges with whom in a TP layout (Shift Parallelism, Algorithms 1 and 2).
 
     With at least as many KV heads as members, every GQA group is one member, and KV heads are
     exchanged like queries.
 
     Args:
-        degree: members of the group.
+        tp: members of the layout.
         max_sp: largest SP degree.
         kv_heads: KV heads of a layer of the whole model.
     """
-    base = base_of(degree, max_sp)
+    base = base_of(tp, max_sp)
     across = min(base.sp, max(1, kv_heads // base.tp))
     size = base.sp // across
-    groups = tuple(tuple(range(place, degree, base.tp)) for place in range(base.tp))
+    groups = tuple(tuple(range(place, tp, base.tp)) for place in range(base.tp))
     return Peers(
         sp=groups,
         across=tuple(group[place::size] for group in groups for place in range(size)),

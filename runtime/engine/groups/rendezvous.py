@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shoal.policies.values.layouts import Engines
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.node.runtime_dir import remove_former
 
 LOAD_SECONDS = 1800.0
@@ -105,28 +105,28 @@ _EXCHANGE = re.compile(r"(?P<before>.*SymmetricMemory\w*/)(?P<number>\d+)(?P<aft
 
 
 class Rendezvous:
-    """Where the members of one group make the process groups of their layout.
+    """Where the members of one unit make the process groups of their layout.
 
     Args:
         directory: the node's private directory; the members meet at a file in it.
-        group: the engines of the group.
+        unit: the unit.
         engine: this process's.
-        generation: how often the group was made before.
+        generation: how often the unit's layout was made before.
         seconds: how long members wait for each other.
     """
 
     def __init__(
-        self, directory: Path, group: Engines, engine: int, generation: int, seconds: float
+        self, directory: Path, unit: Unit, engine: int, generation: int, seconds: float
     ) -> None:
         self._directory = directory
         self._engine = engine
-        self._name = f"{'-'.join(map(str, group))}.{generation}"
+        self._name = f"{unit.name}-{'-'.join(map(str, unit.engines))}.{generation}"
         self._patience = timedelta(seconds=seconds)
         self._numbers = itertools.count()
         # A file that is never used twice: one that a dying process wrote to may be damaged.
         path = directory / f"members-{self._name}"
         remove_former(path)
-        store = dist.FileStore(str(path)) if len(group) > 1 else dist.HashStore()
+        store = dist.FileStore(str(path)) if unit.is_group else dist.HashStore()
         store.set_timeout(self._patience)
         self._stores = {"nccl": store, "gloo": store}
         if generation > 0:
@@ -140,7 +140,7 @@ class Rendezvous:
         """Return a process group of these engines; ``NON_GROUP_MEMBER`` if this is none of them.
 
         Stands in for ``torch.distributed.new_group``. Collective over ``ranks`` alone, which are
-        members of the group; each makes its groups in the same order.
+        members of the unit; each makes its groups in the same order.
 
         Args:
             ranks: engines, ascending.

@@ -1,8 +1,7 @@
 """One KV buffer for every layout of an engine, and the way from virtual to physical block ids.
 
-A block of the TP-p layout holds ``min(p, kv_heads)`` times the tokens of a DP block and that
-fraction of its heads: the same bytes. So one raw buffer, one block count and one set of physical
-ids serve all layouts (the KV cache adaptor of Flying Serving, 4.2).
+A block has the same bytes in every layout (``kv_geometry.py``). So one raw buffer, one block count
+and one set of physical ids serve all layouts (the KV cache adaptor of Flying Serving, 4.2).
 """
 
 import dataclasses

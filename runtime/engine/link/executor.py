@@ -22,12 +22,12 @@ class UnitChannel:
     """A unit's queues to its members' runners, and the answers that are due.
 
     Args:
-        group: the unit's engines.
+        unit: the unit.
         sockets: one PUSH per member, in order.
     """
 
-    def __init__(self, group: Unit, sockets: "list[zmq.Socket[bytes]]") -> None:
-        self.unit = group
+    def __init__(self, unit: Unit, sockets: "list[zmq.Socket[bytes]]") -> None:
+        self.unit = unit
         self._sockets = sockets
         self._next_seq = 0
         self._due: dict[int, tuple[Future[Any], int, list[Any]]] = {}
@@ -100,15 +100,16 @@ class Inbox:
         self.socket.set_hwm(0)
         self.socket.bind(address)
         self._engine = engine
-        self._channels: dict[Unit, UnitChannel] = {}
+        self._channels: dict[str, UnitChannel] = {}
+        """By the names of layouts: an engine belongs to one unit of each."""
 
     def add(self, channel: UnitChannel) -> None:
-        """Deliver answers for this channel's group to it."""
-        self._channels[channel.unit] = channel
+        """Deliver answers for this channel's unit to it."""
+        self._channels[channel.unit.name] = channel
 
-    def drop(self, group: Unit) -> None:
-        """Close the channel of a group, if there is one."""
-        channel = self._channels.pop(group, None)
+    def drop(self, unit: Unit) -> None:
+        """Close the channel of a unit, if there is one."""
+        channel = self._channels.pop(unit.name, None)
         if channel is not None:
             channel.close()
 
@@ -136,16 +137,16 @@ class Inbox:
 
     def _deliver(self, message: instructions.Result | instructions.Failure) -> None:
         if isinstance(message, instructions.Result):
-            # A group that is being formed anew has no channel.
-            if message.unit in self._channels:
-                self._channels[message.unit].resolve(message)
+            # A unit that is being formed anew has no channel.
+            if message.layout in self._channels:
+                self._channels[message.layout].resolve(message)
             return
         error = RunnerDied(f"runner of engine {message.engine}: {message.error}")
         if message.engine == self._engine:
             raise error
         # Another one's is the end of what it was to answer: this engine may be at work alone.
-        for group, channel in self._channels.items():
-            if message.engine in group.engines:
+        for channel in self._channels.values():
+            if message.engine in channel.unit.engines:
                 channel.fail(error)
 
 
@@ -211,7 +212,7 @@ class UnitExecutor(Executor):  # type: ignore[misc]
         """
         if non_block or not isinstance(method, str):
             raise NotImplementedError("a unit runs named worker methods, and waits for them")
-        members = self.channel.unit.size
+        members = len(self.channel.unit.engines)
         seq, future = self.channel.expect(answers=members)
         self.channel.send(instructions.Call(seq, method, args, kwargs or {}))
         values = self._answers.wait(future, timeout or CALL_TIMEOUT_SECONDS)
@@ -243,12 +244,11 @@ class UnitExecutor(Executor):  # type: ignore[misc]
 
 
 def channel_sockets(
-    context: zmq.Context[Any], addresses: Addresses, group: Unit, generation: int = 0
+    context: zmq.Context[Any], addresses: Addresses, unit: Unit, generation: int = 0
 ) -> "list[zmq.Socket[bytes]]":
-    """Return a PUSH per member of ``group`` to the queue its runner reads for that group."""
-    return [
-        push_socket(context, addresses.queue(group, engine, generation)) for engine in group.engines
-    ]
+    """Return a PUSH per member of a unit to the queue that its runner reads for the unit."""
+    queues = [addresses.queue(unit, engine, generation) for engine in unit.engines]
+    return [push_socket(context, queue) for queue in queues]
 
 
 def push_socket(context: zmq.Context[Any], address: str) -> "zmq.Socket[bytes]":

@@ -10,7 +10,7 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.protocol.messages import Mode
 
 STARTUP_PHASES = "startup_phases"
@@ -33,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Run one model step; the unit's first member answers.
+    """Run one model step; the layout's answering member answers.
 
     ``sample`` is False when the grammar of a request needs a token still in flight: ``Sample``
     follows, and the answer comes after it.
@@ -57,12 +57,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """On a runner's own queue: read the group's queue from now on.
+    """On a runner's own queue: read the queue of its group in this layout from now on.
 
     ``interleaves``: and this one in turn with it, until ``AwaitDetach``.
     """
 
-    unit: Unit
+    layout: Layout
     epoch: int
     interleaves: bool = False
 
@@ -97,13 +97,13 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """On a runner's own queue: make the group's layout anew; answered with the error, or "".
+    """On a runner's own queue: make a layout's worker anew; answered with the error, or "".
 
-    From then on the group's queue is that of this ``generation``, empty.
+    From then on the queue of its group in this layout is that of this ``generation``, empty.
     """
 
     seq: int
-    unit: Unit
+    layout: Layout
     generation: int
 
 
@@ -127,9 +127,11 @@ OrderOfQueues = Attach | AwaitDetach | Rest
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One runner's answer to ``Call`` or ``Step``."""
+    """One runner's answer to ``Call``, ``Step`` or ``Form``."""
 
-    unit: Unit
+    layout: str
+    """Name of the layout that the answer is from: an engine leads no more than one unit of each.
+    A name is quicker to send than a ``Unit``, and every step has an answer."""
     seq: int
     engine: int
     value: Any

@@ -10,11 +10,9 @@ from typing import Any
 
 import zmq
 
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
-
-OWN = 1
-"""Degree of an engine's own layout."""
 
 
 class Turns:
@@ -64,71 +62,71 @@ class StepQueues:
     """The queues of a runner, read in the order in which it has to do what they say.
 
     Args:
-        queues: a PULL by the degree of the layout it is for.
+        queues: a PULL by the layout that it is for; DP's is the engine's own.
         ratio: see ``Turns``.
     """
 
-    def __init__(self, queues: "Mapping[int, zmq.Socket[bytes]]", ratio: int) -> None:
+    def __init__(self, queues: "Mapping[Layout, zmq.Socket[bytes]]", ratio: int) -> None:
         self._queues = dict(queues)
         self._ratio = ratio
-        self._bound = OWN
+        self._bound = DP
         self._turns: Turns | None = None
-        self._unsampled: int | None = None
-        """Degree of the layout whose step waits for ``Sample``: nothing comes in between."""
+        self._unsampled: Layout | None = None
+        """The layout whose step waits for ``Sample``: nothing comes in between."""
 
-    def read(self, degree: int) -> None:
+    def read(self, layout: Layout) -> None:
         """Read only the queue of this layout, until ``Detach``: for the start of its core."""
-        self._bound = degree
+        self._bound = layout
 
-    def replace(self, degree: int, queue: "zmq.Socket[bytes]") -> None:
+    def replace(self, layout: Layout, queue: "zmq.Socket[bytes]") -> None:
         """Read this queue for a layout from now on; what its former one holds is dropped."""
-        former = self._queues.get(degree)
+        former = self._queues.get(layout)
         if former is not None:
             former.close(linger=0)
-        self._queues[degree] = queue
+        self._queues[layout] = queue
 
-    def receive(self) -> tuple[int, instructions.Instruction]:
-        """Wait for the next instruction; return the degree of the layout it is for, and itself."""
+    def receive(self) -> tuple[Layout, instructions.Instruction]:
+        """Wait for the next instruction; return the layout that it is for, and itself."""
         while True:
-            degree = self._next()
-            instruction: instructions.Instruction = instructions.loads(self._queues[degree].recv())
-            self._follow(degree, instruction)
+            layout = self._next()
+            instruction: instructions.Instruction = instructions.loads(self._queues[layout].recv())
+            self._follow(layout, instruction)
             if not isinstance(instruction, instructions.OrderOfQueues):
-                return degree, instruction
+                return layout, instruction
 
-    def _next(self) -> int:
+    def _next(self) -> Layout:
         turns = self._turns
         if self._unsampled is not None:
             return self._wait(self._unsampled)
         if turns is None or not turns.own_allowed:
             return self._wait(self._bound)
-        return self._wait(OWN, self._bound) if turns.own_due else self._wait(self._bound, OWN)
+        return self._wait(DP, self._bound) if turns.own_due else self._wait(self._bound, DP)
 
-    def _wait(self, *degrees: int) -> int:
+    def _wait(self, *layouts: Layout) -> Layout:
         """Wait for one of these queues; return the first that has something."""
         poller = zmq.Poller()
-        for degree in degrees:
-            poller.register(self._queues[degree], zmq.POLLIN)
+        for layout in layouts:
+            poller.register(self._queues[layout], zmq.POLLIN)
         ready: dict[Any, int] = {}
         while not ready:
             ready = dict(poller.poll(int(LONGEST_WAIT_SECONDS * 1000)))
-        return next(degree for degree in degrees if self._queues[degree] in ready)
+        return next(layout for layout in layouts if self._queues[layout] in ready)
 
-    def _follow(self, degree: int, instruction: instructions.Instruction) -> None:
+    def _follow(self, layout: Layout, instruction: instructions.Instruction) -> None:
         turns = self._turns
         match instruction:
             case instructions.Step(sample=sample):
-                self._unsampled = None if sample else degree
+                self._unsampled = None if sample else layout
                 if turns is not None:
-                    turns.own_step() if degree == OWN else turns.group_step()
+                    turns.own_step() if layout == DP else turns.group_step()
             case instructions.Sample():
                 self._unsampled = None
             case instructions.Rest() if turns is not None:
                 turns.group_rests()
-            case instructions.Attach(group, _, interleaves):
-                self._bound = group.size
+            case instructions.Attach(bound, _, interleaves):
+                self._bound = bound
                 self._turns = Turns(self._ratio) if interleaves else None
             case instructions.AwaitDetach():
                 self._turns = None
             case instructions.Detach():
-                self._bound, self._turns = OWN, None
+                self._bound, self._turns = DP, None

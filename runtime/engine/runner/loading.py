@@ -1,4 +1,4 @@
-"""Makes an engine's layouts: every one at its start, and one again when its group lost a member."""
+"""Makes the workers of an engine's layouts: all at its start, and one again after a death in it."""
 
 import gc
 import time
@@ -11,10 +11,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from shoal.policies.values.layouts import Engines
+from shoal.policies.values.layouts import DP, Layout, unit_of
 from shoal.runtime.config import NodeConfig
-from shoal.runtime.engine.groups.communicators import Communicators, join_node, sp_groups
-from shoal.runtime.engine.groups.head_order import base_of, head_shard
+from shoal.runtime.engine.groups.communicators import Communicators, join_node
+from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.groups.rendezvous import (
     LOAD_SECONDS,
     REJOIN_SECONDS,
@@ -22,26 +22,22 @@ from shoal.runtime.engine.groups.rendezvous import (
     agreed_minimum,
 )
 from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
-from shoal.runtime.engine.layouts.vllm_layout import (
-    CONNECTED_LAYOUT_BYTES,
-    LARGER_CAPTURES_BYTES,
-    LAYOUT_BYTES,
-    LayoutWorker,
-    layout_config,
-)
+from shoal.runtime.engine.layouts.engine_config import engine_config
+from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
-from shoal.runtime.engine.link.step_queues import OWN
 from shoal.runtime.engine.runner.device_memory import MemoryPhases
-from shoal.runtime.engine.sequence.capture_sizes import wanted_sizes
-from shoal.runtime.engine.sequence.peer_exchange import exchanges_by_peers
-from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps, share_of
-from shoal.runtime.engine.sequence.sp_settings import exchange_setting
-from shoal.runtime.engine.sequence.ulysses import check_exchangeable
+from shoal.runtime.engine.sequence.enabling import SequenceParallelism
+from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
 from shoal.runtime.engine.weights.shared_weights import register_view_loader
+
+LAYOUT_BYTES, CONNECTED_LAYOUT_BYTES = 1_400 << 20, 800 << 20
+"""GPU memory kept free of KV for each layout beyond DP: its graphs and workspaces, and NCCL's
+buffers unless its members are connected before vLLM measures. On H200s with the 8B Llama shape a
+layout took 1.4 GiB, and a connected one 0.75 GiB (TP2 alone) and 0.5 GiB (TP2 and TP4)."""
 
 
 class LayoutLoader:
-    """The layouts of one engine, as far as they are made.
+    """The workers of one engine's layouts, as far as they are made.
 
     Args:
         node: the node's configuration.
@@ -49,81 +45,77 @@ class LayoutLoader:
     """
 
     def __init__(self, node: NodeConfig, engine: int) -> None:
-        self.layouts: dict[int, LayoutWorker] = {}
-        """By degree, narrow first."""
+        self.workers: dict[Layout, LayoutWorker] = {}
+        """By layout, in the node's order: narrow ones first."""
         self.phases: dict[str, float] = {}
         """Seconds that each phase of the start took."""
         self.memory = MemoryPhases()
         """Bytes of the device that each took."""
+        self._plan = SequencePlan(
+            node.layouts, node.max_sp, sizes_are_chosen=node.vllm.sizes_are_chosen
+        )
+        self.by_sequence = SequenceParallelism(self._plan)
         self._node = node
         self._engine = engine
         self._directory = Path(node.runtime_dir)
         self._buffer = SharedKVBuffer()
-        self._communicators: dict[int, Communicators] = {}
-        self._by_peers: dict[int, bool] = {}
-        self._cannot_share = False
-        """Whether members that could reach each other's memory were not let."""
         self._dp: VllmConfig
-        by_sequence = node.max_sp > 1
-        self._exchange = exchange_setting() if by_sequence else ""
-        self._captures_larger = by_sequence and not node.vllm.sizes_are_chosen
         register_view_loader(
-            lambda: self.layouts[OWN].model,
-            lambda rank, degree: head_shard(rank, degree, node.max_sp),
+            lambda: self.workers[DP].model, lambda rank, tp: head_shard(rank, tp, node.max_sp)
         )
 
-    def load(self, degrees: Sequence[int]) -> None:
-        """Make the layouts of these degrees, DP first. Collective over the group of each."""
+    def load(self, layouts: Sequence[Layout]) -> None:
+        """Make the workers of these layouts, DP's first. Collective over the unit of each."""
         if current_platform.is_cuda():
             torch.cuda.set_device(self._engine)
         self.memory.begin()
         with self._timed("communicators"):
             join_node(self._engine, self._node.engines)
-            self._dp = layout_config(self._node, OWN, UnitExecutor)
+            self._dp = engine_config(self._node, DP, UnitExecutor)
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
                 # vLLM compiles some small functions all the same, and a machine that serves eagerly
                 # on CPUs may have no C++ compiler.
                 torch.compiler.set_stance("force_eager")
-            for degree in degrees:
-                self._meet(degree, 0, LOAD_SECONDS)
+            for layout in layouts:
+                self._meet(layout, 0, LOAD_SECONDS)
         with self._timed("workers"):
-            for layout in self.layouts.values():
-                layout.create_worker(self._init_method)
-        for degree in degrees:
-            with self._timed("weights" if degree == OWN else f"tp{degree} views"):
-                self._load_weights(degree)
+            for layout in layouts:
+                self._create(layout)
+        for layout in layouts:
+            with self._timed("weights" if layout == DP else f"{layout.name} views"):
+                self._load_weights(layout)
 
-    def remake(self, degree: int, generation: int) -> LayoutWorker:
-        """Make a layout anew, whatever is left of its former self. Collective over its group.
+    def remake(self, layout: Layout, generation: int) -> None:
+        """Make a layout's worker anew, whatever is left of the former. Collective over its unit.
 
-        Its communicators, its worker and what vLLM compiled and captured around both begin again,
-        as they began at the start; the weights and the KV cache, which are DP's, stay.
+        Its communicators, the stock worker and what vLLM compiled and captured around both begin
+        again, as they began at the start; the weights and the KV cache, which are DP's, stay.
 
         Args:
-            degree: of the layout.
-            generation: how often its group was made before.
+            layout: the layout, which is not DP.
+            generation: how often its unit was made before.
 
         Raises:
-            Exception: whatever kept it from being made; the layout is gone then.
+            Exception: whatever kept it from being made; there is no worker then.
         """
-        self._drop(degree)
+        self._drop(layout)
         try:
-            self._meet(degree, generation, REJOIN_SECONDS)
-            self.layouts[degree].create_worker(self._init_method)
-            self._load_weights(degree)
+            self._meet(layout, generation, REJOIN_SECONDS)
+            self._create(layout)
+            self._load_weights(layout)
         except Exception:
             # The error still refers to it: it goes with the next collection after that.
-            self._drop(degree, freeze=False)
+            self._drop(layout, freeze=False)
             raise
-        return self.layouts[degree]
 
-    def _drop(self, degree: int, *, freeze: bool = True) -> None:
+    def _drop(self, layout: Layout, *, freeze: bool = True) -> None:
         """Free what a layout has to itself. Its peers may be dead: none of them is waited for."""
-        layout = self.layouts.pop(degree, None)
-        if layout is not None:
-            layout.close()
-        del layout
-        communicators = self._communicators.pop(degree, None)
+        worker = self.workers.pop(layout, None)
+        communicators = None if worker is None else worker.communicators
+        if worker is not None:
+            worker.close()
+        del worker
+        self.by_sequence.forget(layout)
         # Models and their runners refer to each other; graphs hold GPU memory until they go.
         collect_frozen(freeze=freeze)
         if communicators is not None:
@@ -131,85 +123,37 @@ class LayoutLoader:
         if current_platform.is_cuda():
             torch.cuda.empty_cache()
 
-    def _group(self, degree: int) -> Engines:
-        first = self._engine - self._engine % degree
-        return tuple(range(first, first + degree))
-
-    def _meet(self, degree: int, generation: int, seconds: float) -> None:
-        """Find the other members, and make the layout but for its worker and its weights."""
-        config = self._dp if degree == OWN else layout_config(self._node, degree, UnitExecutor)
-        self._by_peers[degree] = self._exchanges_by_peers(degree)
-        captures = self._captures(degree, config)
-        rendezvous = Rendezvous(
-            self._directory, self._group(degree), self._engine, generation, seconds
-        )
-        communicators = Communicators(config, current_platform.dist_backend, rendezvous)
-        self._communicators[degree] = communicators
+    def _meet(self, layout: Layout, generation: int, seconds: float) -> None:
+        """Find the other members, and make the layout's worker but for vLLM's and its weights."""
+        unit = unit_of(self._engine, layout)
+        config = self._dp if layout == DP else engine_config(self._node, layout, UnitExecutor)
+        self.by_sequence.expect(unit, config)
+        rendezvous = Rendezvous(self._directory, unit, self._engine, generation, seconds)
+        communicators = Communicators(layout, config, current_platform.dist_backend, rendezvous)
         agree = partial(
             agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
         )
-        layout = LayoutWorker(
-            config, communicators, self._buffer, self._engine, self._reserved(), agree, captures
+        worker = LayoutWorker(
+            unit, config, communicators, self._buffer, self._engine, self._reserved(), agree
         )
-        self.layouts = dict(sorted({**self.layouts, degree: layout}.items()))
+        workers = {**self.workers, layout: worker}
+        self.workers = {of: workers[of] for of in self._node.layouts if of in workers}
+
+    def _create(self, layout: Layout) -> None:
+        worker = self.workers[layout]
+        worker.create(f"file://{self._directory / self._directory.name}")
+        self.by_sequence.prepare(worker)
+
+    def _load_weights(self, layout: Layout) -> None:
+        worker = self.workers[layout]
+        worker.load(self._node.max_group)
+        self.by_sequence.enable(worker, self.workers)
 
     def _reserved(self) -> int:
         """Return the bytes that the layouts beyond DP take, but for weights and KV."""
         # Exchanges by sequence connect the members as the weights are loaded.
         each = CONNECTED_LAYOUT_BYTES if self._node.max_sp > 1 else LAYOUT_BYTES
-        beyond = [layout.tp for layout in self._node.layouts[1:]]
-        bases = [degree for degree in beyond if self._captures_larger and self._shares(degree)]
-        return each * len(beyond) + LARGER_CAPTURES_BYTES * len(bases)
-
-    def _shares(self, degree: int) -> list[int]:
-        """Return the SP degrees of the groups whose base is the layout of ``degree``."""
-        if self._node.max_sp == 1:
-            return []
-        bases = [base_of(layout.tp, self._node.max_sp) for layout in self._node.layouts[1:]]
-        return [base.sp for base in bases if base.tp == degree]
-
-    def _captures(self, degree: int, config: VllmConfig) -> CapturedSteps:
-        """Return what is to be known of a layout's graphs: nothing, unless a group replays them."""
-        shares = self._shares(degree)
-        if not shares:
-            return CapturedSteps()
-        most = share_of(config, min(shares))
-        larger = wanted_sizes(config, most) if self._captures_larger else []
-        return CapturedSteps(wanted=True, larger=larger)
-
-    def _exchanges_by_peers(self, degree: int) -> bool:
-        if degree == OWN or self._node.max_sp == 1:
-            return False
-        devices = self._group(degree) if current_platform.is_cuda() else ()
-        return exchanges_by_peers(self._exchange, devices)
-
-    def _load_weights(self, degree: int) -> None:
-        self.layouts[degree].load(self._node.max_group)
-        if self._node.max_sp > 1 and degree == OWN:
-            self._check_exchangeable()
-        elif self._node.max_sp > 1:
-            self._enable_sp(degree)
-
-    def _check_exchangeable(self) -> None:
-        own, max_sp = self.layouts[OWN], self._node.max_sp
-        reorders = any(base_of(layout.tp, max_sp).tp > 1 for layout in self._node.layouts[1:])
-        check_exchangeable(own.config, own.model, reorders=reorders)
-
-    def _enable_sp(self, degree: int) -> None:
-        max_sp = self._node.max_sp
-        narrow = [self._communicators[d] for d in sorted(self._communicators) if d <= degree]
-        kv_heads = self._dp.model_config.get_total_num_kv_heads()
-        base = self.layouts[base_of(degree, max_sp).tp]
-        groups = sp_groups(narrow, max_sp, kv_heads)
-        by_peers, required = self._by_peers[degree], self._exchange == "peer"
-        shares = self.layouts[degree].enable_sp(
-            base, groups, by_peers=by_peers, tried=self._cannot_share, required=required
-        )
-        self._cannot_share |= by_peers and not shares
-
-    @property
-    def _init_method(self) -> str:
-        return f"file://{self._directory / self._directory.name}"
+        return each * len(self._node.layouts[1:]) + self._plan.reserved_bytes
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

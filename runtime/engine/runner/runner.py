@@ -23,14 +23,14 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import DP, Layout, Unit, unit_of
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.kv.kv_cache import BlockMap
-from shoal.runtime.engine.layouts.vllm_layout import LayoutWorker
+from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
-from shoal.runtime.engine.link.step_queues import OWN, StepQueues
+from shoal.runtime.engine.link.step_queues import StepQueues
 from shoal.runtime.engine.runner.loading import LayoutLoader
 from shoal.runtime.node.runtime_dir import remove_former
 
@@ -50,9 +50,9 @@ class Responder:
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
         self._thread.start()
 
-    def answer(self, group: Unit, seq: int, value: Any) -> None:
-        """Queue the answer to instruction ``seq`` of ``group`` for the group's leader."""
-        self._queue.put((group, seq, value))
+    def answer(self, unit: Unit, seq: int, value: Any) -> None:
+        """Queue the answer to instruction ``seq`` of a unit for the unit's leader."""
+        self._queue.put((unit, seq, value))
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
@@ -63,14 +63,15 @@ class Responder:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            group, seq, value = item
+            unit, seq, value = item
             try:
                 if isinstance(value, AsyncModelRunnerOutput):
                     value = value.get_output()
-                message = instructions.dumps(instructions.Result(group, seq, self._engine, value))
+                result = instructions.Result(unit.name, seq, self._engine, value)
+                message = instructions.dumps(result)
             except Exception as error:  # noqa: BLE001 - reported to the scheduler, which ends
                 message = instructions.dumps(instructions.Failure(self._engine, one_line(error)))
-            self._socket(group.leader).send(message)
+            self._socket(unit.leader).send(message)
 
     def _socket(self, leader: int) -> "zmq.Socket[bytes]":
         if leader not in self._sockets:
@@ -86,12 +87,12 @@ class RandomStates:
     """
 
     def __init__(self) -> None:
-        self._left: dict[int, tuple[Any, ...]] = {}
-        """State of every layout that was left, by degree; without numpy's, which takes long to copy
-        and has a generator for each layout instead."""
-        self._numpys: dict[int, Any] = {}
+        self._left: dict[Layout, tuple[Any, ...]] = {}
+        """State of every layout that was left; without numpy's, which takes long to copy and has a
+        generator for each layout instead."""
+        self._numpys: dict[Layout, Any] = {}
 
-    def switch(self, before: int, after: int) -> None:
+    def switch(self, before: Layout, after: Layout) -> None:
         """Leave one layout's state for another's; one that has none is about to be reseeded."""
         device = torch.cuda.get_rng_state() if current_platform.is_cuda() else None
         self._left[before] = (torch.get_rng_state(), device, random.getstate())
@@ -102,9 +103,9 @@ class RandomStates:
             self._numpys[after] = numpy.random.MT19937()
         mtrand.set_bit_generator(self._numpys[after])
 
-    def forget(self, degree: int) -> None:
+    def forget(self, layout: Layout) -> None:
         """Forget the state of a layout that was left for good."""
-        self._left.pop(degree, None)
+        self._left.pop(layout, None)
 
     @staticmethod
     def _go_to(cpu: Any, device: Any, pythons: Any) -> None:
@@ -115,7 +116,7 @@ class RandomStates:
 
 
 class Runner:
-    """The queues and layouts of one engine.
+    """The queues of one engine, and its layouts' workers.
 
     Args:
         node: the node's configuration.
@@ -137,35 +138,33 @@ class Runner:
         self._addresses = Addresses(node.runtime_dir)
         self._responder = Responder(context, self._addresses, engine)
         self._random = RandomStates()
-        queues = {degree: self._queue(layout.unit) for degree, layout in loader.layouts.items()}
+        queues = {layout: self._queue(worker.unit) for layout, worker in loader.workers.items()}
         self._queues = StepQueues(queues, node.interleave_ratio)
-        self._degree = OWN
-        """Of the layout that the latest instruction was for."""
+        self._layout = DP
+        """That which the latest instruction was for."""
 
-    def _queue(self, group: Unit, generation: int = 0) -> "zmq.Socket[bytes]":
+    def _queue(self, unit: Unit, generation: int = 0) -> "zmq.Socket[bytes]":
         queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         queue.set_hwm(0)
-        address = self._addresses.queue(group, self._engine, generation)
+        address = self._addresses.queue(unit, self._engine, generation)
         queue.bind(address)
         if generation:
             remove_former(Path(address.removeprefix("ipc://")))
         return queue
 
     @property
-    def _layouts(self) -> dict[int, LayoutWorker]:
-        return self._loader.layouts
+    def _workers(self) -> dict[Layout, LayoutWorker]:
+        return self._loader.workers
 
     def serve(self) -> None:
         """Start the cores, narrow layouts first, then do what the queues say, for ever."""
-        for degree in self._layouts:
-            self._queues.read(degree)
-            with self._loader.memory.phase(
-                instructions.core_phase(self._layouts[degree].unit.layout)
-            ):
+        for layout in self._workers:
+            self._queues.read(layout)
+            with self._loader.memory.phase(instructions.core_phase(layout)):
                 while self._turn() != instructions.Detach(instructions.STARTUP_EPOCH):
                     pass
         # Every worker's start seeds alike; engines alone should not sample alike.
-        seed = self._layouts[OWN].config.model_config.seed
+        seed = self._workers[DP].config.model_config.seed
         set_random_seed(seed + self._engine)
         # As vLLM's own processes do: before, it looks up each setting at each use, in every step.
         enable_envs_cache()
@@ -173,24 +172,20 @@ class Runner:
             self._turn()
 
     def _turn(self) -> instructions.Instruction:
-        degree, instruction = self._queues.receive()
-        self._enter(degree)
+        layout, instruction = self._queues.receive()
+        self._enter(layout)
         handler: Callable[[Any], None] = getattr(self, f"_on_{type(instruction).__name__.lower()}")
         handler(instruction)
         return instruction
 
-    def _enter(self, degree: int) -> None:
-        if degree != self._degree:
-            self._random.switch(self._degree, degree)
-            self._degree = degree
+    def _enter(self, layout: Layout) -> None:
+        if layout != self._layout:
+            self._random.switch(self._layout, layout)
+            self._layout = layout
 
     @property
-    def _layout(self) -> LayoutWorker:
-        return self._layouts[self._degree]
-
-    @property
-    def _is_first(self) -> bool:
-        return self._layout.unit.leader == self._engine
+    def _worker(self) -> LayoutWorker:
+        return self._workers[self._layout]
 
     def _on_call(self, call: instructions.Call) -> None:
         if call.method == instructions.STARTUP_PHASES:
@@ -198,54 +193,56 @@ class Runner:
         elif call.method == instructions.STARTUP_BYTES:
             value = self._loader.memory.taken
         else:
-            value = self._layout.call(call.method, call.args, call.kwargs)
-        self._responder.answer(self._layout.unit, call.seq, value)
+            value = self._worker.call(call.method, call.args, call.kwargs)
+        self._responder.answer(self._worker.unit, call.seq, value)
 
     def _on_step(self, step: instructions.Step) -> None:
-        output = self._layout.execute(step.scheduler_output, step.mode)
+        output = self._worker.execute(step.scheduler_output, step.mode)
         if output is None and step.sample:
-            output = self._layout.sample(step.grammar_output)
+            output = self._worker.sample(step.grammar_output)
         if output is not None:
             self._answer_step(step.seq, output)
 
     def _on_sample(self, sample: instructions.Sample) -> None:
-        self._answer_step(sample.seq, self._layout.sample(sample.grammar_output))
+        self._answer_step(sample.seq, self._worker.sample(sample.grammar_output))
 
     def _answer_step(self, seq: int, output: Any) -> None:
-        if self._is_first:
-            self._responder.answer(self._layout.unit, seq, output)
+        if self._worker.answers:
+            self._responder.answer(self._worker.unit, seq, output)
 
     def _on_bind(self, bind: instructions.Bind) -> None:
         # Members sample independently and stay equal only by equal generators: after unequal work
         # alone they would pick different tokens, with no error.
         set_random_seed(bind.seed)
-        if self._layout.block_map is None:
-            self._layout.block_map = BlockMap()
-        self._layout.block_map.extend(bind.virtual, bind.physical[self._engine])
+        worker = self._worker
+        if worker.block_map is None:
+            worker.block_map = BlockMap()
+        worker.block_map.extend(bind.virtual, bind.physical[self._engine])
 
     def _on_extend(self, extend: instructions.Extend) -> None:
-        block_map = self._layout.block_map
+        block_map = self._worker.block_map
         if block_map is None:
             raise RuntimeError("lease extended before the group was bound")
         block_map.extend(extend.virtual, extend.physical[self._engine])
 
     def _on_form(self, form: instructions.Form) -> None:
-        """Make a group's layout anew; without it the engine goes on as well as before."""
-        degree, error = form.unit.size, ""
-        self._enter(degree)  # a worker that starts seeds the generators
+        """Make a layout's worker anew; without it the engine goes on as well as before."""
+        layout, error = form.layout, ""
+        self._enter(layout)  # a worker that starts seeds the generators
         try:
-            self._loader.remake(degree, form.generation)
-            self._queues.replace(degree, self._queue(form.unit, form.generation))
+            self._loader.remake(layout, form.generation)
+            queue = self._queue(unit_of(self._engine, layout), form.generation)
+            self._queues.replace(layout, queue)
         except Exception as problem:  # noqa: BLE001 - told to the controller: the group is refused
             error = one_line(problem)
-        self._enter(OWN)
-        self._random.forget(degree)
-        self._responder.answer(self._layout.unit, form.seq, error)
+        self._enter(DP)
+        self._random.forget(layout)
+        self._responder.answer(self._worker.unit, form.seq, error)
 
     def _on_detach(self, detach: instructions.Detach) -> None:
-        degree = self._degree
-        self._enter(OWN)
-        self._random.forget(degree)
+        layout = self._layout
+        self._enter(DP)
+        self._random.forget(layout)
 
 
 def one_line(error: BaseException) -> str:
@@ -262,7 +259,7 @@ def _failures_reported(node: NodeConfig, engine: int, context: zmq.Context[Any])
     except Exception as error:
         addresses = Addresses(node.runtime_dir)
         message = instructions.dumps(instructions.Failure(engine, one_line(error)))
-        leaders = {engine - engine % layout.world_size for layout in node.layouts}
+        leaders = {unit_of(engine, layout).leader for layout in node.layouts}
         for leader in leaders:
             socket = push_socket(context, addresses.responses(leader))
             socket.send(message)
@@ -290,5 +287,5 @@ def run_runner(
     context.linger = 0  # an answer to a scheduler that has ended must not hold this process
     with _failures_reported(node, engine, context):
         loader = LayoutLoader(node, engine)
-        loader.load([layout.tp for layout in node.layouts] if incarnation == 0 else [OWN])
+        loader.load(node.layouts if incarnation == 0 else (DP,))
         (kind or Runner)(node, engine, loader, context).serve()

@@ -17,12 +17,12 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from shoal.policies.values.layouts import DP, Layout, Unit, alone
+from shoal.policies.values.layouts import DP, Layout, Unit, alone, unit_of
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.agent.interface import CoreOutputs
 from shoal.runtime.engine.agent.watchdog import StepWatch
-from shoal.runtime.engine.layouts.vllm_layout import layout_config
+from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import (
     Answers,
@@ -80,27 +80,26 @@ class VllmBackend:
         self.ready_response = _ready_response(self._cores[widest].engine_core.vllm_config)
 
     def _start_cores(self, layouts: Sequence[Layout]) -> dict[Unit, VllmCore]:
-        """Start the core of every group this engine leads, narrow first, as the runners do."""
+        """Start the core of every unit this engine leads, narrow first, as the runners do."""
         cores: dict[Unit, VllmCore] = {}
         for layout in layouts:
-            size = layout.world_size
-            if self.engine % size:
-                break
+            unit = unit_of(self.engine, layout)
+            if unit.leader != self.engine:
+                continue
             start = time.monotonic()
-            group = Unit(tuple(range(self.engine, self.engine + size)), layout)
-            channel = self._open_channel(group)
+            channel = self._open_channel(unit)
             if layout == DP:
                 self._own_channel = channel
                 # The first answer comes when the runner has loaded its layouts.
                 self._startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
-            cores[group] = self._start_core(channel, self._inbox)
+            cores[unit] = self._start_core(channel, self._inbox)
             self._startup_seconds[instructions.core_phase(layout)] = time.monotonic() - start
         return cores
 
-    def _open_channel(self, group: Unit) -> UnitChannel:
-        generation = self._generations.get(group, 0)
-        sockets = channel_sockets(self._context, self._addresses, group, generation)
-        channel = UnitChannel(group, sockets)
+    def _open_channel(self, unit: Unit) -> UnitChannel:
+        generation = self._generations.get(unit, 0)
+        sockets = channel_sockets(self._context, self._addresses, unit, generation)
+        channel = UnitChannel(unit, sockets)
         self._inbox.add(channel)
         return channel
 
@@ -111,53 +110,53 @@ class VllmBackend:
         return future
 
     def _start_core(self, channel: UnitChannel, answers: Answers) -> VllmCore:
-        """Start a group's core while its members' runners read its queue; send them back."""
-        group, node = channel.unit, self._node
-        config = layout_config(node, group.layout.tp, UnitExecutor)
+        """Start a unit's core while its members' runners read its queue; send them back."""
+        unit, node = channel.unit, self._node
+        config = engine_config(node, unit.layout, UnitExecutor)
         asked = config.model_config.max_model_len
         UnitExecutor.connect(channel, answers)
         try:
-            core = VllmCore(group, config, log_stats=self._log_stats, max_sp=node.max_sp)
+            core = VllmCore(unit, config, log_stats=self._log_stats, max_sp=node.max_sp)
         finally:
             channel.send(instructions.Detach(instructions.STARTUP_EPOCH))
-        if group.layout == node.layouts[-1] and not node.vllm.takes_what_fits:
-            check_length(group.name, config.model_config.max_model_len, asked)
+        if unit.layout == node.layouts[-1] and not node.vllm.takes_what_fits:
+            check_length(unit.name, config.model_config.max_model_len, asked)
         return core
 
     # --- groups that are formed anew ---
 
-    def form(self, group: Unit, generation: int) -> "Future[str]":
+    def form(self, unit: Unit, generation: int) -> "Future[str]":
         """See ``interface.EngineBackend.form``."""
-        former = self._cores.pop(group, None)
+        former = self._cores.pop(unit, None)
         if former is not None:
             former.close()
-        self._inbox.drop(group)
-        self._generations[group] = generation
+        self._inbox.drop(unit)
+        self._generations[unit] = generation
         seq, future = self._own_channel.expect(answers=1)
-        self._own_channel.send(instructions.Form(seq, group, generation))
+        self._own_channel.send(instructions.Form(seq, unit.layout, generation))
         return future
 
-    def start(self, group: Unit) -> "Future[Any]":
+    def start(self, unit: Unit) -> "Future[Any]":
         """See ``interface.EngineBackend.start``.
 
         An ``EngineCore`` is seconds of waiting for runners: it starts in a thread of its own.
         """
-        self.attach(group, instructions.STARTUP_EPOCH)
-        if group.leader != self.engine:
+        self.attach(unit, instructions.STARTUP_EPOCH)
+        if unit.leader != self.engine:
             return self._ask_runner()
         started: Future[None] = Future()
-        core = in_thread(partial(self._start_core, self._open_channel(group), Elsewhere()))
-        self._starting[group] = (core, started)
+        core = in_thread(partial(self._start_core, self._open_channel(unit), Elsewhere()))
+        self._starting[unit] = (core, started)
         return started
 
     def _take_started(self) -> None:
-        for group, (core, started) in list(self._starting.items()):
+        for unit, (core, started) in list(self._starting.items()):
             if not core.done():
                 continue
-            del self._starting[group]
+            del self._starting[unit]
             error = core.exception()
             if error is None:
-                self._cores[group] = core.result()
+                self._cores[unit] = core.result()
                 started.set_result(None)
             else:
                 started.set_exception(error)
@@ -209,9 +208,9 @@ class VllmBackend:
 
     # --- runner ---
 
-    def attach(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """See ``interface.EngineBackend.attach``."""
-        self._own_channel.send(instructions.Attach(group, epoch, interleaves))
+        self._own_channel.send(instructions.Attach(unit.layout, epoch, interleaves))
 
     def await_detach(self, epoch: int) -> None:
         """See ``interface.EngineBackend.await_detach``."""

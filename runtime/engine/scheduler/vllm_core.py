@@ -59,7 +59,7 @@ class VllmCore:
     """Implements ``interface.Core`` over one ``EngineCore``.
 
     Args:
-        group: the unit's engines.
+        unit: the unit.
         config: the layout's vLLM configuration; the members' runners must be reading this unit's
             queue, because creating the ``EngineCore`` starts their workers.
         log_stats: whether vLLM's scheduler makes statistics.
@@ -69,10 +69,8 @@ class VllmCore:
         SeveralKVGroups: see ``check_kv_groups``.
     """
 
-    def __init__(
-        self, group: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1
-    ) -> None:
-        self.unit = group
+    def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1) -> None:
+        self.unit = unit
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
         self._scheduler: Any = self.engine_core.scheduler
         check_kv_groups(self._scheduler.kv_cache_config)
@@ -82,7 +80,7 @@ class VllmCore:
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
         captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
-        self.shift = Shift(sp_floor(group.size, max_sp, captured or 0))
+        self.shift = Shift(sp_floor(unit.layout.tp, max_sp, captured or 0))
         self._steps: list[EndedSteps] = []
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
@@ -94,7 +92,7 @@ class VllmCore:
         self._finished: list[str] = []
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
-        self._lease = GroupLease(group, self.block_pool) if group.is_group else None
+        self._lease = GroupLease(unit, self.block_pool) if unit.is_group else None
 
     @property
     def block_pool(self) -> Any:

@@ -18,7 +18,7 @@ import zmq
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.link import instructions
@@ -54,8 +54,7 @@ def send(
     """Put a probe into the queue that a member of ``unit`` reads."""
     addresses = Addresses(config.runtime_dir)
     socket = context.socket(zmq.PUSH)
-    single = not unit.is_group
-    socket.connect(addresses.runner(engine) if single else addresses.group_runner(unit, engine))
+    socket.connect(addresses.queue(unit, engine))
     socket.send(pickle.dumps(Probe(function, args)))
     socket.close(linger=10_000)
 
@@ -89,11 +88,11 @@ class ProbedRunner(Runner):
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._probes.connect(address(node))
 
-    def _enter(self, degree: int) -> None:
+    def _enter(self, layout: Layout) -> None:
         if self.shares_generators:
-            self._degree = degree
+            self._layout = layout
         else:
-            super()._enter(degree)
+            super()._enter(layout)
 
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
@@ -174,7 +173,7 @@ def draw(runner: ProbedRunner) -> None:
 
 def sequences(runner: ProbedRunner) -> list[list[int]]:
     """Return what the V2 model runner keeps: prompts and outputs, padded, ended requests' too."""
-    kept: list[list[int]] = runner._layout.model_runner.req_states.all_token_ids.gpu.tolist()
+    kept: list[list[int]] = runner._worker.model_runner.req_states.all_token_ids.gpu.tolist()
     return kept
 
 
@@ -195,44 +194,48 @@ def share_generators(runner: ProbedRunner, share: bool) -> None:
     runner.shares_generators = share
 
 
-def owned_bytes(runner: ProbedRunner) -> dict[int, int]:
+def owned_bytes(runner: ProbedRunner) -> dict[str, int]:
     """Return the parameter bytes that each layout does not share with the DP model."""
-    dp = runner._layouts[1].model
-    return {degree: bytes_owned(layout.model, dp) for degree, layout in runner._layouts.items()}
+    dp = runner._workers[DP].model
+    return {of.name: bytes_owned(worker.model, dp) for of, worker in runner._workers.items()}
 
 
-def order_heads_by_rank(runner: ProbedRunner, degree: int) -> None:
+def order_heads_by_rank(runner: ProbedRunner, layout: Layout) -> None:
     """Let a TP layout compute the heads of its rank, whatever the KV cache holds."""
-    _view_heads(runner, degree, runner._layouts[degree].unit.index(runner._engine))
+    _view_heads(runner, layout, _member(runner, layout))
 
 
-def order_heads_by_base(runner: ProbedRunner, degree: int) -> None:
+def order_heads_by_base(runner: ProbedRunner, layout: Layout) -> None:
     """Let a TP layout compute the heads that steps by sequence write to its KV cache."""
-    rank = runner._layouts[degree].unit.index(runner._engine)
-    _view_heads(runner, degree, head_shard(rank, degree, runner.max_sp))
+    shard = head_shard(_member(runner, layout), layout.tp, runner.max_sp)
+    _view_heads(runner, layout, shard)
 
 
-def _view_heads(runner: ProbedRunner, degree: int, shard: int) -> None:
-    full = dict(runner._layouts[1].model.named_modules())
-    for name, layer in runner._layouts[degree].model.named_modules():
+def _member(runner: ProbedRunner, layout: Layout) -> int:
+    return runner._workers[layout].unit.engines.index(runner._engine)
+
+
+def _view_heads(runner: ProbedRunner, layout: Layout, shard: int) -> None:
+    full = dict(runner._workers[DP].model.named_modules())
+    for name, layer in runner._workers[layout].model.named_modules():
         if name.endswith((".qkv_proj", ".o_proj")):
-            shared_weights._view_shard(layer, full[name], shard, degree)
+            shared_weights._view_shard(layer, full[name], shard, layout.tp)
 
 
-def swap_kv_heads(runner: ProbedRunner, degree: int) -> None:
+def swap_kv_heads(runner: ProbedRunner, layout: Layout) -> None:
     """Let a member of steps by sequence send every GQA group another's head; twice: its own."""
-    exchange = runner._layouts[degree]._by_sequence._exchange
+    exchange = runner._workers[layout].executions[Mode.SP].model._exchange
     replicate = exchange._replicate
     exchange._replicate = lambda tensors: replicate([tensor.flip(1) for tensor in tensors])
 
 
 def pretend_captures(runner: ProbedRunner, *sizes: int) -> None:
     """Let steps by sequence believe in CUDA graphs of so many tokens, of every layout."""
-    for layout in runner._layouts.values():
+    for captures in runner._loader.by_sequence.captures.values():
         ids = torch.zeros(max(sizes), dtype=torch.int32)
         positions = torch.full((max(sizes),), -1)
-        layout.captures._sizes = sorted(sizes)
-        layout.captures._steps = {
+        captures._sizes = sorted(sizes)
+        captures._steps = {
             size: CapturedStep(BatchDescriptor(size), ids[:size], positions[:size])
             for size in sizes
         }
@@ -241,38 +244,38 @@ def pretend_captures(runner: ProbedRunner, *sizes: int) -> None:
 def forget_captures(runner: ProbedRunner) -> int:
     """Undo that, and return how many layouts were run so."""
     used = 0
-    for layout in runner._layouts.values():
-        used += any(step.positions[0] >= 0 for step in layout.captures._steps.values())
-        layout.captures._sizes.clear()
+    for captures in runner._loader.by_sequence.captures.values():
+        used += any(step.positions[0] >= 0 for step in captures._steps.values())
+        captures._sizes.clear()
     return used
 
 
-def parameters(runner: ProbedRunner) -> dict[int, tuple[int, set[str], set[int]]]:
+def parameters(runner: ProbedRunner) -> dict[str, tuple[int, set[str], set[int]]]:
     """Return bytes, devices and storages of each layout's parameters."""
     return {
-        degree: (
-            sum(p.numel() * p.element_size() for p in layout.model.parameters()),
-            {p.device.type for p in layout.model.parameters()},
-            {p.untyped_storage().data_ptr() for p in layout.model.parameters()},
+        layout.name: (
+            sum(p.numel() * p.element_size() for p in worker.model.parameters()),
+            {p.device.type for p in worker.model.parameters()},
+            {p.untyped_storage().data_ptr() for p in worker.model.parameters()},
         )
-        for degree, layout in runner._layouts.items()
+        for layout, worker in runner._workers.items()
     }
 
 
-def kv_storages(runner: ProbedRunner) -> dict[int, set[tuple[int, int]]]:
+def kv_storages(runner: ProbedRunner) -> dict[str, set[tuple[int, int]]]:
     """Return address and size of the storages behind each layout's KV caches."""
     return {
-        degree: {
+        layout.name: {
             (cache.untyped_storage().data_ptr(), cache.untyped_storage().nbytes())
-            for cache in layout.model_runner.kv_caches
+            for cache in worker.model_runner.kv_caches
         }
-        for degree, layout in runner._layouts.items()
+        for layout, worker in runner._workers.items()
     }
 
 
 def _kv(runner: ProbedRunner, block: int) -> list[torch.Tensor]:
     """Return a physical block's KV, one tensor per layer."""
-    return [cache[block] for cache in runner._layouts[1].model_runner.kv_caches]
+    return [cache[block] for cache in runner._workers[DP].model_runner.kv_caches]
 
 
 def kv_digest(runner: ProbedRunner, block_ids: list[int]) -> str:
@@ -286,8 +289,8 @@ def kv_digest(runner: ProbedRunner, block_ids: list[int]) -> str:
 
 def add_kv_noise(runner: ProbedRunner, request_id: str) -> None:
     """Damage this member's KV of a running request."""
-    layout = runner._layout
-    table = {} if layout.block_map is None else layout.block_map._physical
+    block_map = runner._worker.block_map
+    table = {} if block_map is None else block_map._physical
     for block in runner.blocks[request_id]:
         for cache in _kv(runner, table.get(block, block)):
             cache.add_(torch.randn(cache.shape))
@@ -295,7 +298,7 @@ def add_kv_noise(runner: ProbedRunner, request_id: str) -> None:
 
 def collapse_block_map(runner: ProbedRunner, request_id: str) -> None:
     """Damage this member's table: every virtual block is the one where the request begins."""
-    block_map = runner._layout.block_map
+    block_map = runner._worker.block_map
     assert block_map is not None
     table = block_map._physical
     first = table[runner.blocks[request_id][0]]
@@ -307,9 +310,9 @@ def model_runner_module(runner: ProbedRunner) -> str:
     (module,) = {
         next(
             base.__module__
-            for base in type(layout.model_runner).__mro__
+            for base in type(worker.model_runner).__mro__
             if base.__name__ == "GPUModelRunner"
         )
-        for layout in runner._layouts.values()
+        for worker in runner._workers.values()
     }
     return module

@@ -150,7 +150,7 @@ class Process:
 def configs_of(model: str, max_group: int, **vllm_args: Any) -> LayoutConfigs:
     """Return what ``NodeConfig.vllm`` holds, of arguments over ``MODEL_ARGS``."""
     args = prepare(AsyncEngineArgs(model=model, **(MODEL_ARGS | vllm_args)), api_servers=1)
-    return layout_configs(args, dp_config(args), [layout.tp for layout in layouts_up_to(max_group)])
+    return layout_configs(args, dp_config(args), layouts_up_to(max_group))
 
 
 # --- stock vLLM -----------------------------------------------------------------------------------

@@ -121,4 +121,4 @@ def test_steps_by_sequence_generate_stocks_tokens(
 
 
 def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
-    assert node.probe_all(probes.owned_bytes) == [{1: 0, 2: 0}] * 2
+    assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2

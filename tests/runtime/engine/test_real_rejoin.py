@@ -138,6 +138,6 @@ def test_members_sample_alike_after_that(node: RealNode) -> None:
 def test_what_no_longer_serves_leaves_nothing(node: RealNode) -> None:
     names = sorted(path.name for path in Path(node.config.runtime_dir).iterdir())
     made = [name.partition(".")[0] for name in names if name.startswith(("group-", "members-"))]
-    assert made == ["group-0-1-0", "group-0-1-1", "members-0-1"], names
+    assert made == ["group-tp2-0-1-0", "group-tp2-0-1-1", "members-tp2-0-1"], names
     assert [name for name in names if VLLM_SOCKET.fullmatch(name)] == []
     assert list(Path("/dev/shm").glob(f"*{Path(node.config.runtime_dir).name}*")) == []

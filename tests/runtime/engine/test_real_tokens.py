@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
@@ -21,6 +21,7 @@ from tests.variety import is_varied
 
 ALL = PROMPTS + SHARED
 ENGINES = 4
+WIDEST = Layout(tp=ENGINES)
 MAX_SP = {
     "llama": 2,
     "llama-1-kv-head": 4,
@@ -164,9 +165,9 @@ def test_heads_in_another_order_than_the_bases_change_the_tokens(
     """What a step by sequence wrote to the KV cache is then another head's."""
     if MAX_SP[model.name] == ENGINES:
         pytest.skip("the heads of (SP 4) are in the order of the members")
-    node.probe_all(probes.order_heads_by_rank, ENGINES)
+    node.probe_all(probes.order_heads_by_rank, WIDEST)
     assert generate_in(node, QUARTET, Script.PREFILL) != expected_of_mixed
-    node.probe_all(probes.order_heads_by_base, ENGINES)
+    node.probe_all(probes.order_heads_by_base, WIDEST)
     assert generate_in(node, QUARTET, Script.PREFILL) == expected_of_mixed
 
 
@@ -175,9 +176,9 @@ def test_the_wrong_replica_of_a_kv_head_changes_the_tokens(
 ) -> None:
     if model.name != "llama-2-kv-heads":
         pytest.skip("needs several KV heads that are each held several times")
-    node.probe_all(probes.swap_kv_heads, ENGINES)
+    node.probe_all(probes.swap_kv_heads, WIDEST)
     assert generate_in(node, QUARTET, Script.PREFILL) != expected_of_mixed
-    node.probe_all(probes.swap_kv_heads, ENGINES)
+    node.probe_all(probes.swap_kv_heads, WIDEST)
     assert generate_in(node, QUARTET, Script.PREFILL) == expected_of_mixed
 
 
@@ -200,7 +201,7 @@ def test_prompts_came_in_chunks_and_from_the_prefix_cache(
 
 def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
     for owned in node.probe_all(probes.owned_bytes):
-        assert owned == {1: 0, 2: 0, 4: 0}
+        assert owned == {"dp": 0, "tp2": 0, "tp4": 0}
     for layouts in node.probe_all(probes.parameters):
         (size, devices, storages), *views = layouts.values()
         assert devices == {"cpu"}
@@ -215,5 +216,5 @@ def test_the_kv_caches_of_all_layouts_are_one_storage(node: RealNode) -> None:
     for storages in node.probe_all(probes.kv_storages):
         assert len(storages) == 3
         assert len(set.union(*storages.values())) == 1
-        ((_, size),) = storages[1]
+        ((_, size),) = storages["dp"]
         assert size == NODE_ARGS["kv_cache_memory_bytes"]

@@ -30,7 +30,7 @@ def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
     assert_sampled_as_stock_does(result)
     assert result["modes"] == ["sp", "tp"]
     assert result["sample alike"] == {"one has drawn": False, "bound again": True}
-    assert result["owned"] == [{"1": 0, "2": 0}] * 2
+    assert result["owned"] == [{"dp": 0, "tp2": 0}] * 2
     assert result["problems"] == []
 
 

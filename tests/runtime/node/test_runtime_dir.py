@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.values.layouts import tensor_parallel
+from shoal.runtime.config import Addresses
 from shoal.runtime.node.runtime_dir import make_runtime_dir, remove_former, remove_runtime_dir
 
 
@@ -68,7 +70,8 @@ def sweep() -> None:
 def test_it_is_private_and_short() -> None:
     path = make_runtime_dir()
     assert path.stat().st_mode & 0o777 == 0o700
-    assert len("/tmp/" + path.name + "/group-0-1-2-3-4-5-6-7-7") < 107
+    longest = Addresses(f"/tmp/{path.name}").queue(tensor_parallel(range(8)), 7, generation=99)
+    assert len(longest.removeprefix("ipc://")) < 107
     remove_runtime_dir(path)
     assert not path.exists()
 

@@ -8,15 +8,15 @@ from shoal.runtime.engine.groups.head_order import Base, base_of, head_shard, pe
 
 POWERS = (1, 2, 4, 8)
 SHAPES = [(sp, tp) for sp, tp in itertools.product(POWERS, POWERS) if sp * tp <= 8]
-DEGREES = [(degree, max_sp) for degree, max_sp in itertools.product(POWERS, POWERS)]
+SIZES = [(members, max_sp) for members, max_sp in itertools.product(POWERS, POWERS)]
 
 
-def order(degree: int, max_sp: int) -> list[int]:
-    return [head_shard(member, degree, max_sp) for member in range(degree)]
+def order(members: int, max_sp: int) -> list[int]:
+    return [head_shard(member, members, max_sp) for member in range(members)]
 
 
 @pytest.mark.parametrize(
-    ("degree", "max_sp", "base"),
+    ("members", "max_sp", "base"),
     [
         (8, 8, (8, 1)),
         (8, 2, (2, 4)),
@@ -27,37 +27,37 @@ def order(degree: int, max_sp: int) -> list[int]:
     ],
 )
 def test_the_base_has_as_much_sp_as_is_allowed(
-    degree: int, max_sp: int, base: tuple[int, int]
+    members: int, max_sp: int, base: tuple[int, int]
 ) -> None:
-    assert base_of(degree, max_sp) == Base(*base)
+    assert base_of(members, max_sp) == Base(*base)
 
 
 @pytest.mark.parametrize(("sp", "tp"), SHAPES)
 def test_each_member_holds_what_the_all_to_all_leaves_it_with(sp: int, tp: int) -> None:
     """Algorithm 2, step by step, on the names of heads."""
-    degree = sp * tp
+    members = sp * tp
     of_the_base = order(tp, sp)
-    per_base = degree // tp
-    for member in range(degree):
-        peers = next(group for group in peers_of(degree, sp, degree).sp if member in group)
+    per_base = members // tp
+    for member in range(members):
+        peers = next(group for group in peers_of(members, sp, members).sp if member in group)
         # Before the exchange every peer has all heads of the same place of the base.
         (place,) = {peer % tp for peer in peers}
         heads = range(of_the_base[place] * per_base, (of_the_base[place] + 1) * per_base)
-        assert head_shard(member, degree, sp) == heads[peers.index(member)]
+        assert head_shard(member, members, sp) == heads[peers.index(member)]
 
 
-@pytest.mark.parametrize(("degree", "max_sp"), DEGREES)
-def test_every_shard_has_one_member(degree: int, max_sp: int) -> None:
-    assert sorted(order(degree, max_sp)) == list(range(degree))
+@pytest.mark.parametrize(("members", "max_sp"), SIZES)
+def test_every_shard_has_one_member(members: int, max_sp: int) -> None:
+    assert sorted(order(members, max_sp)) == list(range(members))
 
 
-@pytest.mark.parametrize("degree", POWERS)
-def test_without_tp_in_the_base_the_order_is_the_members(degree: int) -> None:
-    assert order(degree, 8) == order(degree, degree) == order(degree, 1) == list(range(degree))
+@pytest.mark.parametrize("members", POWERS)
+def test_without_tp_in_the_base_the_order_is_the_members(members: int) -> None:
+    assert order(members, 8) == order(members, members) == order(members, 1) == list(range(members))
 
 
 @pytest.mark.parametrize(
-    ("degree", "max_sp", "shards"),
+    ("members", "max_sp", "shards"),
     [
         (4, 2, [0, 2, 1, 3]),
         (8, 4, [0, 4, 1, 5, 2, 6, 3, 7]),
@@ -65,8 +65,8 @@ def test_without_tp_in_the_base_the_order_is_the_members(degree: int) -> None:
         (8, 2, [0, 4, 2, 6, 1, 5, 3, 7]),
     ],
 )
-def test_the_order_of_mixed_bases(degree: int, max_sp: int, shards: list[int]) -> None:
-    assert order(degree, max_sp) == shards
+def test_the_order_of_mixed_bases(members: int, max_sp: int, shards: list[int]) -> None:
+    assert order(members, max_sp) == shards
 
 
 def test_the_order_of_the_papers_figure() -> None:
@@ -79,22 +79,22 @@ def test_the_order_of_the_papers_figure() -> None:
 @pytest.mark.parametrize(("sp", "tp"), SHAPES)
 def test_kv_heads_go_where_the_tp_layout_keeps_them(sp: int, tp: int, kv_heads: int) -> None:
     """Algorithm 1 on the names of KV heads; vLLM gives neighbours of a shard the same head."""
-    degree = sp * tp
-    peers = peers_of(degree, sp, kv_heads)
+    members = sp * tp
+    peers = peers_of(members, sp, kv_heads)
 
     def kept(shard: int, of: int) -> range:
         size = max(1, kv_heads // of)
         first = shard * kv_heads // of
         return range(first, first + size)
 
-    for member in range(degree):
+    for member in range(members):
         across = next(group for group in peers.across if member in group)
         within = next(group for group in peers.within if member in group)
         heads = kept(order(tp, sp)[member % tp], tp)
         each = len(heads) // len(across)
         mine = heads[across.index(member) * each :][:each]
-        assert list(mine) == list(kept(head_shard(member, degree, sp), degree))
-        assert len({kept(head_shard(peer, degree, sp), degree) for peer in within}) == 1
+        assert list(mine) == list(kept(head_shard(member, members, sp), members))
+        assert len({kept(head_shard(peer, members, sp), members) for peer in within}) == 1
 
 
 @pytest.mark.parametrize("kv_heads", POWERS)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, tensor_parallel
 from shoal.runtime.engine.groups.rendezvous import agreed_minimum
 
 ENGINES = 4
-PAIR = (2, 3)
+PAIR = tensor_parallel((2, 3))
 PATIENCE_SECONDS = 60.0
 
 
@@ -55,32 +55,32 @@ def make(
     directory: Path,
     engine: int,
     groups: dict[Unit, Any],
-    group: Unit,
+    unit: Unit,
     generation: int,
     seconds: float = PATIENCE_SECONDS,
 ) -> int:
-    """Make a group's process group, and one of this engine alone in between, as vLLM does."""
+    """Make a unit's process group, and one of this engine alone in between, as vLLM does."""
     from shoal.runtime.engine.groups.rendezvous import Rendezvous
 
-    rendezvous = Rendezvous(directory, group, engine, generation, seconds)
+    rendezvous = Rendezvous(directory, unit, engine, generation, seconds)
     for other in range(ENGINES):
         rendezvous.new_group([other], backend="gloo")
-    groups[group] = rendezvous.new_group(group, backend="gloo")
-    return groups[group].size()
+    groups[unit] = rendezvous.new_group(unit.engines, backend="gloo")
+    return groups[unit].size()
 
 
-def total(directory: Path, engine: int, groups: dict[Unit, Any], group: Unit | None) -> int:
-    """Return the sum of the members' numbers; of no group: of torch's default group."""
+def total(directory: Path, engine: int, groups: dict[Unit, Any], unit: Unit | None) -> int:
+    """Return the sum of the members' numbers; of no unit: of torch's default group."""
     import torch
     import torch.distributed as dist
 
     number = torch.tensor([engine])
-    dist.all_reduce(number, group=None if group is None else groups[group])
+    dist.all_reduce(number, group=None if unit is None else groups[unit])
     return int(number)
 
 
 def exchange(
-    directory: Path, engine: int, groups: dict[Unit, Any], group: Unit, number: int, found: str
+    directory: Path, engine: int, groups: dict[Unit, Any], unit: Unit, number: int, found: str
 ) -> list[int]:
     """Return the members' numbers, told as torch's symmetric memory tells: its ``number``-th time.
 
@@ -91,10 +91,10 @@ def exchange(
 
     from torch.distributed import distributed_c10d as c10d
 
-    store = c10d._get_process_group_store(groups[group])
+    store = c10d._get_process_group_store(groups[unit])
     part = "Others" if found == "bare" else "CUDASymmetricMemory"
-    keys = [f"{part}/{number}/{place}" for place in range(len(group))]
-    store.set(keys[group.index(engine)], str(engine))
+    keys = [f"{part}/{number}/{place}" for place in range(len(unit.engines))]
+    store.set(keys[unit.engines.index(engine)], str(engine))
     store.wait(keys, timedelta(seconds=0.3 if found == "bare" else PATIENCE_SECONDS))
     return [int(store.get(key)) for key in keys]
 
@@ -107,7 +107,7 @@ def ask(engines: Sequence[Engine], function: Callable[..., Any], *args: Any) -> 
 
 
 def test_a_group_is_made_by_its_members_and_again_when_one_was_replaced(tmp_path: Path) -> None:
-    survivor, victim = (Engine(tmp_path, engine) for engine in PAIR)
+    survivor, victim = (Engine(tmp_path, engine) for engine in PAIR.engines)
     try:
         assert ask([survivor, victim], make, PAIR, 0) == [2, 2]
         assert ask([survivor, victim], total, PAIR) == [5, 5]
@@ -120,7 +120,7 @@ def test_a_group_is_made_by_its_members_and_again_when_one_was_replaced(tmp_path
         victim = Engine(tmp_path, 3)
         assert ask([survivor, victim], make, PAIR, 2) == [2, 2]
         assert ask([survivor, victim], total, PAIR) == [5, 5]
-        assert [path.name for path in tmp_path.glob("members-*")] == ["members-2-3.2"]
+        assert [path.name for path in tmp_path.glob("members-*")] == ["members-tp2-2-3.2"]
 
         # torch counts what a process did, and the one that came back did less.
         for number in (0, 1):

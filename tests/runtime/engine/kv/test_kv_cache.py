@@ -1,18 +1,10 @@
-"""Block sizes of the layouts, and the way from virtual to physical block ids."""
+"""The way from virtual to physical block ids."""
 
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from shoal.runtime.engine.kv.kv_cache import NULL_BLOCK, BlockMap, SharedKVBuffer
-from shoal.runtime.layout_configs import block_tokens
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
-def test_a_block_has_the_same_bytes_in_every_layout(degree: int, kv_heads: int) -> None:
-    heads_of_a_member = max(1, kv_heads // degree)
-    assert block_tokens(degree, 32, kv_heads) * heads_of_a_member == 32 * kv_heads
 
 
 def test_a_buffer_that_is_not_allocated_has_no_size() -> None:

@@ -6,9 +6,10 @@ An artifact compiled for one order of rows and loaded for another gives wrong ou
 import pytest
 from vllm.config import VllmConfig
 
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import NodeConfig
-from shoal.runtime.engine.layouts import vllm_layout
-from shoal.runtime.engine.layouts.vllm_layout import layout_config
+from shoal.runtime.engine.layouts import engine_config as module
+from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link.executor import UnitExecutor
 from tests.runtime.engine.real_node import configs_of
 
@@ -24,24 +25,24 @@ class ConfigOf:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def __call__(self, max_group: int, degree: int = 1) -> VllmConfig:
+    def __call__(self, max_group: int, layout: Layout = DP) -> VllmConfig:
         node = NodeConfig(4, max_group, "manual", "unused", configs_of(self._model, max_group))
-        return layout_config(node, degree, UnitExecutor)
+        return engine_config(node, layout, UnitExecutor)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_another_number_of_groups_has_another_key(config: ConfigOf, degree: int) -> None:
-    assert config(2, degree).compute_hash() != config(4, degree).compute_hash()
+@pytest.mark.parametrize("layout", [DP, Layout(tp=2)])
+def test_another_number_of_groups_has_another_key(config: ConfigOf, layout: Layout) -> None:
+    assert config(2, layout).compute_hash() != config(4, layout).compute_hash()
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_the_same_scheme_has_the_same_key(config: ConfigOf, degree: int) -> None:
-    assert config(4, degree).compute_hash() == config(4, degree).compute_hash()
+@pytest.mark.parametrize("layout", [DP, Layout(tp=2)])
+def test_the_same_scheme_has_the_same_key(config: ConfigOf, layout: Layout) -> None:
+    assert config(4, layout).compute_hash() == config(4, layout).compute_hash()
 
 
 def test_another_scheme_has_another_key(config: ConfigOf, monkeypatch: pytest.MonkeyPatch) -> None:
     before = config(4).compute_hash()
-    monkeypatch.setattr(vllm_layout, "WEIGHT_SCHEME", "gate_up=split")
+    monkeypatch.setattr(module, "WEIGHT_SCHEME", "gate_up=split")
     assert config(4).compute_hash() != before
 
 

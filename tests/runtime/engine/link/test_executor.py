@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.layouts import Unit, alone, tensor_parallel
 from shoal.runtime.config import Addresses
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.link import instructions
@@ -20,9 +20,8 @@ from shoal.runtime.engine.link.executor import (
     in_thread,
 )
 from shoal.runtime.protocol.messages import Mode
-from tests.units import tp
 
-GROUP = tp(0, 1)
+GROUP = tensor_parallel((0, 1))
 
 
 class Members:
@@ -32,7 +31,7 @@ class Members:
         self.queues: list[zmq.Socket[bytes]] = []
         for engine in GROUP.engines:
             queue: zmq.Socket[bytes] = context.socket(zmq.PULL)
-            queue.bind(addresses.group_runner(GROUP, engine))
+            queue.bind(addresses.queue(GROUP, engine))
             self.queues.append(queue)
         self.inbox = Inbox(context, addresses.responses(0), engine=0)
         self.channel = UnitChannel(GROUP, channel_sockets(context, addresses, GROUP))
@@ -43,8 +42,9 @@ class Members:
     def received(self, engine: int) -> Any:
         return instructions.loads(self.queues[engine].recv())
 
-    def answer(self, seq: int, engine: int, value: Any, group: Unit = GROUP) -> None:
-        self._answers.send(instructions.dumps(instructions.Result(group, seq, engine, value)))
+    def answer(self, seq: int, engine: int, value: Any, unit: Unit = GROUP) -> None:
+        result = instructions.Result(unit.name, seq, engine, value)
+        self._answers.send(instructions.dumps(result))
 
     def fail(self, engine: int, error: str) -> None:
         self._answers.send(instructions.dumps(instructions.Failure(engine, error)))
@@ -104,7 +104,7 @@ def test_units_with_equal_numbers_do_not_mix_up_their_answers(members: Members) 
     seq, own = single.expect(answers=1)
     group_seq, groups = members.channel.expect(answers=1)
     assert seq == group_seq
-    members.answer(seq, 0, "own", group=alone(0))
+    members.answer(seq, 0, "own", unit=alone(0))
     assert members.inbox.wait(own, 10) == "own"
     assert not groups.done()
 
@@ -141,7 +141,7 @@ def test_the_failure_of_another_runner_ends_what_it_was_to_answer(members: Membe
     members.fail(1, "ValueError: no")
     with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
         members.inbox.wait(groups, 10)
-    members.answer(seq, 0, "own", group=alone(0))
+    members.answer(seq, 0, "own", unit=alone(0))
     assert members.inbox.wait(own, 10) == "own"
 
 

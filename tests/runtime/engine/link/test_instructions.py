@@ -4,21 +4,21 @@ import pickle
 
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.link import instructions
-from tests.units import tp
 
 MESSAGES = [
-    instructions.Call(0, "load_model", alone(1), {"key": "value"}),
+    instructions.Call(0, "load_model", (1,), {"key": "value"}),
     instructions.Step(1, {"tokens": 3}, None, sample=False),
     instructions.Sample(1, [1, 2]),
-    instructions.Attach(tp(0, 1), epoch=4),
+    instructions.Attach(Layout(tp=2), epoch=4),
     instructions.AwaitDetach(4),
     instructions.Bind(4, [1, 2], {0: [7, 8], 1: [9, 3]}, seed=5),
     instructions.Extend([3], {0: [1], 1: [2]}),
     instructions.Rest(),
     instructions.Detach(4),
-    instructions.Result(tp(0, 1), 1, 0, [3]),
+    instructions.Form(6, Layout(tp=2), generation=1),
+    instructions.Result("tp2", 1, 0, [3]),
     instructions.Failure(1, "ValueError: no"),
 ]
 

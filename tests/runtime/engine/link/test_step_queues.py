@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.link import instructions as steps
-from shoal.runtime.engine.link.step_queues import OWN, StepQueues, Turns
-from tests.units import tp
+from shoal.runtime.engine.link.step_queues import StepQueues, Turns
 
-GROUP = 2
+OWN, GROUP = DP, Layout(tp=2)
 RATIO = 3
 
 
@@ -22,28 +22,28 @@ class Queues:
 
     def __init__(self, context: zmq.Context) -> None:
         self.context = context
-        self.senders: dict[int, zmq.Socket] = {}
-        receivers: dict[int, zmq.Socket] = {}
-        for degree in (OWN, GROUP):
-            receivers[degree] = context.socket(zmq.PULL)
-            receivers[degree].bind(f"inproc://{degree}")
-            self.senders[degree] = context.socket(zmq.PUSH)
-            self.senders[degree].connect(f"inproc://{degree}")
+        self.senders: dict[Layout, zmq.Socket] = {}
+        receivers: dict[Layout, zmq.Socket] = {}
+        for layout in (OWN, GROUP):
+            receivers[layout] = context.socket(zmq.PULL)
+            receivers[layout].bind(f"inproc://{layout.name}")
+            self.senders[layout] = context.socket(zmq.PUSH)
+            self.senders[layout].connect(f"inproc://{layout.name}")
         self.received = StepQueues(receivers, RATIO)
 
-    def send(self, degree: int, *instructions: steps.Instruction) -> None:
+    def send(self, layout: Layout, *instructions: steps.Instruction) -> None:
         for instruction in instructions:
-            self.senders[degree].send(steps.dumps(instruction))
+            self.senders[layout].send(steps.dumps(instruction))
 
     def attach(self, *, interleaves: bool = True) -> None:
-        self.send(OWN, steps.Attach(tp(0, 1), 5, interleaves))
+        self.send(OWN, steps.Attach(GROUP, 5, interleaves))
         self.send(GROUP, steps.Bind(5, [], {}, 0))
         assert self.take() == (GROUP, steps.Bind(5, [], {}, 0))
 
-    def take(self) -> tuple[int, steps.Instruction]:
+    def take(self) -> tuple[Layout, steps.Instruction]:
         return self.received.receive()
 
-    def order(self, count: int) -> list[int]:
+    def order(self, count: int) -> list[Layout]:
         """Take instructions and return whose they are."""
         return [self.take()[0] for _ in range(count)]
 
@@ -113,7 +113,7 @@ def test_a_group_that_does_not_interleave_has_the_runner_alone(queues: Queues) -
 
 def test_what_follows_the_release_comes_after_the_groups_last_step(queues: Queues) -> None:
     queues.attach()
-    queues.send(OWN, step(0), steps.AwaitDetach(5), step(1), steps.Attach(tp(0, 1), 6))
+    queues.send(OWN, step(0), steps.AwaitDetach(5), step(1), steps.Attach(GROUP, 6))
     queues.send(GROUP, *(step(seq) for seq in range(7)), steps.Detach(5), step(9))
     # Its second turn would be before the group's seventh step.
     assert queues.order(10) == [GROUP] * 3 + [OWN] + [GROUP] * 5 + [OWN]
@@ -160,6 +160,6 @@ def test_a_replaced_queue_is_read_and_what_the_former_one_held_is_dropped(
     queues.senders[GROUP].close(linger=0)
     queues.senders[GROUP] = context.socket(zmq.PUSH)
     queues.senders[GROUP].connect("inproc://next generation")
-    queues.send(OWN, steps.Attach(tp(0, 1), 5))
+    queues.send(OWN, steps.Attach(GROUP, 5))
     queues.send(GROUP, step(1))
     assert queues.take() == (GROUP, step(1))

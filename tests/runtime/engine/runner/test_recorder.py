@@ -14,7 +14,7 @@ import zmq
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from shoal.loadgen.bench.kernels import Kind, divided, read_trace
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, alone, tensor_parallel
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.runner import recorder as recorder_module
@@ -29,7 +29,6 @@ from shoal.runtime.protocol.recording import (
     request_file,
     trace_file,
 )
-from tests.units import tp
 
 ENGINE = 3
 
@@ -82,22 +81,24 @@ def test_another_name_ends_one_recording_and_begins_the_next(tmp_path: Path) -> 
 
 # --- the runner ---
 
-GROUP = tp(2, 3)
+OWN, GROUP = alone(ENGINE), tensor_parallel((2, 3))
 
 
-class LoggedLayout:
-    """A layout that computes nothing, and says when it would."""
+class LoggedWorker:
+    """A layout's worker that computes nothing, and says when it would."""
 
     block_map: Any = None
 
-    def __init__(self, group: Unit, log: list[str]) -> None:
-        self.unit, self._log = group, log
+    answers = False
+
+    def __init__(self, unit: Unit, log: list[str]) -> None:
+        self.unit, self._log = unit, log
 
     def execute(self, scheduled: SchedulerOutput, _mode: Mode) -> None:
-        self._log.append(f"tp{self.unit.size} of {scheduled.total_num_scheduled_tokens}")
+        self._log.append(f"tp{self.unit.layout.tp} of {scheduled.total_num_scheduled_tokens}")
 
     def sample(self, _grammar: object) -> None:
-        self._log.append(f"tp{self.unit.size} samples")
+        self._log.append(f"tp{self.unit.layout.tp} samples")
 
 
 class LoggedMarks(HostMarks):
@@ -125,21 +126,21 @@ class Recorded:
             runtime_dir=str(directory),
             recording_dir=str(directory),
         )
-        layouts = {group.size: LoggedLayout(group, log) for group in ((ENGINE,), GROUP)}
-        loader: Any = SimpleNamespace(layouts=layouts)
+        workers = {unit.layout: LoggedWorker(unit, log) for unit in (OWN, GROUP)}
+        loader: Any = SimpleNamespace(workers=workers)
         self.runner = RecordingRunner(node, ENGINE, loader, context)
-        self._queues = {group: context.socket(zmq.PUSH) for group in ((ENGINE,), GROUP)}
-        for group, queue in self._queues.items():
-            queue.connect(Addresses(directory).queue(group, ENGINE))
+        self._queues = {unit: context.socket(zmq.PUSH) for unit in (OWN, GROUP)}
+        for unit, queue in self._queues.items():
+            queue.connect(Addresses(directory).queue(unit, ENGINE))
 
-    def do(self, group: Unit, *instructions: steps.Instruction) -> None:
+    def do(self, unit: Unit, *instructions: steps.Instruction) -> None:
         for instruction in instructions:
-            self._queues[group].send(steps.dumps(instruction))
+            self._queues[unit].send(steps.dumps(instruction))
             if not isinstance(instruction, steps.OrderOfQueues):
                 self.runner._turn()
 
     def own(self, *instructions: steps.Instruction) -> None:
-        self.do((ENGINE,), *instructions)
+        self.do(OWN, *instructions)
 
     def group(self, *instructions: steps.Instruction) -> None:
         self.do(GROUP, *instructions)
@@ -174,7 +175,7 @@ def phases_of(recorded: Recorded) -> list[BoundPhase]:
 def test_the_first_step_of_a_group_is_marked_before_it_runs_and_nothing_waits_for_it(
     recorded: Recorded, log: list[str]
 ) -> None:
-    recorded.own(step(64), step(65), steps.Attach(GROUP, 7))
+    recorded.own(step(64), step(65), steps.Attach(GROUP.layout, 7))
     recorded.group(bind(7), step(0), step(4), step(1))
     assert log == [
         *("tp1 of 64", "tp1 samples", "freed", "tp1 of 65", "tp1 samples", "freed"),
@@ -194,7 +195,7 @@ def test_the_first_step_of_a_group_is_marked_before_it_runs_and_nothing_waits_fo
 
 def test_own_steps_that_are_sampled_later_end_with_that(recorded: Recorded, log: list[str]) -> None:
     apart = replace(step(64), sample=False)
-    recorded.own(apart, steps.Sample(1, None), steps.Attach(GROUP, 7))
+    recorded.own(apart, steps.Sample(1, None), steps.Attach(GROUP.layout, 7))
     recorded.group(bind(7), steps.Detach(7))
     assert log == ["tp1 of 64", "freed", "tp1 samples", "freed", "take"]
 
@@ -202,7 +203,7 @@ def test_own_steps_that_are_sampled_later_end_with_that(recorded: Recorded, log:
 def test_own_steps_that_take_turns_with_the_group_s_are_not_taken_for_them(
     recorded: Recorded, log: list[str]
 ) -> None:
-    recorded.own(steps.Attach(GROUP, 7, interleaves=True))
+    recorded.own(steps.Attach(GROUP.layout, 7, interleaves=True))
     recorded.group(bind(7))
     recorded.own(step(64))
     recorded.group(step(4))
@@ -210,7 +211,7 @@ def test_own_steps_that_take_turns_with_the_group_s_are_not_taken_for_them(
 
 
 def test_the_start_of_a_layout_s_core_is_no_phase(recorded: Recorded, log: list[str]) -> None:
-    recorded.own(steps.Attach(GROUP, 0))
+    recorded.own(steps.Attach(GROUP.layout, 0))
     recorded.group(steps.Detach(0))
     assert (log, phases_of(recorded)) == ([], [])
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from vllm.utils.torch_utils import set_random_seed
 
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.runner.runner import RandomStates
 
-OWN, GROUP = 1, 2
+OWN, GROUP = DP, Layout(tp=2)
 
 
 def draw() -> tuple[float, float, float]:

@@ -90,11 +90,11 @@ def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 class Members:
     """Every member's exchange of one group, in one process, by collectives or peers' memory."""
 
-    def __init__(self, degree: int, max_sp: int, kv_heads: int, *, peers: bool = False) -> None:
-        self.degree, self.max_sp, self.kv_heads = degree, max_sp, kv_heads
+    def __init__(self, tp: int, max_sp: int, kv_heads: int, *, peers: bool = False) -> None:
+        self.tp, self.max_sp, self.kv_heads = tp, max_sp, kv_heads
         self._store = dist.HashStore()
         self.memories: dict[tuple[int, ...], tuple[list[list[torch.Tensor]], Barrier]] = {}
-        for group in peers_of(degree, max_sp, kv_heads).sp:
+        for group in peers_of(tp, max_sp, kv_heads).sp:
             slots = [[torch.zeros(1 << 16, dtype=WORD) for _ in (0, 1)] for _ in group]
             self.memories[group] = slots, Barrier(len(group))
         make = self._peer_exchange if peers else self._exchange
@@ -110,11 +110,11 @@ class Members:
 
     def each(self, function: Callable[[int], Any]) -> list[Any]:
         """Return what every member's ``function`` returns; all run at the same time."""
-        with ThreadPoolExecutor(self.degree) as pool:
-            return list(pool.map(function, range(self.degree)))
+        with ThreadPoolExecutor(self.tp) as pool:
+            return list(pool.map(function, range(self.tp)))
 
     def _groups(self, member: int) -> SpGroups:
-        peers = peers_of(self.degree, self.max_sp, self.kv_heads)
+        peers = peers_of(self.tp, self.max_sp, self.kv_heads)
         within = self._group("within", member, peers.within)
         across = within and self._group("across", member, peers.across)
         return SpGroups(self._group("sp", member, peers.sp), across, within)
@@ -148,7 +148,7 @@ class Step:
 
     def of_base(self, members: Members, member: int) -> list[torch.Tensor]:
         """Return what the base's projections give a member: a share of the tokens, its heads."""
-        base = base_of(members.degree, members.max_sp)
+        base = base_of(members.tp, members.max_sp)
         shard = head_shard(member % base.tp, base.tp, members.max_sp)
         exchange = members.exchanges[member]
         parts = [kept(tensor, shard, base.tp) for tensor in (self.query, self.key, self.value)]
@@ -165,19 +165,19 @@ def random_step(tokens: int, kv_heads: int, dtype: torch.dtype, query_heads: int
 
 
 SHAPES = [
-    (degree, max_sp, kv_heads)
-    for degree, max_sp, kv_heads in itertools.product((2, 4, 8), (2, 4, 8), (1, 2, 4, 8))
-    if max_sp <= degree
+    (tp, max_sp, kv_heads)
+    for tp, max_sp, kv_heads in itertools.product((2, 4, 8), (2, 4, 8), (1, 2, 4, 8))
+    if max_sp <= tp
 ]
 
 
 @pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
-@pytest.mark.parametrize(("degree", "max_sp", "kv_heads"), SHAPES)
+@pytest.mark.parametrize(("tp", "max_sp", "kv_heads"), SHAPES)
 def test_every_member_gets_the_heads_that_its_tp_layout_keeps(
-    degree: int, max_sp: int, kv_heads: int, peers: bool
+    tp: int, max_sp: int, kv_heads: int, peers: bool
 ) -> None:
     """Of steps that a group does not divide, of fewer tokens than members, and that it divides."""
-    members = Members(degree, max_sp, kv_heads, peers=peers)
+    members = Members(tp, max_sp, kv_heads, peers=peers)
     steps = [(13, torch.bfloat16), (3, torch.float32), (16, torch.float32)]
     # An interpreted kernel takes long, and has no other way for the last.
     for tokens, dtype in steps[:2] if peers else steps:
@@ -195,11 +195,11 @@ def test_every_member_gets_the_heads_that_its_tp_layout_keeps(
             assert torch.equal(output, inputs[0]), "there and back"
             return heads, exchange.gather(inputs[0].flatten(1))
 
-        base = base_of(degree, max_sp)
+        base = base_of(tp, max_sp)
         for member, (heads, gathered) in enumerate(members.each(exchanged)):
-            shard = head_shard(member, degree, max_sp)
+            shard = head_shard(member, tp, max_sp)
             for got, whole in zip(heads, (step.query, step.key, step.value), strict=True):
-                assert torch.equal(got, kept(whole, shard, degree))
+                assert torch.equal(got, kept(whole, shard, tp))
             place = head_shard(member % base.tp, base.tp, max_sp)
             assert torch.equal(gathered, kept(step.query, place, base.tp).flatten(1))
 
@@ -239,19 +239,19 @@ def matching(members: Members, outputs: Sequence[torch.Tensor], whole: torch.Ten
 
 
 WIDE_SHAPES = [
-    (degree, max_sp, kv_heads)
-    for degree, max_sp, kv_heads in itertools.product((4, 8), (2, 4, 8), (1, 2, 4))
-    if max_sp <= degree
+    (tp, max_sp, kv_heads)
+    for tp, max_sp, kv_heads in itertools.product((4, 8), (2, 4, 8), (1, 2, 4))
+    if max_sp <= tp
 ]
 
 
 @pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
-@pytest.mark.parametrize(("degree", "max_sp", "kv_heads"), WIDE_SHAPES)
+@pytest.mark.parametrize(("tp", "max_sp", "kv_heads"), WIDE_SHAPES)
 def test_attention_by_sequence_is_that_of_the_whole_model(
-    degree: int, max_sp: int, kv_heads: int, peers: bool
+    tp: int, max_sp: int, kv_heads: int, peers: bool
 ) -> None:
     """Three heads or six for each member, of fewer KV heads; 21 tokens leave padding."""
-    members = Members(degree, max_sp, kv_heads, peers=peers)
+    members = Members(tp, max_sp, kv_heads, peers=peers)
     step = random_step(21, kv_heads, torch.float64, query_heads=24)
     outputs = attended_by_sequence(members, step)
     assert matching(members, outputs, attention(step.query, step.key, step.value))

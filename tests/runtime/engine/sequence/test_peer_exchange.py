@@ -138,7 +138,7 @@ def share(
     directory: Path,
     engine: int,
     groups: dict[Unit, Any],
-    group: Unit,
+    unit: Unit,
     barred: int | None,
     tried: int | None = None,
 ) -> str:
@@ -154,24 +154,24 @@ def share(
     with pytest.MonkeyPatch.context() as patch:
         torch_that(engine != barred, patch)
         memory = exchange_memory(
-            groups[group], 16, torch.device("cpu"), tried=engine == tried, required=False
+            groups[unit], 16, torch.device("cpu"), tried=engine == tried, required=False
         )
     logging.getLogger("shoal.engine").removeHandler(handler)
     return f"{'NCCL' if memory is None else 'peers'}: {log.getvalue()}"
 
 
 def test_all_members_go_without_memory_that_one_cannot_share(tmp_path: Path) -> None:
-    pair = [Engine(tmp_path, engine) for engine in PAIR]
+    pair = [Engine(tmp_path, engine) for engine in PAIR.engines]
     try:
         ask(pair, make, PAIR, 0)
         assert ask(pair, share, PAIR, None) == ["peers: "] * 2
         told = "NCCL: steps by sequence exchange by NCCL, which takes longer: "
-        assert ask(pair, share, PAIR, PAIR[1]) == [
+        assert ask(pair, share, PAIR, PAIR.engines[1]) == [
             f"{told}a peer cannot share its memory\n",
             f"{told}{REFUSED}\n",
         ]
         unasked = f"{told}a peer cannot share its memory\n"
-        assert ask(pair, share, PAIR, None, PAIR[0]) == [unasked] * 2, "nobody tries again"
+        assert ask(pair, share, PAIR, None, PAIR.engines[0]) == [unasked] * 2, "nobody tries again"
     finally:
         for engine in pair:
             engine.kill()

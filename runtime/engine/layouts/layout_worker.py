@@ -1,0 +1,175 @@
+"""The worker of a layout: on a runner, one stock vLLM worker that shares its weights and KV cache.
+
+DP's worker comes first: it owns the weights and allocates the KV buffer. The workers of all other
+layouts view both.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from shoal.policies.values.layouts import DP, Layout, Unit
+from shoal.runtime.engine.groups.communicators import Communicators
+from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
+from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
+from shoal.runtime.engine.weights.shared_weights import group_gate_up
+from shoal.runtime.protocol.messages import Mode
+
+Execution = AbstractContextManager[None]
+"""How the steps of one mode run: while it is entered, vLLM's worker runs a step in that mode.
+
+It is entered in every step of its mode, one step after the other.
+"""
+
+
+class LayoutWorker:
+    """One layout on one runner: its communicators, its stock worker, its block map.
+
+    Args:
+        unit: the engines that this runner's engine works with in the layout.
+        config: vLLM's configuration of the layout (``engine_config``).
+        communicators: the unit's groups.
+        buffer: the engine's KV buffer.
+        engine: this runner's engine, its rank among those of the node.
+        reserved_bytes: memory that the layouts beyond DP will still take.
+        agree: from the KV bytes that this engine can hold to those that every engine can.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        config: VllmConfig,
+        communicators: Communicators,
+        buffer: SharedKVBuffer,
+        engine: int,
+        reserved_bytes: int,
+        agree: Callable[[int], int],
+    ) -> None:
+        member = unit.engines.index(engine)
+        self.unit = unit
+        self.config = config
+        self.communicators = communicators
+        self.engine = engine
+        self.answers = member == unit.layout.answering_member
+        """Whether this member returns the tokens of the unit's steps."""
+        self.block_map: BlockMap | None = None
+        self.executions: dict[Mode, Execution] = {Mode.TP: nullcontext()}
+        """How steps run, by mode. Vllm's worker as it is runs those of ``TP``; whoever lets the
+        layout run others adds them here."""
+        self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+        """What to be in, with the layout's model, while vLLM warms up and captures CUDA graphs."""
+        self._buffer = buffer
+        self._reserved_bytes = reserved_bytes
+        self._agree = agree
+        self._is_loaded = False
+        self._worker = WorkerWrapperBase(rpc_rank=0, global_rank=member)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.unit.layout
+
+    @property
+    def model(self) -> nn.Module:
+        """The layout's model on this runner."""
+        return self._worker.worker.model_runner.get_model()
+
+    @property
+    def model_runner(self) -> Any:
+        """vLLM's model runner of this layout."""
+        return self._worker.worker.model_runner
+
+    def active(self) -> AbstractContextManager[None]:
+        """Be in this layout: its groups and workspace are vLLM's current ones."""
+        return self.communicators.active()
+
+    def create(self, init_method: str) -> None:
+        """Create the stock worker and its model runner's buffers.
+
+        For every layout before any loads: vLLM's worker checks the device's free memory here.
+
+        Args:
+            init_method: a URL whose last part names what this node's workers share.
+        """
+        with self.communicators.active(starts=True):
+            self._worker.init_worker(
+                all_kwargs=[
+                    {
+                        "vllm_config": self.config,
+                        "local_rank": self.engine,
+                        "rank": self.engine,
+                        "distributed_init_method": init_method,
+                        "is_driver_worker": True,
+                    }
+                ]
+            )
+            self._worker.init_device()
+
+    def load(self, groups: int) -> None:
+        """Load (DP) or view (other layouts) the weights.
+
+        Args:
+            groups: size of the node's largest group.
+        """
+        with self.active():
+            self._worker.load_model()
+        self._is_loaded = True
+        if self.layout == DP:
+            group_gate_up(self.model, groups)
+
+    def close(self) -> None:
+        """Let go of what torch would keep for ever: a compiled model, and its graphs with it."""
+        for module in self.model.modules() if self._is_loaded else ():
+            if isinstance(module, TorchCompileWithNoGuardsWrapper):
+                module.cleanup()
+
+    def call(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a method of vLLM's worker in this layout (``vllm.v1.serial_utils.run_method``)."""
+        if method == "determine_available_memory":
+            return self._available_memory()
+        captures = method == "compile_or_warm_up_model"
+        watched = self.watch_captures(self.model) if captures else nullcontext()
+        with self.active(), self._buffer.in_use(), watched:
+            return run_method(self._worker, method, args, kwargs or {})
+
+    def execute(self, scheduler_output: Any, mode: Mode = Mode.TP) -> Any:
+        """Run one model step; block ids are virtual in a group (``Worker.execute_model``).
+
+        Raises:
+            RuntimeError: the layout was not started to run steps of this mode.
+        """
+        if self.block_map is not None:
+            scheduler_output = self.block_map.apply(scheduler_output)
+        execution = self.executions.get(mode)
+        if execution is None:
+            raise RuntimeError(f"{self.layout.name} was not started to run steps of mode {mode}")
+        with self.active(), execution:
+            return self._worker.execute_model(scheduler_output)
+
+    def sample(self, grammar_output: Any) -> Any:
+        """Sample the step that ``execute`` ran (``Worker.sample_tokens``)."""
+        with self.active(), thrown_away_unseeded(self.model_runner):
+            return self._worker.sample_tokens(grammar_output)
+
+    def _available_memory(self) -> int:
+        """Return the KV bytes of this layout: the same on every engine and in every layout."""
+        if self.layout != DP:
+            # vLLM still runs its profiling step (and compiles in it) with the size fixed. But it
+            # captures nothing to measure graphs, after which it would drop those of all layouts.
+            self.config.cache_config.kv_cache_memory_bytes = self._buffer.num_bytes
+        with self.active():
+            available: int = run_method(self._worker, "determine_available_memory", (), {})
+        if self.layout != DP:
+            return self._buffer.num_bytes
+        if current_platform.is_cuda() and not self.config.cache_config.kv_cache_memory_bytes:
+            available -= self._reserved_bytes
+        return self._agree(available)

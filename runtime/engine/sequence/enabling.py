@@ -1,0 +1,129 @@
+"""Lets the workers of an engine's layouts run steps by sequence, as the node's plan says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from shoal.policies.values.layouts import DP, Layout, Unit
+from shoal.runtime.engine.groups.communicators import SpGroups, size_of, sp_groups
+from shoal.runtime.engine.groups.peer_memory import SymmetricMemory, needed_words
+from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
+from shoal.runtime.engine.sequence.capture_sizes import capture_also
+from shoal.runtime.engine.sequence.head_exchange import HeadExchange
+from shoal.runtime.engine.sequence.peer_exchange import PeerExchange, exchange_memory
+from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps, largest_share
+from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
+from shoal.runtime.engine.sequence.ulysses import (
+    SequenceParallelModel,
+    check_exchangeable,
+    exchanged_bytes,
+    exchanged_layers,
+)
+from shoal.runtime.protocol.messages import Mode
+
+
+class BySequence:
+    """The ``Execution`` of ``Mode.SP``: while it is entered, a model runner has another model."""
+
+    __slots__ = ("_own", "_runner", "model")
+
+    def __init__(self, runner: Any, model: SequenceParallelModel) -> None:
+        self._runner, self.model = runner, model
+
+    def __enter__(self) -> None:
+        self._own = self._runner.model
+        self._runner.model = self.model
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.model = self._own
+
+
+class SequenceParallelism:
+    """What one engine's layouts need for steps by sequence. It goes along with their making.
+
+    Args:
+        plan: of the node.
+    """
+
+    def __init__(self, plan: SequencePlan) -> None:
+        self.captures: dict[Layout, CapturedSteps] = {}
+        """By layout, the graphs of its model that steps by sequence may replay."""
+        self._plan = plan
+        self._by_peers: dict[Layout, bool] = {}
+        self._cannot_share = False
+        """Whether members that could reach each other's memory were not let."""
+
+    def expect(self, unit: Unit, config: VllmConfig) -> None:
+        """Decide for a unit of this engine, before its members meet.
+
+        Args:
+            unit: the engine's unit in one of the node's layouts.
+            config: of the layout.
+
+        Raises:
+            SettingError: the members cannot exchange as they have to.
+        """
+        self._by_peers[unit.layout] = self._plan.exchanges_by_peers(unit)
+        self.captures[unit.layout] = self._plan.captures(unit.layout, config)
+
+    def forget(self, layout: Layout) -> None:
+        """Let go of what was captured of a layout's model, which is gone."""
+        self.captures.pop(layout, None)
+
+    def prepare(self, worker: LayoutWorker) -> None:
+        """Have a worker that was created capture what steps by sequence replay of its model."""
+        captures = self.captures[worker.layout]
+        if captures.larger:
+            capture_also(worker.model_runner, captures.larger)
+        if captures.wanted:
+            worker.watch_captures = captures.recorded
+
+    def enable(self, worker: LayoutWorker, workers: Mapping[Layout, LayoutWorker]) -> None:
+        """Let a worker whose weights are there run steps by sequence. Collective over its unit.
+
+        Args:
+            worker: of a layout; if the plan does not include that, it stays as it is.
+            workers: all of the engine that there are, narrow ones first; those of narrower layouts
+                have their weights.
+
+        Raises:
+            NotSharedError: the members cannot share memory, and have to.
+            UnexchangeableAttention: the model cannot run by sequence.
+        """
+        plan, layout = self._plan, worker.layout
+        if layout == DP and plan.max_sp > 1:
+            check_exchangeable(worker.config, worker.model, reorders=plan.reorders)
+        if not plan.includes(layout):
+            return
+        base = workers[plan.base(layout)]
+        narrow = [w.communicators for w in workers.values() if w.layout.tp <= layout.tp]
+        kv_heads = worker.config.model_config.get_total_num_kv_heads()
+        groups = sp_groups(narrow, plan.max_sp, kv_heads)
+        memory = self._peer_memory(worker, base, groups) if self._by_peers[layout] else None
+        exchange = HeadExchange(groups) if memory is None else PeerExchange(groups, memory)
+        layers = exchanged_layers(worker.config, base.config, exchange)
+        # Connecting takes memory, which vLLM's profiling then finds in use.
+        exchange.connect(next(worker.model.parameters()).device)
+        model = SequenceParallelModel(
+            worker.model, base.model, base.active, exchange, layers, self.captures[base.layout]
+        )
+        worker.executions[Mode.SP] = BySequence(worker.model_runner, model)
+
+    def _peer_memory(
+        self, worker: LayoutWorker, base: LayoutWorker, groups: SpGroups
+    ) -> SymmetricMemory | None:
+        """Return what a unit exchanges through; None if a member cannot share its memory."""
+        members = tuple(torch.distributed.get_process_group_ranks(groups.sp))
+        tokens = largest_share(base.config, len(members), self.captures[base.layout].larger)
+        bytes_of_token = exchanged_bytes(base.config, size_of(groups.within))
+        memory = exchange_memory(
+            worker.communicators.finding_group(members),
+            needed_words(tokens, bytes_of_token),
+            next(worker.model.parameters()).device,
+            tried=self._cannot_share,
+            required=self._plan.requires_peers,
+        )
+        self._cannot_share |= memory is None
+        return memory

@@ -1,0 +1,94 @@
+"""What steps by sequence need of the workers of layouts, as far as it takes no members."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to, unit_of
+from shoal.runtime.engine.sequence import enabling
+from shoal.runtime.engine.sequence.enabling import BySequence, SequenceParallelism
+from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
+from shoal.runtime.protocol.messages import Mode
+
+TP2 = Layout(tp=2)
+CONFIG: Any = SimpleNamespace(
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+    compilation_config=SimpleNamespace(
+        cudagraph_capture_sizes=[1, 512], cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+    ),
+)
+
+
+class Worker:
+    """What of a layout's worker is asked for."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.config, self.model = layout, CONFIG, "model"
+        self.model_runner = "model runner"
+        self.executions: dict[Mode, Any] = {Mode.TP: "as it is"}
+        self.watch_captures: Any = "nobody watches"
+
+
+def expecting(max_sp: int) -> SequenceParallelism:
+    """Return what a node of two engines has, before its layouts are made."""
+    plan = SequencePlan(layouts_up_to(2), max_sp, sizes_are_chosen=False)
+    by_sequence = SequenceParallelism(plan)
+    for layout in layouts_up_to(2):
+        by_sequence.expect(unit_of(0, layout), CONFIG)
+    return by_sequence
+
+
+def prepared(by_sequence: SequenceParallelism, layout: Layout) -> Any:
+    worker: Any = Worker(layout)
+    by_sequence.prepare(worker)
+    return worker
+
+
+def test_the_model_is_another_while_a_step_runs_by_sequence() -> None:
+    runner, model = SimpleNamespace(model="own"), Any
+    by_sequence = BySequence(runner, model)
+    for _ in range(2):
+        with by_sequence:
+            assert runner.model is model
+        assert runner.model == "own"
+    with pytest.raises(MemoryError), by_sequence:
+        raise MemoryError
+    assert runner.model == "own"
+
+
+def test_graphs_of_a_base_are_captured_and_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    also: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(enabling, "capture_also", lambda *args: also.append(args))
+    by_sequence = expecting(2)
+    base, group = prepared(by_sequence, DP), prepared(by_sequence, TP2)
+    assert also == [("model runner", by_sequence.captures[DP].larger)]
+    assert also[0][1][-1] == 1024
+    assert base.watch_captures == by_sequence.captures[DP].recorded
+    assert group.watch_captures == "nobody watches"
+
+
+def test_without_sp_workers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enabling, "check_exchangeable", None)
+    by_sequence = expecting(1)
+    workers = {layout: prepared(by_sequence, layout) for layout in layouts_up_to(2)}
+    for worker in workers.values():
+        by_sequence.enable(worker, workers)
+        assert worker.executions == {Mode.TP: "as it is"}
+        assert worker.watch_captures == "nobody watches"
+
+
+def test_what_cannot_be_exchanged_is_found_with_dps_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(
+        enabling, "check_exchangeable", lambda *args, reorders: checked.append((*args, reorders))
+    )
+    expecting(2).enable(Worker(DP), {})  # type: ignore[arg-type]
+    assert checked == [(CONFIG, "model", False)]
+
+
+def test_captures_of_a_layout_that_is_gone_are_let_go() -> None:
+    by_sequence = expecting(2)
+    by_sequence.forget(TP2)
+    assert set(by_sequence.captures) == {DP}
