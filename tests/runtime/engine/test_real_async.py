@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
@@ -148,7 +148,7 @@ def as_text(llama: Path, tokens: list[int]) -> str:
     return text
 
 
-def structured(node: RealNode, unit: tuple[int, ...], prompt: list[int]) -> list[int]:
+def structured(node: RealNode, unit: Unit, prompt: list[int]) -> list[int]:
     params = StructuredOutputsParams(json=SCHEMA)
     params._backend = "xgrammar"  # what vLLM's front end chooses
     (request,) = node.submit(

@@ -55,12 +55,12 @@ def test_tokens_are_stocks_on_both_sides(node: RealNode, expected: list[list[int
     own = start_own(node)
     view = node.switch(*PAIRS, treatment=INTERLEAVE)
     assert (view.paused, view.moved, view.drained) == (0, 0, 0)
-    before = received(node, own[0,])
+    before = received(node, own[alone(0)])
     groups = {group: node.submit(group, PROMPTS, max_tokens=SHORT) for group in PAIRS}
     for requests in groups.values():
         assert node.wait(requests) == cut(expected, SHORT)
-    assert received(node, own[0,]) > before
-    assert not node.finished.keys() & set(own[0,]), "they were not at it all the time"
+    assert received(node, own[alone(0)]) > before
+    assert not node.finished.keys() & set(own[alone(0)]), "they were not at it all the time"
     for requests in own.values():
         assert node.wait(requests) == expected
     node.switch()

@@ -88,7 +88,7 @@ def test_the_books_notice_a_lost_block(node: RealNode) -> None:
     """The audit above can fail."""
     with node.bound(tp(0, 1)):
         node.controller.leases.blocks_of(1)
-        lent = node.controller.leases._lent[1][0, 1]
+        lent = node.controller.leases._lent[1][tp(0, 1)]
         lost = lent.pop()
         assert any("engine 1" in problem for problem in node.audit())
         lent.add(lost)

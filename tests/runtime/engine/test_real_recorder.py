@@ -35,7 +35,7 @@ def phases(
         read = [phase for engine in GROUP.engines for phase in read_phases(directory, engine)]
         return [phase for phase in read if bound.epoch < phase.epoch < released.epoch]
 
-    node.until(lambda: len(between()) >= len(GROUP), "phases")
+    node.until(lambda: len(between()) >= GROUP.size, "phases")
     return between()
 
 
@@ -50,7 +50,7 @@ def test_a_group_s_first_step_begins_after_the_decision_and_its_members_own_step
     node.wait(waiting)
     released = node.switch()
     found = phases(node, directory, bound, released)
-    assert len(found) == len(GROUP)
+    assert len(found) == GROUP.size
     assert len({phase.epoch for phase in found}) == 1
     for phase in found:
         assert phase.freed is not None
@@ -64,4 +64,4 @@ def test_a_group_s_first_step_begins_after_the_decision_and_its_members_own_step
 
 def test_a_group_that_has_nothing_to_run_began_no_step(node: RealNode, directory: Path) -> None:
     found = phases(node, directory, node.switch(GROUP), node.switch())
-    assert [(phase.taken, phase.began) for phase in found] == [(None, None)] * len(GROUP)
+    assert [(phase.taken, phase.began) for phase in found] == [(None, None)] * GROUP.size

@@ -55,7 +55,7 @@ def scripted(node: RealNode, script: Script) -> Iterator[None]:
 
 def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
     """Let both engines serve alone, then together in TP and in SP, then alone again."""
-    for engine in PAIR:
+    for engine in PAIR.engines:
         assert node.generate(alone(engine), SHORT) == expected
     for script in (Script.TP, Script.SP):
         node.probe_all(probes.take_modes)
@@ -64,7 +64,7 @@ def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
         first, second = node.probe_all(probes.take_modes)
         assert first == second, "the members ran different modes"
         assert [mode for mode, steps in first.items() if steps] == [script]
-    for engine in PAIR:
+    for engine in PAIR.engines:
         assert node.generate(alone(engine), SHORT) == expected
     assert node.audit() == []
 
@@ -78,7 +78,7 @@ def test_an_engine_comes_back_while_the_other_serves(
     # The group was at work before, in both modes.
     with scripted(node, Script.ALTERNATE), node.bound(PAIR):
         assert node.generate(PAIR, SHORT) == expected
-    serving = node.submit((survivor,), SHORT, max_tokens=400)
+    serving = node.submit(alone(survivor), SHORT, max_tokens=400)
     node.wait_for_tokens(serving, 1)
     node.kill(part)
     node.until(lambda: node.controller.book.gone, "the death to be known")
@@ -98,9 +98,9 @@ def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list
         node.wait_for_tokens(doomed, 1)
         node.kill("runner-1")
         dead = node.controller.book.in_state
-        both = set(PAIR)
+        both = set(PAIR.engines)
         node.until(lambda: dead(EngineState.DEAD) == node.dead == both, "both to be given up")
-    bring_back(node, *PAIR)
+    bring_back(node, *PAIR.engines)
     assert_serve(node, expected)
 
 
@@ -131,7 +131,7 @@ def test_members_sample_alike_after_that(node: RealNode) -> None:
     with scripted(node, Script.ALTERNATE), node.bound(PAIR):
         requests = node.submit(PAIR, SHORT, temperature=1.0)
         node.wait(requests)
-    first, second = (node.probe(engine, probes.sampled) for engine in PAIR)
+    first, second = (node.probe(engine, probes.sampled) for engine in PAIR.engines)
     assert all(first[request] == second[request] for request in requests)
 
 

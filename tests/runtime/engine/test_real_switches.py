@@ -177,7 +177,7 @@ def sample_in_group(node: RealNode) -> list[dict[str, list[int]]]:
         requests = node.submit(GROUP, PROMPTS[:4], temperature=1.0)
         tokens = node.wait(requests)
         # A member's own record may still lack a token: the leader has answered, not the follower.
-        members = [sampled_by(node, member, requests) for member in GROUP]
+        members = [sampled_by(node, member, requests) for member in GROUP.engines]
     assert [members[0][request] for request in requests] == tokens
     return members
 

@@ -153,7 +153,7 @@ def test_members_sample_the_same_however_steps_run(node: RealNode) -> None:
     with node.bound(QUARTET):
         requests = node.submit(QUARTET, PROMPTS, temperature=1.0)
         tokens = node.wait(requests)
-        members = [node.probe(engine, probes.sampled) for engine in QUARTET]
+        members = [node.probe(engine, probes.sampled) for engine in QUARTET.engines]
     node.script(Script.TP)
     assert all([sampled[request] for request in requests] == tokens for sampled in members)
     assert len({tuple(output) for output in tokens}) == len(tokens)
