@@ -28,12 +28,12 @@ class Shift:
         return Mode.SP if num_tokens > max(self.floor, self.threshold) else Mode.TP
 
 
-def sp_floor(degree: int, max_sp: int, captured: int) -> int | None:
-    """Return the floor (see ``Shift``) of a unit of ``degree`` engines.
+def sp_floor(tp: int, max_sp: int, captured: int) -> int | None:
+    """Return the floor (see ``Shift``) of the units of a layout.
 
     Args:
-        degree: the unit's engines.
+        tp: tensor parallel size of the layout.
         max_sp: see ``NodeConfig.max_sp``.
         captured: tokens of the largest captured CUDA graph; 0: there are none.
     """
-    return captured if min(degree, max_sp) > 1 else None
+    return captured if min(tp, max_sp) > 1 else None

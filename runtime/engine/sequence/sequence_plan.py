@@ -32,7 +32,8 @@ class SequencePlan:
     def __init__(self, layouts: Sequence[Layout], max_sp: int, *, sizes_are_chosen: bool) -> None:
         by_sequence = max_sp > 1
         self.max_sp = max_sp
-        self._groups = tuple(layouts[1:]) if by_sequence else ()
+        tensor_parallel = [layout for layout in layouts[1:] if layout.pp == 1]
+        self._groups = tuple(tensor_parallel) if by_sequence else ()
         self._exchange = exchange_setting() if by_sequence else ""
         self._captures_larger = by_sequence and not sizes_are_chosen
 

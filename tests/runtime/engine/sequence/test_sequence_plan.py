@@ -87,9 +87,15 @@ def test_each_group_has_a_base(max_sp: int, bases: dict[Layout, Layout], reorder
     assert plan.reorders is reorders
 
 
+def test_a_pipeline_runs_no_step_by_sequence() -> None:
+    pipeline = Layout(tp=2, pp=2)
+    plan = planned(2, (DP, TP2, pipeline))
+    assert [plan.includes(layout) for layout in (DP, TP2, pipeline)] == [False, True, False]
+
+
 def test_a_wrong_word_is_found_where_steps_run_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SP_EXCHANGE", "yes")
-    with pytest.raises(SettingError, match="^SHOAL_SP_EXCHANGE=yes: "):
+    with pytest.raises(SettingError, match="SHOAL_SP_EXCHANGE=yes: "):
         planned(2)
     planned(1)
 
