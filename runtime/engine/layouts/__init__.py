@@ -1,1 +1,1 @@
-"""One vLLM configuration and one stock worker for each layout."""
+"""vLLM's configuration and stock worker of each layout, and how its steps run, by mode."""
