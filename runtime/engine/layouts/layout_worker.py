@@ -61,7 +61,7 @@ class LayoutWorker:
         """Whether this member returns the tokens of the unit's steps."""
         self.block_map: BlockMap | None = None
         self.executions: dict[Mode, Execution] = {Mode.TP: nullcontext()}
-        """How steps run, by mode. Vllm's worker as it is runs those of ``TP``; whoever lets the
+        """How steps run, by mode. vLLM's worker as it is runs those of ``TP``; whoever lets the
         layout run others adds them here."""
         self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
         """What to be in, with the layout's model, while vLLM warms up and captures CUDA graphs."""
