@@ -6,36 +6,30 @@ and the supervisor, and the engines' reports. After each batch of them the polic
 
 import logging
 import time
-from collections import deque
-from collections.abc import Collection
 
 import msgspec
 
-from shoal.policies.registry import UnknownPolicyError
-from shoal.policies.shift import ShiftThresholdError
-from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.adviser import Adviser
-from shoal.runtime.controller.books.audit import Audit
 from shoal.runtime.controller.books.book import Book, EngineState, continued
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Demand
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.leases import Leases
 from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.calls import Calls
 from shoal.runtime.controller.failures.losses import Losses
+from shoal.runtime.controller.failures.migration import Migration
 from shoal.runtime.controller.failures.outage import Outage
 from shoal.runtime.controller.failures.pulse import Pulse
-from shoal.runtime.controller.failures.rejoin import Rejoin
-from shoal.runtime.controller.reporting import layout_view
-from shoal.runtime.controller.reporting.gauges import Gauges
+from shoal.runtime.controller.operations import Operations
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.controller.requests.closing import Closing
 from shoal.runtime.controller.requests.dispatcher import Dispatcher
 from shoal.runtime.controller.requests.pauses import Pauses
-from shoal.runtime.controller.switches import Switching
 from shoal.runtime.controller.switching.shift_threshold import Shifting
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -69,69 +63,59 @@ class Controller:
         clock: Clock = monotonic,
         wall: Clock = time.time,
     ) -> None:
-        self.book = Book(config.engines)
-        self.pool = TaskPool(config.aging_seconds)
-        self.leases = Leases(self.book, transport)
-        self._capacity = Capacity(config, self.book, self.leases, self.pool)
-        self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
-        self._closing = Closing(self.book, self.pool, self._admission, transport, clock)
+        env = Environment(config, transport, clock, wall)
         self._config = config
         self._transport = transport
         self._clock = clock
-        self._audit: Audit | None = None
-        self._later: deque[tuple[str, m.SetLayout | m.AuditNode]] = deque()
-        self._demand = Demand(clock())
         self._decided_at = clock()
+        # What is known.
+        self.book = Book(config.engines)
+        self.pool = TaskPool(config.aging_seconds)
+        self.leases = Leases(self.book, transport)
         self._statistics = Statistics(config.layouts)
-        self._losses = Losses(
-            config,
-            self.book,
-            self.pool,
-            self.leases,
-            self._capacity,
-            self._admission,
-            self._statistics,
-            transport,
-            clock,
-        )
+        self._demand = Demand(clock())
+        self._capacity = Capacity(config, self.book, self.leases, self.pool)
+        # Who decides.
+        self._adviser = Adviser(config.policy, self._statistics, clock)
+        self._capacity.forms_groups = self._adviser.policy.forms_groups
+        self._shifting = Shifting(config, self.book, transport, self._adviser.policy)
+        # Requests.
+        self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
+        self._closing = Closing(self.book, self.pool, self._admission, transport, clock)
         self._pauses = Pauses(config, self.book, self._capacity, self._admission, transport, clock)
         self._dispatcher = Dispatcher(
-            config,
-            self.book,
-            self.pool,
-            self._pauses,
-            self._statistics,
-            transport,
-            clock,
+            config, self.book, self.pool, self._pauses, self._statistics, transport, clock
         )
-        self._switching = Switching(
-            config,
-            self.book,
-            self.leases,
-            self._capacity,
-            self._statistics,
-            transport,
-            clock=clock,
-            wall=wall,
-            lose=self._lose,
-        )
-        self.switches = self._switching.past
+        # Failures.
         self._outage = Outage(
             config.outage_limit_seconds, self.book, self.pool, self._admission, clock
         )
         self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
-        self._adviser = Adviser(config.policy, self._statistics, clock)
-        self._capacity.forms_groups = self._adviser.policy.forms_groups
-        self._shifting = Shifting(config, self.book, transport, self._adviser.policy)
-        self._rejoin = Rejoin(
-            config,
+        self._migration = Migration(env, self.book, self.pool, self._admission, self._statistics)
+        losses = Losses(env, self.book, self.leases, self._statistics, self._migration)
+        # Operations, and callers, who ask for them.
+        self._operations = Operations(
+            env,
             self.book,
             self.leases,
-            transport,
-            clock,
-            lose=self._lose,
+            self._capacity,
+            self._statistics,
+            losses,
             greet=self._shifting.greet,
-            give_up=self._losses.give_up_unholdable,
+            give_up=self._admission.give_up_unholdable,
+        )
+        self.switches = self._operations.switches.past
+        self._calls = Calls(
+            env,
+            self.book,
+            self.leases,
+            self.pool,
+            self._capacity,
+            self._admission,
+            self._statistics,
+            self._adviser,
+            self._shifting,
+            self._operations,
         )
 
     # --- loop ---------------------------------------------------------------------------------
@@ -146,7 +130,9 @@ class Controller:
 
     def turn(self, timeout: float | None = None) -> None:
         """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
-        self._transport.wait(self._patience(timeout), eager=self._switching.running is not None)
+        self._transport.wait(
+            self._patience(timeout), eager=self._operations.switches.running is not None
+        )
         began = self._clock()
         self._do_what_is_due()
         self._statistics.turns.observe(self._clock() - began)
@@ -155,11 +141,8 @@ class Controller:
         if self._take_arrivals():
             return
         for engine, reason in self._pulse.check():
-            self._lose([engine], reason, m.DeathCause.SILENT)
-        self._switching.tick()
-        self._end_audit()
-        self._rejoin.tick(switching=bool(self._switching.running or self._audit))
-        self._take_deferred()
+            self._operations.lose([engine], reason, m.DeathCause.SILENT)
+        self._operations.tick()
         self._admission.expire()
         self._outage.end_waiting()
         self._closing.hand_back()
@@ -171,7 +154,7 @@ class Controller:
 
         Nothing else comes due of them, and the next of them would wait for what is done besides.
         """
-        arrivals, switch = self._transport.receive(), self._switching.running
+        arrivals, switch = self._transport.receive(), self._operations.switches.running
         answers = 0 if switch is None else switch.answers
         for arrival in arrivals:
             self._take(arrival)
@@ -185,14 +168,12 @@ class Controller:
 
     def _patience(self, timeout: float | None) -> float | None:
         due = [
-            self._switching.deadline,
-            self._audit.deadline if self._audit is not None else None,
+            self._operations.deadline,
             self._admission.deadline,
             self._closing.deadline,
             self._outage.deadline,
             self._pauses.deadline,
             self._pulse.deadline,
-            self._rejoin.deadline,
         ]
         now = self._clock()
         if self._adviser.policy.decides_layout:
@@ -203,18 +184,18 @@ class Controller:
     def _take(self, arrival: Arrival) -> None:
         try:
             match arrival.channel:
-                case Channel.ENGINE if self._rejoin.is_current(arrival):
+                case Channel.ENGINE if self._operations.rejoin.is_current(arrival):
                     self._take_report(m.decode_to_controller(arrival.frames[0]))
                 case Channel.ENGINE:
                     pass
                 case Channel.CONTROL:
-                    self._take_call(arrival.peer, m.decode_control(arrival.frames[0]))
+                    self._take_control(arrival.peer, m.decode_control(arrival.frames[0]))
                 case Channel.FRONT:
                     self._take_request(arrival.frames[0], arrival.frames[1:])
         except msgspec.DecodeError as error:
             log.error("dropped a malformed message from %s: %s", arrival.peer, error)
 
-    # --- requests -----------------------------------------------------------------------------
+    # --- front ends and the supervisor --------------------------------------------------------
 
     def _take_request(self, kind: bytes, frames: list[bytes]) -> None:
         if kind == wire.RequestType.ADD.value:
@@ -237,6 +218,27 @@ class Controller:
             failure = wire.encode_utility_failure(call.call_id, "no engine is left")
             self._transport.to_front(call.client_index, [failure])
 
+    def _take_control(self, peer: str, message: m.ToControllerControl) -> None:
+        match message:
+            case m.Received():
+                self._migration.received(message)
+            case m.GoesOn(request_ids):
+                self._migration.clear(request_ids)
+            case m.Stopped(request_ids):
+                self._admission.abort(request_ids, m.Outcome.FINISHED)
+            case m.CountRefused(outcome):
+                self.book.outcomes[outcome] += 1
+            case m.EngineDied(engine, reason, cause):
+                if self._operations.rejoin.died(message):
+                    self._operations.lose([engine], reason, cause)
+            case m.EngineStarting():
+                for arrival in self._operations.rejoin.restarted(message):
+                    self._take(arrival)
+            case m.EndNode(seconds):
+                self._closing.begin(seconds)
+            case _:
+                self._calls.take(peer, message)
+
     # --- engines' reports ---------------------------------------------------------------------
 
     def _take_report(self, message: m.ToController) -> None:
@@ -254,18 +256,17 @@ class Controller:
             case m.Returning():
                 self.leases.returning(message)
             case m.Integrity():
-                if self._audit is not None:
-                    self._audit.answer(message)
+                self._operations.audited(message)
             case m.Moved():
                 self._take_moved(message)
             case m.EngineReady() if self.book.started:
-                self._rejoin.ready(message)
+                self._operations.rejoin.ready(message)
             case m.EngineReady():
                 self._take_ready(message)
             case m.Formed():
-                self._rejoin.formed(message)
+                self._operations.rejoin.formed(message)
             case m.EngineFailed(engine, error, cause):
-                self._lose([engine], error, cause)
+                self._operations.lose([engine], error, cause)
             case m.Pong(engine):
                 self._pulse.feel(engine)
 
@@ -302,7 +303,7 @@ class Controller:
             request = self.book.remove(request_id, led_by=load.engine)
             if request is not None:
                 self.book.count(request, m.Outcome.FINISHED)
-                self._losses.finished(request, load.engine)
+                self._migration.finished(request, load.engine)
 
     def _take_moved(self, message: m.Moved) -> None:
         """Let requests that a core has given back wait for another, in their old place."""
@@ -310,7 +311,7 @@ class Controller:
             request = self.book.remove(request_id, led_by=message.engine)
             if request is not None:
                 tokens = [*request.tokens, *tokens]
-                self._losses.moved(continued(request, tokens, self._clock()))
+                self._admission.readmit(continued(request, tokens, self._clock()))
                 self._statistics.moved.add()
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
@@ -319,168 +320,8 @@ class Controller:
             if engine.state is EngineState.SILENT:
                 engine.state, engine.reason = EngineState.SERVING, None
                 log.warning("engine %d answers again", message.engine)
-        if not self._switching.handle(message):
+        if not self._operations.switches.handle(message):
             self.book.stale += 1
-
-    def _lose(
-        self,
-        engines: Collection[int],
-        reason: str,
-        cause: m.DeathCause = m.DeathCause.GROUP,
-    ) -> None:
-        self._losses.lose(engines, reason, cause, self._switching.running, self._audit)
-
-    # --- calls --------------------------------------------------------------------------------
-
-    def _take_call(self, peer: str, message: m.ToControllerControl) -> None:
-        match message:
-            case m.GetLayout(call):
-                self._transport.to_control(peer, self._layout(call))
-            case m.GetMetrics(call):
-                self._transport.to_control(peer, self._metrics(call))
-            case m.SetLayout():
-                if self._audit is not None or self._rejoin.engines:
-                    self._later.append((peer, message))
-                else:
-                    self._set_layout(peer, message)
-            case m.SetPolicy():
-                self._set_policy(peer, message)
-            case m.SetShiftThreshold():
-                self._set_shift(peer, message)
-            case m.AuditNode():
-                if self._audit or self._switching.running or self._rejoin.engines:
-                    self._later.append((peer, message))
-                else:
-                    self._start_audit(peer, message)
-            case m.EngineDied(engine, reason, cause):
-                if self._rejoin.died(message):
-                    self._lose([engine], reason, cause)
-            case m.EngineStarting():
-                for arrival in self._rejoin.restarted(message):
-                    self._take(arrival)
-            case m.Received():
-                self._losses.received(message)
-            case m.GoesOn(request_ids):
-                self._losses.clear(request_ids)
-            case m.EndNode(seconds):
-                self._closing.begin(seconds)
-            case m.CountRefused(outcome):
-                self.book.outcomes[outcome] += 1
-            case m.Stopped(request_ids):
-                self._admission.abort(request_ids, m.Outcome.FINISHED)
-
-    def _take_deferred(self) -> None:
-        """Take the calls that waited for a switch or the like to end, while nothing is running."""
-        while self._later and not (self._audit or self._switching.running or self._rejoin.engines):
-            self._take_call(*self._later.popleft())
-
-    def _layout(self, call: int) -> m.LayoutView:
-        reason = layout_view.not_ready_reason(self.book)
-        return m.LayoutView(
-            call=call,
-            engines=layout_view.engine_views(self.book, self.leases),
-            units=layout_view.unit_views(self.book, self.leases, self._busy),
-            switches=list(self.switches),
-            waiting=len(self.pool),
-            policy=self._adviser.policy.name,
-            ready=reason is None,
-            reason=reason,
-            switches_total=self._statistics.switches,
-            policy_errors=int(self._statistics.policy_errors.total()),
-            moves_total=int(self._statistics.moved.total()),
-            step_errors=self._capacity.step_errors,
-            shift=self._shifting.view,
-            unavailable=layout_view.unavailable_views(self._rejoin.unavailable()),
-            lengths=layout_view.lengths(self.book),
-        )
-
-    def _metrics(self, call: int) -> m.NodeMetrics:
-        gauges = Gauges(
-            config=self._config,
-            book=self.book,
-            leases=self.leases,
-            pool=self.pool,
-            policy=self._adviser.policy.name,
-            busy=self._busy,
-            unavailable=self._rejoin.unavailable().keys(),
-            step_errors=self._capacity.step_errors,
-            now=self._clock(),
-        )
-        families = gauges.families() + self._statistics.families()
-        return m.NodeMetrics(call, families, gauges.engines())
-
-    def _set_policy(self, peer: str, message: m.SetPolicy) -> None:
-        """Change the policy; a switch that runs goes on, the next decision is the new one's."""
-        try:
-            self._adviser.change(message.policy)
-        except UnknownPolicyError as error:
-            self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
-            return
-        self._shifting.follow(self._adviser.policy)
-        self._capacity.forms_groups = self._adviser.policy.forms_groups
-        self._losses.give_up_unholdable()
-        self._transport.to_control(peer, self._layout(message.call))
-
-    def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:
-        try:
-            self._shifting.set(message.threshold)
-        except ShiftThresholdError as error:
-            self._transport.to_control(peer, m.CallFailed(message.call, 400, str(error)))
-            return
-        self._transport.to_control(peer, self._layout(message.call))
-
-    @property
-    def _busy(self) -> frozenset[int]:
-        return self._rejoin.engines | self._switching.engines
-
-    def _set_layout(self, peer: str, message: m.SetLayout) -> None:
-        status, error = 200, ""
-        target: Partition = ()
-        try:
-            target = parse_partition(
-                message.units, engines=self._config.engines, max_group=self._config.max_group
-            )
-        except PartitionError as problem:
-            status, error = 400, str(problem)
-        else:
-            status, error = self._refusal(target)
-        if error:
-            self._transport.to_control(peer, m.CallFailed(message.call, status, error))
-            return
-        self._switching.start_for_operator(peer, message, target)
-
-    def _refusal(self, target: Partition) -> tuple[int, str]:
-        """Return the HTTP status and the reason why a target cannot be switched to now."""
-        if not self.book.started:
-            return 503, str(layout_view.not_ready_reason(self.book))
-        if self._switching.running is not None:
-            return 409, "a switch is running: ask again when it is over"
-        if self._adviser.policy.decides_layout:
-            return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
-        return layout_view.refusal(self.book, target, self._rejoin.unavailable())
-
-    # --- audit --------------------------------------------------------------------------------
-
-    def _start_audit(self, peer: str, message: m.AuditNode) -> None:
-        deadline = self._clock() + self._config.prepare_timeout_seconds
-        audit = Audit(message.call, peer, deadline)
-        self._audit = self.leases.audit = audit
-        for engine in sorted(self.book.in_state(EngineState.SERVING)):
-            leases = {g: n for g, n in self.leases.opened.items() if g.leader == engine}
-            audit.ask(engine, self.leases.blocks_of(engine), leases)
-            self._transport.to_engine(engine, m.CheckIntegrity(message.call))
-
-    def _end_audit(self) -> None:
-        audit = self._audit
-        if audit is None:
-            return
-        if audit.deadline <= self._clock():
-            audit.time_out()
-        if audit.done:
-            self._audit = self.leases.audit = None
-            own = self.book.check_integrity() + self.leases.check_integrity()
-            answer = m.AuditDone(audit.call, own + audit.problems)
-            self._transport.to_control(audit.peer, answer)
 
     # --- decisions ----------------------------------------------------------------------------
 
@@ -491,41 +332,39 @@ class Controller:
             The number of requests that have left the pool for a unit.
         """
         self._decided_at = self._clock()
-        switching = self._switching.running is not None
+        switches = self._operations.switches
+        switching = switches.running is not None
         manual = not self._adviser.policy.decides_layout
         self._pauses.end_long_ones(manual=manual, switching=switching)
         if switching and not len(self.pool):
             return 0  # there is nothing to decide, and its members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
-        turn = None if self._is_held else self._pauses.next_turn()
+        turn = self._pauses.next_turn() if self._operations.can_switch else None
         target = plan.target if turn is None else turn.target
         if snapshot.switching and turn is None:
             target = None
         sent = self._dispatcher.send(plan, target)
         if turn is not None:
-            self._switching.start_turn(turn)
+            switches.start_turn(turn)
         elif target is not None and target != self.book.partition:
             treatment = m.Treatment(plan.treatment)
             waits = not self._pauses.had_turn
-            self._switching.start_for_policy(target, treatment, plan.reason, waits=waits)
+            switches.start_for_policy(target, treatment, plan.reason, waits=waits)
         return sent
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether no switch can start now."""
-        return bool(self._switching.is_held or self._audit or self._rejoin.engines)
 
     def snapshot(self) -> Snapshot:
         """Return what policies see now."""
-        now = self._clock()
-        held = self._is_held or self._pauses.is_turn or not self._switching.has_budget
+        now, switches = self._clock(), self._operations.switches
+        may_switch = (
+            self._operations.can_switch and not self._pauses.is_turn and switches.has_budget
+        )
         return self._capacity.snapshot(
             now,
             self._demand,
-            switching=held,
-            busy=self._busy,
-            pending=self._switching.pending,
-            since_switch=now - self._switching.ended_at,
+            switching=not may_switch,
+            busy=self._operations.busy,
+            pending=switches.pending,
+            since_switch=now - switches.ended_at,
             sp_above=self._shifting.sp_above,
         )

@@ -9,11 +9,10 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.book import Book
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import SwitchBudget
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.leases import Leases
 from shoal.runtime.controller.books.statistics import MANUAL, PAUSED, Statistics
 from shoal.runtime.controller.reporting import layout_view
@@ -21,7 +20,7 @@ from shoal.runtime.controller.requests.pauses import Turn
 from shoal.runtime.controller.switching.switch import LoseEngines, Switch
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import SwitchView
-from shoal.runtime.protocol.transport import ControllerTransport, front_identity
+from shoal.runtime.protocol.transport import front_identity
 
 log = logging.getLogger("shoal.controller")
 
@@ -40,49 +39,43 @@ class _Call(msgspec.Struct, frozen=True):
     number: int
 
 
-class Switching:
+class Switches:
     """Starts switches and tells of their ends.
 
     Args:
-        config: the node.
+        env: the node, the way to everybody, and the time.
         book: engines and partition.
         leases: block books.
         capacity: what new groups are lent, and whether requests may go on beside them.
         statistics: counts switches.
-        transport: the way to everybody.
-        clock: monotonic seconds.
-        wall: seconds since the epoch, for people to read.
         lose: takes engines down that a broken group has lost.
     """
 
     def __init__(
         self,
-        config: NodeConfig,
+        env: Environment,
         book: Book,
         leases: Leases,
         capacity: Capacity,
         statistics: Statistics,
-        transport: ControllerTransport,
         *,
-        clock: Clock,
-        wall: Clock,
         lose: LoseEngines,
     ) -> None:
         self.running: Switch | None = None
         self.past: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self.ended_at = -math.inf
         """When the last one ended that the policy or an operator asked for."""
-        self._config = config
+        self._config = env.config
         self._book = book
         self._leases = leases
         self._capacity = capacity
         self._statistics = statistics
-        self._transport = transport
-        self._clock = clock
-        self._wall = wall
+        self._transport = env.transport
+        self._clock = env.clock
+        self._wall = env.wall
         self._lose = lose
         self._caller: _Call | None = None
-        self._budget = SwitchBudget(clock())
+        self._budget = SwitchBudget(env.clock())
         self._retry_at = 0.0
 
     # --- what others see ----------------------------------------------------------------------

@@ -236,8 +236,9 @@ class Chaos:
                 self.report.records.append(await ask_malformed(http, *draw_malformed(rng)))
 
     async def _switch(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        units = random_partition(rng, self._engines, self._engines)
         body = {
-            "units": random_partition(rng, self._engines, self._engines),
+            "units": [unit.engines for unit in units],
             "preempt": rng.choice(TREATMENTS),
             "timeout": rng.uniform(0.5, 5),
         }

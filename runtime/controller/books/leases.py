@@ -34,12 +34,15 @@ class Leases:
         """Virtual blocks that each group's leader has been given and has not returned."""
         self.problems: list[str] = []
         """What engines said that cannot be true."""
-        self.audit: Audit | None = None
-        """A running audit, which follows every change."""
+        self._audit: Audit | None = None
         self._book = book
         self._transport = transport
         self._lent: list[dict[Unit, set[int]]] = [{} for _ in book.engines]
         self._growths: dict[Unit, Growth] = {}
+
+    def follow(self, audit: Audit | None) -> None:
+        """Tell a running audit of every change from now on; None: there is none any more."""
+        self._audit = audit
 
     # --- books --------------------------------------------------------------------------------
 
@@ -61,8 +64,8 @@ class Leases:
         if twice or len(set(blocks)) != len(blocks):
             self.problems.append(f"engine {engine} lent blocks twice: {sorted(twice)[:8]}")
         self._lent[engine].setdefault(group, set()).update(blocks)
-        if self.audit is not None:
-            self.audit.lent(engine, blocks)
+        if self._audit is not None:
+            self._audit.lent(engine, blocks)
 
     def remove(self, engine: int, group: Unit, blocks: Sequence[int]) -> None:
         """Note that blocks go back to their engine."""
@@ -83,8 +86,8 @@ class Leases:
         """Note what a leader returned; the members have not got it yet."""
         blocks = len(returned.get(group.leader, ()))
         self.opened[group] = self.opened.get(group, 0) - blocks
-        if self.audit is not None:
-            self.audit.closed(group, blocks)
+        if self._audit is not None:
+            self._audit.closed(group, blocks)
         for engine, ids in returned.items():
             self.remove(engine, group, ids)
 

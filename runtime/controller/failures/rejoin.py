@@ -155,14 +155,14 @@ class Rejoin:
         # It knows its own layout alone. The others will be what they were: KV bytes are agreed.
         self._back[message.engine] = msgspec.structs.replace(message, layouts=former.layouts)
 
-    def tick(self, *, switching: bool) -> None:
+    def tick(self, *, may_begin: bool) -> None:
         """Do what is due.
 
         Args:
-            switching: whether a switch runs: then only what goes on already.
+            may_begin: whether engines may be taken in, and groups begin to form.
         """
         self._watch()
-        if switching:
+        if not may_begin:
             return
         for number in list(self._back):
             self._take_in(number)

@@ -7,6 +7,7 @@ others before they have worked on them.
 """
 
 import logging
+from collections import defaultdict
 
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
@@ -29,6 +30,9 @@ front end logs every finish reason ``error``, so theirs is ``abort``."""
 _UNLOGGED = _QUIET | {Outcome.HANDED_BACK, Outcome.UNAVAILABLE}
 """Ends that are not logged one by one. A stream that is handed back must not look complete, so the
 finish reason of these stays ``error``."""
+
+_NO_ROOM = "no group of the engines that are left holds the request"
+_NO_GROUP = "no unit of the policy, which forms no groups, holds the request"
 
 
 class Admission:
@@ -101,6 +105,36 @@ class Admission:
             f"the prompt has {seen.prompt_tokens} tokens and the request may grow to "
             f"{seen.total_tokens}: the largest group of engines here holds {limit}"
         )
+
+    def readmit(self, request: Request) -> bool:
+        """Let a request that a unit has had wait in its old place.
+
+        Returns:
+            Whether it waits. The groups that hold it may have been lost meanwhile: it has ended
+            then, since no group will hold it any more.
+        """
+        reason = self._reason_unheld(request)
+        if reason is None:
+            self._pool.add(request)
+        else:
+            self.fail([request], Outcome.LOST, 500, reason)
+        return reason is None
+
+    def give_up_unholdable(self) -> None:
+        """End the waiting requests that no group will hold any more."""
+        lost: defaultdict[str, list[Request]] = defaultdict(list)
+        for request in self._pool.all():
+            if reason := self._reason_unheld(request):
+                self._pool.remove(request.id)
+                lost[reason].append(request)
+        for reason, requests in lost.items():
+            self.fail(requests, Outcome.LOST, 500, reason)
+
+    def _reason_unheld(self, request: Request) -> str | None:
+        """Return why no group will hold a request: the policy, if some could; None if one will."""
+        if self._capacity.holds(request.seen):
+            return None
+        return _NO_GROUP if self._capacity.holds(request.seen, formed=True) else _NO_ROOM
 
     def abort(self, request_ids: list[str], outcome: Outcome = Outcome.ABORTED) -> None:
         """Forget requests wherever they are: their clients have gone, or have all they asked for.

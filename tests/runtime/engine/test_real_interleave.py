@@ -123,7 +123,7 @@ def test_what_a_late_release_waited_for_goes_on_when_its_unit_is_back(
 
 def switch_late(node: RealNode, target: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch as for a policy, which waits for next to no time."""
-    switching = node.controller._switching
+    switching = node.controller._operations.switches
     hasty = msgspec.structs.replace(node.config, switch_wait_seconds=0.1)
     monkeypatch.setattr(switching, "_config", hasty)
     switching.start_for_policy(target, m.Treatment.SEQUENTIAL, "load", waits=True)

@@ -174,9 +174,7 @@ def test_a_hung_step_ends_the_engine_and_its_requests_go_on(watched: Watched) ->
     watched.run(30.0)
     assert node.missing == []
     node.assert_exact()
-    family = next(f for f in node.controller._metrics(0).families if "deaths" in f.name)
-    hung = [s.value for s in family.samples if s.labels == (m.DeathCause.HUNG,)]
-    assert hung == [1]
+    assert node.value("shoal_engine_deaths_total", cause=m.DeathCause.HUNG) == 1
 
 
 def test_the_first_steps_have_the_longest_time(watched: Watched) -> None:

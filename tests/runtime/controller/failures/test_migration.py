@@ -5,7 +5,7 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.books.book import Book
-from shoal.runtime.controller.failures.losses import REMEMBERED_SECONDS
+from shoal.runtime.controller.failures.migration import REMEMBERED_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Outcome

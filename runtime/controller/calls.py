@@ -1,0 +1,168 @@
+"""What callers ask of the controller, by way of the front ends: each call has one answer."""
+
+from functools import partial
+
+from shoal.policies.registry import UnknownPolicyError
+from shoal.policies.shift import ShiftThresholdError
+from shoal.policies.values.partition import Partition, PartitionError, parse_partition
+from shoal.runtime.controller.adviser import Adviser
+from shoal.runtime.controller.books.book import Book
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.operations import Operations
+from shoal.runtime.controller.reporting import layout_view
+from shoal.runtime.controller.reporting.gauges import Gauges
+from shoal.runtime.controller.requests.admission import Admission
+from shoal.runtime.controller.switching.shift_threshold import Shifting
+from shoal.runtime.protocol import messages as m
+
+Call = m.GetLayout | m.GetMetrics | m.SetLayout | m.SetPolicy | m.SetShiftThreshold | m.AuditNode
+
+
+class Calls:
+    """Answers them.
+
+    Args:
+        env: the node, the way to callers, and the time.
+        book: engines, units and requests.
+        leases: block books.
+        pool: the task pool.
+        capacity: knows how good the cost model's predictions are.
+        admission: ends requests that no unit of a new policy holds.
+        statistics: what was counted.
+        adviser: the policy.
+        shifting: the threshold between TP and SP.
+        operations: switches and audits.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        book: Book,
+        leases: Leases,
+        pool: TaskPool,
+        capacity: Capacity,
+        admission: Admission,
+        statistics: Statistics,
+        adviser: Adviser,
+        shifting: Shifting,
+        operations: Operations,
+    ) -> None:
+        self._env = env
+        self._book = book
+        self._leases = leases
+        self._pool = pool
+        self._capacity = capacity
+        self._admission = admission
+        self._statistics = statistics
+        self._adviser = adviser
+        self._shifting = shifting
+        self._operations = operations
+
+    def take(self, peer: str, message: Call) -> None:
+        """Answer a call, now or when what it asks for is done."""
+        match message:
+            case m.GetLayout(call):
+                self._env.transport.to_control(peer, self._layout(call))
+            case m.GetMetrics(call):
+                self._env.transport.to_control(peer, self._metrics(call))
+            case m.SetLayout() if self._operations.switches.running is None:
+                self._operations.when_idle(partial(self._set_layout, peer, message))
+            case m.SetLayout():
+                self._set_layout(peer, message)
+            case m.SetPolicy():
+                self._set_policy(peer, message)
+            case m.SetShiftThreshold():
+                self._set_shift(peer, message)
+            case m.AuditNode(call):
+                self._operations.when_idle(partial(self._operations.start_audit, peer, call))
+
+    def _fail(self, peer: str, call: int, status: int, error: str) -> None:
+        self._env.transport.to_control(peer, m.CallFailed(call, status, error))
+
+    # --- what is ------------------------------------------------------------------------------
+
+    def _layout(self, call: int) -> m.LayoutView:
+        reason = layout_view.not_ready_reason(self._book)
+        return m.LayoutView(
+            call=call,
+            engines=layout_view.engine_views(self._book, self._leases),
+            units=layout_view.unit_views(self._book, self._leases, self._operations.busy),
+            switches=list(self._operations.switches.past),
+            waiting=len(self._pool),
+            policy=self._adviser.policy.name,
+            ready=reason is None,
+            reason=reason,
+            switches_total=self._statistics.switches,
+            policy_errors=int(self._statistics.policy_errors.total()),
+            moves_total=int(self._statistics.moved.total()),
+            step_errors=self._capacity.step_errors,
+            shift=self._shifting.view,
+            unavailable=layout_view.unavailable_views(self._operations.rejoin.unavailable()),
+            lengths=layout_view.lengths(self._book),
+        )
+
+    def _metrics(self, call: int) -> m.NodeMetrics:
+        gauges = Gauges(
+            config=self._env.config,
+            book=self._book,
+            leases=self._leases,
+            pool=self._pool,
+            policy=self._adviser.policy.name,
+            busy=self._operations.busy,
+            unavailable=self._operations.rejoin.unavailable().keys(),
+            step_errors=self._capacity.step_errors,
+            now=self._env.clock(),
+        )
+        families = gauges.families() + self._statistics.families()
+        return m.NodeMetrics(call, families, gauges.engines())
+
+    # --- what is to be ------------------------------------------------------------------------
+
+    def _set_policy(self, peer: str, message: m.SetPolicy) -> None:
+        """Change the policy; a switch that runs goes on, the next decision is the new one's."""
+        try:
+            self._adviser.change(message.policy)
+        except UnknownPolicyError as error:
+            self._fail(peer, message.call, 400, str(error))
+            return
+        self._shifting.follow(self._adviser.policy)
+        self._capacity.forms_groups = self._adviser.policy.forms_groups
+        self._admission.give_up_unholdable()
+        self._env.transport.to_control(peer, self._layout(message.call))
+
+    def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:
+        try:
+            self._shifting.set(message.threshold)
+        except ShiftThresholdError as error:
+            self._fail(peer, message.call, 400, str(error))
+            return
+        self._env.transport.to_control(peer, self._layout(message.call))
+
+    def _set_layout(self, peer: str, message: m.SetLayout) -> None:
+        config = self._env.config
+        try:
+            target = parse_partition(
+                message.units, engines=config.engines, max_group=config.max_group
+            )
+        except PartitionError as problem:
+            self._fail(peer, message.call, 400, str(problem))
+            return
+        status, error = self._refusal(target)
+        if error:
+            self._fail(peer, message.call, status, error)
+        else:
+            self._operations.switches.start_for_operator(peer, message, target)
+
+    def _refusal(self, target: Partition) -> tuple[int, str]:
+        """Return the HTTP status and the reason why a target cannot be switched to now."""
+        if not self._book.started:
+            return 503, str(layout_view.not_ready_reason(self._book))
+        if self._operations.switches.running is not None:
+            return 409, "a switch is running: ask again when it is over"
+        if self._adviser.policy.decides_layout:
+            return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
+        return layout_view.refusal(self._book, target, self._operations.rejoin.unavailable())

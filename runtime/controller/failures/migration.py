@@ -1,0 +1,203 @@
+"""Requests whose engines died: where they go on, and which of them the engines may have died of.
+
+Engines send outputs straight to the front ends, so after a death only these know what clients
+have. A request that was on a dead engine is *interrupted*: its front end is asked how far it has
+come, and drops from then on what still arrives of that attempt. The answer decides: the request
+waits in the pool again, in its old place, with the tokens its client has at the end of its prompt;
+or it ends.
+
+A request may be what the engine died of. Those that it computed are suspects. A unit is given no
+second suspect until the front end has an output of the first. If the unit dies before that, the
+suspect is guilty and nobody else in it is suspected; if it dies without one in it, all are that it
+computed.
+"""
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
+
+import msgspec
+
+from shoal.runtime.controller.books.book import Book, CoreBook, Request, continued
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.requests.admission import Admission
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages import Outcome
+from shoal.runtime.protocol.transport import front_identity
+
+log = logging.getLogger("shoal.controller")
+
+REMEMBERED_SECONDS = 10.0
+"""An engine that lives so long after a request's end has sent its last outputs."""
+
+
+class Migration:
+    """Takes requests of dead engines to other ones.
+
+    Args:
+        env: how many deaths a request is allowed, the way to everybody, and the time.
+        book: units and their requests.
+        pool: the task pool.
+        admission: lets requests wait again, or ends them.
+        statistics: counts those that go on.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        book: Book,
+        pool: TaskPool,
+        admission: Admission,
+        statistics: Statistics,
+    ) -> None:
+        self._most_deaths = env.config.max_retries
+        self._transport = env.transport
+        self._clock = env.clock
+        self._book = book
+        self._pool = pool
+        self._admission = admission
+        self._statistics = statistics
+        self._finished: deque[tuple[float, int, Request]] = deque()
+        """Requests that have ended lately: when, and who led their unit."""
+
+    # --- deaths -------------------------------------------------------------------------------
+
+    def _cores(self, gone: Collection[int]) -> Iterator[CoreBook]:
+        """Yield the cores that have lost KV of their requests."""
+        for core in list(self._book.cores.values()):
+            if core.requests and set(gone).intersection(core.unit.engines):
+                yield core
+
+    def computed(self, gone: Collection[int]) -> set[str]:
+        """Return the requests that engines may have died of: suspects alone where there are any."""
+        found: set[str] = set()
+        for core in self._cores(gone):
+            computed = core.computed if self._book.runs(core) else []
+            suspects = [request for request in computed if request.suspect]
+            found.update(request.id for request in suspects or computed)
+        return found
+
+    def finished(self, request: Request, leader: int) -> None:
+        """Remember a request that has ended on a unit: its last outputs may not have left yet."""
+        now = self._clock()
+        while self._finished and self._finished[0][0] < now - REMEMBERED_SECONDS:
+            self._finished.popleft()
+        self._finished.append((now, leader, request))
+
+    def _take_finished(self, gone: Collection[int]) -> Iterator[Request]:
+        """Yield the requests that have just ended on dead engines, and forget them."""
+        kept = [entry for entry in self._finished if entry[1] not in gone]
+        for _, leader, request in self._finished:
+            if leader in gone:
+                yield msgspec.structs.replace(request, counted=True)
+        self._finished = deque(kept)
+
+    def interrupt(self, gone: Collection[int], blamed: Collection[str]) -> None:
+        """Take requests out of cores that have lost KV, and ask their front ends about them.
+
+        Args:
+            gone: engines that died.
+            blamed: the requests that they may have died of.
+        """
+        taken = list(self._take_finished(gone))
+        for core in self._cores(gone):
+            ids = list(core.requests)
+            if core.unit.leader not in gone:
+                self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
+            removed = [self._book.remove(request_id) for request_id in ids]
+            taken += [request for request in removed if request is not None]
+        questions: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        for request in taken:
+            charged = request.id in blamed
+            again = msgspec.structs.replace(
+                request,
+                attempt=request.attempt + 1,
+                deaths=request.deaths + charged,
+                suspect=request.suspect or charged,
+                guilty=request.suspect and charged,
+            )
+            self._book.interrupted[request.id] = again
+            questions[request.client][request.id] = again.attempt
+        for client, attempts in questions.items():
+            self._transport.to_control(front_identity(client), m.Interrupted(attempts))
+        self._admission.give_up_unholdable()
+
+    # --- front ends' answers ------------------------------------------------------------------
+
+    def received(self, message: m.Received) -> None:
+        """Take a front end's word on how far its requests have come, asked for or not."""
+        for request_id in message.ended:
+            request = self._book.interrupted.pop(request_id, None)
+            if request is not None:
+                self._book.count(request, Outcome.FINISHED)
+        for request_id, progress in message.progress.items():
+            request = self._book.interrupted.pop(request_id, None)
+            request = request or self._take_back(request_id, progress.attempt)
+            if request is not None:
+                self._go_on(request, progress)
+            elif not self._is_known(request_id):
+                self._end_unknown(message.client, request_id)
+
+    def _go_on(self, request: Request, progress: m.Progress) -> None:
+        """Let a request wait in its old place, to go on from there; or end it."""
+        again = msgspec.structs.replace(
+            continued(request, progress.tokens, self._clock()), attempt=progress.attempt
+        )
+        reason = self._reason_to_end(again)
+        if reason is not None:
+            outcome = Outcome.POISONED if again.guilty else Outcome.LOST
+            self._admission.fail([again], outcome, 500, reason)
+        elif self._admission.readmit(again):
+            self._statistics.migrated.add()
+
+    def _reason_to_end(self, request: Request) -> str | None:
+        if request.guilty:
+            return f"{request.deaths} engines died of this request: it is not tried again"
+        if request.deaths > self._most_deaths:
+            return f"{request.deaths} engines died while they had this request"
+        return None if request.can_continue else _CANNOT_CONTINUE
+
+    # --- requests whose tokens were lost on the way -------------------------------------------
+
+    def _take_back(self, request_id: str, attempt: int) -> Request | None:
+        """Take a request back that a front end asks to begin again; None if that has been done."""
+        for entry in self._finished:
+            if entry[2].id == request_id:
+                self._finished.remove(entry)
+                return msgspec.structs.replace(entry[2], counted=True)
+        group = self._book.where(request_id)
+        request = self._pool.get(request_id) if group is None else self._book.find(request_id)
+        if request is None or request.attempt >= attempt:
+            return None
+        if group is None:
+            return self._pool.remove(request_id)
+        self._transport.to_engine(group.leader, m.AbortRequests([request_id]))
+        return self._book.remove(request_id)
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self._pool or self._book.where(request_id) is not None
+
+    def _end_unknown(self, client: int, request_id: str) -> None:
+        """End a request that has ended for everybody but its front end."""
+        log.warning("request %s ends with an error: %s", request_id, _TOKENS_LOST)
+        note = m.Ended(request_id, Outcome.LOST, 500, _TOKENS_LOST)
+        self._transport.to_control(front_identity(client), note)
+        finish = wire.encode_finish([request_id], wire.FinishReason.ERROR)
+        self._transport.to_front(client, [finish])
+
+    # --- suspects -----------------------------------------------------------------------------
+
+    def clear(self, request_ids: Collection[str]) -> None:
+        """Take a front end's word that requests which were begun again have an output."""
+        for request_id in request_ids:
+            self._book.clear(request_id)
+
+
+_TOKENS_LOST = "an engine died with the request's last tokens"
+_CANNOT_CONTINUE = (
+    "the engine died, and the request cannot go on elsewhere: it has a seed, penalties, structured "
+    "output or the like, and its client has tokens of it"
+)

@@ -1,0 +1,154 @@
+"""What the node does one at a time: a switch, an audit, or a group that is formed anew.
+
+Each needs the engines to itself: a group is neither bound nor checked while its members form it. So
+none begins before the other has ended, and a caller who asks for one meanwhile waits for its turn.
+A death may strike any of them, and all are told.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+from shoal.runtime.controller.books.audit import Audit
+from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.failures.losses import Losses
+from shoal.runtime.controller.failures.rejoin import Rejoin
+from shoal.runtime.controller.switches import Switches
+from shoal.runtime.protocol import messages as m
+
+
+class Operations:
+    """Has each of them begin when its turn is, and ends audits.
+
+    Args:
+        env: the node, the way to its engines, and the time.
+        book: engines and partition.
+        leases: block books.
+        capacity: what new groups are lent, and whether requests may go on beside them.
+        statistics: counts switches.
+        losses: what a death takes with it.
+        greet: tells an engine what engines must know of the node.
+        give_up: ends the requests that the node can hold no more.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        book: Book,
+        leases: Leases,
+        capacity: Capacity,
+        statistics: Statistics,
+        losses: Losses,
+        *,
+        greet: Callable[[int], None],
+        give_up: Callable[[], None],
+    ) -> None:
+        self.switches = Switches(env, book, leases, capacity, statistics, lose=self.lose)
+        self.rejoin = Rejoin(
+            env.config,
+            book,
+            leases,
+            env.transport,
+            env.clock,
+            lose=self.lose,
+            greet=greet,
+            give_up=give_up,
+        )
+        self._env = env
+        self._book = book
+        self._leases = leases
+        self._losses = losses
+        self._audit: Audit | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
+        """What callers have asked for and begins when nothing else goes on."""
+
+    # --- one at a time ------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing goes on, so that an operation can begin."""
+        return not (self._audit or self.switches.running or self.rejoin.engines)
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether a switch that no operator asks for can begin, were there budget for it."""
+        return self.is_idle and not self.switches.is_held
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Engines that are regrouped, or form a group: they get no new requests until then."""
+        return self.rejoin.engines | self.switches.engines
+
+    @property
+    def deadline(self) -> float | None:
+        """When something is due without a message."""
+        audit = None if self._audit is None else self._audit.deadline
+        due = (self.switches.deadline, self.rejoin.deadline, audit)
+        return min((at for at in due if at is not None), default=None)
+
+    def when_idle(self, begin: Callable[[], None]) -> None:
+        """Have an operation begin that a caller has asked for: now, or when its turn is."""
+        if self.is_idle:
+            begin()
+        else:
+            self._waiting.append(begin)
+
+    def tick(self) -> None:
+        """Do what is due, end what is over, and begin what has waited for that."""
+        self.switches.tick()
+        self._end_audit()
+        self.rejoin.tick(may_begin=not (self.switches.running or self._audit))
+        while self._waiting and self.is_idle:
+            self._waiting.popleft()()
+
+    def lose(
+        self, engines: Collection[int], reason: str, cause: m.DeathCause = m.DeathCause.GROUP
+    ) -> None:
+        """Go on without engines that died, and without those that died with them.
+
+        Args:
+            engines: those; what is dead already is passed over.
+            reason: why, for people.
+            cause: the same for metrics.
+        """
+        gone = self._losses.lose(engines, reason, cause, self.switches.running)
+        if self._audit is not None:
+            self._audit.lose(gone)
+
+    # --- audits -------------------------------------------------------------------------------
+
+    def start_audit(self, peer: str, call: int) -> None:
+        """Ask every engine that serves for its books; call it when nothing else goes on.
+
+        Args:
+            peer: who is answered.
+            call: number of its call.
+        """
+        deadline = self._env.clock() + self._env.config.prepare_timeout_seconds
+        self._audit = Audit(call, peer, deadline)
+        self._leases.follow(self._audit)
+        for engine in sorted(self._book.in_state(EngineState.SERVING)):
+            leases = {g: n for g, n in self._leases.opened.items() if g.leader == engine}
+            self._audit.ask(engine, self._leases.blocks_of(engine), leases)
+            self._env.transport.to_engine(engine, m.CheckIntegrity(call))
+
+    def audited(self, answer: m.Integrity) -> None:
+        """Take an engine's answer to an audit, if it is still waited for."""
+        if self._audit is not None:
+            self._audit.answer(answer)
+
+    def _end_audit(self) -> None:
+        audit = self._audit
+        if audit is None:
+            return
+        if audit.deadline <= self._env.clock():
+            audit.time_out()
+        if audit.done:
+            self._audit = None
+            self._leases.follow(None)
+            own = self._book.check_integrity() + self._leases.check_integrity()
+            answer = m.AuditDone(audit.call, own + audit.problems)
+            self._env.transport.to_control(audit.peer, answer)
