@@ -123,7 +123,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     max_waiting_tokens: int | None = None
     """Prompt tokens that may wait in the task pool; None: any number."""
     aging_seconds: float = AGING_SECONDS
-    """See ``controller.pool.TaskPool``."""
+    """See ``TaskPool``."""
     interleave_ratio: int = INTERLEAVE_RATIO
     """See ``engine.turns.Turns``."""
     max_sp: int = 1

@@ -105,7 +105,7 @@ def _full_node(clock: ManualClock) -> tuple[Controller, list[Agent]]:
         tokens = rng.randint(2 * ROUNDS, 4 * ROUNDS)
         payload = wire_request(str(number), rng.randint(16, 1024), tokens, rng.choice((-1, 0, 0)))
         network.front_sends(0, wire.RequestType.ADD, [payload])
-    while len(controller.pool) != WAITING:
+    while len(controller.books.requests.pool) != WAITING:
         controller.turn(0.0)
         for agent in agents:
             agent.turn(0.0)

@@ -1,6 +1,7 @@
 """The policy, as the controller asks it: code of others, whose advice may be none."""
 
 import logging
+from collections.abc import Callable, Sequence
 
 from shoal.policies.registry import get_policy
 from shoal.policies.values.plan import Plan, PlanError, Policy, check_plan
@@ -18,15 +19,24 @@ class Adviser:
         policy: name of the first one.
         statistics: counts decisions.
         clock: monotonic seconds.
+        followers: are told of the policy, now and whenever there is another.
 
     Raises:
         UnknownPolicyError: there is no such policy.
     """
 
-    def __init__(self, policy: str, statistics: Statistics, clock: Clock) -> None:
-        self.policy: Policy = get_policy(policy)
+    def __init__(
+        self,
+        policy: str,
+        statistics: Statistics,
+        clock: Clock,
+        followers: Sequence[Callable[[Policy], None]],
+    ) -> None:
         self._statistics = statistics
         self._clock = clock
+        self._followers = followers
+        self.policy: Policy
+        self._take(policy)
 
     def change(self, policy: str) -> None:
         """Ask another policy from now on.
@@ -34,8 +44,13 @@ class Adviser:
         Raises:
             UnknownPolicyError: there is no such policy.
         """
-        self.policy = get_policy(policy)
+        self._take(policy)
         log.info("the policy is now %s", self.policy.name)
+
+    def _take(self, policy: str) -> None:
+        self.policy = get_policy(policy)
+        for follow in self._followers:
+            follow(self.policy)
 
     def ask(self, snapshot: Snapshot) -> Plan:
         """Return the policy's plan, or the one that keeps everything if it has none to go by."""

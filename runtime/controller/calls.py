@@ -6,16 +6,12 @@ from shoal.policies.registry import UnknownPolicyError
 from shoal.policies.shift import ShiftThresholdError
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.runtime.controller.adviser import Adviser
-from shoal.runtime.controller.books.book import Book
+from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.pool import TaskPool
-from shoal.runtime.controller.books.statistics import Statistics
 from shoal.runtime.controller.operations import Operations
 from shoal.runtime.controller.reporting import layout_view
 from shoal.runtime.controller.reporting.gauges import Gauges
-from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.controller.switching.shift_threshold import Shifting
 from shoal.runtime.protocol import messages as m
 
@@ -27,12 +23,8 @@ class Calls:
 
     Args:
         env: the node, the way to callers, and the time.
-        book: engines, units and requests.
-        leases: block books.
-        pool: the task pool.
+        books: what is known, and what was counted.
         capacity: knows how good the cost model's predictions are.
-        admission: ends requests that no unit of a new policy holds.
-        statistics: what was counted.
         adviser: the policy.
         shifting: the threshold between TP and SP.
         operations: switches and audits.
@@ -41,23 +33,15 @@ class Calls:
     def __init__(
         self,
         env: Environment,
-        book: Book,
-        leases: Leases,
-        pool: TaskPool,
+        books: Books,
         capacity: Capacity,
-        admission: Admission,
-        statistics: Statistics,
         adviser: Adviser,
         shifting: Shifting,
         operations: Operations,
     ) -> None:
         self._env = env
-        self._book = book
-        self._leases = leases
-        self._pool = pool
+        self._books = books
         self._capacity = capacity
-        self._admission = admission
-        self._statistics = statistics
         self._adviser = adviser
         self._shifting = shifting
         self._operations = operations
@@ -86,38 +70,36 @@ class Calls:
     # --- what is ------------------------------------------------------------------------------
 
     def _layout(self, call: int) -> m.LayoutView:
-        reason = layout_view.not_ready_reason(self._book)
+        books, reason = self._books, layout_view.not_ready_reason(self._books)
         return m.LayoutView(
             call=call,
-            engines=layout_view.engine_views(self._book, self._leases),
-            units=layout_view.unit_views(self._book, self._leases, self._operations.busy),
+            engines=layout_view.engine_views(books),
+            units=layout_view.unit_views(books, self._operations.busy),
             switches=list(self._operations.switches.past),
-            waiting=len(self._pool),
+            waiting=len(books.requests.pool),
             policy=self._adviser.policy.name,
             ready=reason is None,
             reason=reason,
-            switches_total=self._statistics.switches,
-            policy_errors=int(self._statistics.policy_errors.total()),
-            moves_total=int(self._statistics.moved.total()),
+            switches_total=books.statistics.switches.ended,
+            policy_errors=int(books.statistics.policy_errors.total()),
+            moves_total=int(books.statistics.moved.total()),
             step_errors=self._capacity.step_errors,
             shift=self._shifting.view,
             unavailable=layout_view.unavailable_views(self._operations.rejoin.unavailable()),
-            lengths=layout_view.lengths(self._book),
+            lengths=layout_view.lengths(books.engines),
         )
 
     def _metrics(self, call: int) -> m.NodeMetrics:
         gauges = Gauges(
             config=self._env.config,
-            book=self._book,
-            leases=self._leases,
-            pool=self._pool,
+            books=self._books,
             policy=self._adviser.policy.name,
             busy=self._operations.busy,
             unavailable=self._operations.rejoin.unavailable().keys(),
             step_errors=self._capacity.step_errors,
             now=self._env.clock(),
         )
-        families = gauges.families() + self._statistics.families()
+        families = gauges.families() + self._books.statistics.families()
         return m.NodeMetrics(call, families, gauges.engines())
 
     # --- what is to be ------------------------------------------------------------------------
@@ -129,9 +111,6 @@ class Calls:
         except UnknownPolicyError as error:
             self._fail(peer, message.call, 400, str(error))
             return
-        self._shifting.follow(self._adviser.policy)
-        self._capacity.forms_groups = self._adviser.policy.forms_groups
-        self._admission.give_up_unholdable()
         self._env.transport.to_control(peer, self._layout(message.call))
 
     def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:
@@ -159,10 +138,10 @@ class Calls:
 
     def _refusal(self, target: Partition) -> tuple[int, str]:
         """Return the HTTP status and the reason why a target cannot be switched to now."""
-        if not self._book.started:
-            return 503, str(layout_view.not_ready_reason(self._book))
+        if not self._books.engines.started:
+            return 503, str(layout_view.not_ready_reason(self._books))
         if self._operations.switches.running is not None:
             return 409, "a switch is running: ask again when it is over"
         if self._adviser.policy.decides_layout:
             return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
-        return layout_view.refusal(self._book, target, self._operations.rejoin.unavailable())
+        return layout_view.refusal(self._books, target, self._operations.rejoin.unavailable())

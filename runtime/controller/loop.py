@@ -13,13 +13,12 @@ from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.adviser import Adviser
-from shoal.runtime.controller.books.book import Book, EngineState, continued
+from shoal.runtime.controller.books.books import open_books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Demand
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.pool import TaskPool
-from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.books.request import continued
 from shoal.runtime.controller.calls import Calls
 from shoal.runtime.controller.failures.losses import Losses
 from shoal.runtime.controller.failures.migration import Migration
@@ -64,58 +63,42 @@ class Controller:
         wall: Clock = time.time,
     ) -> None:
         env = Environment(config, transport, clock, wall)
+        self.books = books = open_books(env)
         self._config = config
         self._transport = transport
         self._clock = clock
         self._decided_at = clock()
-        # What is known.
-        self.book = Book(config.engines)
-        self.pool = TaskPool(config.aging_seconds)
-        self.leases = Leases(self.book, transport)
-        self._statistics = Statistics(config.layouts)
         self._demand = Demand(clock())
-        self._capacity = Capacity(config, self.book, self.leases, self.pool)
-        # Who decides.
-        self._adviser = Adviser(config.policy, self._statistics, clock)
-        self._capacity.forms_groups = self._adviser.policy.forms_groups
-        self._shifting = Shifting(config, self.book, transport, self._adviser.policy)
-        # Requests.
-        self._admission = Admission(config, self.book, self.pool, self._capacity, transport, clock)
-        self._closing = Closing(self.book, self.pool, self._admission, transport, clock)
-        self._pauses = Pauses(config, self.book, self._capacity, self._admission, transport, clock)
-        self._dispatcher = Dispatcher(
-            config, self.book, self.pool, self._pauses, self._statistics, transport, clock
-        )
-        # Failures.
-        self._outage = Outage(
-            config.outage_limit_seconds, self.book, self.pool, self._admission, clock
-        )
-        self._pulse = Pulse(config.engine_timeout_seconds, self.book, transport, clock)
-        self._migration = Migration(env, self.book, self.pool, self._admission, self._statistics)
-        losses = Losses(env, self.book, self.leases, self._statistics, self._migration)
-        # Operations, and callers, who ask for them.
+        self._capacity = Capacity(config, books)
+        self._shifting = Shifting(env, books.engines)
+        self._admission = Admission(env, books, self._capacity)
+        self._closing = Closing(env, books.requests, self._admission)
+        self._pauses = Pauses(env, books, self._capacity, self._admission)
+        self._dispatcher = Dispatcher(env, books, self._pauses)
+        self._pulse = Pulse(env, books.engines)
+        self._outage = Outage(env, books, self._admission)
+        self._migration = Migration(env, books, self._admission)
         self._operations = Operations(
             env,
-            self.book,
-            self.leases,
+            books,
             self._capacity,
-            self._statistics,
-            losses,
+            Losses(env, books, self._migration),
             greet=self._shifting.greet,
             give_up=self._admission.give_up_unholdable,
         )
         self.switches = self._operations.switches.past
+        self._adviser = Adviser(
+            config.policy,
+            books.statistics,
+            clock,
+            followers=(
+                self._shifting.follow,
+                self._capacity.follow,
+                lambda _: self._admission.give_up_unholdable(),
+            ),
+        )
         self._calls = Calls(
-            env,
-            self.book,
-            self.leases,
-            self.pool,
-            self._capacity,
-            self._admission,
-            self._statistics,
-            self._adviser,
-            self._shifting,
-            self._operations,
+            env, books, self._capacity, self._adviser, self._shifting, self._operations
         )
 
     # --- loop ---------------------------------------------------------------------------------
@@ -130,12 +113,11 @@ class Controller:
 
     def turn(self, timeout: float | None = None) -> None:
         """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
-        self._transport.wait(
-            self._patience(timeout), eager=self._operations.switches.running is not None
-        )
+        switch = self._operations.switches.running
+        self._transport.wait(self._patience(timeout), eager=switch is not None)
         began = self._clock()
         self._do_what_is_due()
-        self._statistics.turns.observe(self._clock() - began)
+        self.books.statistics.turns.observe(self._clock() - began)
 
     def _do_what_is_due(self) -> None:
         if self._take_arrivals():
@@ -146,7 +128,7 @@ class Controller:
         self._admission.expire()
         self._outage.end_waiting()
         self._closing.hand_back()
-        started = self._decide() if self.book.started else 0
+        started = self._decide() if self.books.engines.started else 0
         self._admission.hold_limits(started)
 
     def _take_arrivals(self) -> bool:
@@ -210,7 +192,7 @@ class Controller:
             log.error("dropped a front end's message of unknown type %r", kind)
 
     def _utility(self, frames: list[bytes]) -> None:
-        alive = sorted(self.book.in_state(EngineState.SERVING))
+        alive = sorted(self.books.engines.in_state(EngineState.SERVING))
         for engine in alive:
             self._transport.to_engine(engine, m.Utility(answer=engine == alive[0]), frames)
         if not alive:
@@ -227,7 +209,7 @@ class Controller:
             case m.Stopped(request_ids):
                 self._admission.abort(request_ids, m.Outcome.FINISHED)
             case m.CountRefused(outcome):
-                self.book.outcomes[outcome] += 1
+                self.books.statistics.requests.add(outcome)
             case m.EngineDied(engine, reason, cause):
                 if self._operations.rejoin.died(message):
                     self._operations.lose([engine], reason, cause)
@@ -242,7 +224,7 @@ class Controller:
     # --- engines' reports ---------------------------------------------------------------------
 
     def _take_report(self, message: m.ToController) -> None:
-        if self._sender(message) in self.book.in_state(EngineState.DEAD):
+        if self._sender(message) in self.books.engines.in_state(EngineState.DEAD):
             return
         match message:
             case m.Load():
@@ -250,16 +232,16 @@ class Controller:
             case m.Prepared() | m.Committed() | m.Released() | m.Resumed():
                 self._take_answer(message)
             case m.NeedBlocks():
-                self.leases.need(message)
+                self._count_unless(taken=self.books.leases.need(message))
             case m.Lent():
-                self.leases.lent(message)
+                self.books.leases.lent(message)
             case m.Returning():
-                self.leases.returning(message)
+                self.books.leases.returning(message)
             case m.Integrity():
                 self._operations.audited(message)
             case m.Moved():
                 self._take_moved(message)
-            case m.EngineReady() if self.book.started:
+            case m.EngineReady() if self.books.engines.started:
                 self._operations.rejoin.ready(message)
             case m.EngineReady():
                 self._take_ready(message)
@@ -277,14 +259,13 @@ class Controller:
         return message.engine
 
     def _take_ready(self, message: m.EngineReady) -> None:
-        engine = self.book.engines[message.engine]
-        engine.ready, engine.state = message, EngineState.SERVING
+        self.books.engines.serve(message)
         self._shifting.greet(message.engine)
-        if self.book.started:
+        if self.books.engines.started:
             self._greet_fronts()
 
     def _greet_fronts(self) -> None:
-        ready = [engine.ready for engine in self.book.engines if engine.ready is not None]
+        ready = [engine.ready for engine in self.books.engines if engine.ready is not None]
         greeting = wire.merge_ready_responses(
             [answer.ready_response for answer in ready],
             max_model_len=self._capacity.longest,
@@ -294,34 +275,32 @@ class Controller:
             self._transport.greet_front(index, greeting)
 
     def _take_load(self, load: m.Load) -> None:
-        core = self.book.core(load.unit)
+        requests = self.books.requests
         # Between two interleaved steps of a unit there are those of another.
-        if not self.book.interleaved_in(self.book.unit_of(load.engine)):
-            self._capacity.observe(core, load)
-        core.load = load
-        for request_id in load.finished:
-            request = self.book.remove(request_id, led_by=load.engine)
-            if request is not None:
-                self.book.count(request, m.Outcome.FINISHED)
-                self._migration.finished(request, load.engine)
+        if not requests.interleaved_in(self.books.units.unit_of(load.engine)):
+            self._capacity.observe(requests.core(load.unit), load)
+        for request in requests.report(load):
+            self.books.statistics.left(request, m.Outcome.FINISHED)
+            self._migration.finished(request, load.engine)
 
     def _take_moved(self, message: m.Moved) -> None:
         """Let requests that a core has given back wait for another, in their old place."""
         for request_id, tokens in message.tokens.items():
-            request = self.book.remove(request_id, led_by=message.engine)
+            request = self.books.requests.remove(request_id, led_by=message.engine)
             if request is not None:
                 tokens = [*request.tokens, *tokens]
                 self._admission.readmit(continued(request, tokens, self._clock()))
-                self._statistics.moved.add()
+                self.books.statistics.moved.add()
 
     def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
-        if isinstance(message, m.Resumed):
-            engine = self.book.engines[message.engine]
-            if engine.state is EngineState.SILENT:
-                engine.state, engine.reason = EngineState.SERVING, None
-                log.warning("engine %d answers again", message.engine)
-        if not self._operations.switches.handle(message):
-            self.book.stale += 1
+        if isinstance(message, m.Resumed) and self.books.engines.hear(message.engine):
+            log.warning("engine %d answers again", message.engine)
+        self._count_unless(taken=self._operations.switches.handle(message))
+
+    def _count_unless(self, *, taken: bool) -> None:
+        """Count a message that is about nothing that goes on (any more)."""
+        if not taken:
+            self.books.statistics.stale.add()
 
     # --- decisions ----------------------------------------------------------------------------
 
@@ -336,7 +315,7 @@ class Controller:
         switching = switches.running is not None
         manual = not self._adviser.policy.decides_layout
         self._pauses.end_long_ones(manual=manual, switching=switching)
-        if switching and not len(self.pool):
+        if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and its members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
@@ -347,7 +326,7 @@ class Controller:
         sent = self._dispatcher.send(plan, target)
         if turn is not None:
             switches.start_turn(turn)
-        elif target is not None and target != self.book.partition:
+        elif target is not None and target != self.books.units.partition:
             treatment = m.Treatment(plan.treatment)
             waits = not self._pauses.had_turn
             switches.start_for_policy(target, treatment, plan.reason, waits=waits)

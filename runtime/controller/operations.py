@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from shoal.runtime.controller.books.audit import Audit
-from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.statistics import Statistics
 from shoal.runtime.controller.failures.losses import Losses
 from shoal.runtime.controller.failures.rejoin import Rejoin
 from shoal.runtime.controller.switches import Switches
@@ -25,10 +24,8 @@ class Operations:
 
     Args:
         env: the node, the way to its engines, and the time.
-        book: engines and partition.
-        leases: block books.
+        books: engines, units and leases.
         capacity: what new groups are lent, and whether requests may go on beside them.
-        statistics: counts switches.
         losses: what a death takes with it.
         greet: tells an engine what engines must know of the node.
         give_up: ends the requests that the node can hold no more.
@@ -37,29 +34,17 @@ class Operations:
     def __init__(
         self,
         env: Environment,
-        book: Book,
-        leases: Leases,
+        books: Books,
         capacity: Capacity,
-        statistics: Statistics,
         losses: Losses,
         *,
         greet: Callable[[int], None],
         give_up: Callable[[], None],
     ) -> None:
-        self.switches = Switches(env, book, leases, capacity, statistics, lose=self.lose)
-        self.rejoin = Rejoin(
-            env.config,
-            book,
-            leases,
-            env.transport,
-            env.clock,
-            lose=self.lose,
-            greet=greet,
-            give_up=give_up,
-        )
+        self.switches = Switches(env, books, capacity, lose=self.lose)
+        self.rejoin = Rejoin(env, books, lose=self.lose, greet=greet, give_up=give_up)
         self._env = env
-        self._book = book
-        self._leases = leases
+        self._books = books
         self._losses = losses
         self._audit: Audit | None = None
         self._waiting: deque[Callable[[], None]] = deque()
@@ -129,10 +114,11 @@ class Operations:
         """
         deadline = self._env.clock() + self._env.config.prepare_timeout_seconds
         self._audit = Audit(call, peer, deadline)
-        self._leases.follow(self._audit)
-        for engine in sorted(self._book.in_state(EngineState.SERVING)):
-            leases = {g: n for g, n in self._leases.opened.items() if g.leader == engine}
-            self._audit.ask(engine, self._leases.blocks_of(engine), leases)
+        leases = self._books.leases
+        leases.follow(self._audit)
+        for engine in sorted(self._books.engines.in_state(EngineState.SERVING)):
+            led = {g: n for g, n in leases.opened.items() if g.leader == engine}
+            self._audit.ask(engine, leases.blocks_of(engine), led)
             self._env.transport.to_engine(engine, m.CheckIntegrity(call))
 
     def audited(self, answer: m.Integrity) -> None:
@@ -148,7 +134,6 @@ class Operations:
             audit.time_out()
         if audit.done:
             self._audit = None
-            self._leases.follow(None)
-            own = self._book.check_integrity() + self._leases.check_integrity()
-            answer = m.AuditDone(audit.call, own + audit.problems)
+            self._books.leases.follow(None)
+            answer = m.AuditDone(audit.call, self._books.check_integrity() + audit.problems)
             self._env.transport.to_control(audit.peer, answer)

@@ -9,12 +9,11 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
-from shoal.runtime.controller.books.book import Book
+from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import SwitchBudget
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.statistics import MANUAL, PAUSED, Statistics
+from shoal.runtime.controller.books.statistics import MANUAL, PAUSED
 from shoal.runtime.controller.reporting import layout_view
 from shoal.runtime.controller.requests.pauses import Turn
 from shoal.runtime.controller.switching.switch import LoseEngines, Switch
@@ -44,20 +43,16 @@ class Switches:
 
     Args:
         env: the node, the way to everybody, and the time.
-        book: engines and partition.
-        leases: block books.
+        books: engines, units and leases; switches are counted.
         capacity: what new groups are lent, and whether requests may go on beside them.
-        statistics: counts switches.
         lose: takes engines down that a broken group has lost.
     """
 
     def __init__(
         self,
         env: Environment,
-        book: Book,
-        leases: Leases,
+        books: Books,
         capacity: Capacity,
-        statistics: Statistics,
         *,
         lose: LoseEngines,
     ) -> None:
@@ -66,10 +61,8 @@ class Switches:
         self.ended_at = -math.inf
         """When the last one ended that the policy or an operator asked for."""
         self._config = env.config
-        self._book = book
-        self._leases = leases
+        self._books = books
         self._capacity = capacity
-        self._statistics = statistics
         self._transport = env.transport
         self._clock = env.clock
         self._wall = env.wall
@@ -140,10 +133,8 @@ class Switches:
         rebound: Collection[Unit] = (),
     ) -> None:
         self.running = Switch(
-            self._book,
-            self._leases,
+            self._books,
             self._transport,
-            self._statistics,
             clock=self._clock,
             lose=self._lose,
             target=target,
@@ -163,7 +154,7 @@ class Switches:
         """Tell the front ends that a switch begins, or has ended so."""
         trace = None
         if self._config.tracing:
-            trace = layout_view.switch_trace(self._book, switch, done, now=self._clock())
+            trace = layout_view.switch_trace(self._books, switch, done, now=self._clock())
         note = m.Switching(sorted(switch.engines), over=done is not None, trace=trace)
         for index in range(self._config.api_servers):
             self._transport.to_control(front_identity(index), note)
@@ -187,9 +178,10 @@ class Switches:
             return
         self.running = None
         now = self._clock()
-        view = layout_view.switch_view(switch, self._book.partition, at=self._wall(), now=now)
+        after = self._books.units.partition
+        view = layout_view.switch_view(switch, after, at=self._wall(), now=now)
         self.past.append(view)
-        self._statistics.switched(view)
+        self._books.statistics.switches.switched(view)
         self._tell_fronts(switch, view)
         level = logging.INFO if switch.error is None else logging.ERROR
         log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})

@@ -66,7 +66,7 @@ class Sampling(msgspec.Struct, frozen=True):
             (self.seed is not None and self.temperature > 0)
             or bool(self.presence_penalty or self.frequency_penalty)
             or self.prompt_logprobs is not None
-            or any(bytes(part) not in _NOTHING for part in opaque)
+            or not _NOTHING.issuperset(map(bytes, opaque))
         )
 
 
@@ -97,7 +97,7 @@ _TERMS_HEADER = "x-shoal-terms"
 _ATTEMPT_HEADER = "x-shoal-attempt"
 _FIELD_BITS = 16
 _FIELD_MASK = (1 << _FIELD_BITS) - 1
-_NOTHING = (b"", b"\xc0", b"\x90", b"\x80")
+_NOTHING = frozenset((b"", b"\xc0", b"\x90", b"\x80"))
 """A field that is absent, nil, or an empty array or map, in msgpack."""
 
 
@@ -155,7 +155,7 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
             sampling is not None
             and not sampling.counts_outputs
             and not self.resumable
-            and all(bytes(part) in _NOTHING for part in plain)
+            and _NOTHING.issuperset(map(bytes, plain))
         )
 
     def prompt_token_ids(self) -> list[int]:

@@ -273,7 +273,7 @@ class _Simulation:
     def _watch(self) -> None:
         """Note a new partition and a finished switch."""
         controller, run = self._controller, self._result
-        partition = controller.book.partition
+        partition = controller.books.units.partition
         latest = controller.switches[-1] if controller.switches else None
         if self._now < 0.0:
             run.layouts = [(0.0, partition)]
@@ -355,7 +355,7 @@ class _Simulation:
 
     def _stuck(self) -> str:
         left = [n for n, life in enumerate(self._result.lives) if life.ended is None]
-        partition = self._controller.book.partition
+        partition = self._controller.books.units.partition
         return (
             f"{len(left)} requests are left at {self._clock.now:.0f} s, such as {left[:5]}, "
             f"in {[list(group.engines) for group in partition]}"

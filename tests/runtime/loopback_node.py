@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from shoal.policies.values.layouts import Unit, tensor_parallel
+from shoal.policies.values.partition import Partition
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.agent.interface import RunnerDied
@@ -205,7 +207,7 @@ class LoopbackNode:
 
     def describe(self) -> str:
         states = {e: agent.state.value for e, agent in self.agents.items()}
-        return f"{states}, partition {self.controller.book.partition}, missing {self.missing}"
+        return f"{states}, partition {self.partition}, missing {self.missing}"
 
     def hold_outputs(self, *unit: int, keep: int = 0) -> list[tuple[int, Frames]]:
         """Take out what a unit has sent to front ends and they have not read, but for the first.
@@ -405,6 +407,23 @@ class LoopbackNode:
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of those series; of a histogram: the number of its observations."""
         return sum(sum(s.counts) if s.counts else s.value for s in self.metric(name, **labels))
+
+    @property
+    def partition(self) -> Partition:
+        """The units that there are."""
+        return self.controller.books.units.partition
+
+    @property
+    def pool(self) -> TaskPool:
+        """The requests that wait."""
+        return self.controller.books.requests.pool
+
+    @property
+    def outcomes(self) -> dict[m.Outcome, int]:
+        """Requests that have left the node by now, by those outcomes that there were."""
+        left = self.controller.books.statistics.requests
+        counts = {outcome: int(left.total(outcome)) for outcome in m.Outcome}
+        return {outcome: count for outcome, count in counts.items() if count}
 
     def ended(self, client: int = 0) -> dict[str, m.Ended]:
         """Return the controller's notes on requests that it ended, by request."""

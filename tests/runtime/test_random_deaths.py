@@ -4,7 +4,7 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition, units_of
-from shoal.runtime.controller.books.book import EngineState
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol.transport import Frames
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
@@ -56,7 +56,7 @@ class DeadlyRun(RandomRun):
 
     def bury(self) -> frozenset[int]:
         """End what the controller has given up, as the supervisor would; return the dead."""
-        dead = self.node.controller.book.in_state(EngineState.DEAD)
+        dead = self.node.controller.books.engines.in_state(EngineState.DEAD)
         for engine in dead:
             self.node.agents.pop(engine, None)
         return dead
@@ -112,8 +112,8 @@ def live(run: DeadlyRun) -> None:
     node = run.node
 
     assert node.deaths == {}
-    assert sum(node.controller.book.outcomes.values()) == len(node.prompts)
-    assert node.controller.book.interrupted == {}
+    assert sum(node.outcomes.values()) == len(node.prompts)
+    assert node.controller.books.requests.interrupted == {}
     assert node.missing == []
     node.assert_exact()
     assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.policies.values.partition import singles, units_of
-from shoal.runtime.controller.books.book import Engine, EngineState
+from shoal.runtime.controller.books.engine_book import Engine, EngineState
 from shoal.runtime.controller.failures.rejoin import FORM_SECONDS, RETRY_SECONDS
 from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
 from shoal.runtime.protocol.wire import FinishReason
@@ -29,8 +29,8 @@ class RestartingRun(DeadlyRun):
     def bury(self) -> frozenset[int]:
         """End what the controller has given up; return the dead, but for those restarted since."""
         node = self.node
-        known = {e.number for e in node.controller.book.engines if not self._is_news(e)}
-        dead = node.controller.book.in_state(EngineState.DEAD) & known
+        known = {e.number for e in node.controller.books.engines if not self._is_news(e)}
+        dead = node.controller.books.engines.in_state(EngineState.DEAD) & known
         for engine in dead:
             node.agents.pop(engine, None)
         return dead
@@ -64,14 +64,14 @@ def test_everybody_comes_back(seed: int) -> None:
 
     assert node.deaths == {}
     assert node.value("shoal_engine_restarts_total") > 0
-    assert sum(node.controller.book.outcomes.values()) == len(node.prompts)
+    assert sum(node.outcomes.values()) == len(node.prompts)
     assert node.missing == []
     node.assert_exact()
     assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
     problems = [problem for audit in run.audits for problem in audit.problems]
     assert [problem for problem in problems if "did not answer" not in problem] == []
     assert node.view().unavailable == []
-    assert node.controller.book.in_state(EngineState.SERVING) == set(range(ENGINES))
+    assert node.controller.books.engines.in_state(EngineState.SERVING) == set(range(ENGINES))
     for layout in node.config.layouts:
         node.switch(*units_of(ENGINES, layout))
     assert node.audit() == []

@@ -8,6 +8,7 @@ from shoal.policies.cost.cost_model import Correction, CostModel
 from shoal.policies.values.batch import Mode
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition
+from shoal.policies.values.plan import Policy
 from shoal.policies.values.snapshot import (
     LayoutState,
     PoolRequest,
@@ -16,10 +17,10 @@ from shoal.policies.values.snapshot import (
     requests_on,
 )
 from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, CoreBook, EngineState, Uncounted
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
 from shoal.runtime.controller.books.demand import Demand, Lengths, most_urgent
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 
 POOL_HEAD = 256
@@ -33,23 +34,26 @@ class Capacity:
 
     Args:
         config: the node.
-        book: engines, units and their requests.
-        leases: blocks lent.
-        pool: the task pool.
+        books: engines, units and requests.
     """
 
-    def __init__(self, config: NodeConfig, book: Book, leases: Leases, pool: TaskPool) -> None:
+    def __init__(self, config: NodeConfig, books: Books) -> None:
         self._config = config
-        self._book = book
-        self._leases = leases
-        self._pool = pool
+        self._engines = books.engines
+        self._units = books.units
+        self._requests = books.requests
+        self._pool = books.requests.pool
+        self._leases = books.leases
         self.cost_model: CostModel | None = config.cost_model
         """Corrected by what is measured (``observe``)."""
-        self.forms_groups = True
-        """See ``Policy.forms_groups``."""
+        self._forms_groups = True
         self._lengths = Lengths()
-        self._units: dict[Unit, tuple[Uncounted, UnitState]] = {}
+        self._states: dict[Unit, tuple[Uncounted, UnitState]] = {}
         """The latest states of units, and the requests from which each was found."""
+
+    def follow(self, policy: Policy) -> None:
+        """Count on the groups that a policy forms, and on those alone."""
+        self._forms_groups = policy.forms_groups
 
     def snapshot(
         self,
@@ -73,15 +77,15 @@ class Capacity:
             since_switch: seconds since the last one ended.
             sp_above: see ``Snapshot``.
         """
-        book, pool, units = self._book, self._pool.head(POOL_HEAD), self._unit_states(busy)
+        engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
         demand.see(now, requests_on(len(self._pool), units), most_urgent(pool, units))
         return Snapshot(
             now=now,
             engines=self._config.engines,
             max_group=self._config.max_group,
-            dead=book.gone | book.in_state(EngineState.SILENT),
-            broken=frozenset(book.unformed(self._possible_groups)),
-            partition=book.partition,
+            dead=engines.gone | engines.in_state(EngineState.SILENT),
+            broken=frozenset(engines.unformed(self._possible_groups)),
+            partition=self._units.partition,
             switching=switching,
             units=units,
             pool=pool,
@@ -104,14 +108,14 @@ class Capacity:
     @cached_property
     def _layouts(self) -> tuple[LayoutState, ...]:
         """What every layout takes on idle engines; it never changes once all are ready."""
-        blocks = min(self._book.num_blocks(engine.number) for engine in self._book.engines)
-        limits = map(self._book.limits_of, self._config.layouts)
+        blocks = min(self._engines.num_blocks(engine.number) for engine in self._engines)
+        limits = map(self._engines.limits_of, self._config.layouts)
         return tuple(_layout_state(each, blocks) for each in limits)
 
     def _idle(self, group: Unit) -> LayoutState:
         """Return what a group takes while nothing runs on its engines."""
-        limits = self._book.limits(group)
-        blocks = min(self._book.num_blocks(engine) for engine in group.engines)
+        limits = self._engines.limits(group)
+        blocks = min(self._engines.num_blocks(engine) for engine in group.engines)
         return _layout_state(limits, blocks)
 
     def observe(self, core: CoreBook, load: m.Load) -> None:
@@ -137,32 +141,33 @@ class Capacity:
         return {_steps_name(c): c.error for c in corrections}
 
     def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:
-        book, paused = self._book, self._book.paused
+        paused = self._requests.paused
         return tuple(
             self._unit(
                 group,
-                serving=book.serves(group) and not any(engine in busy for engine in group.engines),
+                serving=self._engines.serves(group)
+                and not any(engine in busy for engine in group.engines),
                 paused=paused[group],
             )
-            for group in book.partition
+            for group in self._units.partition
         )
 
     def _unit(self, group: Unit, *, serving: bool, paused: int) -> UnitState:
         """Return a unit's state: that of the last call if nothing of it has changed since."""
-        core = self._book.core(group)
+        core = self._requests.core(group)
         serving, blocks = serving and core.load is not None, self._startable_blocks(core)
-        uncounted, known = self._units.get(group, (None, None))
+        uncounted, known = self._states.get(group, (None, None))
         if (
             known is None
             or core.uncounted is not uncounted
             or (known.serving, known.free_blocks, known.paused) != (serving, blocks, paused)
         ):
             known = self._state(core, serving=serving, free_blocks=blocks, paused=paused)
-            self._units[group] = core.uncounted, known
+            self._states[group] = core.uncounted, known
         return known
 
     def _state(self, core: CoreBook, *, serving: bool, free_blocks: int, paused: int) -> UnitState:
-        group, limits = core.unit, self._book.limits(core.unit)
+        group, limits = core.unit, self._engines.limits(core.unit)
         figures, uncounted = core.figures, core.uncounted
         places = limits.max_num_seqs + self._config.queued_ahead
         return UnitState(
@@ -171,7 +176,7 @@ class Capacity:
             requests=len(core.requests),
             free_slots=max(0, places - len(core.requests)),
             free_blocks=free_blocks,
-            total_blocks=min(self._book.num_blocks(engine) for engine in group.engines),
+            total_blocks=min(self._engines.num_blocks(engine) for engine in group.engines),
             block_tokens=limits.block_tokens,
             max_model_len=limits.max_model_len,
             running=len(core.requests) - len(uncounted.requests),
@@ -194,26 +199,28 @@ class Capacity:
         if not core.requests:
             return min(self._unleased(engine, core.unit) for engine in core.unit.engines)
         spare = min(
-            self._free_blocks(self._book.core(alone(engine))) for engine in core.unit.engines
+            self._free_blocks(self._requests.core(alone(engine))) for engine in core.unit.engines
         )
         return self._free_blocks(core) + max(0, spare)
 
     def _free_blocks(self, core: CoreBook) -> int:
         if core.load is None:
             return 0
-        tokens = self._book.limits(core.unit).block_tokens
+        tokens = self._engines.limits(core.unit).block_tokens
         return core.load.free_blocks - core.uncounted.blocks(tokens)
 
     def _unleased(self, engine: int, group: Unit) -> int:
         lent = self._leases.lent_by(engine)
-        return self._book.num_blocks(engine) - sum(n for g, n in lent.items() if g != group)
+        return self._engines.num_blocks(engine) - sum(n for g, n in lent.items() if g != group)
 
     def lease_for(self, group: Unit) -> int:
         """Return the blocks to ask a new group's members for: what the waiting requests need."""
-        limits = self._book.limits(group)
+        limits = self._engines.limits(group)
         waiting = self._pool.head(limits.max_num_seqs)
         need = sum(-(-(r.prompt_tokens + 1) // limits.block_tokens) for r in waiting)
-        spare = min(self._free_blocks(self._book.core(alone(engine))) for engine in group.engines)
+        spare = min(
+            self._free_blocks(self._requests.core(alone(engine))) for engine in group.engines
+        )
         return max(LEASE_BLOCKS, min(need, spare))
 
     def leaves_room(self, group: Unit) -> bool:
@@ -222,9 +229,9 @@ class Capacity:
         What they will need up to their bounds is lent to no group, so they must leave it half of
         every member's blocks: else its own requests would wait until these end.
         """
-        tokens = self._book.limits(alone(group.leader)).block_tokens
+        tokens = self._engines.limits(alone(group.leader)).block_tokens
         for engine in group.engines:
-            totals = self._book.core(alone(engine)).figures.totals
+            totals = self._requests.core(alone(engine)).figures.totals
             needed = sum(count * -(-total // tokens) for total, count in totals.items())
             if 2 * needed > self._unleased(engine, group):
                 return False
@@ -233,7 +240,7 @@ class Capacity:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence that some group of this node holds; see ``_layouts``."""
-        return max(self._book.limits(group).max_model_len for group in self._possible_groups)
+        return max(self._engines.limits(group).max_model_len for group in self._possible_groups)
 
     @property
     def longest_now(self) -> int:
@@ -253,9 +260,9 @@ class Capacity:
 
     def _lasting_groups(self, *, formed: bool = False) -> Iterator[Unit]:
         """Yield the groups that can be formed, or will be when engines are back."""
-        lost, refused = self._book.lost, self._book.refused
+        lost, refused = self._engines.lost, self._engines.refused
         for group in self._possible_groups:
-            is_formed = formed or self.forms_groups or not group.is_group
+            is_formed = formed or self._forms_groups or not group.is_group
             if is_formed and not lost.intersection(group.engines) and group not in refused:
                 yield group
 

@@ -1,9 +1,8 @@
 """What a controller is given, as all of its parts need it."""
 
-import time
 from dataclasses import dataclass
 
-from shoal.runtime.clock import Clock, monotonic
+from shoal.runtime.clock import Clock
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.protocol.transport import ControllerTransport
 
@@ -21,5 +20,5 @@ class Environment:
 
     config: NodeConfig
     transport: ControllerTransport
-    clock: Clock = monotonic
-    wall: Clock = time.time
+    clock: Clock
+    wall: Clock

@@ -9,7 +9,8 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.audit import Audit
-from shoal.runtime.controller.books.book import Book
+from shoal.runtime.controller.books.engine_book import EngineBook
+from shoal.runtime.controller.books.unit_book import UnitBook
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import ControllerTransport
 
@@ -25,19 +26,23 @@ class Leases:
     """The books of all leases, and the messages that move blocks outside a switch.
 
     Args:
-        book: the partition and its epochs.
+        engines: which of them are gone.
+        units: the epochs of those that are bound.
         transport: the way to the engines.
     """
 
-    def __init__(self, book: Book, transport: ControllerTransport) -> None:
+    def __init__(
+        self, engines: EngineBook, units: UnitBook, transport: ControllerTransport
+    ) -> None:
         self.opened: dict[Unit, int] = {}
         """Virtual blocks that each group's leader has been given and has not returned."""
         self.problems: list[str] = []
         """What engines said that cannot be true."""
         self._audit: Audit | None = None
-        self._book = book
+        self._engines = engines
+        self._units = units
         self._transport = transport
-        self._lent: list[dict[Unit, set[int]]] = [{} for _ in book.engines]
+        self._lent: list[dict[Unit, set[int]]] = [{} for _ in engines]
         self._growths: dict[Unit, Growth] = {}
 
     def follow(self, audit: Audit | None) -> None:
@@ -110,19 +115,19 @@ class Leases:
             self._transport.to_engine(engine, m.TakeBack(self._epoch(group), group, list(blocks)))
 
     def _epoch(self, group: Unit) -> int:
-        return self._book.bound.get(group, 0)
+        return self._units.bound.get(group, 0)
 
     # --- growth -------------------------------------------------------------------------------
 
-    def need(self, wish: m.NeedBlocks) -> None:
-        """Ask the members of a bound group for blocks."""
-        if self._book.bound.get(wish.unit) != wish.epoch or wish.unit in self._growths:
-            self._book.stale += 1
-            return
+    def need(self, wish: m.NeedBlocks) -> bool:
+        """Ask the members of a bound group for blocks; False if the wish comes too late."""
+        if self._units.bound.get(wish.unit) != wish.epoch or wish.unit in self._growths:
+            return False
         self._growths[wish.unit] = Growth(wish.epoch)
         for engine in wish.unit.engines:
             lend = m.Lend(wish.epoch, wish.unit, wish.blocks, wish.urgent)
             self._transport.to_engine(engine, lend)
+        return True
 
     def lent(self, answer: m.Lent) -> None:
         """Take a member's answer; with the last one the lease grows by what all of them lent."""
@@ -141,7 +146,7 @@ class Leases:
 
     def returning(self, message: m.Returning) -> None:
         """Hand a leader's returned blocks to the members that are alive."""
-        dead = self._book.gone
+        dead = self._engines.gone
         returned = {e: ids for e, ids in message.returned.items() if e not in dead}
         self.close(message.unit, returned)
         for engine, blocks in returned.items():
@@ -168,7 +173,7 @@ class Leases:
             if group in self._growths:
                 continue
             lent = {engine: len(self._lent[engine].get(group, ())) for engine in group.engines}
-            dead = self._book.gone
+            dead = self._engines.gone
             if any(blocks != opened for engine, blocks in lent.items() if engine not in dead):
                 problems.append(
                     f"controller: unit {list(group.engines)} has {opened} blocks of {lent}"

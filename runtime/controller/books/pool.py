@@ -9,7 +9,7 @@ from itertools import count, islice
 
 from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.config import AGING_SECONDS
-from shoal.runtime.controller.books.book import Request
+from shoal.runtime.controller.books.request import Request
 
 _Key = tuple[float, float]
 """Rank, then order of coming in: unique, and in the order of service."""
@@ -105,6 +105,13 @@ class TaskPool:
     def all(self) -> list[Request]:
         """Return every request, in order."""
         return [self._by_key[key] for key in self._order]
+
+    def take_all(self) -> list[Request]:
+        """Take every request out, in order."""
+        requests = self.all()
+        for request in requests:
+            self.remove(request.id)
+        return requests
 
     # --- making room --------------------------------------------------------------------------
 

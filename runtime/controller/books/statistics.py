@@ -5,8 +5,8 @@ from typing import get_args
 
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.plan import SwitchReason
-from shoal.runtime.controller.books.book import Request
-from shoal.runtime.protocol.messages import DeathCause, Treatment
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.protocol.messages import DeathCause, Outcome, Treatment
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
     Counter,
@@ -41,73 +41,47 @@ LOOP_BOUNDS = (
 )
 
 
-class Statistics:
-    """Counters and histograms of one controller.
+class SwitchStatistics:
+    """Counters and histograms of the node's switches.
 
     Args:
-        layouts: those that the node forms.
+        layouts: names of those that the node has, DP first.
     """
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        names = [layout.name for layout in layouts]
-        self.decisions = Histogram(
-            "shoal_policy_decision_seconds", "Time of one decision of the policy.", LOOP_BOUNDS
+    def __init__(self, layouts: Sequence[str]) -> None:
+        by_reason = {"reason": REASONS}
+        self._ended = Counter(
+            "shoal_switches_total",
+            "Switches that have ended.",
+            {"outcome": SWITCH_OUTCOMES} | by_reason,
         )
-        self.policy_errors = Counter(
-            "shoal_policy_errors_total", "Decisions that raised, or could not be done."
-        )
-        self.turns = Histogram(
-            "shoal_controller_loop_seconds",
-            "One turn of the controller's loop, without its wait for messages.",
-            LOOP_BOUNDS,
-        )
-        self.moved = Counter(
-            "shoal_moved_requests_total", "Requests taken out of a unit, to go on in another."
-        )
-        self.migrated = Counter(
-            "shoal_requests_migrated_total",
-            "Requests whose engine died, to go on in another.",
-        )
-        self._deaths = Counter(
-            "shoal_engine_deaths_total", "Engines that died, or were given up.", ("cause",)
-        )
-        self._deaths.preset(DeathCause)
-        self._queue = Histogram(
-            "shoal_request_queue_seconds",
-            "From a request's arrival at the controller until a unit is given it.",
-            WAIT_BOUNDS,
-            ("priority", "layout"),
-        )
-        self._queue.preset(PRIORITY_CLASSES, names)
-        self._switches = Counter(
-            "shoal_switches_total", "Switches that have ended.", ("outcome", "reason")
-        )
-        self._switches.preset(SWITCH_OUTCOMES, REASONS)
         self._late = Counter(
             "shoal_late_switches_total",
             "Switches that requests kept waiting for too long: they went on without waiting.",
-            ("reason",),
+            by_reason,
         )
-        self._late.preset(REASONS)
         self._durations = Histogram(
-            "shoal_switch_seconds", "Time of a whole switch.", SWITCH_BOUNDS, ("treatment",)
+            "shoal_switch_seconds",
+            "Time of a whole switch.",
+            SWITCH_BOUNDS,
+            {"treatment": Treatment},
         )
-        self._durations.preset(Treatment)
         self._binds = Counter(
-            "shoal_binds_total", "Groups that were to be formed.", ("outcome", "reason")
+            "shoal_binds_total",
+            "Groups that were to be formed.",
+            {"outcome": BIND_OUTCOMES} | by_reason,
         )
-        self._binds.preset(BIND_OUTCOMES, REASONS)
         self._releases = Counter(
-            "shoal_releases_total", "Groups that were to be dissolved.", ("outcome", "reason")
+            "shoal_releases_total",
+            "Groups that were to be dissolved.",
+            {"outcome": RELEASE_OUTCOMES} | by_reason,
         )
-        self._releases.preset(RELEASE_OUTCOMES, REASONS)
         self._phases = Histogram(
             "shoal_switch_phase_seconds",
             "Phases of binds and releases.",
             PHASE_BOUNDS,
-            ("phase", "layout"),
+            {"phase": PHASES, "layout": layouts[1:]},
         )
-        self._phases.preset(PHASES, names[1:])
         self._paused = Counter(
             "shoal_paused_requests_total", "Requests paused by a switch, their KV in place."
         )
@@ -118,19 +92,9 @@ class Statistics:
             "shoal_drained_requests_total", "Requests that a switch waited for."
         )
 
-    def placed(self, request: Request, group: Unit, now: float) -> None:
-        """Count a request that is given to a unit; its wait counts the first time only."""
-        if request.moved_at is None:
-            labels = priority_class(request.seen.priority), group.name
-            self._queue.observe(now - request.seen.arrival, *labels)
-
-    def died(self, cause: DeathCause) -> None:
-        """Count an engine's death."""
-        self._deaths.add(cause)
-
     def switched(self, view: SwitchView) -> None:
         """Count a switch that has ended."""
-        self._switches.add(view.outcome, _reason(view.reason))
+        self._ended.add(view.outcome, _reason(view.reason))
         if view.late:
             self._late.add(_reason(view.reason))
         self._durations.observe(view.duration_seconds, view.treatment)
@@ -151,21 +115,86 @@ class Statistics:
         self._releases.add(outcome, _reason(reason))
 
     @property
-    def switches(self) -> dict[str, int]:
+    def ended(self) -> dict[str, int]:
         """Switches that have ended, by those outcomes that there were."""
-        counts = {outcome: int(self._switches.total(outcome)) for outcome in SWITCH_OUTCOMES}
+        counts = {outcome: int(self._ended.total(outcome)) for outcome in SWITCH_OUTCOMES}
         return {outcome: count for outcome, count in counts.items() if count}
 
     def families(self) -> list[Family]:
         """Return everything as it is now."""
-        metrics = (
-            *(self._queue, self._switches, self._late, self._durations, self._binds),
-            self._releases,
-            *(self._phases, self._paused, self._resumed, self._drained, self.moved),
-            *(self.migrated, self._deaths),
-            *(self.decisions, self.policy_errors, self.turns),
+        return [metric.family() for metric in vars(self).values()]
+
+
+class Statistics:
+    """Counters and histograms of one controller.
+
+    Args:
+        layouts: those that the node forms, DP first.
+    """
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        names = [layout.name for layout in layouts]
+        self.switches = SwitchStatistics(names)
+        self.requests = Counter(
+            "shoal_requests_total",
+            "Requests that have left the node, by outcome.",
+            {"outcome": Outcome},
         )
-        return [metric.family() for metric in metrics]
+        self.moved = Counter(
+            "shoal_moved_requests_total", "Requests taken out of a unit, to go on in another."
+        )
+        self.migrated = Counter(
+            "shoal_requests_migrated_total", "Requests whose engine died, to go on in another."
+        )
+        self.pushed_out = Counter(
+            "shoal_pushed_out_requests_total",
+            "Requests that waited, and made room in the task pool for more urgent ones.",
+        )
+        self.stale = Counter(
+            "shoal_stale_messages_total", "Messages of switches that were over, dropped."
+        )
+        self.policy_errors = Counter(
+            "shoal_policy_errors_total", "Decisions that raised, or could not be done."
+        )
+        self.decisions = Histogram(
+            "shoal_policy_decision_seconds", "Time of one decision of the policy.", LOOP_BOUNDS
+        )
+        self.turns = Histogram(
+            "shoal_controller_loop_seconds",
+            "One turn of the controller's loop, without its wait for messages.",
+            LOOP_BOUNDS,
+        )
+        self._deaths = Counter(
+            "shoal_engine_deaths_total",
+            "Engines that died, or were given up.",
+            {"cause": DeathCause},
+        )
+        self._queue = Histogram(
+            "shoal_request_queue_seconds",
+            "From a request's arrival at the controller until a unit is given it.",
+            WAIT_BOUNDS,
+            {"priority": PRIORITY_CLASSES, "layout": names},
+        )
+
+    def placed(self, request: Request, group: Unit, now: float) -> None:
+        """Count a request that is given to a unit; its wait counts the first time only."""
+        if request.moved_at is None:
+            labels = priority_class(request.seen.priority), group.name
+            self._queue.observe(now - request.seen.arrival, *labels)
+
+    def left(self, request: Request, outcome: Outcome) -> None:
+        """Count a request that has left the node; one that had to go on after that counts once."""
+        if not request.counted:
+            self.requests.add(outcome)
+
+    def died(self, cause: DeathCause) -> None:
+        """Count an engine's death."""
+        self._deaths.add(cause)
+
+    def families(self) -> list[Family]:
+        """Return everything as it is now."""
+        own = [metric.family() for metric in vars(self).values() if metric is not self.switches]
+        return self.switches.families() + own
 
 
 def _reason(reason: str) -> str:

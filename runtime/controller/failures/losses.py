@@ -3,10 +3,9 @@
 import logging
 from collections.abc import Collection
 
-from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.statistics import Statistics
 from shoal.runtime.controller.failures.migration import Migration
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import DeathCause, KillEngines
@@ -20,24 +19,16 @@ class Losses:
 
     Args:
         env: the way to the supervisor.
-        book: engines and partition.
-        leases: block books.
-        statistics: counts deaths.
+        books: engines, units and leases; deaths are counted.
         migration: takes the requests of dead engines to other ones.
     """
 
-    def __init__(
-        self,
-        env: Environment,
-        book: Book,
-        leases: Leases,
-        statistics: Statistics,
-        migration: Migration,
-    ) -> None:
+    def __init__(self, env: Environment, books: Books, migration: Migration) -> None:
         self._transport = env.transport
-        self._book = book
-        self._leases = leases
-        self._statistics = statistics
+        self._engines = books.engines
+        self._units = books.units
+        self._leases = books.leases
+        self._statistics = books.statistics
         self._migration = migration
 
     def lose(
@@ -55,34 +46,34 @@ class Losses:
             All that are dead by this.
         """
         tied = {tied for engine in engines for tied in self._tied(engine, switch)}
-        gone = frozenset(tied - self._book.in_state(EngineState.DEAD))
+        gone = frozenset(tied - self._engines.in_state(EngineState.DEAD))
         if not gone:
             return gone
         log.error("engines %s are lost: %s", sorted(gone), reason)
         # Before the partition changes: what ran there.
         # A process that was stopped by a signal did not stop because of what it computed.
         blamed = set() if cause is DeathCause.STOPPED else self._migration.computed(gone)
+        self._engines.die(gone, reason)
         for number in gone:
-            engine = self._book.engines[number]
-            engine.state, engine.reason = EngineState.DEAD, reason
             self._statistics.died(cause if number in engines else DeathCause.GROUP)
-        for group in [group for group in self._book.bound if gone.intersection(group.engines)]:
+        for group in [group for group in self._units.bound if gone.intersection(group.engines)]:
             if switch is None or not switch.is_released(group):
-                self._book.set_free(group)
+                self._units.release(group)
         if switch is not None:
             # First: what members lent to a bind that is aborted now they take back by themselves.
             switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
         self._leases.lose(gone)
         self._migration.interrupt(gone, blamed)
-        known = {number: self._book.engines[number].incarnation for number in sorted(gone)}
+        known = {number: self._engines[number].incarnation for number in sorted(gone)}
         self._transport.to_control(SUPERVISOR, KillEngines(known, reason))
         return gone
 
     def _tied(self, engine: int, switch: Switch | None) -> frozenset[int]:
         """Return the engines that cannot go on without this one."""
-        if self._book.starting is not None and engine in self._book.starting.engines:
-            return frozenset(self._book.starting.engines)
-        unit = self._book.unit_of(engine)
-        if unit in self._book.bound and (switch is None or not switch.is_released(unit)):
+        starting = self._units.starting
+        if starting is not None and engine in starting.engines:
+            return frozenset(starting.engines)
+        unit = self._units.unit_of(engine)
+        if unit in self._units.bound and (switch is None or not switch.is_released(unit)):
             return frozenset(unit.engines)
         return frozenset({engine}) if switch is None else switch.tied(engine)

@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from shoal.runtime.controller.books.book import Book, CoreBook, Request, continued
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.pool import TaskPool
-from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.books.request import Request, continued
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -39,27 +39,19 @@ class Migration:
 
     Args:
         env: how many deaths a request is allowed, the way to everybody, and the time.
-        book: units and their requests.
-        pool: the task pool.
+        books: units and their requests; those that go on are counted.
         admission: lets requests wait again, or ends them.
-        statistics: counts those that go on.
     """
 
-    def __init__(
-        self,
-        env: Environment,
-        book: Book,
-        pool: TaskPool,
-        admission: Admission,
-        statistics: Statistics,
-    ) -> None:
+    def __init__(self, env: Environment, books: Books, admission: Admission) -> None:
         self._most_deaths = env.config.max_retries
         self._transport = env.transport
         self._clock = env.clock
-        self._book = book
-        self._pool = pool
+        self._units = books.units
+        self._requests = books.requests
+        self._pool = books.requests.pool
+        self._statistics = books.statistics
         self._admission = admission
-        self._statistics = statistics
         self._finished: deque[tuple[float, int, Request]] = deque()
         """Requests that have ended lately: when, and who led their unit."""
 
@@ -67,7 +59,7 @@ class Migration:
 
     def _cores(self, gone: Collection[int]) -> Iterator[CoreBook]:
         """Yield the cores that have lost KV of their requests."""
-        for core in list(self._book.cores.values()):
+        for core in list(self._requests.cores.values()):
             if core.requests and set(gone).intersection(core.unit.engines):
                 yield core
 
@@ -75,7 +67,7 @@ class Migration:
         """Return the requests that engines may have died of: suspects alone where there are any."""
         found: set[str] = set()
         for core in self._cores(gone):
-            computed = core.computed if self._book.runs(core) else []
+            computed = core.computed if self._units.runs(core.unit) else []
             suspects = [request for request in computed if request.suspect]
             found.update(request.id for request in suspects or computed)
         return found
@@ -104,11 +96,10 @@ class Migration:
         """
         taken = list(self._take_finished(gone))
         for core in self._cores(gone):
-            ids = list(core.requests)
             if core.unit.leader not in gone:
-                self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
-            removed = [self._book.remove(request_id) for request_id in ids]
-            taken += [request for request in removed if request is not None]
+                abort = m.AbortRequests(list(core.requests))
+                self._transport.to_engine(core.unit.leader, abort)
+            taken += self._requests.remove_all(core.unit)
         questions: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for request in taken:
             charged = request.id in blamed
@@ -119,7 +110,7 @@ class Migration:
                 suspect=request.suspect or charged,
                 guilty=request.suspect and charged,
             )
-            self._book.interrupted[request.id] = again
+            self._requests.interrupt(again)
             questions[request.client][request.id] = again.attempt
         for client, attempts in questions.items():
             self._transport.to_control(front_identity(client), m.Interrupted(attempts))
@@ -130,11 +121,11 @@ class Migration:
     def received(self, message: m.Received) -> None:
         """Take a front end's word on how far its requests have come, asked for or not."""
         for request_id in message.ended:
-            request = self._book.interrupted.pop(request_id, None)
+            request = self._requests.take_interrupted(request_id)
             if request is not None:
-                self._book.count(request, Outcome.FINISHED)
+                self._statistics.left(request, Outcome.FINISHED)
         for request_id, progress in message.progress.items():
-            request = self._book.interrupted.pop(request_id, None)
+            request = self._requests.take_interrupted(request_id)
             request = request or self._take_back(request_id, progress.attempt)
             if request is not None:
                 self._go_on(request, progress)
@@ -168,17 +159,17 @@ class Migration:
             if entry[2].id == request_id:
                 self._finished.remove(entry)
                 return msgspec.structs.replace(entry[2], counted=True)
-        group = self._book.where(request_id)
-        request = self._pool.get(request_id) if group is None else self._book.find(request_id)
+        group = self._requests.where(request_id)
+        request = self._pool.get(request_id) if group is None else self._requests.find(request_id)
         if request is None or request.attempt >= attempt:
             return None
         if group is None:
             return self._pool.remove(request_id)
         self._transport.to_engine(group.leader, m.AbortRequests([request_id]))
-        return self._book.remove(request_id)
+        return self._requests.remove(request_id)
 
     def _is_known(self, request_id: str) -> bool:
-        return request_id in self._pool or self._book.where(request_id) is not None
+        return request_id in self._pool or self._requests.where(request_id) is not None
 
     def _end_unknown(self, client: int, request_id: str) -> None:
         """End a request that has ended for everybody but its front end."""
@@ -193,7 +184,7 @@ class Migration:
     def clear(self, request_ids: Collection[str]) -> None:
         """Take a front end's word that requests which were begun again have an output."""
         for request_id in request_ids:
-            self._book.clear(request_id)
+            self._requests.absolve(request_id)
 
 
 _TOKENS_LOST = "an engine died with the request's last tokens"

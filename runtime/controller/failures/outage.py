@@ -8,9 +8,9 @@ serves.
 
 import logging
 
-from shoal.runtime.clock import Clock
-from shoal.runtime.controller.books.book import Book, EngineState
-from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.protocol.messages import UNAVAILABLE_RETRY_SECONDS, Outcome
 
@@ -21,26 +21,17 @@ class Outage:
     """Ends what waits when no engine has served for too long.
 
     Args:
-        limit: seconds for which requests wait for an engine when none serves; None: for ever.
-        book: which engines serve, and which requests they have interrupted.
-        pool: the requests that wait.
+        env: for how long requests wait for an engine when none serves, and the time.
+        books: which engines serve, and which requests wait.
         admission: ends requests.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        limit: float | None,
-        book: Book,
-        pool: TaskPool,
-        admission: Admission,
-        clock: Clock,
-    ) -> None:
-        self._limit = limit
-        self._book = book
-        self._pool = pool
+    def __init__(self, env: Environment, books: Books, admission: Admission) -> None:
+        self._limit = env.config.outage_limit_seconds
+        self._clock = env.clock
+        self._engines = books.engines
+        self._requests = books.requests
         self._admission = admission
-        self._clock = clock
         self._since: float | None = None
         self._is_over_limit = False
 
@@ -53,9 +44,9 @@ class Outage:
 
     def end_waiting(self) -> None:
         """End what has waited for too long, newcomers included."""
-        if self._limit is None or not self._book.started:
+        if self._limit is None or not self._engines.started:
             return
-        if self._book.in_state(EngineState.SERVING):
+        if self._engines.in_state(EngineState.SERVING):
             self._since, self._is_over_limit = None, False
             return
         now = self._clock()
@@ -70,8 +61,5 @@ class Outage:
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        requests = [*self._pool.all(), *self._book.interrupted.values()]
-        self._book.interrupted.clear()
-        for request in self._pool.all():
-            self._pool.remove(request.id)
+        requests = [*self._requests.pool.take_all(), *self._requests.take_all_interrupted()]
         self._admission.fail(requests, Outcome.UNAVAILABLE, 503, reason, UNAVAILABLE_RETRY_SECONDS)

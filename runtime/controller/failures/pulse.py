@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from shoal.runtime.clock import Clock
-from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.engine_book import EngineBook, EngineState
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.transport import ControllerTransport
 
 PINGS = 4
 """An engine is asked so often before it is given up."""
@@ -18,20 +17,16 @@ class Pulse:
     whole machine was suspended, every engine has time to answer.
 
     Args:
-        timeout: seconds of silence that an engine is given up after; None: never.
-        book: which engines there are.
-        transport: the way to them.
-        clock: monotonic seconds.
+        env: after how much silence an engine is given up, the way to engines, and the time.
+        engines: which there are.
     """
 
-    def __init__(
-        self, timeout: float | None, book: Book, transport: ControllerTransport, clock: Clock
-    ) -> None:
-        self._timeout = timeout
-        self._book = book
-        self._transport = transport
-        self._clock = clock
-        self._checked_at = clock()
+    def __init__(self, env: Environment, engines: EngineBook) -> None:
+        self._timeout = env.config.engine_timeout_seconds
+        self._transport = env.transport
+        self._clock = env.clock
+        self._engines = engines
+        self._checked_at = env.clock()
         self._unanswered: dict[int, int] = {}
         """Engines that were asked, and how often in vain."""
 
@@ -50,7 +45,7 @@ class Pulse:
         if due is None or now < due:
             return
         self._checked_at = now
-        alive = self._book.in_state(EngineState.SERVING, EngineState.SILENT)
+        alive = self._engines.in_state(EngineState.SERVING, EngineState.SILENT)
         self._unanswered = {e: n for e, n in self._unanswered.items() if e in alive}
         for engine in sorted(alive):
             asked = self._unanswered.get(engine, 0)

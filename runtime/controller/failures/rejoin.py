@@ -19,12 +19,11 @@ from collections.abc import Callable, Collection, Iterator
 import msgspec
 
 from shoal.policies.values.layouts import Unit, alone
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, EngineState
-from shoal.runtime.controller.books.leases import Leases
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.transport import Arrival, ControllerTransport, parse_engine_identity
+from shoal.runtime.protocol.transport import Arrival, parse_engine_identity
 
 log = logging.getLogger("shoal.controller")
 
@@ -74,11 +73,8 @@ class Rejoin:
     """Takes engines in again, and has their groups formed.
 
     Args:
-        config: the node.
-        book: engines and partition.
-        leases: block books.
-        transport: the way to the engines.
-        clock: monotonic seconds.
+        env: the node, the way to its engines, and the time.
+        books: engines, units, and the cores and leases of an engine's former life.
         lose: takes engines down.
         greet: tells an engine what engines must know of the node.
         give_up: ends the requests that the node can hold no more.
@@ -86,21 +82,21 @@ class Rejoin:
 
     def __init__(
         self,
-        config: NodeConfig,
-        book: Book,
-        leases: Leases,
-        transport: ControllerTransport,
-        clock: Clock,
+        env: Environment,
+        books: Books,
         *,
         lose: LoseEngines,
         greet: Callable[[int], None],
         give_up: Callable[[], None],
     ) -> None:
-        self._groups = [unit for unit in config.units if unit.is_group]
-        self._book = book
-        self._leases = leases
-        self._transport = transport
-        self._clock = clock
+        self._groups = [unit for unit in env.config.units if unit.is_group]
+        self._transport = env.transport
+        self._clock = env.clock
+        self._engines = books.engines
+        self._units = books.units
+        self._requests = books.requests
+        self._leases = books.leases
+        self._statistics = books.statistics
         self._lose = lose
         self._greet = greet
         self._give_up = give_up
@@ -110,47 +106,44 @@ class Rejoin:
         self._formation: Formation | None = None
         self._generations: Counter[Unit] = Counter()
         self._failures: dict[Unit, Failures] = {}
-        for engine in book.engines:
-            engine.returns = config.restart_limit > 0
 
     # --- engines ------------------------------------------------------------------------------
 
     def is_current(self, arrival: Arrival) -> bool:
         """Return whether a message comes from the engine as the controller knows it.
 
-        What an earlier incarnation left behind is dropped and counted. What comes from a later one
-        waits until the supervisor has told of it.
+        What an earlier incarnation left behind is stale. What comes from a later one waits until
+        the supervisor has told of it.
         """
         engine, sent = parse_engine_identity(arrival.peer)
-        known = self._book.engines[engine].incarnation
+        known = self._engines[engine].incarnation
         if sent < known:
-            self._book.stale += 1
+            self._statistics.stale.add()
         elif sent > known:
             self._early.append(arrival)
         return sent == known
 
     def died(self, message: m.EngineDied) -> bool:
         """Take the supervisor's word on a death; False if the engine has been restarted since."""
-        engine = self._book.engines[message.engine]
+        engine = self._engines[message.engine]
         if message.incarnation < engine.incarnation:
             return False
-        engine.returns = message.restarts
+        self._engines.expect(message.engine, returns=message.restarts)
         if engine.state is EngineState.DEAD and not message.restarts:
             self._give_up()
         return True
 
     def restarted(self, message: m.EngineStarting) -> list[Arrival]:
         """Note that an engine's processes were started again; return what has come from them."""
-        engine = self._book.engines[message.engine]
-        engine.incarnation, engine.state = message.incarnation, EngineState.STARTING
-        self._book.forget_cores(message.engine)
+        self._engines.restart(message.engine, message.incarnation)
+        self._requests.forget_cores(message.engine)
         self._transport.meet(message.engine, message.incarnation)
         early, self._early = self._early, []
         return early
 
     def ready(self, message: m.EngineReady) -> None:
         """Take in that an engine is up again: it serves when nothing holds it back."""
-        former = self._book.engines[message.engine].ready
+        former = self._engines[message.engine].ready
         assert former is not None
         # It knows its own layout alone. The others will be what they were: KV bytes are agreed.
         self._back[message.engine] = msgspec.structs.replace(message, layouts=former.layouts)
@@ -170,12 +163,10 @@ class Rejoin:
             self._form_next()
 
     def _take_in(self, number: int) -> None:
-        engine = self._book.engines[number]
-        if engine.state is not EngineState.STARTING:
+        if self._engines[number].state is not EngineState.STARTING:
             del self._back[number]  # it has died since
         elif not self._has_traces(number):
-            engine.ready = self._back.pop(number)
-            engine.state, engine.reason = EngineState.SERVING, None
+            self._engines.serve(self._back.pop(number))
             log.warning("engine %d is back", number)
             self._greet(number)
 
@@ -205,20 +196,20 @@ class Rejoin:
         return {group: self._reason(group) for group in self._broken()}
 
     def _broken(self) -> Iterator[Unit]:
-        gone, unformed = self._book.gone, self._book.unformed(self._groups)
+        gone, unformed = self._engines.gone, self._engines.unformed(self._groups)
         if not gone and not unformed:
             return iter(())
         return (g for g in self._groups if gone.intersection(g.engines) or g in unformed)
 
     def _reason(self, group: Unit) -> str:
-        gone = sorted(self._book.gone.intersection(group.engines))
+        gone = sorted(self._engines.gone.intersection(group.engines))
         if gone:
-            back = all(self._book.engines[engine].returns for engine in gone)
+            back = all(self._engines[engine].returns for engine in gone)
             return f"engines {gone} are {'restarting' if back else 'lost'}"
-        if group in self._book.refused:
-            return f"it could not be formed again: {self._book.refused[group]}"
+        if group in self._engines.refused:
+            return f"it could not be formed again: {self._engines.refused[group]}"
         members = set(group.engines)
-        groups = (unit.engines for unit in self._book.partition if unit.is_group)
+        groups = (unit.engines for unit in self._units.partition if unit.is_group)
         bound = [list(engines) for engines in groups if members.intersection(engines)]
         if bound:
             return f"it is formed again when units {bound} are released"
@@ -232,19 +223,19 @@ class Rejoin:
                 return
 
     def _may_form(self, group: Unit, now: float) -> bool:
-        book = self._book
-        apart = all(alone(engine) in book.partition for engine in group.engines)
-        if not apart or not book.serves(group) or self._leases.holds(group):
+        engines, partition = self._engines, self._units.partition
+        apart = all(alone(engine) in partition for engine in group.engines)
+        if not apart or not engines.serves(group) or self._leases.holds(group):
             return False
         members = set(group.engines)
         narrow = (g for g in self._groups if set(g.engines) < members)
-        if not all(book.is_formed(g) or g in book.refused for g in narrow):
+        if not all(engines.is_formed(g) or g in engines.refused for g in narrow):
             return False
         failures = self._failures.get(group)
-        if failures is not None and failures.members != book.incarnations(group):
+        if failures is not None and failures.members != engines.incarnations(group):
             # Others than those that failed.
             del self._failures[group]
-            book.refused.pop(group, None)
+            engines.retry(group)
             failures = None
         return failures is None or (failures.count < ATTEMPTS and failures.retry_at <= now)
 
@@ -252,8 +243,8 @@ class Rejoin:
         self._generations[group] += 1
         self._formation = Formation(
             group,
-            self._book.next_epoch(),
-            self._book.incarnations(group),
+            self._units.next_epoch(),
+            self._engines.incarnations(group),
             now,
             Stage.FORMING,
             set(group.engines),
@@ -267,7 +258,7 @@ class Rejoin:
         """Take a member's answer."""
         formation = self._formation
         if formation is None or formation.epoch != message.epoch:
-            self._book.stale += 1
+            self._statistics.stale.add()
             return
         formation.awaiting.discard(message.engine)
         if message.error:
@@ -283,19 +274,20 @@ class Rejoin:
             formation.stage = Stage.STARTING
             formation.awaiting = set(formation.unit.engines)
             formation.deadline = self._clock() + START_SECONDS
-            self._book.starting = formation.unit
+            self._units.start(formation.unit)
             for engine in formation.unit.engines:
                 start = m.StartGroup(formation.epoch, formation.unit)
                 self._transport.to_engine(engine, start)
         else:
             self._end()
-            self._book.form(formation.unit, formation.members)
+            self._engines.form(formation.unit, formation.members)
             took = self._clock() - formation.began
             log.warning("unit %s is formed again after %.1f s", list(formation.unit.engines), took)
             self._greet(formation.unit.leader)
 
     def _end(self) -> None:
-        self._formation = self._book.starting = None
+        self._formation = None
+        self._units.start(None)
 
     def _fail(self, formation: Formation) -> None:
         self._end()
@@ -306,7 +298,7 @@ class Rejoin:
         failures.count += 1
         log.error("unit %s cannot be formed again: %s", list(group.engines), reason)
         if failures.count == ATTEMPTS:
-            self._book.refused[group] = reason
+            self._engines.refuse(group, reason)
             self._give_up()
 
     def _watch(self) -> None:
@@ -319,7 +311,7 @@ class Rejoin:
             lost = late if formation.stage is Stage.FORMING else list(formation.unit.engines)
             unit = list(formation.unit.engines)
             self._lose(lost, f"engines {late} did not answer as unit {unit} was formed again")
-        dead = formation.awaiting & self._book.gone
+        dead = formation.awaiting & self._engines.gone
         if dead:
             formation.awaiting -= dead
             formation.errors.append(f"engines {sorted(dead)} are lost")

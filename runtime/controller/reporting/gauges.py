@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from shoal.policies.registry import POLICIES
 from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, EngineState
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.pool import TaskPool
-from shoal.runtime.protocol.messages import Load, Mode, Outcome, Work
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.protocol.messages import Load, Mode, Work
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
     EngineGauges,
@@ -32,9 +31,7 @@ class Gauges:
     """
 
     config: NodeConfig
-    book: Book
-    leases: Leases
-    pool: TaskPool
+    books: Books
     policy: str
     busy: Collection[int]
     unavailable: Collection[Unit]
@@ -44,22 +41,29 @@ class Gauges:
 
     def families(self) -> list[Family]:
         """Return everything."""
-        return [*self._node(), *self._engines(), *self._pool(), *self._steps()]
+        return [
+            *self._node(),
+            *self._engine_states(),
+            *self._unit_of_engines(),
+            self._requests(),
+            self._kv_blocks(),
+            self._lease_blocks(),
+            *self._pool(),
+            *self._steps(),
+        ]
 
     # --- the node -----------------------------------------------------------------------------
 
     def _node(self) -> Iterator[Family]:
-        book = self.book
-        ready = book.started and not book.ending and bool(book.in_state(EngineState.SERVING))
+        engines, serving = self.books.engines, self.books.engines.in_state(EngineState.SERVING)
+        ready = engines.started and not self.books.requests.closed and bool(serving)
         yield gauge("shoal_ready", "1 if the node can take requests.", (), {(): int(ready)})
         policies = {(name,): int(name == self.policy) for name in {*POLICIES, self.policy}}
         yield gauge("shoal_policy_info", "1 for the policy that decides.", ("policy",), policies)
-        states = {(state.value,): len(book.in_state(state)) for state in EngineState}
+        states = {(state.value,): len(engines.in_state(state)) for state in EngineState}
         yield gauge("shoal_engines", "Engines by state.", ("state",), states)
-        layouts = [group.name for group in book.partition]
-        units = {
-            (name,): layouts.count(name) for name in {each.name for each in self.config.layouts}
-        }
+        layouts = [group.name for group in self.books.units.partition]
+        units = {(layout.name,): layouts.count(layout.name) for layout in self.config.layouts}
         yield gauge("shoal_units", "Units by layout.", ("layout",), units)
         missing = [group.name for group in self.unavailable]
         yield gauge(
@@ -68,37 +72,17 @@ class Gauges:
             ("layout",),
             {(name,): missing.count(name) for (name,) in units if name != DP.name},
         )
-        yield counter(
-            "shoal_requests_total",
-            "Requests that have left the node, by outcome.",
-            ("outcome",),
-            {(outcome.value,): book.outcomes[outcome] for outcome in Outcome},
-        )
-        yield counter(
-            "shoal_pushed_out_requests_total",
-            "Requests that waited, and made room in the task pool for more urgent ones.",
-            (),
-            {(): book.pushed_out},
-        )
-        yield counter(
-            "shoal_stale_messages_total",
-            "Messages of switches that were over, dropped.",
-            (),
-            {(): book.stale},
-        )
 
     # --- engines ------------------------------------------------------------------------------
 
-    def _engines(self) -> Iterator[Family]:
-        book = self.book
-        units = {engine: group for group in book.partition for engine in group.engines}
+    def _engine_states(self) -> Iterator[Family]:
         yield gauge(
             "shoal_engine_state",
             "1 for the state that the engine is in.",
             ("engine", "state"),
             {
                 (str(engine.number), state.value): int(engine.state is state)
-                for engine in book.engines
+                for engine in self.books.engines
                 for state in EngineState
             },
         )
@@ -106,58 +90,69 @@ class Gauges:
             "shoal_engine_restarts_total",
             "Times that the engine was started again after it had died.",
             ("engine",),
-            {(str(engine.number),): engine.incarnation for engine in book.engines},
+            {(str(engine.number),): engine.incarnation for engine in self.books.engines},
         )
-        yield self._per_engine(
-            "shoal_engine_layout",
-            "Engines of the unit that it is in; 0 while it does not serve.",
-            {e: unit.size if book.serves(alone(e)) else 0 for e, unit in units.items()},
-        )
-        yield self._per_engine(
-            "shoal_engine_leader",
-            "First engine of the unit that it is in.",
-            {e: unit.leader for e, unit in units.items()},
-        )
-        yield self._per_engine(
-            "shoal_engine_switching",
-            "1 while a switch regroups it.",
-            {e: int(e in self.busy) for e in units},
-        )
-        yield gauge(
+
+    def _unit_of_engines(self) -> Iterator[Family]:
+        """Yield what every engine's unit is."""
+        serves, units = self.books.engines.serves, self._units
+        for name, documentation, values in (
+            (
+                "shoal_engine_layout",
+                "Engines of the unit that it is in; 0 while it does not serve.",
+                {e: unit.size if serves(alone(e)) else 0 for e, unit in units.items()},
+            ),
+            (
+                "shoal_engine_leader",
+                "First engine of the unit that it is in.",
+                {e: unit.leader for e, unit in units.items()},
+            ),
+            (
+                "shoal_engine_switching",
+                "1 while a switch regroups it.",
+                {e: int(e in self.busy) for e in units},
+            ),
+        ):
+            labelled = {(str(engine),): value for engine, value in values.items()}
+            yield gauge(name, documentation, ("engine",), labelled)
+
+    @property
+    def _units(self) -> dict[int, Unit]:
+        """The unit of every engine."""
+        return {engine: unit for unit in self.books.units.partition for engine in unit.engines}
+
+    def _requests(self) -> Family:
+        return gauge(
             "shoal_engine_requests",
             "Requests of the units that the engine leads.",
             ("engine", "state"),
             {
-                (str(engine), state): count
-                for engine in units
-                for state, count in self._requests_of(engine).items()
+                (str(engine.number), state): count
+                for engine in self.books.engines
+                for state, count in self._requests_of(engine.number).items()
             },
         )
-        yield self._kv_blocks()
-        yield gauge(
+
+    def _lease_blocks(self) -> Family:
+        return gauge(
             "shoal_lease_blocks",
             "Virtual KV blocks that a group's leader holds.",
             ("unit", "layout"),
             {
-                (",".join(map(str, group.engines)), group.name): self.leases.opened.get(group, 0)
-                for group in self.config.units
-                if group.is_group
+                (",".join(map(str, g.engines)), g.name): self.books.leases.opened.get(g, 0)
+                for g in self.config.units
+                if g.is_group
             },
         )
-
-    @staticmethod
-    def _per_engine(name: str, documentation: str, values: Mapping[int, float]) -> Family:
-        labelled = {(str(engine),): value for engine, value in values.items()}
-        return gauge(name, documentation, ("engine",), labelled)
 
     def _requests_of(self, engine: int) -> dict[str, int]:
         """Return the requests of the units that an engine leads, by what they do."""
         counts = {"running": 0, "waiting": 0, "paused": 0}
-        for core in self.book.cores.values():
+        for core in self.books.requests.cores.values():
             if core.unit.leader != engine:
                 continue
             held = len(core.requests)
-            if core.unit in self.book.partition or self.book.interleaves(core.unit):
+            if self.books.units.runs(core.unit):
                 running = 0 if core.load is None else min(core.load.running, held)
                 counts["running"] += running
                 counts["waiting"] += held - running
@@ -167,9 +162,9 @@ class Gauges:
 
     def _kv_blocks(self) -> Family:
         values: dict[Labels, float] = {}
-        for number in range(len(self.book.engines)):
-            total, free = self.book.num_blocks(number), self._free_blocks(alone(number))
-            lent = sum(self.leases.lent_by(number).values())
+        for number in range(len(self.books.engines)):
+            total, free = self.books.engines.num_blocks(number), self._free_blocks(alone(number))
+            lent = sum(self.books.leases.lent_by(number).values())
             name = str(number)
             values |= {(name, "free"): free, (name, "lent"): lent}
             values[name, "used"] = max(0, total - free - lent)
@@ -180,24 +175,24 @@ class Gauges:
         return 0 if load is None else load.free_blocks
 
     def _load(self, group: Unit) -> Load | None:
-        core = self.book.cores.get(group)
+        core = self.books.requests.cores.get(group)
         return None if core is None else core.load
 
     def _kv_cache_usage(self, engine: int) -> float:
         """Return which part of an engine's blocks requests hold, a group's requests included."""
-        total = self.book.num_blocks(engine)
-        lent = self.leases.lent_by(engine)
+        total = self.books.engines.num_blocks(engine)
+        lent = self.books.leases.lent_by(engine)
         free = self._free_blocks(alone(engine))
         free += sum(min(blocks, self._free_blocks(group)) for group, blocks in lent.items())
         return min(1.0, max(0.0, 1 - free / total)) if total else 0.0
 
     def engines(self) -> list[EngineGauges]:
         """Return what vLLM's gauges show; what waits in the pool is spread over the engines."""
-        serving = sorted(self.book.in_state(EngineState.SERVING)) or [0]
-        share, rest = divmod(len(self.pool), len(serving))
+        serving = sorted(self.books.engines.in_state(EngineState.SERVING)) or [0]
+        share, rest = divmod(len(self.books.requests.pool), len(serving))
         shares = {engine: share + (k < rest) for k, engine in enumerate(serving)}
         gauges = []
-        for engine in range(len(self.book.engines)):
+        for engine in range(len(self.books.engines)):
             requests = self._requests_of(engine)
             gauges.append(
                 EngineGauges(
@@ -216,7 +211,7 @@ class Gauges:
         waiting = dict.fromkeys(PRIORITY_CLASSES, 0)
         tokens = dict.fromkeys(PRIORITY_CLASSES, 0)
         oldest = dict.fromkeys(PRIORITY_CLASSES, 0.0)
-        for request in self.pool.all():
+        for request in self.books.requests.pool.all():
             name = priority_class(request.seen.priority)
             waiting[name] += 1
             tokens[name] += request.seen.prompt_tokens

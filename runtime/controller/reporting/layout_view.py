@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
-from shoal.runtime.controller.books.book import Book, Engine, EngineState
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.engine_book import Engine, EngineBook, EngineState
 from shoal.runtime.controller.books.leases import Leases
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import SHUTTING_DOWN
@@ -17,9 +18,9 @@ from shoal.runtime.protocol.messages.views import (
 )
 
 
-def engine_views(book: Book, leases: Leases) -> list[EngineView]:
+def engine_views(books: Books) -> list[EngineView]:
     """Return every engine."""
-    return [_engine_view(engine, leases) for engine in book.engines]
+    return [_engine_view(engine, books.leases) for engine in books.engines]
 
 
 def _engine_view(engine: Engine, leases: Leases) -> EngineView:
@@ -39,30 +40,31 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
     )
 
 
-def unit_views(book: Book, leases: Leases, busy: Collection[int]) -> list[UnitView]:
+def unit_views(books: Books, busy: Collection[int]) -> list[UnitView]:
     """Return every unit; ``busy`` are the engines that a switch regroups."""
-    paused = book.paused
-    return [_unit_view(book, leases, group, busy, paused[group]) for group in book.partition]
+    paused = books.requests.paused
+    return [_unit_view(books, group, busy, paused[group]) for group in books.units.partition]
 
 
-def _unit_view(
-    book: Book, leases: Leases, group: Unit, busy: Collection[int], paused: int
-) -> UnitView:
-    load, interleaved = book.core(group).load, book.interleaved_in(group)
+def _unit_view(books: Books, group: Unit, busy: Collection[int], paused: int) -> UnitView:
+    requests = books.requests
+    load, interleaved = requests.core(group).load, requests.interleaved_in(group)
     return UnitView(
         engines=group.engines,
         layout=group.name,
-        state="switching" if set(busy).intersection(group.engines) else _state(book, group),
+        state="switching"
+        if set(busy).intersection(group.engines)
+        else _state(books.engines, group),
         running=0 if load is None else load.running,
         waiting=0 if load is None else load.waiting,
-        lease_blocks=leases.opened.get(group, 0),
+        lease_blocks=books.leases.opened.get(group, 0),
         paused_requests=paused - interleaved,
         interleaved_requests=interleaved,
     )
 
 
-def _state(book: Book, group: Unit) -> str:
-    states = {book.engines[engine].state for engine in group.engines}
+def _state(engines: EngineBook, group: Unit) -> str:
+    states = {engines[engine].state for engine in group.engines}
     worst_first = (EngineState.DEAD, EngineState.SILENT, EngineState.STARTING)
     return next((state for state in worst_first if state in states), EngineState.SERVING)
 
@@ -72,48 +74,45 @@ def unavailable_views(reasons: Mapping[Unit, str]) -> list[UnavailableView]:
     return [UnavailableView(group.engines, reason) for group, reason in reasons.items()]
 
 
-def lengths(book: Book) -> dict[str, int]:
+def lengths(engines: EngineBook) -> dict[str, int]:
     """Return the tokens of the longest request that each layout holds, by its name."""
-    ready = [engine.ready for engine in book.engines if engine.ready is not None]
+    ready = [engine.ready for engine in engines if engine.ready is not None]
     layouts = [limits for each in ready for limits in each.layouts]
     return {each.layout.name: each.max_model_len for each in layouts}
 
 
-def not_ready_reason(book: Book) -> str | None:
+def not_ready_reason(books: Books) -> str | None:
     """Return why the node cannot take requests; None if it can."""
-    if book.ending:
+    engines = books.engines
+    if books.requests.closed:
         return SHUTTING_DOWN
-    if not book.started:
-        return f"engines {_numbers(book, EngineState.STARTING)} are starting"
-    if not book.in_state(EngineState.SERVING):
-        starting = _numbers(book, EngineState.STARTING)
-        lost = _numbers(book, EngineState.DEAD, EngineState.SILENT)
+    starting = sorted(engines.in_state(EngineState.STARTING))
+    if not engines.started:
+        return f"engines {starting} are starting"
+    if not engines.in_state(EngineState.SERVING):
+        lost = sorted(engines.in_state(EngineState.DEAD, EngineState.SILENT))
         states = ((starting, "starting"), (lost, "lost"))
-        return ", ".join(f"engines {engines} are {state}" for engines, state in states if engines)
+        return ", ".join(f"engines {which} are {state}" for which, state in states if which)
     return None
 
 
-def refusal(book: Book, target: Partition, unavailable: Mapping[Unit, str]) -> tuple[int, str]:
+def refusal(books: Books, target: Partition, unavailable: Mapping[Unit, str]) -> tuple[int, str]:
     """Return the HTTP status and the reason why groups of a partition cannot be formed now.
 
     Args:
-        book: the engines.
+        books: engines and units.
         target: what is wanted.
         unavailable: groups that engines' deaths have taken, and why.
     """
-    silent = book.in_state(EngineState.SILENT)
+    silent = books.engines.in_state(EngineState.SILENT)
     for group in target:
-        if not group.is_group or group in book.partition:
+        if not group.is_group or group in books.units.partition:
             continue
         if late := sorted(silent.intersection(group.engines)):
             return 503, f"unit {list(group.engines)} needs engines {late}, which do not answer"
         if group in unavailable:
             return 503, f"unit {list(group.engines)} is not available: {unavailable[group]}"
     return 200, ""
-
-
-def _numbers(book: Book, *states: EngineState) -> list[int]:
-    return sorted(book.in_state(*states))
 
 
 def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float) -> SwitchView:
@@ -143,7 +142,9 @@ def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float)
     )
 
 
-def switch_trace(book: Book, switch: Switch, done: SwitchView | None, *, now: float) -> SwitchTrace:
+def switch_trace(
+    books: Books, switch: Switch, done: SwitchView | None, *, now: float
+) -> SwitchTrace:
     """Return what front ends trace of a switch that begins (``done`` is None), or has ended."""
     return SwitchTrace(
         traceparent=switch.traceparent,
@@ -154,10 +155,10 @@ def switch_trace(book: Book, switch: Switch, done: SwitchView | None, *, now: fl
         units=list(switch.target),
         done=done,
         phases=[] if done is None else switch.phases,
-        paused=[] if done is None else _paused_units(book),
+        paused=[] if done is None else _paused_units(books),
     )
 
 
-def _paused_units(book: Book) -> list[Unit]:
-    cores = book.cores.values()
-    return sorted(core.unit for core in cores if core.requests and not book.runs(core))
+def _paused_units(books: Books) -> list[Unit]:
+    cores = books.requests.cores.values()
+    return sorted(c.unit for c in cores if c.requests and not books.units.runs(c.unit))

@@ -9,18 +9,17 @@ others before they have worked on them.
 import logging
 from collections import defaultdict
 
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, Request, pool_request
+from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Drain
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.family import Families
-from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.request import Request, pool_request
 from shoal.runtime.controller.requests.limits import Limits
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Outcome
-from shoal.runtime.protocol.transport import ControllerTransport, front_identity
+from shoal.runtime.protocol.transport import front_identity
 
 log = logging.getLogger("shoal.controller")
 
@@ -39,33 +38,23 @@ class Admission:
     """The way into the task pool, and every way out of it but to a unit.
 
     Args:
-        config: the node; the limits are in it.
-        book: where requests are that have left the pool for a unit.
-        pool: the task pool.
+        env: the limits, the way to engines and front ends, and the time.
+        books: where every request is; those that leave are counted.
         capacity: what the node's groups can hold.
-        transport: the way to engines and front ends.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        book: Book,
-        pool: TaskPool,
-        capacity: Capacity,
-        transport: ControllerTransport,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._book = book
-        self._pool = pool
+    def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
+        self._api_servers = env.config.api_servers
+        self._transport = env.transport
+        self._clock = env.clock
+        self._requests = books.requests
+        self._pool = books.requests.pool
+        self._statistics = books.statistics
         self._capacity = capacity
-        self._transport = transport
-        self._clock = clock
         self._families = Families()
-        self._limits = Limits(config, pool, self._families, clock)
+        self._limits = Limits(env, books, self._families)
         self._newcomers: list[Request] = []
-        self._drain = Drain(clock())
+        self._drain = Drain(env.clock())
         self._told = m.PoolLimits()
 
     # --- in and out ---------------------------------------------------------------------------
@@ -80,24 +69,21 @@ class Admission:
             msgspec.DecodeError: it is no ``EngineCoreRequest``.
         """
         view = wire.decode_request(frames)
-        if self._is_here(view.request_id):
+        if view.request_id in self._requests:
             log.error("dropped request %s: there is one of this id", view.request_id)
             return 0
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
         terms = view.terms
         family = self._families.join(view.client_index, terms.family, view.request_id)
-        request = Request(view.request_id, view.client_index, frames, seen, terms, family)
+        request = Request(
+            view.request_id, view.client_index, frames, seen, view.movable, terms, family
+        )
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
             return 0
         self._pool.add(request, deadline=request.terms.deadline)
         self._newcomers.append(request)
         return seen.prompt_tokens
-
-    def _is_here(self, request_id: str) -> bool:
-        book = self._book
-        sent = book.where(request_id) is not None or request_id in book.interrupted
-        return sent or request_id in self._pool
 
     def _too_long(self, request: Request) -> str:
         seen, limit = request.seen, self._capacity.longest_now
@@ -145,18 +131,18 @@ class Admission:
         """
         by_leader: dict[int, list[str]] = {}
         for request_id in request_ids:
-            group = self._book.where(request_id)
+            group = self._requests.where(request_id)
             if group is not None:
                 by_leader.setdefault(group.leader, []).append(request_id)
             waiting = self._pool.remove(request_id)
-            waiting = waiting or self._book.interrupted.pop(request_id, None)
+            waiting = waiting or self._requests.take_interrupted(request_id)
             if waiting is not None:
                 # A response that is held back until its request is placed goes on.
                 note = m.Ended(request_id, outcome)
                 self._transport.to_control(front_identity(waiting.client), note)
-            request = waiting or self._book.remove(request_id)
+            request = waiting or self._requests.remove(request_id)
             if request is not None:
-                self._book.count(request, outcome)
+                self._statistics.left(request, outcome)
         for engine, ids in by_leader.items():
             self._transport.to_engine(engine, m.AbortRequests(ids))
 
@@ -179,7 +165,7 @@ class Admission:
         """
         by_client: dict[int, list[str]] = {}
         for request in requests:
-            self._book.count(request, outcome)
+            self._statistics.left(request, outcome)
             by_client.setdefault(request.client, []).append(request.id)
         reason = wire.FinishReason.ABORT if outcome in _QUIET else wire.FinishReason.ERROR
         for client, ids in by_client.items():
@@ -218,11 +204,10 @@ class Admission:
         waits = len(self._pool)
         self._drain.see(self._clock(), started=started, waits=waits > 0)
         retry_after = self._drain.retry_after(waits)
-        self._book.pushed_out = self._limits.pushed_out
         for request, why in refused:
             self.fail([request], why.outcome, why.status, why.message, retry_after)
         limits = self._limits.told(retry_after)
         if limits != self._told:
             self._told = limits
-            for index in range(self._config.api_servers):
+            for index in range(self._api_servers):
                 self._transport.to_control(front_identity(index), limits)

@@ -9,13 +9,12 @@ event of a stream that has begun.
 import logging
 import math
 
-from shoal.runtime.clock import Clock
-from shoal.runtime.controller.books.book import Book, Request
-from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.books.request_book import RequestBook
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import RETRY_SECONDS, SHUTTING_DOWN, Outcome
-from shoal.runtime.protocol.transport import ControllerTransport
 
 log = logging.getLogger("shoal.controller")
 
@@ -27,26 +26,16 @@ class Closing:
     """Hands requests back once the node is to end.
 
     Args:
-        book: where requests are that have left the pool for a unit.
-        pool: the task pool.
+        env: the way to engines, and the time.
+        requests: where every request is.
         admission: ends requests.
-        transport: the way to engines.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        book: Book,
-        pool: TaskPool,
-        admission: Admission,
-        transport: ControllerTransport,
-        clock: Clock,
-    ) -> None:
-        self._book = book
-        self._pool = pool
+    def __init__(self, env: Environment, requests: RequestBook, admission: Admission) -> None:
+        self._transport = env.transport
+        self._clock = env.clock
+        self._requests = requests
         self._admission = admission
-        self._transport = transport
-        self._clock = clock
         self._last_start = math.inf
         """From when on nothing leaves the pool for a unit."""
         self._end = math.inf
@@ -58,7 +47,7 @@ class Closing:
         now = self._clock()
         self._last_start = min(self._last_start, now + WAITING_SHARE * seconds)
         self._end = min(self._end, now + seconds)
-        self._book.ending = True
+        self._requests.close()
 
     @property
     def deadline(self) -> float | None:
@@ -70,7 +59,7 @@ class Closing:
         """Hand back what there is no time left for, newcomers included."""
         now = self._looked_at = self._clock()
         if self._last_start <= now:
-            self._hand_back(self._take_waiting(), "waited")
+            self._hand_back(self._requests.pool.take_all(), "waited")
         if self._end <= now:
             self._hand_back(self._take_running(), "ran")
 
@@ -81,19 +70,11 @@ class Closing:
                 requests, Outcome.HANDED_BACK, 503, SHUTTING_DOWN, retry_after=RETRY_SECONDS
             )
 
-    def _take_waiting(self) -> list[Request]:
-        waiting = self._pool.all()
-        for request in waiting:
-            self._pool.remove(request.id)
-        return waiting
-
     def _take_running(self) -> list[Request]:
-        taken = list(self._book.interrupted.values())
-        self._book.interrupted.clear()
-        for core in self._book.cores.values():
-            ids = list(core.requests)
-            if ids:
-                self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
-            removed = [self._book.remove(request_id) for request_id in ids]
-            taken += [request for request in removed if request is not None]
+        taken = self._requests.take_all_interrupted()
+        for core in self._requests.cores.values():
+            if core.requests:
+                abort = m.AbortRequests(list(core.requests))
+                self._transport.to_engine(core.unit.leader, abort)
+                taken += self._requests.remove_all(core.unit)
         return taken

@@ -5,46 +5,31 @@ import msgspec
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, Request
-from shoal.runtime.controller.books.pool import TaskPool
-from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.requests.pauses import Pauses
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.transport import ControllerTransport, front_identity
+from shoal.runtime.protocol.transport import front_identity
 
 
 class Dispatcher:
     """Sends requests to units.
 
     Args:
-        config: the node.
-        book: units and their requests.
-        pool: the task pool.
+        env: the node, the way to engines and front ends, and the time.
+        books: where every request is; what is sent is counted.
         pauses: knows the units that were brought back for a while.
-        statistics: counts what is sent.
-        transport: the way to engines and front ends.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        book: Book,
-        pool: TaskPool,
-        pauses: Pauses,
-        statistics: Statistics,
-        transport: ControllerTransport,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self._book = book
-        self._pool = pool
+    def __init__(self, env: Environment, books: Books, pauses: Pauses) -> None:
+        self._tracing = env.config.tracing
+        self._transport = env.transport
+        self._clock = env.clock
+        self._requests = books.requests
+        self._pool = books.requests.pool
+        self._statistics = books.statistics
         self._pauses = pauses
-        self._statistics = statistics
-        self._transport = transport
-        self._clock = clock
 
     def send(self, plan: Plan, target: Partition | None) -> int:
         """Do a plan's dispatches, but for those of requests that have to wait.
@@ -73,16 +58,16 @@ class Dispatcher:
             self._pool.remove(request.id)
             if request.family is not None:
                 request.family.started = True
-            self._book.place(request, group)
+            self._requests.place(request, group)
             now = self._clock()
             self._statistics.placed(request, group, now)
             add = m.AddRequest(group, request.id)
             self._transport.to_engine(group.leader, add, request.payload)
             placed = m.Placed(request.id, group)
-            if self._config.tracing:
+            if self._tracing:
                 placed = msgspec.structs.replace(placed, waited=(request.pooled_at, now))
             self._transport.to_control(front_identity(request.client), placed)
         return sent
 
     def _may_start(self, request: Request, group: Unit) -> bool:
-        return self._book.may_start(request, group) and self._pauses.may_start(request, group)
+        return self._requests.may_start(request, group) and self._pauses.may_start(request, group)

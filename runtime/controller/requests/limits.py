@@ -12,11 +12,10 @@ has one of them already, the others may wait beyond the limit.
 
 from collections.abc import Iterator, Sequence
 
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Request
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.family import Families, Family, Refusal
-from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Outcome
 
@@ -32,23 +31,19 @@ class Limits:
     """Keeps the task pool within its limits, and those of callers.
 
     Args:
-        config: the node; the limits of the pool are in it.
-        pool: the task pool.
+        env: the limits of the pool, and the time.
+        books: the task pool; what is pushed out is counted.
         families: which requests belong together.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self, config: NodeConfig, pool: TaskPool, families: Families, clock: Clock
-    ) -> None:
-        self._config = config
-        self._pool = pool
+    def __init__(self, env: Environment, books: Books, families: Families) -> None:
+        self._config = env.config
+        self._clock = env.clock
+        self._pool = books.requests.pool
+        self._statistics = books.statistics
         self._families = families
-        self._clock = clock
         self._allowances: dict[str, int] = {}
         """Requests that callers with a limit may have waiting, by caller."""
-        self.pushed_out = 0
-        """Requests that waited, and made room for more urgent ones."""
 
     def hold(self, newcomers: Sequence[Request]) -> list[tuple[Request, Refusal]]:
         """Let newcomers wait as far as the limits allow.
@@ -184,7 +179,7 @@ class Limits:
             return
         full = self._full(len(self._pool) + 1, self._pool.tokens + 1) or "the task pool is full"
         refusal = Refusal(Outcome.POOL_FULL, 503, f"{full}, and more urgent ones have come")
-        self.pushed_out += len(requests)
+        self._statistics.pushed_out.add(amount=len(requests))
         for request in self._take(requests):
             self._families.refuse(request.family, refusal)
             yield request, refusal

@@ -15,14 +15,14 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, CoreBook, Request
+from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Outcome
-from shoal.runtime.protocol.transport import ControllerTransport
 
 PAUSE_SECONDS = 5.0
 """How long a request waits for its unit under a policy that decides the layout, before it is moved
@@ -56,32 +56,26 @@ class Pauses:
     """Moves what has been paused for long, gives turns to what cannot be moved, or ends it.
 
     Args:
-        config: the node; when a request ends that cannot be moved is in it.
-        book: units and their requests.
+        env: when a request ends that cannot be moved, the way to engines, and the time.
+        books: units and their requests.
         capacity: says whether requests may go on beside a group.
         admission: ends requests.
-        transport: the way to engines.
-        clock: monotonic seconds.
     """
 
     def __init__(
-        self,
-        config: NodeConfig,
-        book: Book,
-        capacity: Capacity,
-        admission: Admission,
-        transport: ControllerTransport,
-        clock: Clock,
+        self, env: Environment, books: Books, capacity: Capacity, admission: Admission
     ) -> None:
-        self._limit = config.pause_limit_seconds
-        self._book = book
+        self._limit = env.config.pause_limit_seconds
+        self._transport = env.transport
+        self._clock = env.clock
+        self._engines = books.engines
+        self._units = books.units
+        self._requests = books.requests
         self._capacity = capacity
         self._admission = admission
-        self._transport = transport
-        self._clock = clock
         self._pauses: dict[Unit, _Pause] = {}
         self._manual = True
-        self._looked_at = clock()
+        self._looked_at = env.clock()
         self._turn: list[str] = []
         """Requests that the latest turn is for."""
         self._turn_ends = -math.inf
@@ -94,7 +88,7 @@ class Pauses:
 
     def _due(self, group: Unit, pause: _Pause) -> Iterator[float]:
         """Yield when requests of a core are to be moved, and when they are to end."""
-        short = not self._manual or self._book.interleaves(group)
+        short = not self._manual or self._units.interleaves(group)
         # Asked again only after as long a time: the answer is on its way.
         last = pause.since if pause.asked is None else pause.asked
         yield last + (PAUSE_SECONDS if short else MANUAL_PAUSE_SECONDS)
@@ -109,12 +103,12 @@ class Pauses:
         """
         now = self._looked_at = self._clock()
         self._manual = manual
-        for core in self._book.cores.values():
+        for core in self._requests.cores.values():
             if self._goes_on(core):
                 self._pauses.pop(core.unit, None)
                 continue
             pause = self._pauses.setdefault(core.unit, _Pause(now))
-            if switching or not self._book.serves(alone(core.unit.leader)):
+            if switching or not self._engines.serves(alone(core.unit.leader)):
                 continue
             move_at, end_at = self._due(core.unit, pause)
             if move_at <= now:
@@ -124,10 +118,10 @@ class Pauses:
                 self._end(core)
 
     def _goes_on(self, core: CoreBook) -> bool:
-        if not core.requests or core.unit in self._book.partition:
+        if not core.requests or core.unit in self._units.partition:
             return True
         running = core.load is not None and core.load.running > 0
-        return running and self._book.interleaves(core.unit)
+        return running and self._units.interleaves(core.unit)
 
     # --- turns --------------------------------------------------------------------------------
 
@@ -143,12 +137,12 @@ class Pauses:
         A switch was late for them before: the next one need not wait.
         """
         return any(
-            self._book.where(request_id) in self._book.partition for request_id in self._turn
+            self._requests.where(request_id) in self._units.partition for request_id in self._turn
         )
 
     def may_start(self, request: Request, group: Unit) -> bool:
         """Return whether a unit may be given a request: in a turn, none that would need another."""
-        is_there = any(self._book.where(request_id) == group for request_id in self._turn)
+        is_there = any(self._requests.where(request_id) == group for request_id in self._turn)
         if not is_there or not self.is_turn:
             return True
         return request.movable
@@ -161,11 +155,11 @@ class Pauses:
         now = self._clock()
         if self._manual or now < self._turn_ends + PAUSE_SECONDS:
             return None
-        target, rebound, taken = self._book.partition, list[Unit](), set[int]()
+        target, rebound, taken = self._units.partition, list[Unit](), set[int]()
         turn: list[str] = []
         for group, pinned in self._starved(now):
-            unit = self._book.unit_of(group.leader)
-            beside = not group.is_group and unit not in self._book.interleaving
+            unit = self._units.unit_of(group.leader)
+            beside = not group.is_group and unit not in self._units.interleaving
             beside = beside and self._capacity.leaves_room(unit)
             engines = (unit if beside else group).engines
             if taken.intersection(engines):
@@ -187,9 +181,9 @@ class Pauses:
             if now < pause.since + PAUSE_SECONDS:
                 continue
             # All engines that a switch would regroup: one that does not answer breaks its unit.
-            units = {self._book.unit_of(engine) for engine in group.engines}
-            if self._book.is_formed(group) and all(map(self._book.serves, units)):
-                pinned = _pinned(self._book.core(group))
+            units = {self._units.unit_of(engine) for engine in group.engines}
+            if self._engines.is_formed(group) and all(map(self._engines.serves, units)):
+                pinned = self._requests.core(group).pinned()
                 if pinned:
                     yield group, pinned
 
@@ -201,27 +195,18 @@ class Pauses:
 
     def _end(self, core: CoreBook) -> None:
         """End the requests of a core that can only go on there."""
-        ids = _pinned(core)
+        ids = core.pinned()
         if not ids:
             return
         self._transport.to_engine(core.unit.leader, m.AbortRequests(ids))
-        ended: list[Request] = []
-        for request_id in ids:
-            request = self._book.remove(request_id)
-            if request is not None:
-                ended.append(request)
+        removed = [self._requests.remove(request_id) for request_id in ids]
+        ended = [request for request in removed if request is not None]
         reason = (
             f"a switch paused the request, its unit {list(core.unit.engines)} was not back within "
             f"{self._limit:g} s, and it cannot go on elsewhere: it has a seed, penalties, "
             "structured output or the like"
         )
         self._admission.fail(ended, Outcome.LOST, 500, reason)
-
-
-def _pinned(core: CoreBook) -> list[str]:
-    """Return the requests of a core that can only go on there."""
-    movable = set(core.movable())
-    return [request_id for request_id in core.requests if request_id not in movable]
 
 
 def _with(partition: Partition, group: Unit) -> Partition:

@@ -5,36 +5,31 @@ from functools import cached_property
 from shoal.policies.shift import ShiftThreshold, ShiftThresholdError, tokens_for
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Policy
-from shoal.runtime.config import NodeConfig
-from shoal.runtime.controller.books.book import Book, EngineState
+from shoal.runtime.controller.books.engine_book import EngineBook, EngineState
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.protocol.messages import SetShift
 from shoal.runtime.protocol.messages.views import ShiftView
-from shoal.runtime.protocol.transport import ControllerTransport
 
 
 class Shifting:
     """Keeps the threshold of the shift between TP and SP.
 
     Args:
-        config: the node.
-        book: engines, and which layouts of theirs can run SP.
-        transport: the way to them.
-        policy: the first one; a policy may keep its groups in TP.
+        env: the node, and the way to its engines.
+        engines: which of them there are, and which layouts of theirs can run SP.
 
     Raises:
         ShiftThresholdError: the threshold is to come from a cost model that the node lacks.
     """
 
-    def __init__(
-        self, config: NodeConfig, book: Book, transport: ControllerTransport, policy: Policy
-    ) -> None:
-        self._config = config
-        self._book = book
-        self._transport = transport
-        self._policy = policy
+    def __init__(self, env: Environment, engines: EngineBook) -> None:
+        self._config = env.config
+        self._transport = env.transport
+        self._engines = engines
+        self._shifts = True
         self._threshold: ShiftThreshold
         self._tokens: dict[Layout, int]
-        self._take(config.shift_threshold)
+        self._take(env.config.shift_threshold)
 
     def set(self, threshold: ShiftThreshold) -> None:
         """Change the threshold for all steps that are scheduled from now on.
@@ -48,8 +43,8 @@ class Shifting:
         self._tell_all()
 
     def follow(self, policy: Policy) -> None:
-        """Obey another policy."""
-        self._policy = policy
+        """Obey a policy, which may keep its groups in TP."""
+        self._shifts = policy.shifts
         self._tell_all()
 
     def greet(self, engine: int) -> None:
@@ -64,12 +59,12 @@ class Shifting:
         self._threshold = threshold
 
     def _tell_all(self) -> None:
-        for engine in sorted(self._book.in_state(EngineState.SERVING, EngineState.SILENT)):
+        for engine in sorted(self._engines.in_state(EngineState.SERVING, EngineState.SILENT)):
             self.greet(engine)
 
     @property
     def _wanted(self) -> dict[Layout, int]:
-        return self._tokens if self._policy.shifts else {}
+        return self._tokens if self._shifts else {}
 
     @property
     def sp_above(self) -> tuple[tuple[Layout, int], ...]:
@@ -84,11 +79,11 @@ class Shifting:
     @cached_property
     def _floors(self) -> dict[Layout, int | None]:
         """The layouts' floors, narrowest first; they never change once all engines are ready."""
-        return {each: self._book.limits_of(each).sp_floor for each in self._config.layouts}
+        return {each: self._engines.limits_of(each).sp_floor for each in self._config.layouts}
 
     @property
     def view(self) -> ShiftView:
         """Return what the node is set to, and what comes of it."""
-        above = self.sp_above if self._book.started else ()
+        above = self.sp_above if self._engines.started else ()
         by_name = {layout.name: tokens for layout, tokens in above}
         return ShiftView(self._threshold, self._config.max_sp, by_name)

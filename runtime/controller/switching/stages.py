@@ -6,8 +6,8 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
-from shoal.runtime.controller.books.book import Book
-from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.books.engine_book import EngineBook
+from shoal.runtime.controller.books.statistics import SwitchStatistics
 from shoal.runtime.protocol import messages as m
 
 
@@ -85,11 +85,11 @@ def late_bind_treatment(treatment: m.Treatment, *, leaves_room: bool) -> m.Treat
     return m.Treatment.INTERLEAVE if beside else m.Treatment.HARD
 
 
-def whole(partition: Partition, book: Book) -> Partition:
+def whole(partition: Partition, engines: EngineBook) -> Partition:
     """Return a partition whose groups that have lost an engine are taken apart."""
     units: list[Unit] = []
     for group in partition:
-        is_whole = not group.is_group or book.serves(group)
+        is_whole = not group.is_group or engines.serves(group)
         units += [group] if is_whole else [alone(engine) for engine in group.engines]
     return tuple(units)
 
@@ -97,7 +97,7 @@ def whole(partition: Partition, book: Book) -> Partition:
 # --- figures ---
 
 
-def count_end(statistics: Statistics, move: Move, reason: str, *, lost: bool) -> None:
+def count_end(statistics: SwitchStatistics, move: Move, reason: str, *, lost: bool) -> None:
     """Count how a group's bind or release has ended."""
     match move.stage:
         case Stage.COMMITTING:

@@ -24,9 +24,9 @@ from functools import cached_property
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
 from shoal.runtime.clock import Clock
-from shoal.runtime.controller.books.book import Book, CoreBook, EngineState
-from shoal.runtime.controller.books.leases import Leases
-from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.switching.stages import (
     COMMITTED_STAGES,
     Move,
@@ -50,10 +50,8 @@ class Switch:
     """One switch.
 
     Args:
-        book: engines and partition; the switch moves the latter.
-        leases: block books.
+        books: engines, units and leases; the switch moves the latter two.
         transport: the way to the engines.
-        statistics: counts binds and releases.
         clock: monotonic seconds.
         lose: takes engines down that a broken group has lost.
         target: canonical partition to reach.
@@ -72,10 +70,8 @@ class Switch:
 
     def __init__(
         self,
-        book: Book,
-        leases: Leases,
+        books: Books,
         transport: ControllerTransport,
-        statistics: Statistics,
         *,
         clock: Clock,
         lose: LoseEngines,
@@ -90,11 +86,11 @@ class Switch:
         seed: Callable[[int], int],
         rebound: Collection[Unit] = (),
     ) -> None:
-        self.before = book.partition
+        self.before = books.units.partition
         self.target = target
         self.treatment = treatment
         self.reason = reason
-        self.epoch = book.next_epoch()
+        self.epoch = books.units.next_epoch()
         self.error: str | None = None
         self.status = 200
         """HTTP status of the outcome."""
@@ -108,10 +104,12 @@ class Switch:
         self.phases: list[Phase] = []
         self.answers = 0
         """That engines have given to it."""
-        self._book = book
-        self._leases = leases
+        self._engines = books.engines
+        self._units = books.units
+        self._requests = books.requests
+        self._leases = books.leases
+        self._statistics = books.statistics.switches
         self._transport = transport
-        self._statistics = statistics
         self._clock = clock
         self._lose = lose
         self._wait = wait
@@ -121,7 +119,7 @@ class Switch:
         self._leaves_room = leaves_room
         self._seed = seed
         self._rebound = frozenset(rebound)
-        self._interleaving = frozenset(book.interleaving)
+        self._interleaving = frozenset(books.units.interleaving)
         self._restoring = False
         self._moves: list[Move] = []
         self._touched: set[int] = set()
@@ -169,14 +167,14 @@ class Switch:
     # --- start --------------------------------------------------------------------------------
 
     def _begin(self, target: Partition) -> None:
-        stays = set(self._book.partition).intersection(target) - self._rebound
-        old = [g for g in self._book.partition if g.is_group and g not in stays]
+        stays = set(self._units.partition).intersection(target) - self._rebound
+        old = [g for g in self._units.partition if g.is_group and g not in stays]
         new = [g for g in target if g.is_group and g not in stays]
         self._moves = [
-            Move(g, self._book.bound[g], Stage.RELEASING, self._release_treatment()) for g in old
+            Move(g, self._units.bound[g], Stage.RELEASING, self._release_treatment()) for g in old
         ]
         self._moves += [
-            Move(g, self._book.next_epoch(), Stage.WAITING, self._bind_treatment(g)) for g in new
+            Move(g, self._units.next_epoch(), Stage.WAITING, self._bind_treatment(g)) for g in new
         ]
         self._touched.update(engine for move in self._moves for engine in move.unit.engines)
         if self.treatment is m.Treatment.SOFT and not self._restoring:
@@ -192,8 +190,8 @@ class Switch:
 
     def _drained_cores(self, target: Partition) -> Iterator[CoreBook]:
         """Yield the cores whose requests must all end before the target is reached."""
-        for core in self._book.cores.values():
-            running = core.unit in self._book.partition or self._book.interleaves(core.unit)
+        for core in self._requests.cores.values():
+            running = core.unit in self._units.partition or self._units.interleaves(core.unit)
             if (
                 not running
                 or core.unit in target
@@ -229,7 +227,7 @@ class Switch:
 
     def _free_engines(self, target: Partition) -> None:
         """Free the engines of their requests, those paused in other groups included."""
-        for core in self._book.cores.values():
+        for core in self._requests.cores.values():
             if core.unit not in target and self._touched.intersection(core.unit.engines):
                 stay = len(core.requests) - self._move_out(core)
                 self.drained += stay if self._waits else 0
@@ -247,14 +245,14 @@ class Switch:
         """Move what can be moved of a group whose requests are not waited for (any more)."""
         waited = self.treatment in (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
         if waited and move.unit not in self._rebound:
-            self._move_out(self._book.core(move.unit))
+            self._move_out(self._requests.core(move.unit))
 
     def _prepare_free(self) -> None:
         """Start the binds whose members are alone now."""
         for move in self._moves:
             if move.stage is not Stage.WAITING:
                 continue
-            if all(alone(engine) in self._book.partition for engine in move.unit.engines):
+            if all(alone(engine) in self._units.partition for engine in move.unit.engines):
                 self._await(move, Stage.PREPARING, move.unit.engines, self._patience(move))
                 self._tell_prepare(move)
 
@@ -324,8 +322,8 @@ class Switch:
         if not move.awaiting:
             self._count_phase("commit", move)
             interleaves = move.treatment is m.Treatment.INTERLEAVE
-            self._book.set_bound(move.unit, move.epoch, interleaves=interleaves)
-            self.resumed += len(self._book.core(move.unit).requests)
+            self._units.bind(move.unit, move.epoch, interleaves=interleaves)
+            self.resumed += len(self._requests.core(move.unit).requests)
             self._finish(move)
 
     def _released(self, move: Move, message: m.Released) -> None:
@@ -347,7 +345,7 @@ class Switch:
 
     def _free(self, move: Move) -> None:
         if move.stage is Stage.RESUMING:
-            self._book.set_free(move.unit)
+            self._units.release(move.unit)
         self._finish(move)
 
     def _finish(self, move: Move, *, lost: bool = False) -> None:
@@ -366,7 +364,7 @@ class Switch:
         self.phases.append(Phase(name, move.unit, start, end))
 
     def _alive(self, group: Unit) -> list[int]:
-        gone = self._book.gone
+        gone = self._engines.gone
         return [engine for engine in group.engines if engine not in gone]
 
     # --- failures -----------------------------------------------------------------------------
@@ -410,7 +408,7 @@ class Switch:
             case Stage.PREPARING:
                 error = f"engines {late} did not reach a safe point within {patience:g} s"
                 if not waits:
-                    self._book.silence(late, error)
+                    self._engines.silence(late, error)
                 self._fail(504, error)
             case Stage.RELEASING if waits:
                 self._fail(504, f"the requests of unit {unit} did not end in {patience:g} s")
@@ -419,7 +417,7 @@ class Switch:
                 self._lose(move.unit.engines, f"unit {unit} is broken: {error}")
             case Stage.RESUMING | Stage.ABORTING:
                 error = f"engines {late} did not answer within {self._answer_timeout:g} s"
-                self._book.silence(late, error)
+                self._engines.silence(late, error)
                 self._free(move)
                 self._fail(504, error)
 
@@ -442,7 +440,7 @@ class Switch:
             # The engine itself takes back what it lent in ``Prepare``.
             self._leases.remove(engine, move.unit, blocks)
         alive = self._alive(move.unit)
-        answering = [e for e in alive if self._book.engines[e].state is EngineState.SERVING]
+        answering = [e for e in alive if self._engines[e].state is EngineState.SERVING]
         self._await(move, Stage.ABORTING, answering, self._answer_timeout)
         for engine in alive:
             self._transport.to_engine(engine, m.AbortBind(move.epoch, move.unit))
@@ -474,4 +472,4 @@ class Switch:
             self._prepare_free()
         elif self.done:
             self._restoring, self._rebound = True, frozenset()
-            self._begin(whole(self.before, self._book))
+            self._begin(whole(self.before, self._engines))

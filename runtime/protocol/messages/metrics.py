@@ -19,6 +19,7 @@ PRIORITY_CLASSES = ("urgent", "normal", "background")
 
 Labels = tuple[str, ...]
 """The values of a family's labels, in their order."""
+NO_LABELS: Mapping[str, Iterable[str]] = {}
 L = TypeVar("L", bound=Labels)
 
 
@@ -80,21 +81,17 @@ class Counter:
     Args:
         name: ending in ``_total``.
         documentation: one sentence.
-        labels: names of its labels.
+        labels: the values of each label, by its name: every combination has a series from the
+            start. Further values may be counted.
     """
 
-    def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, documentation: str, labels: Mapping[str, Iterable[str]] = NO_LABELS
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._labels = tuple(labels)
-        self._values: dict[Labels, float] = {}
-        if not labels:
-            self.preset()
-
-    def preset(self, *values: Iterable[str]) -> None:
-        """Have a series at 0 for every combination of these values of each label."""
-        for labels in product(*values):
-            self._values.setdefault(labels, 0)
+        self._values: dict[Labels, float] = dict.fromkeys(product(*labels.values()), 0)
 
     def add(self, *labels: str, amount: float = 1) -> None:
         """Count something."""
@@ -117,11 +114,15 @@ class Histogram:
         name: ending in a base unit, such as ``_seconds``.
         documentation: one sentence.
         bounds: inclusive upper bounds of the buckets, ascending, without infinity.
-        labels: names of its labels.
+        labels: as those of a ``Counter``.
     """
 
     def __init__(
-        self, name: str, documentation: str, bounds: Sequence[float], labels: Sequence[str] = ()
+        self,
+        name: str,
+        documentation: str,
+        bounds: Sequence[float],
+        labels: Mapping[str, Iterable[str]] = NO_LABELS,
     ) -> None:
         self._name = name
         self._documentation = documentation
@@ -129,13 +130,8 @@ class Histogram:
         self._labels = tuple(labels)
         self._counts: dict[Labels, list[int]] = {}
         self._sums: dict[Labels, float] = {}
-        if not labels:
-            self.preset()
-
-    def preset(self, *values: Iterable[str]) -> None:
-        """Have an empty series for every combination of these values of each label."""
-        for labels in product(*values):
-            self._series(labels)
+        for values in product(*labels.values()):
+            self._series(values)
 
     def observe(self, value: float, *labels: str) -> None:
         """Count a value."""

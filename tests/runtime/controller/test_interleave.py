@@ -66,7 +66,7 @@ def unit(node: LoopbackNode, *engines: int):
 
 
 def own_requests(node: LoopbackNode, engine: int) -> set[str]:
-    return set(node.controller.book.core(alone(engine)).requests)
+    return set(node.controller.books.requests.core(alone(engine)).requests)
 
 
 def count_tokens(node: LoopbackNode, requests: set[str]) -> int:
@@ -166,7 +166,7 @@ def test_a_release_that_takes_too_long_changes_nothing() -> None:
     reply = node.reply(call)
     assert isinstance(reply, m.CallFailed)
     assert reply.status == 504
-    assert node.controller.book.partition == PAIR
+    assert node.partition == PAIR
     assert unit(node, 0, 1).interleaved_requests > 0
     node.settle()
     assert_sound(node)
@@ -264,7 +264,7 @@ def test_a_failed_switch_lets_them_interleave_again() -> None:
     node.clock.advance(node.config.prepare_timeout_seconds)
     turns(node, 20)
     assert isinstance(node.reply(call), m.CallFailed)
-    assert node.controller.book.partition == PAIR
+    assert node.partition == PAIR
     assert unit(node, 0, 1).interleaved_requests == len(own)
     node.hung = set()
     node.settle()
@@ -286,7 +286,7 @@ def test_a_group_waits_for_blocks_that_own_requests_hold() -> None:
     assert "wide" not in node.tokens
     node.run_for(1.0)
     assert_sound(node)
-    loads = [node.controller.book.core(alone(engine)).load for engine in range(4)]
+    loads = [node.controller.books.requests.core(alone(engine)).load for engine in range(4)]
     computed = [load.done(m.Mode.TP).prefilling.prefill_tokens for load in loads]
     assert computed == [190] * 4, "preempted"
 

@@ -110,7 +110,7 @@ def test_a_bind_takes_what_it_waited_for_along_beside_the_group(
     decide(monkeypatch, node, TOGETHER, treatment)
     node.send("new", 10, 5)
     let_pass(node, SOON)
-    assert node.controller.book.partition == TOGETHER
+    assert node.partition == TOGETHER
     assert "new" in node.finish
     had = tokens(node, "pinned")
     let_pass(node, 1.0)
@@ -146,7 +146,7 @@ def test_a_wait_of_none_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     begin(node, "pinned", "free", **PINNED)
     decide(monkeypatch, node, TOGETHER)
     let_pass(node, 3 * STEP)
-    assert node.controller.book.partition == TOGETHER
+    assert node.partition == TOGETHER
     assert node.controller.switches[-1].drained == 0
     finish(node, 60)
 
@@ -165,7 +165,7 @@ def test_a_release_pauses_what_it_waited_for_and_all_others_start(
     for k in range(8):
         node.send(f"new{k}", 10, 5)
     let_pass(node, SOON)
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     assert all(f"new{k}" in node.finish for k in range(8))
     had = tokens(node, "free")
     let_pass(node, 4 * STEP)
@@ -194,7 +194,7 @@ def test_an_operator_waits_as_long_as_was_asked_for() -> None:
     call = node.set_layout(*ALONE, treatment=m.Treatment.SOFT, timeout=10.0)
     node.send("new", 10, 5)
     let_pass(node, 9.0)
-    assert node.controller.book.partition == TOGETHER
+    assert node.partition == TOGETHER
     assert tokens(node, "new") == 0
     let_pass(node, 2.0)
     reply = node.reply(call)
@@ -232,9 +232,9 @@ def test_engines_that_a_switch_does_not_concern_go_on_starting_requests(
     let_pass(node, WAIT / 2)
     assert {node.placed()[f"new{k}"] for k in range(4)} == {alone(2), alone(3)}
     assert all(f"new{k}" in node.finish for k in range(4))
-    assert node.controller.book.partition == PAIR, "it still waits"
+    assert node.partition == PAIR, "it still waits"
     let_pass(node, SOON)
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     finish(node, 120)
 
 
@@ -245,7 +245,7 @@ def test_a_release_before_a_bind_shares_its_wait(monkeypatch: pytest.MonkeyPatch
     decide(monkeypatch, node, TOGETHER)
     node.send("new", 10, 5)
     let_pass(node, SOON)
-    assert node.controller.book.partition == TOGETHER
+    assert node.partition == TOGETHER
     assert "new" in node.finish
     finish(node, 200)
 
@@ -285,7 +285,7 @@ def test_what_is_paused_gets_turns_until_it_has_ended(monkeypatch: pytest.Monkey
     assert longest + 0.5 >= PAUSE_SECONDS
     assert longest <= PAUSE_SECONDS + 1.5
     let_pass(node, SOON)
-    assert node.controller.book.partition == ALONE, "nothing else keeps it from the policy's layout"
+    assert node.partition == ALONE, "nothing else keeps it from the policy's layout"
     finish(node, 5)
     assert node.value("shoal_switches_total", reason="paused", outcome="done") > 0
 
@@ -296,7 +296,7 @@ def test_a_turn_is_over_when_its_requests_have_ended(monkeypatch: pytest.MonkeyP
     decide(monkeypatch, node, ALONE)
     let_pass(node, WAIT + PAUSE_SECONDS + TURN_SECONDS / 2)
     assert "pinned" in node.finish
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     finish(node, 1)
 
 
@@ -328,14 +328,14 @@ def test_a_turn_is_for_those_who_wait_for_it(monkeypatch: pytest.MonkeyPatch) ->
     begin(node, "pinned", **PINNED)
     decide(monkeypatch, node, ALONE)
     let_pass(node, WAIT + PAUSE_SECONDS + 1.0)
-    assert node.controller.book.partition == TOGETHER
+    assert node.partition == TOGETHER
     node.send("another", 10, 200, **PINNED)
     node.send("free", 10, 200)
     let_pass(node, 1.0)
     assert node.placed()["free"] == TOGETHER[0]
     assert "another" not in node.placed()
     let_pass(node, TURN_SECONDS)
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     assert node.placed()["another"] in ALONE
     assert tokens(node, "another") > 0
     finish(node, 120)
@@ -348,7 +348,7 @@ def test_a_turn_moves_what_is_in_its_way(monkeypatch: pytest.MonkeyPatch) -> Non
     let_pass(node, SOON)
     node.send("shared", 10, 400)
     let_pass(node, PAUSE_SECONDS - 0.5)
-    assert node.controller.book.partition == ALONE, "no room beside the group"
+    assert node.partition == ALONE, "no room beside the group"
     had = tokens(node, "pinned"), tokens(node, "shared")
     let_pass(node, 1.0)
     assert tokens(node, "pinned") > had[0]
@@ -361,7 +361,7 @@ def test_an_operators_layout_is_left_alone() -> None:
     begin(node, "pinned", **PINNED)
     node.set_layout(*ALONE, treatment=m.Treatment.HARD)
     let_pass(node, 2 * (PAUSE_SECONDS + TURN_SECONDS))
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     assert node.missing == ["pinned"]
     node.set_layout(*TOGETHER)
     finish(node, 60)

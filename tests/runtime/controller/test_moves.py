@@ -49,7 +49,7 @@ def test_a_soft_release_moves_what_runs_out_of_the_group() -> None:
     for k in range(6):
         node.send(f"r{k}", 20, 40)
     node.turns(10)
-    assert {node.controller.book.where(f"r{k}") for k in range(6)} == {tp(0, 1, 2, 3)}
+    assert {node.controller.books.requests.where(f"r{k}") for k in range(6)} == {tp(0, 1, 2, 3)}
     view = node.switch(*ALONE, treatment=SOFT)
     assert view.moved == 6
     assert_sound(node)
@@ -100,7 +100,7 @@ def test_a_moved_request_can_be_withdrawn() -> None:
     node.abort("r")
     node.settle()
     assert node.audit() == []
-    assert len(node.controller.pool) == 0
+    assert len(node.pool) == 0
 
 
 # --- what a moved request becomes ---

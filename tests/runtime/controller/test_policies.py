@@ -62,8 +62,8 @@ def test_mistakes_of_a_policy_are_counted_and_change_nothing(
         node.settle()
     assert "policy test" in caplog.text
     assert node.view().policy_errors > 0
-    assert node.controller.book.partition == singles(4)
-    assert "r" in node.controller.pool
+    assert node.partition == singles(4)
+    assert "r" in node.pool
     node.call(m.SetPolicy, "manual")
     node.settle()
     assert node.missing == []
@@ -83,7 +83,7 @@ def test_the_policy_changes_live() -> None:
     view = node.reply(reply)
     assert isinstance(view, m.LayoutView)
     assert view.policy == "static-tp"
-    assert node.controller.book.partition == (tp(0, 1, 2, 3),)
+    assert node.partition == (tp(0, 1, 2, 3),)
     assert node.missing == []
     node.assert_exact()
 
@@ -208,7 +208,7 @@ def test_a_square_wave_does_not_make_flying_flap(period: float) -> None:
     node.assert_exact()
     done = node.view().switches_total["done"]
     assert 1 < done <= BudgetSettings().burst + seconds / 60 * BudgetSettings().per_minute
-    assert node.controller.book.partition == (tp(0, 1, 2, 3),), "quiet again"
+    assert node.partition == (tp(0, 1, 2, 3),), "quiet again"
     assert node.audit() == []
 
 
@@ -240,7 +240,7 @@ def test_urgent_requests_get_a_group_and_those_paused_for_it_come_back() -> None
     for k in range(60):
         node.send(f"n{k}", 8, 60)
     let_pass(node, 1.0)
-    assert node.controller.book.partition == singles(4)
+    assert node.partition == singles(4)
     node.send("urgent", 8, 40, priority=-5)
     let_pass(node, 0.5)
     assert node.placed()["urgent"] in (tp(0, 1), tp(2, 3))

@@ -326,7 +326,9 @@ class RealNode:
         try:
             for engine in range(self.config.engines):
                 self._start(engine)
-            self.until(lambda: self.controller.book.started and self._input.poll(0), "start")
+            self.until(
+                lambda: self.controller.books.engines.started and self._input.poll(0), "start"
+            )
             self._engine_identity, _ = self._input.recv_multipart()
         except BaseException:
             self.__exit__()
@@ -537,7 +539,7 @@ class RealNode:
 
     @property
     def partition(self) -> Partition:
-        return self.controller.book.partition
+        return self.controller.books.units.partition
 
     def ask(self, units: Sequence[Unit], treatment: m.Treatment = m.Treatment.HARD) -> int:
         """Ask for a partition without waiting; returns the call for ``switched``."""
@@ -589,7 +591,7 @@ class RealNode:
 
     def probe(self, engine: int, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(runner, *args)`` in a runner's process, between two of its steps."""
-        unit = self.controller.book.unit_of(engine)
+        unit = self.controller.books.units.unit_of(engine)
         probes.send(self._context, self.config, unit, engine, function, args)
         self.until(lambda: self._probes.poll(0), "probe")
         return probes.answer(self._probes.recv())

@@ -68,7 +68,7 @@ def test_a_member_that_does_not_answer_fails_the_bind_and_comes_back(
         node.switch(tp(0, 1))
 
     member.signal(signal.SIGCONT)
-    node.until(lambda: node.controller.book.serves(tp(0, 1)), "engine 1 to answer again")
+    node.until(lambda: node.controller.books.engines.serves(tp(0, 1)), "engine 1 to answer again")
     with node.bound(tp(0, 1)):
         assert node.generate(tp(0, 1), SHORT) == expected
     assert_serve(node, [0, 1, 2, 3], expected)

@@ -151,9 +151,9 @@ def test_the_groups_lease_grows_beside_them(
     monkeypatch.setattr(capacity, "LEASE_BLOCKS", 2)
     own = start_own(node, PROMPTS[:3])
     node.switch(*ALL, treatment=INTERLEAVE)
-    assert node.controller.leases.opened[ALL[0]] == 2
+    assert node.controller.books.leases.opened[ALL[0]] == 2
     assert node.generate(ALL[0], PROMPTS, max_tokens=SHORT) == cut(expected, SHORT)
-    assert node.controller.leases.opened[ALL[0]] > 2
+    assert node.controller.books.leases.opened[ALL[0]] > 2
     for requests in own.values():
         assert node.wait(requests) == expected[:3]
     node.switch()

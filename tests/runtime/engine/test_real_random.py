@@ -81,14 +81,14 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> No
     for ran in node.probe_all(probes.take_modes):
         assert min(ran.get(mode, 0) for mode in Mode) > OPERATIONS // 10, ran
     assert node.audit() == []
-    assert all(blocks == 0 for blocks in node.controller.leases.opened.values())
+    assert all(blocks == 0 for blocks in node.controller.books.leases.opened.values())
 
 
 def test_the_books_notice_a_lost_block(node: RealNode) -> None:
     """The audit above can fail."""
     with node.bound(tp(0, 1)):
-        node.controller.leases.blocks_of(1)
-        lent = node.controller.leases._lent[1][tp(0, 1)]
+        node.controller.books.leases.blocks_of(1)
+        lent = node.controller.books.leases._lent[1][tp(0, 1)]
         lost = lent.pop()
         assert any("engine 1" in problem for problem in node.audit())
         lent.add(lost)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.policies.values.layouts import alone
-from shoal.runtime.controller.books.book import EngineState
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
@@ -39,8 +39,8 @@ def expected(stock: Stock) -> list[list[int]]:
 def bring_back(node: RealNode, *engines: int) -> None:
     """Restart engines, and wait until their group is formed again."""
     node.restart(*engines)
-    book = node.controller.book
-    node.until(lambda: book.serves(PAIR) and book.is_formed(PAIR), "the group to be formed again")
+    known = node.controller.books.engines
+    node.until(lambda: known.serves(PAIR) and known.is_formed(PAIR), "the group to be formed again")
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def test_an_engine_comes_back_while_the_other_serves(
     serving = node.submit(alone(survivor), SHORT, max_tokens=400)
     node.wait_for_tokens(serving, 1)
     node.kill(part)
-    node.until(lambda: node.controller.book.gone, "the death to be known")
+    node.until(lambda: node.controller.books.engines.gone, "the death to be known")
     with pytest.raises(SwitchFailed, match=rf"engines \[{1 - survivor}\] are restarting"):
         node.switch(PAIR)
 
@@ -97,7 +97,7 @@ def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list
         doomed = node.submit(PAIR, SHORT, max_tokens=800)
         node.wait_for_tokens(doomed, 1)
         node.kill("runner-1")
-        dead = node.controller.book.in_state
+        dead = node.controller.books.engines.in_state
         both = set(PAIR.engines)
         node.until(lambda: dead(EngineState.DEAD) == node.dead == both, "both to be given up")
     bring_back(node, *PAIR.engines)
@@ -121,7 +121,7 @@ def test_a_request_that_kills_its_engine_again_is_given_up(
     node.restart(1)
     node.until(lambda: node.finished.keys() >= set(poison), "the end of the request")
     assert str(node.finished[poison[0]]) == "error"
-    assert node.controller.book.outcomes[m.Outcome.POISONED] == 1
+    assert node.controller.books.statistics.requests.total(m.Outcome.POISONED) == 1
     bring_back(node, 1)
     assert [tokens[:32] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)

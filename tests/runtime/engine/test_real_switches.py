@@ -130,12 +130,12 @@ def test_moved_requests_go_on_with_the_same_tokens(node: RealNode) -> None:
 def test_a_lease_grows_on_demand_without_wrong_tokens(node: RealNode) -> None:
     expected = tokens_alone(node, PROMPTS)
     node.switch(GROUP)
-    assert node.controller.leases.opened[GROUP] == 2
+    assert node.controller.books.leases.opened[GROUP] == 2
     requests = node.submit(GROUP, PROMPTS)
-    node.until(lambda: node.controller.leases.opened[GROUP] > 2, "a larger lease")
+    node.until(lambda: node.controller.books.leases.opened[GROUP] > 2, "a larger lease")
     assert node.wait(requests) == expected
     node.switch()
-    assert node.controller.leases.opened[GROUP] == 0
+    assert node.controller.books.leases.opened[GROUP] == 0
     assert node.audit() == []
 
 
@@ -144,7 +144,7 @@ def test_a_request_larger_than_the_lease_starts(node: RealNode) -> None:
     prompts = fresh(900)
     expected = tokens_alone(node, prompts)
     with node.bound(GROUP):
-        assert node.controller.leases.opened[GROUP] * 64 < 900
+        assert node.controller.books.leases.opened[GROUP] * 64 < 900
         assert node.generate(GROUP, prompts) == expected
     assert node.audit() == []
 
@@ -157,7 +157,7 @@ def test_members_short_of_blocks_preempt_their_paused_requests(node: RealNode) -
     node.wait_for_tokens(paused, 1)
     with node.bound(GROUP):
         # At least 57 of 63 blocks are in use, the request needs 15.
-        assert node.controller.leases.opened[GROUP] < 15
+        assert node.controller.books.leases.opened[GROUP] < 15
         assert node.generate(GROUP, wide) == expected_wide
         assert not node.finished.keys() & set(paused)
     assert node.wait(paused) == expected

@@ -9,9 +9,10 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.snapshot import PoolRequest, UnitState
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.controller.books.book import CoreBook, Request
 from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.demand import Demand
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun
@@ -25,7 +26,7 @@ def request(number: int, rng: random.Random) -> Request:
     prompt = rng.randint(1, 40)
     total, priority = prompt + rng.randint(1, 9), rng.choice((-1, 0, 0, 2))
     seen = PoolRequest(f"r{number}", prompt, total, priority, arrival=0.0)
-    return Request(seen.request_id, 0, [], seen)
+    return Request(seen.request_id, 0, [], seen, movable=True)
 
 
 def load(core: CoreBook, waiting: int) -> m.Load:
@@ -38,9 +39,9 @@ def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> No
     for number in range(300):
         match rng.randrange(3):
             case 0 if core.requests:
-                core.pop(rng.choice(list(core.requests)))
+                core.take(rng.choice(list(core.requests)))
             case 1 if core.requests:
-                core.load = load(core, rng.randint(0, min(3, len(core.requests))))
+                core.report(load(core, rng.randint(0, min(3, len(core.requests)))))
             case _:
                 core.put(request(number, rng))
 
@@ -68,7 +69,7 @@ def test_a_unit_that_has_not_changed_is_as_if_it_were_looked_at_anew() -> None:
     for _ in range(1500):
         run.act()
         shown = controller.snapshot()
-        anew = Capacity(config, controller.book, controller.leases, controller.pool)
+        anew = Capacity(config, controller.books)
         # All that serves now: only a switch keeps units from it here.
         demand = Demand(shown.now)
         expected = anew.snapshot(shown.now, demand, switching=False, busy=(), pending=None).units

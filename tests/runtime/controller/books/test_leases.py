@@ -33,7 +33,7 @@ def test_first_lease_is_what_waiting_requests_need() -> None:
     for k in range(40):  # more than the batches of both engines take
         node.send(f"r{k}", 100, 4)
     node.controller.turn()
-    assert len(node.controller.pool) == 22
+    assert len(node.pool) == 22
     node.set_layout(tp(0, 1))
     node.controller.turn()
     prepares = [
@@ -146,32 +146,3 @@ def test_audit_notices_lent_blocks_that_differ() -> None:
     node.backends[1].lend(2)
     (problem,) = node.audit()
     assert problem.startswith("engine 1: lent blocks differ from the books")
-
-
-def test_audit_names_an_engine_that_does_not_answer() -> None:
-    node = started()
-    node.hung = {1}
-    call = node.call(m.AuditNode)
-    node.settle()
-    assert node.reply(call) is None
-    node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
-    reply = node.reply(call)
-    assert isinstance(reply, m.AuditDone)
-    assert reply.problems == ["engine 1: did not answer the audit"]
-
-
-def test_audit_waits_for_a_switch_and_holds_the_next_one_back() -> None:
-    node = started()
-    calls = [
-        node.set_layout(tp(0, 1)),
-        node.call(m.AuditNode),
-        node.call(m.AuditNode),
-    ]
-    node.controller.turn()
-    assert node.reply(calls[1]) is None
-    node.settle()
-    assert [type(node.reply(call)) for call in calls] == [m.SwitchDone, m.AuditDone, m.AuditDone]
-    audit, switch = node.call(m.AuditNode), node.set_layout(alone(0), alone(1))
-    node.settle()
-    assert isinstance(node.reply(audit), m.AuditDone)
-    assert isinstance(node.reply(switch), m.SwitchDone)

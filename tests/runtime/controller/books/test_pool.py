@@ -5,8 +5,8 @@ import random
 import pytest
 
 from shoal.policies.values.snapshot import PoolRequest
-from shoal.runtime.controller.books.book import Request
 from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol.wire import Terms
 
 AGING = 10.0
@@ -21,7 +21,7 @@ def request(
     caller: str | None = None,
 ) -> Request:
     seen = PoolRequest(name, tokens, tokens + 1, priority, arrival)
-    return Request(name, 0, [], seen, Terms(caller=caller))
+    return Request(name, 0, [], seen, movable=True, terms=Terms(caller=caller))
 
 
 def order(pool: TaskPool) -> list[str]:

@@ -256,7 +256,7 @@ def test_a_stop_string_ends_a_request_that_moves() -> None:
     node.hung = {1}
     node.set_layout(tp(0, 1), treatment=SOFT)
     node.turns(2)
-    assert "stopped" in node.controller.pool
+    assert "stopped" in node.pool
     node.aborted.add("stopped")
     node.network.control_sends("front-0", m.Stopped(["stopped"]))
     node.hung = set()
@@ -290,9 +290,9 @@ def test_a_group_uses_the_blocks_of_every_member() -> None:
     node.switch(tp(0, 1))
     node.send("group", 60, 40)
     node.turns(4)
-    group = node.controller.book.core(tp(0, 1))
+    group = node.controller.books.requests.core(tp(0, 1))
     assert group.load is not None
-    used = node.controller.leases.opened[tp(0, 1)] - group.load.free_blocks
+    used = node.controller.books.leases.opened[tp(0, 1)] - group.load.free_blocks
     assert used > 0
     assert [e.kv_cache_usage for e in gauges(node)] == [pytest.approx(used / 64)] * 2
 
@@ -302,7 +302,7 @@ def test_what_waits_in_the_pool_is_spread_over_the_engines() -> None:
     for k in range(25):
         node.send(f"r{k}", 10, 40)
     node.turns(4)
-    waiting = len(node.controller.pool)
+    waiting = len(node.pool)
     assert waiting > 2
     shown = gauges(node)
     queued = node.value("shoal_engine_requests", state="waiting")

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.controller.books.book import Book
+from shoal.runtime.controller.books.request_book import RequestBook
 from shoal.runtime.controller.failures.migration import REMEMBERED_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -32,16 +32,12 @@ def running(tokens: int = 40, turned: int = 8, **settings) -> LoopbackNode:
     return node
 
 
-def outcomes(node: LoopbackNode) -> dict[Outcome, int]:
-    return {outcome: n for outcome, n in node.controller.book.outcomes.items() if n}
-
-
 def assert_whole(node: LoopbackNode) -> None:
     """Every request has all of its tokens, each once, and is counted once."""
     assert node.missing == []
     node.assert_exact()
     assert set(node.finish.values()) == {FinishReason.LENGTH}
-    assert outcomes(node) == {Outcome.FINISHED: len(node.prompts)}
+    assert node.outcomes == {Outcome.FINISHED: len(node.prompts)}
     assert node.audit() == []
 
 
@@ -125,7 +121,7 @@ def test_its_client_goes(when: str) -> None:
     node.controller.turn()
     if when == "meanwhile":
         # The front end is asked, and has not answered.
-        assert list(node.controller.book.interrupted) == ["r"]
+        assert list(node.controller.books.requests.interrupted) == ["r"]
         node.abort("r")
         node.controller.turn()
     if when == "after":
@@ -133,8 +129,8 @@ def test_its_client_goes(when: str) -> None:
         node.controller.turn()
         node.abort("r")
     node.settle()
-    assert outcomes(node) == {Outcome.ABORTED: 1}
-    assert node.controller.book.interrupted == {}
+    assert node.outcomes == {Outcome.ABORTED: 1}
+    assert node.controller.books.requests.interrupted == {}
     assert node.audit() == []
 
 
@@ -167,7 +163,7 @@ def test_outputs_that_are_read_before_the_answer_count() -> None:
     node.controller.turn()
     front.interruptions.interrupted(m.Interrupted({"r": 1}))
     node.controller.turn()
-    assert "r" not in node.controller.pool
+    assert "r" not in node.pool
     node.collect()
     node.settle()
     assert_whole(node)
@@ -221,7 +217,7 @@ def test_the_report_of_the_end_comes_and_the_last_outputs_do_not(kept: int) -> N
     node = started()
     node.send("r", 10, 6)
     node.turns(12)
-    assert outcomes(node) == {Outcome.FINISHED: 1}
+    assert node.outcomes == {Outcome.FINISHED: 1}
     node.hold_outputs(0, keep=kept)
     node.kill(0)
     node.settle()
@@ -262,7 +258,7 @@ def test_paused_requests_go_on_elsewhere_and_are_not_to_blame() -> None:
     node.kill(1)
     node.turns(2)
     node.collect()
-    interrupted = [node.controller.book.interrupted.get(r) for r in paused]
+    interrupted = [node.controller.books.requests.interrupted.get(r) for r in paused]
     assert all(request is None or request.deaths == 0 for request in interrupted)
     node.settle()
     assert {node.placed()[r] for r in paused}.isdisjoint({tp(0, 1)})
@@ -297,7 +293,7 @@ def test_it_keeps_its_place_in_the_pool() -> None:
     node.turns(2)
     node.collect()
     node.turns(1)
-    assert [request.id for request in node.controller.pool.all()] == ["a", "c", "d"]
+    assert [request.id for request in node.pool.all()] == ["a", "c", "d"]
     node.settle()
     assert_whole(node)
 
@@ -358,7 +354,7 @@ def test_what_a_unit_gives_back_when_no_group_holds_it_ends_with_a_reason() -> N
     node.send("long", 36, 15)
     node.turns(8)
     node.set_layout(alone(0), alone(1), treatment=SOFT)
-    node.controller.book.refused[tp(0, 1)] = "its members do not meet"
+    node.controller.books.engines.refuse(tp(0, 1), "its members do not meet")
     node.settle()
     assert node.missing == []
     assert node.ended()["long"].outcome is Outcome.LOST
@@ -394,12 +390,12 @@ def test_a_request_that_kills_engines_twice_is_failed_alone(first: bool) -> None
     innocent = [why for r, why in node.finish.items() if r != "poison"]
     assert innocent == [FinishReason.LENGTH] * 12
     node.assert_exact()
-    assert outcomes(node) == {Outcome.FINISHED: 12, Outcome.POISONED: 1}
+    assert node.outcomes == {Outcome.FINISHED: 12, Outcome.POISONED: 1}
     assert node.audit() == []
 
 
 def test_its_companions_are_to_blame_without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Book, "may_start", lambda *_: True)
+    monkeypatch.setattr(RequestBook, "may_start", lambda *_: True)
     with pytest.raises(AssertionError):
         test_a_request_that_kills_engines_twice_is_failed_alone(first=False)
 
@@ -415,7 +411,7 @@ def test_suspects_start_one_at_a_time_in_a_unit() -> None:
     for _ in range(60):
         node.turns(1)
         node.collect()
-        cores = node.controller.book.cores.values()
+        cores = node.controller.books.requests.cores.values()
         most = max(most, *(sum(r.suspect for r in c.requests.values()) for c in cores))
     assert most == 1
     node.settle()
@@ -433,7 +429,7 @@ def test_whom_the_engine_never_computed_is_no_suspect() -> None:
     assert {node.placed()[r] for r in waiting} == {alone(0), alone(1)}
     node.kill(0)
     node.controller.turn()
-    blamed = {r.id: r.deaths for r in node.controller.book.interrupted.values()}
+    blamed = {r.id: r.deaths for r in node.controller.books.requests.interrupted.values()}
     assert sorted(blamed.values()) == [0, 1]
     assert all(blamed[r] == 0 for r in waiting if r in blamed)
     node.settle()
@@ -472,36 +468,17 @@ def test_an_engine_that_a_signal_stopped_did_not_die_of_its_requests() -> None:
     node.turns(2)
     node.collect()
     node.turns(2)
-    (suspect,) = node.controller.book.core(alone(1)).computed
+    (suspect,) = node.controller.books.requests.core(alone(1)).computed
     assert suspect.suspect
     stopped = m.EngineDied(1, "stopped", m.DeathCause.STOPPED, restarts=True)
     node.network.control_sends("supervisor", stopped)
     node.turns(2)
     node.collect()
     node.turns(1)
-    assert outcomes(node) == {}
+    assert node.outcomes == {}
     node.restart(0)
     node.settle()
     assert_whole(node)
-
-
-# --- metrics ---
-
-
-def test_deaths_count_by_cause() -> None:
-    node = started(4)
-    node.switch(tp(0, 1), alone(2), alone(3))
-    node.kill(0)
-    node.agents.pop(1)
-    node.settle()
-    node.network.control_sends("supervisor", m.EngineDied(2, "stopped", m.DeathCause.STOPPED))
-    node.settle()
-    causes = {cause: node.value("shoal_engine_deaths_total", cause=cause) for cause in m.DeathCause}
-    assert {cause: n for cause, n in causes.items() if n} == {
-        m.DeathCause.ENDED: 1,
-        m.DeathCause.GROUP: 1,
-        m.DeathCause.STOPPED: 1,
-    }
 
 
 def test_an_attempt_is_told_from_the_one_before() -> None:

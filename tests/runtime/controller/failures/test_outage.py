@@ -13,7 +13,6 @@ from shoal.runtime.protocol.transport import SUPERVISOR
 from tests.runtime.controller.requests.test_admission import (
     ONE_SEAT,
     busy_node,
-    counts,
     ended,
     steps,
     turns,
@@ -62,14 +61,14 @@ def test_streams_of_engines_that_are_lost_at_once_end_at_the_limit() -> None:
     assert len(node.missing) == STREAMS
     pass_time(node, 1.0)
     assert ended(node) == dict.fromkeys(node.prompts, UNAVAILABLE)
-    assert counts(node) == {Outcome.UNAVAILABLE: STREAMS}
+    assert node.outcomes == {Outcome.UNAVAILABLE: STREAMS}
     note = node.ended()["r0"]
     assert note.message == "no engine has served for 20 s"
     assert note.retry_after == 10
     # A client that has tokens must not take what it has for the whole.
     assert set(node.finish.values()) == {wire.FinishReason.ERROR}
-    assert not node.controller.pool.all()
-    assert not node.controller.book.interrupted
+    assert not node.pool.all()
+    assert not node.controller.books.requests.interrupted
 
 
 def test_they_go_on_when_an_engine_is_back_before() -> None:
@@ -80,7 +79,7 @@ def test_they_go_on_when_an_engine_is_back_before() -> None:
     pass_time(node, 10 * LIMIT)
     node.settle()
     assert ended(node) == {}
-    assert counts(node) == {Outcome.FINISHED: STREAMS}
+    assert node.outcomes == {Outcome.FINISHED: STREAMS}
     assert set(node.finish.values()) == {wire.FinishReason.LENGTH}
     node.assert_exact()
     assert node.audit() == []
@@ -122,13 +121,13 @@ def test_requests_of_which_no_front_end_has_spoken_end_too() -> None:
     node.turns(6)
     node.kill(0)
     node.controller.turn()
-    assert list(node.controller.book.interrupted) == ["r"]
+    assert list(node.controller.books.requests.interrupted) == ["r"]
     node.clock.advance(LIMIT + 1.0)
     node.controller.turn()
     node.clock.advance(LIMIT + 1.0)
     node.controller.turn()
     assert ended(node) == {"r": UNAVAILABLE}
-    assert counts(node) == {Outcome.UNAVAILABLE: 1}
+    assert node.outcomes == {Outcome.UNAVAILABLE: 1}
 
 
 def test_one_engine_that_serves_is_enough() -> None:
@@ -137,10 +136,10 @@ def test_one_engine_that_serves_is_enough() -> None:
     for k in range(STREAMS):
         node.send(f"waiting{k}", 4, 100)
     turns(node)
-    assert len(node.controller.pool) >= STREAMS
+    assert len(node.pool) >= STREAMS
     node.clock.advance(10 * LIMIT)
     node.controller.turn()
-    assert counts(node) == {}
+    assert node.outcomes == {}
 
 
 def test_without_a_limit_requests_wait() -> None:
@@ -161,9 +160,9 @@ def test_what_a_front_end_has_ended_while_the_controller_hung_counts_once() -> N
     word = [msgspec.msgpack.encode(names)]
     node.network.front_sends(0, wire.RequestType.UNANSWERED, word)
     turns(node)
-    assert counts(node) == {Outcome.UNAVAILABLE: 3}
-    assert [node.controller.book.where(name) for name in names] == [None] * 4
-    assert not node.controller.pool.all()
+    assert node.outcomes == {Outcome.UNAVAILABLE: 3}
+    assert [node.controller.books.requests.where(name) for name in names] == [None] * 4
+    assert not node.pool.all()
     steps(node, 2)
     load = node.backends[0].cores[alone(0)].load
     assert (load.running, load.waiting) == (1, 0), "the other goes on"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.runtime.controller.books.book import EngineState
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.failures.pulse import PINGS
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
@@ -17,7 +17,7 @@ def started(timeout: float | None = TIMEOUT) -> LoopbackNode:
 
 
 def dead(node: LoopbackNode) -> frozenset[int]:
-    return node.controller.book.in_state(EngineState.DEAD)
+    return node.controller.books.engines.in_state(EngineState.DEAD)
 
 
 def test_engines_that_answer_live() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
-from shoal.runtime.controller.books.book import EngineState
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.failures.rejoin import ATTEMPTS, FORM_SECONDS, RETRY_SECONDS
 from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
 from shoal.runtime.protocol import messages as m
@@ -35,7 +35,7 @@ def kill(node: LoopbackNode, *engines: int) -> None:
 
 
 def state(node: LoopbackNode, engine: int) -> EngineState:
-    return node.controller.book.engines[engine].state
+    return node.controller.books.engines[engine].state
 
 
 def refusal(node: LoopbackNode, *units: list[int]) -> str:
@@ -163,13 +163,13 @@ def test_messages_of_an_earlier_incarnation_are_dropped_and_counted(node: Loopba
     kill(node, 1)
     node.restart(1)
     node.settle()
-    stale = node.controller.book.stale
+    stale = node.controller.books.statistics.stale.total()
     failed = m.encode(m.EngineFailed(1, "from the grave"))
     node.network.post(Channel.ENGINE, engine_identity(1, 0), [failed])
     node.network.control_sends(SUPERVISOR, m.EngineDied(1, "late news", incarnation=0))
     node.settle()
     assert state(node, 1) is EngineState.SERVING
-    assert node.controller.book.stale == stale + 1
+    assert node.controller.books.statistics.stale.total() == stale + 1
 
 
 def test_an_engine_that_is_up_before_its_restart_is_known_waits_for_it(node: LoopbackNode) -> None:
@@ -194,7 +194,7 @@ def test_an_engine_is_back_only_when_no_lease_has_blocks_of_its_former_life(
     node.send("paused", max_tokens=100)
     node.turns(20)
     node.switch(*SINGLES)
-    assert node.controller.leases.opened[tp(0, 1)] > 0
+    assert node.controller.books.leases.opened[tp(0, 1)] > 0
     node.hung.add(0)  # the leader, who has the lease
     kill(node, 1)
     node.restart(1)
@@ -224,18 +224,18 @@ def test_groups_are_refused_until_they_are_formed_again(node: LoopbackNode) -> N
 def test_policies_form_no_broken_group_and_form_it_when_it_is_whole() -> None:
     node = make_node(policy="static-tp")
     node.run_for(1.0)
-    assert node.controller.book.partition == (tp(0, 1), tp(2, 3))
+    assert node.partition == (tp(0, 1), tp(2, 3))
     kill(node, 3)
     node.run_for(1.0)
-    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
+    assert node.partition == (tp(0, 1), alone(2), alone(3))
     for engine in (2, 3):
         node.restart(engine, faults=Faults(fail_form=True) if engine == 3 else NO_FAULTS)
     node.run_for(1.0)
-    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
+    assert node.partition == (tp(0, 1), alone(2), alone(3))
     node.kill(3)
     node.restart(3)
     node.run_for(10.0, tick=0.5)
-    assert node.controller.book.partition == (tp(0, 1), tp(2, 3))
+    assert node.partition == (tp(0, 1), tp(2, 3))
     assert node.view().policy_errors == 0
 
 
@@ -337,7 +337,7 @@ def test_a_member_that_does_not_answer_in_time_is_lost(node: LoopbackNode) -> No
 def test_members_that_start_a_core_together_die_together(node: LoopbackNode) -> None:
     kill(node, 1)
     node.restart(1)
-    while node.controller.book.starting is None:
+    while node.controller.books.units.starting is None:
         node.step()
     kill(node, 0)
     assert {state(node, engine) for engine in (0, 1)} == {EngineState.DEAD}

@@ -41,7 +41,7 @@ def busy_node(engines: int = 1, **limits: object) -> LoopbackNode:
     for k in range(BUSY * engines):
         node.send(f"busy{k}", 4, 100)
     turns(node)
-    assert len(node.controller.pool) == 0
+    assert len(node.pool) == 0
     return node
 
 
@@ -52,10 +52,6 @@ def ended(node: LoopbackNode) -> dict[str, tuple[Outcome, int | None]]:
 def limits_told(node: LoopbackNode, client: int = 0) -> list[m.PoolLimits]:
     notes = node.network.control_replies.get(f"front-{client}", [])
     return [note for note in notes if isinstance(note, m.PoolLimits)]
-
-
-def counts(node: LoopbackNode) -> dict[Outcome, int]:
-    return {outcome: count for outcome, count in node.controller.book.outcomes.items() if count}
 
 
 # --- deadlines ---
@@ -74,8 +70,8 @@ def test_a_request_that_waits_at_its_deadline_is_dropped() -> None:
     assert ended(node) == {"hasty": (Outcome.EXPIRED, 504)}
     assert node.ended()["hasty"].retry_after is None
     assert node.finish["hasty"] is wire.FinishReason.ABORT
-    assert counts(node) == {Outcome.EXPIRED: 1}
-    assert "patient" in node.controller.pool
+    assert node.outcomes == {Outcome.EXPIRED: 1}
+    assert "patient" in node.pool
 
 
 def test_the_controller_wakes_for_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +113,8 @@ def test_newcomers_beyond_the_limit_are_refused_the_latest_first() -> None:
     turns(node)
     assert ended(node) == dict.fromkeys("cd", (Outcome.POOL_FULL, 503))
     assert "2 requests" in node.ended()["c"].message
-    assert [r.id for r in node.controller.pool.all()] == ["a", "b"]
-    assert counts(node) == {Outcome.POOL_FULL: 2}
+    assert [r.id for r in node.pool.all()] == ["a", "b"]
+    assert node.outcomes == {Outcome.POOL_FULL: 2}
 
 
 def test_what_can_start_at_once_is_not_counted() -> None:
@@ -128,7 +124,7 @@ def test_what_can_start_at_once_is_not_counted() -> None:
         node.send(f"r{k}", 10)
     turns(node)
     assert ended(node) == {}
-    assert len(node.controller.pool) == 1
+    assert len(node.pool) == 1
 
 
 def test_waiting_prompt_tokens_are_limited() -> None:
@@ -139,7 +135,7 @@ def test_waiting_prompt_tokens_are_limited() -> None:
     turns(node)
     assert ended(node) == {"c": (Outcome.POOL_FULL, 503)}
     assert "30 prompt tokens" in node.ended()["c"].message
-    assert node.controller.pool.tokens == 30
+    assert node.pool.tokens == 30
 
 
 def test_front_ends_are_told_when_the_pool_is_full_and_when_it_is_not() -> None:
@@ -164,7 +160,7 @@ def test_a_caller_over_its_own_limit_is_refused_and_the_others_are_not() -> None
     node.send("other", terms=wire.Terms(caller="other", max_waiting=2))
     turns(node)
     assert ended(node) == dict.fromkeys(("g2", "g3"), (Outcome.CALLER_FULL, 429))
-    assert [r.id for r in node.controller.pool.all()] == ["g0", "g1", "other"]
+    assert [r.id for r in node.pool.all()] == ["g0", "g1", "other"]
     assert list(limits_told(node)[-1].callers) == ["greedy"]
     node.abort("g0")
     turns(node)
@@ -184,7 +180,7 @@ def full_node(waiting: int) -> LoopbackNode:
     node = LoopbackNode(1, settings=ONE_SEAT, max_waiting_requests=waiting)
     turns(node)
     for _ in range(60):
-        while len(node.controller.pool) < waiting:
+        while len(node.pool) < waiting:
             node.send(f"r{len(node.prompts)}", 4, 3)
             turns(node)
         steps(node, 1)
@@ -214,7 +210,7 @@ def test_an_abort_in_the_pool_is_noted_for_the_response_that_waits() -> None:
     node.abort("a")
     turns(node)
     assert ended(node) == {"a": (Outcome.ABORTED, None)}
-    assert len(node.controller.pool) == 0
+    assert len(node.pool) == 0
 
 
 def test_what_no_group_can_hold_is_refused_with_the_limit() -> None:
@@ -286,7 +282,7 @@ def test_a_unit_never_idles_between_two_steps_while_requests_wait(seats: int) ->
         node.send(f"r{k}", 4, 3)  # all of a batch end in the same step
     turns(node)
     ends = 0
-    while len(node.controller.pool):
+    while len(node.pool):
         node.clock.advance(STEP)
         for engine in node.agents:
             node.turn_agent(engine)  # ends a step; the controller has had no turn yet
@@ -307,4 +303,4 @@ def test_only_one_request_leaves_the_pool_ahead_of_its_seat() -> None:
     turns(node)
     core = node.backends[0].core(alone(0))
     assert (core.load.running, core.load.waiting) == (1, QUEUED_AHEAD)
-    assert len(node.controller.pool) == 5
+    assert len(node.pool) == 5

@@ -12,7 +12,6 @@ from tests.runtime.controller.requests.test_admission import (
     ONE_SEAT,
     STEP,
     busy_node,
-    counts,
     ended,
     steps,
     turns,
@@ -34,7 +33,7 @@ def test_what_waits_starts_in_the_first_half_of_the_time() -> None:
     for name in ("a", "b", "c"):
         node.send(name, 4, 4)
     turns(node)
-    assert len(node.controller.pool) == 1
+    assert len(node.pool) == 1
     end(node, 40 * STEP)
     steps(node, 19)
     assert node.finish == dict.fromkeys("abc", wire.FinishReason.LENGTH)
@@ -51,7 +50,7 @@ def test_what_still_waits_at_half_time_is_handed_back_and_what_runs_goes_on() ->
     assert ended(node) == {"waiting": HANDED_BACK}
     assert node.ended()["waiting"].retry_after == 1
     assert node.finish == {"waiting": wire.FinishReason.ERROR}
-    assert node.controller.book.where("busy0") == alone(0)
+    assert node.controller.books.requests.where("busy0") == alone(0)
 
 
 def test_what_still_runs_at_the_end_is_handed_back_and_frees_its_engine() -> None:
@@ -65,7 +64,7 @@ def test_what_still_runs_at_the_end_is_handed_back_and_frees_its_engine() -> Non
     # A client that has tokens must not take what it has for the whole.
     assert node.tokens["busy0"]
     assert node.finish == dict.fromkeys(names, wire.FinishReason.ERROR)
-    assert counts(node) == {Outcome.HANDED_BACK: BUSY}
+    assert node.outcomes == {Outcome.HANDED_BACK: BUSY}
     assert node.backends[0].cores[alone(0)].load.running == 0
     node.assert_exact()
 
@@ -100,23 +99,23 @@ def test_interrupted_and_paused_requests_are_handed_back() -> None:
     turns(node)
     node.send("paused", 4, 100)
     turns(node)
-    unit = node.controller.book.where("paused")
+    unit = node.controller.books.requests.where("paused")
     assert unit is not None
     node.set_layout([0, 1])
     steps(node, 3)
-    assert node.controller.book.partition == (tp(0, 1),)
-    assert node.controller.book.where("paused") == unit
+    assert node.partition == (tp(0, 1),)
+    assert node.controller.books.requests.where("paused") == unit
     end(node, 0.0)
     assert ended(node) == {"paused": HANDED_BACK}
     lost = busy_node(2)
     lost.kill(1)
     lost.controller.turn()
-    assert lost.controller.book.interrupted
+    assert lost.controller.books.requests.interrupted
     lost.network.control_sends(SUPERVISOR, m.EndNode(0.0))
     turns(lost)
     assert set(ended(lost).values()) == {HANDED_BACK}
     assert len(ended(lost)) == 2 * BUSY
-    assert not lost.controller.book.interrupted
+    assert not lost.controller.books.requests.interrupted
 
 
 def test_the_controller_wakes_for_both_times(monkeypatch: pytest.MonkeyPatch) -> None:

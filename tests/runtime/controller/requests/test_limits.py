@@ -18,7 +18,6 @@ from tests.runtime.controller.requests.test_admission import (
     ONE_SEAT,
     STEP,
     busy_node,
-    counts,
     ended,
     limits_told,
     steps,
@@ -31,7 +30,7 @@ FULL = (Outcome.POOL_FULL, 503)
 
 
 def waiting(node: LoopbackNode) -> list[str]:
-    return [request.id for request in node.controller.pool.all()]
+    return [request.id for request in node.pool.all()]
 
 
 def send_family(
@@ -48,7 +47,7 @@ def send_family(
 
 
 def pushed_out(node: LoopbackNode) -> int:
-    return node.controller.book.pushed_out
+    return node.controller.books.statistics.pushed_out.total()
 
 
 # --- who makes room ---
@@ -69,7 +68,7 @@ def test_an_urgent_request_takes_the_place_of_the_one_that_would_be_served_last(
     )
     assert note.retry_after is not None
     assert node.finish["b"] is wire.FinishReason.ABORT
-    assert counts(node) == {Outcome.POOL_FULL: 2}
+    assert node.outcomes == {Outcome.POOL_FULL: 2}
     assert pushed_out(node) == 1
 
 
@@ -166,7 +165,7 @@ def test_a_family_makes_room_as_a_whole() -> None:
     turns(node)
     assert waiting(node) == ["urgent", "a"]
     assert ended(node) == dict.fromkeys("bc", FULL)
-    assert counts(node) == {Outcome.POOL_FULL: 2}
+    assert node.outcomes == {Outcome.POOL_FULL: 2}
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -331,7 +330,7 @@ def _check_books(node: LoopbackNode, result: Overloaded) -> None:
     assert set().union(*ends) == result.offered.keys()
     assert sum(map(len, ends)) == len(result.offered)
     assert node.value("shoal_pushed_out_requests_total") == pushed_out(node)
-    assert counts(node) == {
+    assert node.outcomes == {
         Outcome.FINISHED: len(result.finished),
         Outcome.POOL_FULL: len(result.refused) + len(result.at_door),
     }

@@ -71,7 +71,7 @@ def test_under_a_policy_that_decides_it_moves_sooner() -> None:
     assert node.missing == [], "what cannot be moved goes on beside the group"
     node.assert_exact()
     assert node.view().moves_total == 3
-    assert node.controller.book.partition == (TOGETHER,)
+    assert node.partition == (TOGETHER,)
 
 
 def test_the_controller_wakes_up_for_it_by_itself() -> None:
@@ -108,7 +108,7 @@ def test_what_cannot_move_ends_at_the_limit_with_a_reason() -> None:
     assert "[0, 1, 2, 3] was not back within 100 s" in note.message
     assert node.audit() == []
     node.switch(TOGETHER)
-    assert not node.controller.book.paused
+    assert not node.controller.books.requests.paused
 
 
 def test_each_pause_counts_from_its_own_start() -> None:

@@ -23,10 +23,6 @@ def started(engines: int = 2, **settings) -> LoopbackNode:
     return node
 
 
-def outcomes(node: LoopbackNode) -> dict[Outcome, int]:
-    return dict(node.controller.book.outcomes)
-
-
 def test_front_ends_are_greeted_once_every_engine_is_ready() -> None:
     node = LoopbackNode(2, settings=TINY)
     node.controller.turn()
@@ -60,7 +56,7 @@ def test_requests_end_to_end(seed: int | None) -> None:
     node.settle()
     node.assert_exact()
     assert node.missing == []
-    assert outcomes(node) == {Outcome.FINISHED: 60}
+    assert node.outcomes == {Outcome.FINISHED: 60}
     assert len(set(node.placed().values())) == 4
     assert node.audit() == []
 
@@ -117,7 +113,7 @@ def test_request_that_nobody_can_hold_ends_with_an_error() -> None:
     node.settle()
     assert node.missing == ["largest"]
     assert node.finish["beyond"] is wire.FinishReason.ERROR
-    assert outcomes(node)[Outcome.TOO_LONG] == 1
+    assert node.outcomes[Outcome.TOO_LONG] == 1
 
 
 def test_bound_beyond_the_model_asks_for_no_group() -> None:
@@ -146,7 +142,7 @@ def test_abort_in_the_pool() -> None:
     node.abort("r3")
     node.settle()
     assert "r3" not in node.tokens
-    assert outcomes(node) == {Outcome.FINISHED: 3, Outcome.ABORTED: 1}
+    assert node.outcomes == {Outcome.FINISHED: 3, Outcome.ABORTED: 1}
 
 
 def test_abort_while_it_runs() -> None:
@@ -160,7 +156,7 @@ def test_abort_while_it_runs() -> None:
     node.assert_exact()
     assert 0 < len(node.tokens["a"]) < 300
     assert node.backends[0].core(alone(0)).load.free_blocks == SMALL.num_blocks
-    assert outcomes(node) == {Outcome.ABORTED: 1}
+    assert node.outcomes == {Outcome.ABORTED: 1}
 
 
 def test_abort_while_it_is_paused() -> None:
@@ -180,7 +176,7 @@ def test_abort_of_an_unknown_request_is_nothing() -> None:
     node = started()
     node.abort("never")
     node.settle()
-    assert outcomes(node) == {}
+    assert node.outcomes == {}
 
 
 def test_request_of_an_id_that_lives_is_dropped() -> None:
@@ -189,7 +185,7 @@ def test_request_of_an_id_that_lives_is_dropped() -> None:
     node.send("a", 10, 20)
     node.settle()
     node.assert_exact()
-    assert outcomes(node) == {Outcome.FINISHED: 1}
+    assert node.outcomes == {Outcome.FINISHED: 1}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +227,7 @@ def test_note_to_a_front_end_that_is_not_there_is_no_error() -> None:
 
 def test_static_tp_forms_the_largest_groups_by_itself() -> None:
     node = started(4, max_group=2, policy="static-tp")
-    assert node.controller.book.partition == (tp(0, 1), tp(2, 3))
+    assert node.partition == (tp(0, 1), tp(2, 3))
     node.send("a")
     node.settle()
     assert node.missing == []
@@ -241,7 +237,7 @@ def test_static_tp_goes_on_without_dead_engines() -> None:
     node = started(4, max_group=2, policy="static-tp")
     node.kill(3)
     node.settle()
-    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
+    assert node.partition == (tp(0, 1), alone(2), alone(3))
     node.send("a")
     node.send("b")
     node.settle()
@@ -258,7 +254,7 @@ def test_failed_switch_of_a_policy_is_not_repeated_at_once() -> None:
     assert [switch.outcome for switch in node.controller.switches] == ["failed"]
     node.hung = set()
     node.run_for(6.0, tick=1.0)
-    assert node.controller.book.partition == (tp(0, 1),)
+    assert node.partition == (tp(0, 1),)
 
 
 def raising(snapshot):
@@ -280,8 +276,8 @@ def test_policy_that_errs_changes_nothing(plan, monkeypatch: pytest.MonkeyPatch,
     for k in range(20):
         node.send(f"r{k}")
     node.settle()
-    assert len(node.controller.pool) == 20
-    assert node.controller.book.partition == (alone(0), alone(1), alone(2), alone(3))
+    assert len(node.pool) == 20
+    assert node.partition == (alone(0), alone(1), alone(2), alone(3))
     assert "policy bad" in caplog.text
 
 

@@ -157,7 +157,7 @@ def test_what_a_node_cannot_do_is_refused(
 def test_a_policy_may_keep_its_groups_in_tp() -> None:
     node = started(policy="static-tp")
     node.run_for(2.0)
-    assert node.controller.book.partition == (ALL,)
+    assert node.partition == (ALL,)
     node.send("a", 150, 1)
     node.settle()
     assert (steps(node, "sp"), steps(node, "tp")) == (0, 1)
@@ -167,7 +167,7 @@ def test_a_policy_may_keep_its_groups_in_tp() -> None:
     node.send("b", 150, 1)
     node.settle()
     assert (steps(node, "sp"), steps(node, "tp")) == (1, 1)
-    assert node.controller.book.partition == (ALL,)
+    assert node.partition == (ALL,)
     node.call(m.SetPolicy, "static-tp")
     node.settle()
     node.send("c", 150, 1)

@@ -89,7 +89,7 @@ def test_new_requests_wait_in_the_pool_while_their_units_switch() -> None:
     node.set_layout(tp(0, 1, 2, 3), treatment=SEQUENTIAL)
     node.send("later", 10, 3)
     node.turns(5)
-    assert "later" in node.controller.pool
+    assert "later" in node.pool
     node.settle()
     assert node.placed()["later"] == tp(0, 1, 2, 3)
     assert_sound(node)
@@ -161,7 +161,7 @@ def test_bad_partition_is_a_400(units: list[list[int]], says: str) -> None:
     node.settle()
     assert failure(node, call).status == 400
     assert says in failure(node, call).error
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
 
 
 def test_second_switch_is_a_409() -> None:
@@ -244,7 +244,7 @@ def test_sequential_bind_that_takes_too_long_changes_nothing() -> None:
     node.hung = set()
     node.settle()
     assert failure(node, call).status == 504
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     assert killed(node) == set()
     assert_sound(node)
 
@@ -261,7 +261,7 @@ def test_sequential_release_that_takes_too_long_changes_nothing() -> None:
     node.settle()
     assert failure(node, call).status == 504
     assert "[0, 1, 2, 3]" in failure(node, call).error
-    assert node.controller.book.partition == (tp(0, 1, 2, 3),)
+    assert node.partition == (tp(0, 1, 2, 3),)
     assert_sound(node)
     node.switch(*ALONE, treatment=SEQUENTIAL)
 
@@ -274,7 +274,7 @@ def test_failed_switch_restores_the_units_it_dissolved() -> None:
     node.settle()
     node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
     assert failure(node, call).status == 504
-    assert node.controller.book.partition == (tp(0, 1), alone(2), alone(3))
+    assert node.partition == (tp(0, 1), alone(2), alone(3))
     assert node.controller.switches[-1].outcome == "failed"
     node.send("after", 10, 4)
     node.settle()
@@ -302,7 +302,7 @@ def test_member_dies_before_the_commit() -> None:
     assert failure(node, call).status == 503
     assert "out of memory" in failure(node, call).error
     assert killed(node) == {2}
-    assert node.controller.book.partition == ALONE
+    assert node.partition == ALONE
     assert_gone_on(node, stuck)
     assert all(not node.backends[e].lent for e in (0, 1, 3))
     node.switch(tp(0, 1), alone(2), alone(3))
@@ -370,7 +370,7 @@ def test_death_in_a_bound_group_takes_the_group(dead: int) -> None:
     node.settle()
     assert killed(node) == {0, 1}
     assert_gone_on(node, lost)
-    assert node.controller.book.partition == (alone(0), alone(1), tp(2, 3))
+    assert node.partition == (alone(0), alone(1), tp(2, 3))
     node.switch(*ALONE)
     assert_sound(node)
 
@@ -401,7 +401,7 @@ def test_member_that_dies_while_it_resumes_dies_alone() -> None:
     assert failure(node, call).status == 503
     assert killed(node) == {1}
     # What it left of was tp(0, 1) and tp(2, 3): only the latter can be had again.
-    assert node.controller.book.partition == (alone(0), alone(1), tp(2, 3))
+    assert node.partition == (alone(0), alone(1), tp(2, 3))
     node.send("after", 10, 4)
     node.settle()
     assert_sound(node)
@@ -416,7 +416,7 @@ def test_leader_that_does_not_release_takes_the_group() -> None:
     node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
     assert failure(node, call).status == 503
     assert killed(node) == {0, 1}
-    assert node.controller.book.partition == (alone(0), alone(1), tp(2, 3))
+    assert node.partition == (alone(0), alone(1), tp(2, 3))
 
 
 def test_member_that_does_not_resume_is_left_alone() -> None:
@@ -455,6 +455,6 @@ def test_late_answer_is_dropped_and_counted() -> None:
     node.agents[0]._transport.to_controller(m.Prepared(77, 0, [1, 2], 0))
     node.agents[0]._transport.to_controller(m.Resumed(77, 0, 0))
     node.settle()
-    assert node.controller.book.stale == 2
-    assert node.controller.book.partition == singles(4)
+    assert node.controller.books.statistics.stale.total() == 2
+    assert node.partition == singles(4)
     assert_sound(node)

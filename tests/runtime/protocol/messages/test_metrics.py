@@ -25,8 +25,7 @@ def test_the_class_of_a_priority_is_its_sign(priority: int, name: str) -> None:
 
 
 def test_a_counter_counts_by_label() -> None:
-    counter = Counter("x_total", "X.", ("a", "b"))
-    counter.preset(("1", "2"), ("3",))
+    counter = Counter("x_total", "X.", {"a": ("1", "2"), "b": ("3",)})
     counter.add("2", "3")
     counter.add("2", "3", amount=4)
     counter.add("5", "6")
@@ -46,10 +45,9 @@ def test_without_labels_there_is_a_series_from_the_start() -> None:
 
 
 def test_a_histogram_counts_a_bound_into_its_bucket() -> None:
-    histogram = Histogram("x_seconds", "X.", (1, 2), ("a",))
+    histogram = Histogram("x_seconds", "X.", (1, 2), {"a": ("y", "z")})
     for value in (0.5, 1, 1.5, 2, 2.5, 99):
         histogram.observe(value, "z")
-    histogram.preset(("y", "z"))
     family = histogram.family()
     assert family.bounds == (1, 2)
     assert family.samples == [Sample(("y",), 0, (0, 0, 0)), Sample(("z",), 106.5, (2, 2, 2))]
@@ -63,7 +61,7 @@ def test_a_family_is_a_picture_and_does_not_change() -> None:
 
 
 def test_families_travel() -> None:
-    histogram = Histogram("x_seconds", "X.", (1, 2), ("a",))
+    histogram = Histogram("x_seconds", "X.", (1, 2), {"a": ()})
     histogram.observe(1.5, "z")
     families = [histogram.family(), gauge("y", "Y.", ("b",), {("1",): 2.5})]
     message = NodeMetrics(3, families, [EngineGauges(0, 1, 2, 3, 0.5)])

@@ -1,0 +1,126 @@
+"""The book of one core: the requests that a unit's scheduler has, and sums over them."""
+
+from collections import Counter
+from itertools import islice
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.policies.values.snapshot import PoolRequest
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.protocol import messages as m
+
+
+class Figures(msgspec.Struct):
+    """Sums over the requests of a core, kept up with every one that comes and goes."""
+
+    prompt_tokens: int = 0
+    priorities: Counter[int] = msgspec.field(default_factory=Counter)
+    totals: Counter[int] = msgspec.field(default_factory=Counter)
+    """Requests by the tokens they must be able to reach."""
+
+    def count(self, seen: PoolRequest, change: int) -> None:
+        """Add a request (1) or take it out (-1)."""
+        self.prompt_tokens += change * seen.prompt_tokens
+        for counts, key in ((self.priorities, seen.priority), (self.totals, seen.total_tokens)):
+            counts[key] += change
+            if not counts[key]:
+                del counts[key]
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens that the longest of them must be able to reach."""
+        return max(self.totals, default=0)
+
+    @property
+    def by_priority(self) -> tuple[tuple[int, int], ...]:
+        """Priorities, ascending, and how many have each."""
+        return tuple(sorted(self.priorities.items()))
+
+
+class Uncounted(msgspec.Struct, frozen=True):
+    """The latest requests of a core, and what they were found from: they are the same until then.
+
+    Attributes:
+        requests: in the order they were sent.
+        prompt_tokens: of all of them.
+    """
+
+    load: m.Load | None
+    sent: int
+    held: int
+    requests: list[Request]
+    prompt_tokens: int
+    _blocks: dict[int, int] = {}
+
+    def blocks(self, block_tokens: int) -> int:
+        """Return the KV blocks of so many tokens that their first steps take."""
+        if block_tokens not in self._blocks:
+            self._blocks[block_tokens] = sum(
+                -(-(request.seen.prompt_tokens + 1) // block_tokens) for request in self.requests
+            )
+        return self._blocks[block_tokens]
+
+
+class CoreBook(msgspec.Struct):
+    """The requests of one unit's core, bound now or not."""
+
+    unit: Unit
+    requests: dict[str, Request] = {}
+    """In the order they were sent there."""
+    sent: int = 0
+    """``AddRequest`` messages ever sent for this unit."""
+    load: m.Load | None = None
+    """The last report."""
+    figures: Figures = msgspec.field(default_factory=Figures)
+    """Of its requests."""
+    _uncounted: Uncounted | None = None
+
+    def put(self, request: Request) -> None:
+        """Note a request that is sent."""
+        self.requests[request.id] = request
+        self.sent += 1
+        self.figures.count(request.seen, 1)
+
+    def take(self, request_id: str) -> Request:
+        """Forget a request."""
+        request = self.requests.pop(request_id)
+        self.figures.count(request.seen, -1)
+        return request
+
+    def replace(self, request: Request) -> None:
+        """Note what has become of a request that policies see as before."""
+        self.requests[request.id] = request
+
+    def report(self, load: m.Load) -> None:
+        """Note what the core says of itself."""
+        self.load = load
+
+    def movable(self) -> list[str]:
+        """Return the requests that can go on elsewhere."""
+        return [request.id for request in self.requests.values() if request.movable]
+
+    def pinned(self) -> list[str]:
+        """Return the requests that can only go on here."""
+        return [request.id for request in self.requests.values() if not request.movable]
+
+    @property
+    def uncounted(self) -> Uncounted:
+        """Requests whose KV blocks the last report does not count as taken: the latest ones."""
+        load, sent, held = self.load, self.sent, len(self.requests)
+        known = self._uncounted
+        if known is not None and known.load is load and (known.sent, known.held) == (sent, held):
+            return known
+        count = held if load is None else max(0, sent - load.added + load.waiting)
+        latest = [*islice(reversed(self.requests.values()), count)][::-1]
+        tokens = sum(request.seen.prompt_tokens for request in latest)
+        self._uncounted = Uncounted(load, sent, held, latest, tokens)
+        return self._uncounted
+
+    @property
+    def computed(self) -> list[Request]:
+        """Requests that a step may have had: all but those that were waiting at the last report."""
+        if self.load is None:
+            return list(self.requests.values())
+        waiting = {request.id for request in self.uncounted.requests[: self.load.waiting]}
+        return [request for request in self.requests.values() if request.id not in waiting]

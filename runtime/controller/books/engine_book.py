@@ -1,0 +1,188 @@
+"""The book of engines: how each one is, and which groups have communicators among them."""
+
+import enum
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import msgspec
+
+from shoal.policies.values.layouts import Layout, Unit
+from shoal.runtime.protocol import messages as m
+
+
+class EngineState(enum.StrEnum):
+    """How an engine is."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    SILENT = "silent"
+    """It did not answer in time; it is left alone until it does."""
+    DEAD = "dead"
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """One engine, as it is now."""
+
+    number: int
+    state: EngineState = EngineState.STARTING
+    ready: m.EngineReady | None = None
+    reason: str | None = None
+    """Why it is silent or dead, or had to be restarted."""
+    incarnation: int = 0
+    """How often it was restarted."""
+    returns: bool = False
+    """Whether it is restarted when it is dead."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it died and is not back."""
+        restarts = self.state is EngineState.STARTING and self.incarnation > 0
+        return restarts or self.state is EngineState.DEAD
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it died and will not be back."""
+        return self.state is EngineState.DEAD and not self.returns
+
+
+class EngineBook:
+    """All engines of one node, by number.
+
+    Args:
+        engines: how many there are.
+        return_: whether they are restarted when they are dead.
+    """
+
+    def __init__(self, engines: int, *, return_: bool = False) -> None:
+        self._engines = [Engine(number, returns=return_) for number in range(engines)]
+        self._formed_of: dict[Unit, tuple[int, ...]] = {}
+        """Incarnations of the engines that a group was last formed of, if not the first ones."""
+        self._refused: dict[Unit, str] = {}
+        self.refused: Mapping[Unit, str] = self._refused
+        """Groups that could not be formed anew, and why."""
+        self._see()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines)
+
+    def __getitem__(self, number: int) -> Engine:
+        return self._engines[number]
+
+    def _set(self, number: int, **changes: object) -> None:
+        self._engines[number] = msgspec.structs.replace(self._engines[number], **changes)
+        self._see()
+
+    def _see(self) -> None:
+        """Find what every turn asks for, and only a change of an engine changes."""
+        engines = self._engines
+        self.started = all(engine.ready is not None for engine in engines)
+        """Whether every engine has been ready."""
+        self.gone = frozenset(engine.number for engine in engines if engine.is_gone)
+        """Engines that died and are not back."""
+        self.lost = frozenset(number for number in self.gone if engines[number].is_lost)
+        """Those of them that will not be back."""
+        self._in_state = {
+            state: frozenset(engine.number for engine in engines if engine.state is state)
+            for state in EngineState
+        }
+
+    # --- what happens to them -----------------------------------------------------------------
+
+    def serve(self, ready: m.EngineReady) -> None:
+        """Note that an engine is up, or up again, and what it said of itself."""
+        self._set(ready.engine, ready=ready, state=EngineState.SERVING, reason=None)
+
+    def silence(self, engines: Iterable[int], reason: str) -> None:
+        """Note that engines do not answer."""
+        for engine in engines:
+            if self._engines[engine].state is EngineState.SERVING:
+                self._set(engine, state=EngineState.SILENT, reason=reason)
+
+    def hear(self, engine: int) -> bool:
+        """Note that an engine answers; return whether it had not."""
+        was_silent = self._engines[engine].state is EngineState.SILENT
+        if was_silent:
+            self._set(engine, state=EngineState.SERVING, reason=None)
+        return was_silent
+
+    def die(self, engines: Collection[int], reason: str) -> None:
+        """Note that engines are dead."""
+        for engine in engines:
+            self._set(engine, state=EngineState.DEAD, reason=reason)
+
+    def expect(self, engine: int, *, returns: bool) -> None:
+        """Note whether an engine is restarted when it is dead."""
+        self._set(engine, returns=returns)
+
+    def restart(self, engine: int, incarnation: int) -> None:
+        """Note that an engine's processes were started again."""
+        self._set(engine, incarnation=incarnation, state=EngineState.STARTING)
+
+    # --- how they are -------------------------------------------------------------------------
+
+    def in_state(self, state: EngineState, *others: EngineState) -> frozenset[int]:
+        """Return the engines in one of these states."""
+        return self._in_state[state].union(*(self._in_state[other] for other in others))
+
+    def serves(self, unit: Unit) -> bool:
+        """Return whether every engine of the unit is well."""
+        return all(self._engines[engine].state is EngineState.SERVING for engine in unit.engines)
+
+    def limits(self, unit: Unit) -> m.LayoutLimits:
+        """Return what a unit's layout can hold.
+
+        Raises:
+            LookupError: its leader is not ready, or does not know the layout.
+        """
+        return self._limits(unit.leader, unit.layout)
+
+    def limits_of(self, layout: Layout) -> m.LayoutLimits:
+        """Return what a layout can hold, as the first engine says.
+
+        Raises:
+            LookupError: that engine is not ready, or does not know the layout.
+        """
+        return self._limits(0, layout)
+
+    def _limits(self, engine: int, layout: Layout) -> m.LayoutLimits:
+        ready = self._engines[engine].ready
+        for limits in ready.layouts if ready is not None else ():
+            if limits.layout == layout:
+                return limits
+        raise LookupError(f"engine {engine} knows no limits of {layout.name}")
+
+    def num_blocks(self, engine: int) -> int:
+        """Return the size of an engine's pool; 0 before it is ready."""
+        ready = self._engines[engine].ready
+        return 0 if ready is None else ready.num_blocks
+
+    # --- groups of them -----------------------------------------------------------------------
+
+    def incarnations(self, unit: Unit) -> tuple[int, ...]:
+        """Return how often each engine of a group was restarted."""
+        return tuple(self._engines[engine].incarnation for engine in unit.engines)
+
+    def is_formed(self, unit: Unit) -> bool:
+        """Return whether a group has communicators among its engines as they are now."""
+        formed = self._formed_of.get(unit, (0,) * unit.size)
+        return not unit.is_group or formed == self.incarnations(unit)
+
+    def unformed(self, units: Iterable[Unit]) -> list[Unit]:
+        """Return those of these groups that are not formed; until an engine dies there is none."""
+        if not any(engine.incarnation for engine in self._engines):
+            return []
+        return [unit for unit in units if not self.is_formed(unit)]
+
+    def form(self, unit: Unit, members: tuple[int, ...]) -> None:
+        """Note that a group was formed of these incarnations of its engines."""
+        self._formed_of[unit] = members
+
+    def refuse(self, unit: Unit, reason: str) -> None:
+        """Note that a group's members, as they are now, cannot form it."""
+        self._refused[unit] = reason
+
+    def retry(self, unit: Unit) -> None:
+        """Note that they may try again: they are others."""
+        self._refused.pop(unit, None)

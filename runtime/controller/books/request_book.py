@@ -1,0 +1,159 @@
+"""The book of requests: where every one is that has come and not left.
+
+It waits in the task pool, is on a unit's core, or is interrupted: its engine died.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.books.unit_book import UnitBook
+from shoal.runtime.protocol import messages as m
+
+
+class RequestBook:
+    """All requests of one node.
+
+    Args:
+        units: which units there are.
+        pool: the task pool.
+    """
+
+    def __init__(self, units: UnitBook, pool: TaskPool) -> None:
+        self.pool = pool
+        self._units = units
+        self._cores: dict[Unit, CoreBook] = {}
+        self._where: dict[str, Unit] = {}
+        self._interrupted: dict[str, Request] = {}
+        self._closed = False
+        self.cores: Mapping[Unit, CoreBook] = self._cores
+        """The cores that have had a request, or said something, by unit, bound now or not."""
+        self.interrupted: Mapping[str, Request] = self._interrupted
+        """Requests whose engines died, until their front ends say how far they have come."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the node is to end: it takes no requests."""
+        return self._closed
+
+    def close(self) -> None:
+        """Note that the node is to end."""
+        self._closed = True
+
+    def __contains__(self, request_id: str) -> bool:
+        elsewhere = request_id in self._interrupted or request_id in self.pool
+        return elsewhere or request_id in self._where
+
+    # --- on units -----------------------------------------------------------------------------
+
+    def core(self, unit: Unit) -> CoreBook:
+        """Return the book of a unit's core."""
+        core = self._cores.get(unit)
+        if core is None:
+            core = self._cores[unit] = CoreBook(unit)
+        return core
+
+    def place(self, request: Request, unit: Unit) -> None:
+        """Note that a request was sent to a unit."""
+        self.core(unit).put(request)
+        self._where[request.id] = unit
+
+    def where(self, request_id: str) -> Unit | None:
+        """Return the unit that a request was sent to."""
+        return self._where.get(request_id)
+
+    def find(self, request_id: str) -> Request | None:
+        """Return a request that was sent to a unit; None if it is not known (any more)."""
+        unit = self._where.get(request_id)
+        return None if unit is None else self._cores[unit].requests[request_id]
+
+    def remove(self, request_id: str, *, led_by: int | None = None) -> Request | None:
+        """Forget a request that was sent to a unit; None if it is not known (any more).
+
+        Args:
+            request_id: that.
+            led_by: only if this engine leads the unit. The request may have been begun again
+                elsewhere since the engine wrote of it.
+        """
+        unit = self._where.get(request_id)
+        if unit is None or led_by not in (None, unit.leader):
+            return None
+        del self._where[request_id]
+        return self._cores[unit].take(request_id)
+
+    def remove_all(self, unit: Unit) -> list[Request]:
+        """Forget the requests of a core."""
+        core = self.core(unit)
+        for request_id in core.requests:
+            del self._where[request_id]
+        return [core.take(request_id) for request_id in list(core.requests)]
+
+    def report(self, load: m.Load) -> list[Request]:
+        """Note what a core says of itself; return the requests that have ended there."""
+        self.core(load.unit).report(load)
+        ended = (self.remove(request_id, led_by=load.engine) for request_id in load.finished)
+        return [request for request in ended if request is not None]
+
+    def forget_cores(self, leader: int) -> None:
+        """Forget the cores of an engine that is started again."""
+        for unit in [unit for unit in self._cores if unit.leader == leader]:
+            del self._cores[unit]
+
+    @property
+    def paused(self) -> Counter[Unit]:
+        """Requests whose unit is not there, counted for the unit that its leader is in now.
+
+        They wait for their unit to come back, or are interleaved.
+        """
+        paused: Counter[Unit] = Counter()
+        for core in self._cores.values():
+            if core.requests and core.unit not in self._units.partition:
+                paused[self._units.unit_of(core.unit.leader)] += len(core.requests)
+        return paused
+
+    def interleaved_in(self, unit: Unit) -> int:
+        """Return the requests that go on in turn with those of this unit."""
+        if unit not in self._units.interleaving:
+            return 0
+        return sum(len(self.core(alone(engine)).requests) for engine in unit.engines)
+
+    # --- suspects, and those whose engine died ------------------------------------------------
+
+    def may_start(self, request: Request, unit: Unit) -> bool:
+        """Return whether a request may be sent to a unit now: suspects go one at a time."""
+        others = self.core(unit).requests.values()
+        return not request.suspect or not any(other.suspect for other in others)
+
+    def absolve(self, request_id: str) -> None:
+        """Note that a request runs on its unit: it is no suspect (any more)."""
+        unit = self._where.get(request_id)
+        if unit is not None:
+            core = self._cores[unit]
+            cleared = msgspec.structs.replace(core.requests[request_id], suspect=False)
+            core.replace(cleared)
+
+    def interrupt(self, request: Request) -> None:
+        """Note that the engine of a request died, which is on no unit any more."""
+        self._interrupted[request.id] = request
+
+    def take_interrupted(self, request_id: str) -> Request | None:
+        """Forget an interrupted request; None if there is none of this id."""
+        return self._interrupted.pop(request_id, None)
+
+    def take_all_interrupted(self) -> list[Request]:
+        """Forget all interrupted requests."""
+        taken = list(self._interrupted.values())
+        self._interrupted.clear()
+        return taken
+
+    def check_integrity(self) -> list[str]:
+        """Return one line per broken invariant."""
+        placed = {id_: core.unit for core in self._cores.values() for id_ in core.requests}
+        if placed != self._where or placed.keys() & self._interrupted.keys():
+            return ["controller: a request is in two units, or in none"]
+        return []

@@ -1,0 +1,87 @@
+"""The book of units: who works with whom now."""
+
+from collections.abc import Mapping, Set
+
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition, singles
+
+
+class UnitBook:
+    """The partition of one node's engines, and the epochs in which it changes.
+
+    Args:
+        engines: how many there are; each begins alone.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self._partition = singles(engines)
+        self._bound: dict[Unit, int] = {}
+        self._interleaving: set[Unit] = set()
+        self._starting: Unit | None = None
+        self._epoch = 0
+        self.bound: Mapping[Unit, int] = self._bound
+        """Epoch of the bind of every unit of the partition with more than one engine."""
+        self.interleaving: Set[Unit] = self._interleaving
+        """Those of them whose members go on with requests of their own."""
+
+    @property
+    def partition(self) -> Partition:
+        """Every unit that there is."""
+        return self._partition
+
+    @property
+    def starting(self) -> Unit | None:
+        """A group that is formed anew and whose members are in its collectives already."""
+        return self._starting
+
+    def next_epoch(self) -> int:
+        """Return an epoch higher than any before."""
+        self._epoch += 1
+        return self._epoch
+
+    def unit_of(self, engine: int) -> Unit:
+        """Return the unit that an engine is in."""
+        return next(unit for unit in self._partition if engine in unit.engines)
+
+    def interleaves(self, unit: Unit) -> bool:
+        """Return whether a core's requests go on in turn with those of the unit it is in."""
+        return not unit.is_group and self.unit_of(unit.leader) in self._interleaving
+
+    def runs(self, unit: Unit) -> bool:
+        """Return whether steps of a core are taken: its unit is there, or is interleaved."""
+        return unit in self._partition or self.interleaves(unit)
+
+    # --- changes ------------------------------------------------------------------------------
+
+    def bind(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
+        """Make a unit of engines that were alone."""
+        rest = [u for u in self._partition if not set(u.engines) & set(unit.engines)]
+        self._partition = tuple(sorted([*rest, unit]))
+        self._bound[unit] = epoch
+        if interleaves:
+            self._interleaving.add(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Make each engine of a unit a unit of its own."""
+        rest = [u for u in self._partition if u != unit]
+        self._partition = tuple(sorted([*rest, *(alone(engine) for engine in unit.engines)]))
+        self._bound.pop(unit, None)
+        self._interleaving.discard(unit)
+
+    def start(self, unit: Unit | None) -> None:
+        """Note whose members start its core now; None: nobody does (any more)."""
+        self._starting = unit
+
+    def check_integrity(self, engines: int) -> list[str]:
+        """Return one line per broken invariant.
+
+        Args:
+            engines: how many there are.
+        """
+        problems = []
+        covered = sorted(engine for unit in self._partition for engine in unit.engines)
+        if covered != list(range(engines)):
+            problems.append(f"controller: partition {self._partition} is not one")
+        if set(self._bound) != {unit for unit in self._partition if unit.is_group}:
+            problems.append(f"controller: bound groups {sorted(self._bound)} are not the units")
+        return problems

@@ -1,0 +1,124 @@
+"""The book of requests: each is in one place, and is found there."""
+
+import pytest
+
+from shoal.policies.values.layouts import alone, tensor_parallel
+from shoal.policies.values.snapshot import PoolRequest
+from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.books.request_book import RequestBook
+from shoal.runtime.controller.books.unit_book import UnitBook
+from shoal.runtime.protocol import messages as m
+
+PAIR = tensor_parallel((0, 1))
+FIRST, SECOND = alone(0), alone(1)
+
+
+def request(name: str, **fields: bool) -> Request:
+    fields = {"movable": True} | fields
+    return Request(name, 0, [], PoolRequest(name, 8, 16, 0, arrival=0.0), **fields)
+
+
+@pytest.fixture
+def units() -> UnitBook:
+    return UnitBook(2)
+
+
+@pytest.fixture
+def book(units: UnitBook) -> RequestBook:
+    return RequestBook(units, TaskPool())
+
+
+def test_a_request_is_known_wherever_it_is(book: RequestBook) -> None:
+    book.pool.add(request("waits"))
+    book.place(request("runs"), FIRST)
+    book.interrupt(request("interrupted"))
+    assert all(name in book for name in ("waits", "runs", "interrupted"))
+    assert "gone" not in book
+    assert (book.where("runs"), book.where("waits")) == (FIRST, None)
+
+
+def test_what_an_engine_writes_of_a_request_that_is_elsewhere_by_now_changes_nothing(
+    book: RequestBook,
+) -> None:
+    book.place(request("r"), SECOND)
+    assert book.remove("r", led_by=0) is None
+    assert book.remove("r", led_by=1) is not None
+    assert book.remove("r") is None
+
+
+def test_a_report_ends_requests_of_its_core(book: RequestBook) -> None:
+    for name in ("a", "b"):
+        book.place(request(name), PAIR)
+    book.place(request("c"), SECOND)
+    load = m.Load(0, PAIR, 1, 0, 50, 2, ["a", "c"], {})
+    assert [ended.id for ended in book.report(load)] == ["a"]
+    assert book.core(PAIR).load is load
+    assert list(book.core(PAIR).requests) == ["b"]
+
+
+def test_all_requests_of_a_core_go_at_once(book: RequestBook) -> None:
+    for name in ("a", "b"):
+        book.place(request(name), FIRST)
+    assert [removed.id for removed in book.remove_all(FIRST)] == ["a", "b"]
+    assert book.find("a") is None
+    assert book.core(FIRST).figures.prompt_tokens == 0
+
+
+def test_requests_of_units_that_are_not_there_are_paused(
+    book: RequestBook, units: UnitBook
+) -> None:
+    book.place(request("single"), SECOND)
+    book.place(request("group"), PAIR)
+    assert book.paused == {FIRST: 1}, "that of the group, by its leader's unit"
+    units.bind(PAIR, 1, interleaves=True)
+    assert book.paused == {PAIR: 1}
+    assert book.interleaved_in(PAIR) == 1
+    units.release(PAIR)
+    assert book.interleaved_in(PAIR) == 0
+
+
+def test_a_unit_gets_its_second_suspect_when_the_first_is_absolved(book: RequestBook) -> None:
+    suspects = [request(name, suspect=True) for name in ("a", "b")]
+    assert book.may_start(suspects[0], FIRST)
+    book.place(suspects[0], FIRST)
+    assert not book.may_start(suspects[1], FIRST)
+    assert book.may_start(suspects[1], SECOND)
+    assert book.may_start(request("c"), FIRST)
+    book.absolve("a")
+    assert book.may_start(suspects[1], FIRST)
+
+
+def test_movable_and_pinned_requests_are_told_apart(book: RequestBook) -> None:
+    book.place(request("moves"), FIRST)
+    book.place(request("stays", movable=False), FIRST)
+    core = book.core(FIRST)
+    assert (core.movable(), core.pinned()) == (["moves"], ["stays"])
+
+
+def test_interrupted_requests_are_taken_once(book: RequestBook) -> None:
+    for name in ("a", "b", "c"):
+        book.interrupt(request(name))
+    taken = book.take_interrupted("b")
+    assert taken is not None
+    assert taken.id == "b"
+    assert book.take_interrupted("b") is None
+    assert [left.id for left in book.take_all_interrupted()] == ["a", "c"]
+    assert book.interrupted == {}
+
+
+def test_an_engine_that_is_started_again_has_no_cores(book: RequestBook) -> None:
+    for unit in (FIRST, SECOND, PAIR):
+        book.core(unit)
+    book.forget_cores(0)
+    assert list(book.cores) == [SECOND]
+
+
+def test_a_request_in_two_places_is_noticed(book: RequestBook) -> None:
+    book.place(request("r"), FIRST)
+    assert book.check_integrity() == []
+    book.interrupt(request("r"))
+    assert len(book.check_integrity()) == 1
+    book.take_interrupted("r")
+    book.core(SECOND).put(request("s"))
+    assert len(book.check_integrity()) == 1

@@ -1,0 +1,88 @@
+"""One switch, audit or forming of a group at a time: who asks for one meanwhile waits."""
+
+import pytest
+
+from shoal.policies.values.layouts import tensor_parallel
+from shoal.runtime.protocol import messages as m
+from tests.runtime.loopback_node import LoopbackNode
+
+
+@pytest.fixture
+def node() -> LoopbackNode:
+    node = LoopbackNode(2, restart_limit=3)
+    node.settle()
+    return node
+
+
+def begin_to_form(node: LoopbackNode) -> None:
+    """Have a group form anew, one of whose members does not answer for now."""
+    node.kill(1)
+    node.settle()
+    node.hung = {0}
+    node.restart(1)
+    node.settle()
+
+
+def test_audit_names_an_engine_that_does_not_answer(node: LoopbackNode) -> None:
+    node.hung = {1}
+    call = node.call(m.AuditNode)
+    node.settle()
+    assert node.reply(call) is None
+    node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
+    reply = node.reply(call)
+    assert isinstance(reply, m.AuditDone)
+    assert reply.problems == ["engine 1: did not answer the audit"]
+
+
+def test_audit_waits_for_a_switch_and_holds_the_next_one_back(node: LoopbackNode) -> None:
+    calls = [
+        node.set_layout((0, 1)),
+        node.call(m.AuditNode),
+        node.call(m.AuditNode),
+    ]
+    node.controller.turn()
+    assert node.reply(calls[1]) is None
+    node.settle()
+    assert [type(node.reply(call)) for call in calls] == [m.SwitchDone, m.AuditDone, m.AuditDone]
+    audit, switch = node.call(m.AuditNode), node.set_layout((0,), (1,))
+    node.settle()
+    assert isinstance(node.reply(audit), m.AuditDone)
+    assert isinstance(node.reply(switch), m.SwitchDone)
+
+
+def test_an_audit_waits_until_a_group_is_formed(node: LoopbackNode) -> None:
+    begin_to_form(node)
+    audit = node.call(m.AuditNode)
+    node.settle()
+    assert node.reply(audit) is None
+    node.hung = set()
+    node.settle()
+    reply = node.reply(audit)
+    assert isinstance(reply, m.AuditDone)
+    assert reply.problems == []
+
+
+def test_a_group_is_formed_only_after_an_audit(node: LoopbackNode) -> None:
+    node.kill(1)
+    node.settle()
+    node.hung = {0}
+    audit = node.call(m.AuditNode)
+    node.restart(1)
+    node.settle()
+    assert node.reply(audit) is None
+    assert node.backends[1].formed == []
+    node.hung = set()
+    node.settle()
+    assert isinstance(node.reply(audit), m.AuditDone)
+    assert [unit for unit, _ in node.backends[1].formed] == [tensor_parallel((0, 1))]
+
+
+def test_those_who_wait_begin_in_the_order_they_came(node: LoopbackNode) -> None:
+    begin_to_form(node)
+    together, audit = node.set_layout((0, 1)), node.call(m.AuditNode)
+    node.settle()
+    assert (node.reply(together), node.reply(audit)) == (None, None)
+    node.hung = set()
+    while node.reply(audit) is None:
+        node.turns(1)
+    assert isinstance(node.reply(together), m.SwitchDone), "the switch came first"
