@@ -33,7 +33,7 @@ class Books:
 def open_books(env: Environment) -> Books:
     """Return the books of a node whose engines have not started yet."""
     config = env.config
-    engines = EngineBook(config.engines, return_=config.restart_limit > 0)
+    engines = EngineBook(config.engines, returns=config.restart_limit > 0)
     units = UnitBook(config.engines)
     return Books(
         engines,

@@ -49,11 +49,11 @@ class EngineBook:
 
     Args:
         engines: how many there are.
-        return_: whether they are restarted when they are dead.
+        returns: whether they are restarted when they are dead.
     """
 
-    def __init__(self, engines: int, *, return_: bool = False) -> None:
-        self._engines = [Engine(number, returns=return_) for number in range(engines)]
+    def __init__(self, engines: int, *, returns: bool = False) -> None:
+        self._engines = [Engine(number, returns=returns) for number in range(engines)]
         self._formed_of: dict[Unit, tuple[int, ...]] = {}
         """Incarnations of the engines that a group was last formed of, if not the first ones."""
         self._refused: dict[Unit, str] = {}

@@ -16,7 +16,7 @@ def ready(engine: int, num_blocks: int = 64) -> m.EngineReady:
 
 @pytest.fixture
 def book() -> EngineBook:
-    book = EngineBook(2, return_=True)
+    book = EngineBook(2, returns=True)
     for engine in PAIR.engines:
         book.serve(ready(engine))
     return book
