@@ -19,7 +19,7 @@ Call = m.GetLayout | m.GetMetrics | m.SetLayout | m.SetPolicy | m.SetShiftThresh
 
 
 class Calls:
-    """Answers them.
+    """Answers callers.
 
     Args:
         env: the node, the way to callers, and the time.

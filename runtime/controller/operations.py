@@ -1,8 +1,8 @@
 """What the node does one at a time: a switch, an audit, or a group that is formed anew.
 
 Each needs the engines to itself: a group is neither bound nor checked while its members form it. So
-none begins before the other has ended, and a caller who asks for one meanwhile waits for its turn.
-A death may strike any of them, and all are told.
+none begins before the other has ended, and a caller who asks for one meanwhile waits. The death of
+an engine may concern any of them, and each is told of it.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from shoal.runtime.protocol import messages as m
 
 
 class Operations:
-    """Has each of them begin when its turn is, and ends audits.
+    """Lets every operation begin in its turn, and runs the audits.
 
     Args:
         env: the node, the way to its engines, and the time.
@@ -75,7 +75,7 @@ class Operations:
         return min((at for at in due if at is not None), default=None)
 
     def when_idle(self, begin: Callable[[], None]) -> None:
-        """Have an operation begin that a caller has asked for: now, or when its turn is."""
+        """Have an operation begin that a caller has asked for: now, or in its turn."""
         if self.is_idle:
             begin()
         else:

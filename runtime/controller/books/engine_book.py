@@ -75,14 +75,14 @@ class EngineBook:
         self._see()
 
     def _see(self) -> None:
-        """Find what every turn asks for, and only a change of an engine changes."""
+        """Find what every turn of the loop asks for: it changes only when an engine does."""
         engines = self._engines
         self.started = all(engine.ready is not None for engine in engines)
         """Whether every engine has been ready."""
         self.gone = frozenset(engine.number for engine in engines if engine.is_gone)
         """Engines that died and are not back."""
         self.lost = frozenset(number for number in self.gone if engines[number].is_lost)
-        """Those of them that will not be back."""
+        """Engines that died and will not be back."""
         self._in_state = {
             state: frozenset(engine.number for engine in engines if engine.state is state)
             for state in EngineState

@@ -22,7 +22,7 @@ class UnitBook:
         self.bound: Mapping[Unit, int] = self._bound
         """Epoch of the bind of every unit of the partition with more than one engine."""
         self.interleaving: Set[Unit] = self._interleaving
-        """Those of them whose members go on with requests of their own."""
+        """Bound units whose members go on with requests of their own."""
 
     @property
     def partition(self) -> Partition:

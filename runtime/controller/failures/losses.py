@@ -1,4 +1,4 @@
-"""What an engine's death takes with it: other engines, their groups, blocks that were lent."""
+"""What an engine's death takes with it: other engines, their units, blocks that were lent."""
 
 import logging
 from collections.abc import Collection
