@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from shoal.policies.values.layouts import tensor_parallel
 from shoal.runtime.engine.groups.communicators import SpGroups
 from shoal.runtime.engine.groups.peer_memory import SymmetricMemory, needed_words
 from shoal.runtime.engine.groups.rendezvous import Rendezvous, number_process
@@ -48,7 +49,7 @@ def _member(place: int, args: argparse.Namespace, directory: str) -> None:
         torch.cuda.set_device(device)
     number_process(place, args.members)
     everyone = tuple(range(args.members))
-    rendezvous = Rendezvous(Path(directory), everyone, place, 0, 60.0)
+    rendezvous = Rendezvous(Path(directory), tensor_parallel(everyone), place, 0, 60.0)
     sp = rendezvous.new_group(everyone, backend="nccl" if gpus else "gloo")
     finding = rendezvous.new_group(everyone, backend="gloo")
     groups = SpGroups(sp, None, None)
