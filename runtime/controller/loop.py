@@ -229,7 +229,7 @@ class Controller:
         match message:
             case m.Load():
                 self._take_load(message)
-            case m.Prepared() | m.Committed() | m.Released() | m.Resumed():
+            case _ if isinstance(message, m.SwitchAnswer):
                 self._take_answer(message)
             case m.NeedBlocks():
                 self._count_unless(taken=self.books.leases.need(message))
@@ -292,7 +292,7 @@ class Controller:
                 self._admission.readmit(continued(request, tokens, self._clock()))
                 self.books.statistics.moved.add()
 
-    def _take_answer(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> None:
+    def _take_answer(self, message: m.SwitchAnswer) -> None:
         if isinstance(message, m.Resumed) and self.books.engines.hear(message.engine):
             log.warning("engine %d answers again", message.engine)
         self._count_unless(taken=self._operations.switches.handle(message))

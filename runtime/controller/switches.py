@@ -16,7 +16,8 @@ from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.statistics import MANUAL, PAUSED
 from shoal.runtime.controller.reporting import layout_view
 from shoal.runtime.controller.requests.pauses import Turn
-from shoal.runtime.controller.switching.switch import LoseEngines, Switch
+from shoal.runtime.controller.switching.moves import LoseEngines, Node
+from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import SwitchView
 from shoal.runtime.protocol.transport import front_identity
@@ -27,8 +28,6 @@ SWITCHES_KEPT = 32
 """Past switches that ``GET /admin/layout`` shows."""
 RETRY_SECONDS = 5.0
 """Pause after a failed switch before the policy may ask for another."""
-WAITING_TREATMENTS = (m.Treatment.SEQUENTIAL, m.Treatment.INTERLEAVE)
-"""Those whose switches take as long as requests run."""
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -61,12 +60,11 @@ class Switches:
         self.ended_at = -math.inf
         """When the last one ended that the policy or an operator asked for."""
         self._config = env.config
+        self._node = Node(env, books, capacity, lose)
         self._books = books
-        self._capacity = capacity
         self._transport = env.transport
         self._clock = env.clock
         self._wall = env.wall
-        self._lose = lose
         self._caller: _Call | None = None
         self._budget = SwitchBudget(env.clock())
         self._retry_at = 0.0
@@ -133,19 +131,12 @@ class Switches:
         rebound: Collection[Unit] = (),
     ) -> None:
         self.running = Switch(
-            self._books,
-            self._transport,
-            clock=self._clock,
-            lose=self._lose,
+            self._node,
             target=target,
             treatment=treatment,
             reason=reason,
             wait=wait,
             gives_up=gives_up,
-            answer_timeout=self._config.prepare_timeout_seconds,
-            lease=self._capacity.lease_for,
-            leaves_room=self._capacity.leaves_room,
-            seed=lambda epoch: (self._config.seed + epoch) % 2**31,
             rebound=rebound,
         )
         self._tell_fronts(self.running, None)
@@ -161,7 +152,7 @@ class Switches:
 
     # --- answers and end ----------------------------------------------------------------------
 
-    def handle(self, message: m.Prepared | m.Committed | m.Released | m.Resumed) -> bool:
+    def handle(self, message: m.SwitchAnswer) -> bool:
         """Take an engine's answer; False when it is about nothing that is going on."""
         return self.running is not None and self.running.handle(message)
 
@@ -187,7 +178,7 @@ class Switches:
         log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
         if switch.reason != PAUSED:
             self.ended_at = now
-        if switch.treatment not in WAITING_TREATMENTS:
+        if not switch.rules.lasts:
             self._budget.learn(view.duration_seconds)
         if switch.error is not None:
             self._retry_at = now + RETRY_SECONDS

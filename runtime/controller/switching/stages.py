@@ -1,110 +1,291 @@
-"""Where the groups of a switch stand, and what their engines are told."""
+"""The protocol of a switch, as a table: one row for each stage of a bind or release.
 
-import enum
+    release:  RELEASING ──Released──> RESUMING ──Resumed from all──> DONE
+                  └─undone─> KEEPING ──Committed──> DONE
+                                └──Released──> RESUMING
 
-import msgspec
+    bind:     WAITING ──members alone──> PREPARING ──Prepared from all──> COMMITTING ──> DONE
+                                             └─undone─> ABORTING ──Resumed──> DONE
 
-from shoal.policies.values.layouts import Unit, alone
-from shoal.policies.values.partition import Partition
-from shoal.runtime.controller.books.engine_book import EngineBook
+The rows stand from the last stage to the first, as a row names those that follow it. Above them are
+the functions that their cells name. ``switch.py`` does what they say.
+"""
+
+from collections.abc import Callable, Collection
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.statistics import SwitchStatistics
+from shoal.runtime.controller.switching.moves import Missing, Move, Next, Node, Stage, always
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages.views import Phase
+
+# --- engines ---
 
 
-class SwitchOutcome(enum.StrEnum):
-    """How a switch ended."""
-
-    DONE = "done"
-    FAILED = "failed"
-    """It turned round: the partition is the one before, without engines that were lost."""
+def leader(_: Node, move: Move) -> Collection[int]:
+    """Return the engine that runs the unit's scheduler."""
+    return (move.unit.leader,)
 
 
-class Stage(enum.Enum):
-    """Where one group stands."""
-
-    WAITING = enum.auto()
-    PREPARING = enum.auto()
-    COMMITTING = enum.auto()
-    ABORTING = enum.auto()
-    RELEASING = enum.auto()
-    KEEPING = enum.auto()
-    """A sequential release took too long and is being taken back."""
-    RESUMING = enum.auto()
-    DONE = enum.auto()
+def members(_: Node, move: Move) -> Collection[int]:
+    """Return all engines of the unit."""
+    return move.unit.engines
 
 
-COMMITTED_STAGES = (Stage.COMMITTING, Stage.RELEASING, Stage.KEEPING)
-"""Stages in which the members may be inside the group's collectives: they live or die together."""
+def alive(node: Node, move: Move) -> Collection[int]:
+    """Return the members that have not died."""
+    gone = node.books.engines.gone
+    return [engine for engine in move.unit.engines if engine not in gone]
 
 
-class Move(msgspec.Struct):
-    """One group's bind or release."""
-
-    unit: Unit
-    epoch: int
-    stage: Stage
-    treatment: m.Treatment
-    """What the engines are told."""
-    since: float = 0.0
-    """Clock time at which the stage began, once engines are waited for."""
-    deadline: float | None = None
-    awaiting: set[int] = set()
-    lent: dict[int, list[int]] = {}
-    lend_seconds: float = 0.0
-    """What the slowest member took to lend."""
+def serving(node: Node, move: Move) -> Collection[int]:
+    """Return the members that answer."""
+    engines = node.books.engines
+    return [e for e in move.unit.engines if engines[e].state is EngineState.SERVING]
 
 
-# --- what engines are told ---
+def are_alone(node: Node, move: Move) -> bool:
+    """Return whether every member is a unit of its own."""
+    return all(alone(engine) in node.books.units.partition for engine in move.unit.engines)
 
 
-def release_treatment(treatment: m.Treatment, *, waits: bool) -> m.Treatment:
-    """Return what the leader of a group that is dissolved is told.
-
-    Args:
-        treatment: that of the switch.
-        waits: whether the group's requests are waited for, as far as they are not moved.
-    """
-    hard = treatment is m.Treatment.HARD or not waits
-    return m.Treatment.HARD if hard else m.Treatment.SEQUENTIAL
+# --- what they are sent ---
 
 
-def bind_treatment(treatment: m.Treatment) -> m.Treatment:
-    """Return what the members of a new group are told under a switch's treatment."""
-    # What could not be moved is waited for.
-    return m.Treatment.SEQUENTIAL if treatment is m.Treatment.SOFT else treatment
+def prepare(_: Node, move: Move, __: int) -> m.Message:
+    """To a member: reach a safe point, and lend blocks."""
+    return m.Prepare(move.epoch, move.unit, move.told.treatment, move.asked_blocks)
 
 
-def late_bind_treatment(treatment: m.Treatment, *, leaves_room: bool) -> m.Treatment:
-    """Return what they are told when nobody is waited for (any more).
-
-    Args:
-        treatment: that of the switch.
-        leaves_room: whether the members' own requests leave the group blocks to work with.
-    """
-    beside = treatment is not m.Treatment.HARD and leaves_room
-    return m.Treatment.INTERLEAVE if beside else m.Treatment.HARD
+def commit(node: Node, move: Move, _: int) -> m.Message:
+    """To a member: the unit exists from now on, with this lease."""
+    seed = (node.env.config.seed + move.epoch) % 2**31
+    return m.Commit(move.epoch, move.unit, seed, move.lent)
 
 
-def whole(partition: Partition, engines: EngineBook) -> Partition:
-    """Return a partition whose groups that have lost an engine are taken apart."""
-    units: list[Unit] = []
-    for group in partition:
-        is_whole = not group.is_group or engines.serves(group)
-        units += [group] if is_whole else [alone(engine) for engine in group.engines]
-    return tuple(units)
+def abort(_: Node, move: Move, __: int) -> m.Message:
+    """To a member: forget ``Prepare``."""
+    return m.AbortBind(move.epoch, move.unit)
 
 
-# --- figures ---
+def release(_: Node, move: Move, __: int) -> m.Message:
+    """To the leader: take no further step of the unit, and return its blocks."""
+    return m.Release(move.epoch, move.unit, move.told.treatment)
 
 
-def count_end(statistics: SwitchStatistics, move: Move, reason: str, *, lost: bool) -> None:
-    """Count how a group's bind or release has ended."""
-    match move.stage:
-        case Stage.COMMITTING:
-            statistics.bound("lost" if lost else "done", reason)
-        case Stage.ABORTING:
-            statistics.bound("aborted", reason)
-        case Stage.RESUMING:
-            statistics.released("done", reason)
-        case Stage.RELEASING | Stage.KEEPING:
-            statistics.released("lost" if lost else "kept", reason)
+def keep(_: Node, move: Move, __: int) -> m.Message:
+    """To the leader: forget ``Release``, if it still waits for requests."""
+    return m.KeepBound(move.epoch, move.unit)
+
+
+def resume(_: Node, move: Move, engine: int) -> m.Message:
+    """To a member: serve alone again, and take these blocks back."""
+    return m.Resume(move.epoch, move.unit, (move.returned or {}).get(engine, []))
+
+
+# --- before they are ---
+
+
+def size_lease(node: Node, move: Move) -> None:
+    """Decide what the members are to lend."""
+    move.asked_blocks = node.capacity.lease_for(move.unit)
+
+
+def open_lease(node: Node, move: Move) -> None:
+    """Make a lease of what all members have lent."""
+    move.lent = node.books.leases.even_out(move.unit, move.lent)
+    node.books.leases.open(move.unit, len(move.lent[move.unit.leader]))
+
+
+def forget_lent(node: Node, move: Move) -> None:
+    """Forget what was lent in ``Prepare``: each engine takes it back by itself."""
+    for engine, blocks in move.lent.items():
+        node.books.leases.remove(engine, move.unit, blocks)
+
+
+def move_late(node: Node, move: Move) -> None:
+    """Move what can be moved of a unit whose requests are not waited for (any more)."""
+    if move.moves_late and not move.told.waits:
+        move.counts.moved += move_out(node, node.books.requests.core(move.unit))
+
+
+def move_out(node: Node, core: CoreBook) -> int:
+    """Have those of a core's requests given back that can go on elsewhere; return how many."""
+    movable = core.movable()
+    if movable:
+        node.env.transport.to_engine(core.unit.leader, m.MoveOut(core.unit, movable))
+    return len(movable)
+
+
+# --- what one answer does ---
+
+
+def take_loan(node: Node, move: Move, answer: m.Prepared) -> None:
+    """Note what a member has lent."""
+    node.books.leases.add(answer.engine, move.unit, answer.blocks)
+    move.lent[answer.engine] = answer.blocks
+    move.lend_seconds = max(move.lend_seconds, answer.lend_seconds)
+    move.counts.paused += answer.paused
+    move.awaiting.discard(answer.engine)
+
+
+def take_word(_: Node, move: Move, answer: m.Committed) -> None:
+    """Note that a member is in the unit."""
+    move.awaiting.discard(answer.engine)
+
+
+def take_lease(node: Node, move: Move, answer: m.Released) -> None:
+    """Note what the leader has returned."""
+    node.books.leases.cancel(move.unit)
+    node.books.leases.close(move.unit, answer.returned)
+    move.returned = answer.returned
+    move.counts.paused += answer.paused
+    move.awaiting.clear()
+
+
+def take_resumed(_: Node, move: Move, answer: m.Resumed) -> None:
+    """Note that a member serves alone."""
+    move.counts.resumed += answer.resumed
+    move.awaiting.discard(answer.engine)
+
+
+# --- when all have answered ---
+
+
+def bind(node: Node, move: Move) -> None:
+    """Make the members one unit."""
+    node.books.units.bind(move.unit, move.epoch, interleaves=move.told.interleaves)
+    move.counts.resumed += len(node.books.requests.core(move.unit).requests)
+
+
+def free(node: Node, move: Move) -> None:
+    """Make each member a unit of its own."""
+    node.books.units.release(move.unit)
+
+
+def lasted(name: str) -> Callable[[Move, float], list[Phase]]:
+    """Return a cell that counts the whole stage under one name."""
+    return lambda move, now: [Phase(name, move.unit, move.since, now)]
+
+
+def drained_and_lent(move: Move, now: float) -> list[Phase]:
+    """Count what the slowest member took to lend, and before it the wait for requests."""
+    began = max(move.since, now - move.lend_seconds)
+    return [Phase("drain", move.unit, move.since, began), Phase("lease", move.unit, began, now)]
+
+
+# --- what follows ---
+
+
+def or_detour(stage: Stage) -> Next:
+    """Return a cell for a stage that may have another before it."""
+    return lambda move: move.told.detour or stage
+
+
+def resume_if_released(move: Move) -> Stage:
+    """Return what follows KEEPING: the leader may have released the unit before it was asked."""
+    return DONE if move.returned is None else RESUMING
+
+
+def while_waiting(stage: Stage) -> Next:
+    """Return a cell for what can be undone only while requests are waited for."""
+    return lambda move: stage if move.told.waits else move.stage
+
+
+# --- the table ---
+
+DONE = Stage("done")
+
+RESUMING = Stage(
+    "resuming",
+    ask=resume,
+    whom=alive,
+    answers={m.Resumed: take_resumed},
+    phases=lasted("resume"),
+    end=free,
+    then=always(DONE),
+    missing=Missing.SHRINKS,
+    count=SwitchStatistics.released,
+)
+
+KEEPING = Stage(
+    "keeping",
+    ask=keep,
+    whom=leader,
+    answers={m.Committed: take_word, m.Released: take_lease},
+    then=resume_if_released,
+    missing=Missing.BREAKS,
+    count=SwitchStatistics.released,
+    outcome="kept",
+)
+"""A release that waited for requests is taken back."""
+
+RELEASING = Stage(
+    "releasing",
+    begin=move_late,
+    ask=release,
+    whom=leader,
+    answers={m.Released: take_lease},
+    phases=lasted("release"),
+    then=or_detour(RESUMING),
+    missing=Missing.BREAKS,
+    undo=while_waiting(KEEPING),
+    waits=True,
+    unended="the requests of unit {unit} did not end in {seconds:g} s",
+    count=SwitchStatistics.released,
+)
+
+ABORTING = Stage(
+    "aborting",
+    begin=forget_lent,
+    ask=abort,
+    whom=alive,
+    awaited=serving,
+    answers={m.Resumed: take_resumed},
+    then=always(DONE),
+    missing=Missing.SHRINKS,
+    count=SwitchStatistics.bound,
+    outcome="aborted",
+)
+
+COMMITTING = Stage(
+    "committing",
+    begin=open_lease,
+    ask=commit,
+    whom=members,
+    answers={m.Committed: take_word},
+    phases=lasted("commit"),
+    end=bind,
+    then=always(DONE),
+    missing=Missing.BREAKS,
+    count=SwitchStatistics.bound,
+)
+
+_NOT_SAFE = "engines {late} did not reach a safe point within {seconds:g} s"
+PREPARING = Stage(
+    "preparing",
+    begin=size_lease,
+    ask=prepare,
+    whom=members,
+    answers={m.Prepared: take_loan},
+    phases=drained_and_lent,
+    then=or_detour(COMMITTING),
+    missing=Missing.UNDOES,
+    undo=always(ABORTING),
+    waits=True,
+    unended=_NOT_SAFE,
+    overdue=_NOT_SAFE,
+)
+
+WAITING = Stage(
+    "waiting",
+    until=are_alone,
+    then=always(PREPARING),
+    missing=Missing.UNDOES,
+    undo=always(DONE),
+    waits=True,
+)
+
+STAGES = (WAITING, PREPARING, COMMITTING, ABORTING, RELEASING, KEEPING, RESUMING, DONE)

@@ -379,12 +379,12 @@ class Pong(Message, frozen=True):
     engine: int
 
 
+SwitchAnswer = Prepared | Committed | Released | Resumed
+"""What engines answer in a switch."""
+
 ToController = (
     EngineReady
-    | Prepared
-    | Committed
-    | Released
-    | Resumed
+    | SwitchAnswer
     | NeedBlocks
     | Lent
     | Returning
