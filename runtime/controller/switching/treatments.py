@@ -1,7 +1,7 @@
 """What a switch does with running requests: one row for each treatment.
 
-While requests are waited for, their engines start no others. So the wait is bounded: then an
-operator's switch is given up, and a policy's waits no longer, it is *late*.
+While requests are waited for, their engines start no others. So the wait is bounded. At its end an
+operator's switch is given up. A policy's switch waits no longer: it is *late*.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class Rules(msgspec.Struct, frozen=True):
     """Whether requests on the engines of the switch are moved at its start, as far as they can go
     on elsewhere: those that are paused for another unit, too."""
     moves_late: bool = False
-    """Whether those of dissolved units are, when the switch waits no longer."""
+    """Whether requests of dissolved units are moved when the switch waits no longer."""
     lasts: bool = False
     """Whether a switch takes as long as requests run."""
 

@@ -1,20 +1,21 @@
 """The tables of stages and treatments: nothing is left open, and a new row needs nothing else."""
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 from msgspec.structs import asdict, replace
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import TreatmentName
-from shoal.runtime.controller.books.book import EngineState
 from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.statistics import (
     BIND_OUTCOMES,
     PHASES,
     RELEASE_OUTCOMES,
-    Statistics,
+    SwitchStatistics,
 )
 from shoal.runtime.controller.switching.moves import (
     Counts,
@@ -48,6 +49,7 @@ from shoal.runtime.controller.switching.treatments import (
     nobody,
 )
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import ControllerTransport
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
 
@@ -89,25 +91,19 @@ class Bench:
     def __init__(self, *before: Unit, rules: Rules = TREATMENTS[m.Treatment.HARD]):
         node = LoopbackNode(2)
         node.settle()
-        self.clock, self.book, self.leases = (
-            node.clock,
-            node.controller.book,
-            node.controller.leases,
-        )
+        self.clock, self.books = node.clock, node.controller.books
         if PAIR in before:
-            self.book.set_bound(PAIR, self.book.next_epoch())
+            self.books.units.bind(PAIR, self.books.units.next_epoch())
         self.sent: list[tuple[int, m.Message]] = []
         self.lost: list[set[int]] = []
+        config = replace(node.config, prepare_timeout_seconds=5.0, seed=0)
+        # Of the ways to everybody a switch takes the one to engines alone.
+        transport = cast(ControllerTransport, self)
         self.node = Node(
-            book=self.book,
-            leases=self.leases,
-            capacity=Capacity(node.config, self.book, self.leases, node.controller.pool),
-            statistics=Statistics(node.config.layouts),
-            transport=self,
-            clock=self.clock,
+            Environment(config, transport, self.clock, self.clock),
+            self.books,
+            Capacity(config, self.books),
             lose=lambda engines, _: self.lost.append(set(engines)),
-            answer_timeout=5.0,
-            seed=0,
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(TREATMENTS, m.Treatment.HARD, rules)
@@ -191,7 +187,7 @@ def test_every_stage_has_its_cells() -> None:
 
 
 def test_every_stage_is_counted_as_metrics_know_it() -> None:
-    outcomes = {None: ("done",), Statistics.bound: BIND_OUTCOMES}
+    outcomes = {None: ("done",), SwitchStatistics.bound: BIND_OUTCOMES}
     move, names = bench(PREPARING).move, list[str]()
     for row in STAGES:
         assert row.outcome in outcomes.get(row.count, RELEASE_OUTCOMES), row.name
@@ -231,7 +227,7 @@ def test_a_time_out(stage: Stage) -> None:
     assert node.lost == []
     assert node.switch.status == 504
     assert "engines [1] did not" in str(node.switch.error)
-    assert node.book.in_state(EngineState.SILENT) == {1}
+    assert node.books.engines.in_state(EngineState.SILENT) == {1}
     assert node.move.stage is (ABORTING if stage is PREPARING else DONE)
 
 
@@ -240,7 +236,7 @@ def test_a_death(stage: Stage) -> None:
     """It takes the others along where they may be inside their unit's collectives."""
     node = bench(stage)
     assert node.switch.tied(1) == ({0, 1} if stage.name in TOGETHER else {1})
-    node.book.engines[1].state = EngineState.DEAD
+    node.books.engines.die([1], "it died")
     node.switch.lost({1}, "it died")
     assert (node.switch.status, node.switch.error) == (503, "it died")
     if stage.name in TOGETHER:
@@ -339,7 +335,7 @@ CARRYING = Stage(
     then=always(COMMITTING),
     missing=Missing.UNDOES,
     undo=always(ABORTING),
-    count=Statistics.bound,
+    count=SwitchStatistics.bound,
 )
 CARRY = Told(m.Treatment.HARD, detour=CARRYING)
 
@@ -371,7 +367,7 @@ def test_a_treatment_may_have_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert node.names() == [(0, "Commit"), (1, "Commit")]
     assert node.answer(m.Committed, *PAIR.engines)
     assert node.switch.done
-    assert node.book.partition == (PAIR,)
+    assert node.books.units.partition == (PAIR,)
 
 
 def test_a_release_may_have_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +381,7 @@ def test_a_release_may_have_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.answer(Carried, *PAIR.engines)
     assert node.names()[3:] == [(0, "Resume"), (1, "Resume")]
     assert node.answer(m.Resumed, *PAIR.engines)
-    assert (node.switch.done, node.book.partition) == (True, ALONE)
+    assert (node.switch.done, node.books.units.partition) == (True, ALONE)
 
 
 def test_it_may_fall_back_on_another_where_room_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,13 +391,13 @@ def test_it_may_fall_back_on_another_where_room_is_short(monkeypatch: pytest.Mon
 
 def test_its_stage_is_undone_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     node = carrying(monkeypatch)
-    assert node.leases.holds(PAIR)
+    assert node.books.leases.holds(PAIR)
     node.answer(Carried, 0)
     node.sent.clear()
     node.clock.advance(5.0)
     node.switch.tick()
     assert node.names() == [(0, "AbortBind"), (1, "AbortBind")]
-    assert not node.leases.holds(PAIR)
+    assert not node.books.leases.holds(PAIR)
     assert node.answer(m.Resumed, 0)
     assert (node.switch.done, node.switch.status) == (True, 504)
-    assert node.book.partition == ALONE
+    assert node.books.units.partition == ALONE
