@@ -34,8 +34,6 @@ TO_BE_CUT = frozenset(
         "runtime/controller/books/book.py",
         "runtime/controller/loop.py",
         "runtime/controller/switching/switch.py",
-        "runtime/engine/agent/agent.py",
-        "runtime/engine/fake/fake_core.py",
         "runtime/engine/weights/shared_weights.py",
     }
 )

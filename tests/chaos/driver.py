@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from shoal.loadgen.bench.process_memory import MemoryLog, name_and_mib, tree
-from shoal.runtime.engine.fake.fake_core import expected_tokens
+from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from tests.chaos.checks import (
     Ending,
     Record,

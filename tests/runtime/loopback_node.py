@@ -20,7 +20,8 @@ from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
-from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults, expected_tokens
+from shoal.runtime.engine.fake.fake_tokens import expected_tokens
+from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults
 from shoal.runtime.engine.fake.step_times import Devices
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -55,6 +56,11 @@ def request_payload(
 def index_of(frames: Frames) -> int:
     """Return the engine index of a message of outputs."""
     return _outputs.decode(frames[0]).engine_index
+
+
+def problems(backend: FakeBackend) -> list[str]:
+    """Return one line per broken invariant of a backend's cores."""
+    return [line for core in backend.cores.values() for line in core.check_integrity()]
 
 
 class Front:
@@ -206,7 +212,7 @@ class LoopbackNode:
             self.settle()
 
     def describe(self) -> str:
-        states = {e: agent.state.value for e, agent in self.agents.items()}
+        states = {e: agent.binding.state.value for e, agent in self.agents.items()}
         return f"{states}, partition {self.partition}, missing {self.missing}"
 
     def hold_outputs(self, *unit: int, keep: int = 0) -> list[tuple[int, Frames]]:

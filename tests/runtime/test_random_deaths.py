@@ -122,4 +122,4 @@ def live(run: DeadlyRun) -> None:
     assert node.audit() == []
     alive = set(node.agents)
     assert len(alive) >= 1
-    assert all(node.backends[engine].lent == frozenset() for engine in alive)
+    assert all(node.backends[engine].own.lent == frozenset() for engine in alive)

@@ -5,7 +5,7 @@ import pytest
 from shoal.policies.values.partition import singles, units_of
 from shoal.runtime.controller.books.engine_book import Engine, EngineState
 from shoal.runtime.controller.failures.rejoin import FORM_SECONDS, RETRY_SECONDS
-from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
+from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.test_random_deaths import ENGINES, DeadlyRun
@@ -48,7 +48,7 @@ class RestartingRun(DeadlyRun):
             node.run_for(FORM_SECONDS, tick=RETRY_SECONDS)
             for engine in sorted(self.bury()):
                 node.restart(engine)
-            for engine in [e for e, backend in node.backends.items() if backend.fails_to_form]:
+            for engine in [e for e, backend in node.backends.items() if backend.faults.fail_form]:
                 node.kill(engine)
         node.switch(*singles(ENGINES))  # wide groups are formed again when narrow ones are released
         super().finish()

@@ -6,7 +6,7 @@ must be clean. The controls show that each of these would be noticed.
 
 import pytest
 
-from shoal.runtime.engine.fake.fake_core import Faults
+from shoal.runtime.engine.fake.faults import Faults
 from shoal.runtime.protocol.messages import CallFailed, SwitchDone, Treatment
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
@@ -40,7 +40,7 @@ def test_random_life(seed: int, max_sp: int, changes: int) -> None:
     assert {node.finish[r] for r in node.finish} == {FinishReason.LENGTH}
     assert [problem for audit in run.audits for problem in audit.problems] == []
     assert node.audit() == []
-    assert all(backend.lent == frozenset() for backend in node.backends.values())
+    assert all(backend.own.lent == frozenset() for backend in node.backends.values())
     assert len(node.agents) == 4
     assert {type(reply) for reply in run.switches} <= {SwitchDone, CallFailed}
     # A sequential switch may run out of time; nothing else may fail.
@@ -68,7 +68,7 @@ def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert set(node.finish.values()) == {FinishReason.LENGTH}
     assert [problem for audit in run.audits for problem in audit.problems] == []
     assert node.audit() == []
-    assert all(backend.lent == frozenset() for backend in node.backends.values())
+    assert all(backend.own.lent == frozenset() for backend in node.backends.values())
     assert node.value("shoal_switches_total", outcome="failed") == 0
     assert node.value("shoal_late_switches_total") > 10
     assert node.value("shoal_switches_total", reason="paused") > 3

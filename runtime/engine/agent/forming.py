@@ -58,10 +58,10 @@ class Forming:
             self._answer(message.epoch, f"engine {self._backend.engine} is not free")
             return
         match message:
-            case m.FormGroup(epoch, group, generation):
-                self._task = Task(epoch, group, True, self._backend.form(group, generation))
-            case m.StartGroup(epoch, group):
-                self._task = Task(epoch, group, False, self._backend.start(group))
+            case m.FormGroup(epoch, unit, generation):
+                self._task = Task(epoch, unit, True, self._backend.form(unit, generation))
+            case m.StartGroup(epoch, unit):
+                self._task = Task(epoch, unit, False, self._backend.start(unit))
 
     def tend(self) -> Unit | None:
         """Answer if it is done; return the group then."""

@@ -1,11 +1,12 @@
-"""The seam between the engine's protocol (``agent.py``) and what computes: vLLM, or the fake.
+"""The seam between an engine's part in the protocol and what computes: vLLM, or the fake.
 
-``agent.py`` knows binds, leases and epochs, and nothing of models. An ``EngineBackend`` offers one
-``Core`` per unit the engine can lead. Both implementations (``vllm_backend.py``,
+The agent knows binds, leases and epochs, and nothing of models. An ``EngineBackend`` offers one
+``Core`` for each unit that the engine can lead: its own, which is also the ``BlockLender`` of the
+engine's KV blocks, and a ``GroupCore`` for each group. Both implementations (``vllm_backend.py``,
 ``fake_backend.py``) pass the same tests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -48,8 +49,35 @@ class EndedSteps(msgspec.Struct, frozen=True):
     """``steps`` of one kind, with or without prompts; ``seconds`` is left to the caller."""
 
 
+def work_of_step(shares: Iterable[tuple[int, int]]) -> Work:
+    """Return what one step computes. A prompt's last token alone counts as a decode: it costs one.
+
+    Args:
+        shares: of each request, its tokens that were computed before, and those of the step.
+    """
+    decodes = context = prefill = pairs = 0
+    for before, tokens in shares:
+        if tokens == 1 and before:
+            decodes += 1
+            context += before + 1
+        else:
+            prefill += tokens
+            pairs += tokens * (2 * before + tokens + 1) // 2
+    return Work(1, 0.0, decodes, context, prefill, pairs)
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """What came of the steps that have ended."""
+
+    outputs: list[CoreOutputs]
+    steps: list[EndedSteps]
+    """Oldest first. A step that computed nothing, and only told the runners of ends, has none."""
+    finished: list[str]
+    """Requests that ended, for any reason but ``abort``."""
+
+
 class Core(Protocol):
-    """One unit's scheduler and its way to the runners: what the design calls a unit.
+    """One unit's scheduler and its way to the runners.
 
     No method blocks on a step. A *safe point* is any moment outside ``dispatch``.
     """
@@ -74,8 +102,8 @@ class Core(Protocol):
         Only while no step is in flight: the result of a step would be lost.
         """
 
-    def collect(self) -> bool:
-        """Collect every finished step; return whether there was one."""
+    def collect(self) -> Collected | None:
+        """Collect every step that has ended; return what came of them, None if none has ended."""
 
     def dispatch(self) -> bool:
         """Dispatch the next step if there is room and something to do; return whether one was."""
@@ -89,15 +117,6 @@ class Core(Protocol):
 
     def pause(self) -> None:
         """Take note that nothing is dispatched for now, while a step is in flight."""
-
-    def take_outputs(self) -> list[CoreOutputs]:
-        """Return and clear what collected steps produced."""
-
-    def take_steps(self) -> list[EndedSteps]:
-        """Return and clear what the collected steps computed, oldest first."""
-
-    def take_finished(self) -> list[str]:
-        """Return and clear the ids of requests that ended, for any reason but ``abort``."""
 
     @property
     def in_flight(self) -> int:
@@ -115,7 +134,45 @@ class Core(Protocol):
     def load(self) -> CoreLoad:
         """Counts for the controller."""
 
-    # --- group cores only ---
+    def check_integrity(self) -> list[str]:
+        """Return one line per broken invariant of the core's own books, and of those it lends."""
+
+
+class BlockLender(Protocol):
+    """Lends the KV blocks of one engine's pool to the groups that the engine is a member of."""
+
+    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
+        """Take up to ``blocks`` free blocks out of the pool and return their ids.
+
+        ``urgent`` preempts this engine's own paused requests, latest first, until enough are free.
+        """
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """Return lent blocks to the pool.
+
+        Raises:
+            KeyError: a block is not lent.
+        """
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """Ids of the blocks lent now."""
+
+    @property
+    def spare_blocks(self) -> int:
+        """Free blocks that the engine's own requests will not need for the rest of their outputs.
+
+        Requests whose outputs only the model's length bounds count as in need of none: few come
+        near it.
+        """
+
+
+class OwnCore(Core, BlockLender, Protocol):
+    """The core of an engine alone; it owns the engine's blocks, and so lends them."""
+
+
+class GroupCore(Core, Protocol):
+    """The core of a group, in the engine that leads it. It schedules over the group's lease."""
 
     def bind(self, epoch: int, lease: Lease, seed: int) -> None:
         """Tell the members' runners to start the group (they must be attached) and open the lease.
@@ -141,56 +198,34 @@ class Core(Protocol):
         """Virtual blocks that the queued and running requests lack for the next steps (0: none)."""
 
     @property
-    def blocks_ahead(self) -> int:
-        """Blocks that the requests lack to reach the bounds of their outputs.
-
-        Those that only the model's length bounds count none: few come near it.
-        """
-
-    @property
     def lease_blocks(self) -> int:
         """Virtual blocks that are open or held by requests."""
 
-    def check_integrity(self) -> list[str]:
-        """Return one line per broken invariant of the core's own books."""
-
 
 class EngineBackend(Protocol):
-    """One engine: its cores, its block pool as a lender, its runner's mailbox."""
+    """One engine: its cores and its runner's mailbox."""
 
     engine: int
     num_blocks: int
     ready_response: bytes
 
     @property
-    def layouts(self) -> Sequence[LayoutLimits]:
-        """Limits of every layout this engine leads a group of, its own included."""
+    def own(self) -> OwnCore:
+        """The core of the engine alone."""
 
-    def core(self, group: Unit) -> Core:
-        """Return the core of a group this engine leads (its own single group included)."""
+    @property
+    def groups(self) -> Mapping[Unit, GroupCore]:
+        """The core of every group that the engine leads and that is formed."""
 
     @property
     def cores(self) -> Mapping[Unit, Core]:
-        """Every core of this engine, by group."""
-
-    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
-        """Take up to ``blocks`` free blocks out of this engine's pool and return their ids.
-
-        ``urgent`` preempts this engine's own paused requests, latest first, until enough are free.
-        """
-
-    def take_back(self, blocks: Sequence[int]) -> None:
-        """Return lent blocks to the pool.
-
-        Raises:
-            KeyError: a block is not lent.
-        """
+        """Every core, the engine's own first."""
 
     @property
-    def lent(self) -> frozenset[int]:
-        """Ids of the blocks lent now."""
+    def layouts(self) -> Sequence[LayoutLimits]:
+        """Limits of every layout this engine leads a group of, its own included."""
 
-    def attach(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """Tell this engine's runner to leave its own queue for the group's, after what it holds.
 
         ``interleaves``: to read both in turn from then on.
@@ -202,18 +237,18 @@ class EngineBackend(Protocol):
         Only while it interleaves: otherwise it does so anyway.
         """
 
-    def form(self, group: Unit, generation: int) -> "Future[str]":
+    def form(self, unit: Unit, generation: int) -> "Future[str]":
         """Have this engine's runner make its part of a group anew; collective over its members.
 
         A core of the group is gone from then on. Yields why it could not be made, or "": then the
         engine goes on without the group.
 
         Args:
-            group: one this engine belongs to, not bound and without a lease.
+            unit: one this engine belongs to, not bound and without a lease.
             generation: how often it was made before; the same for all members.
         """
 
-    def start(self, group: Unit) -> "Future[Any]":
+    def start(self, unit: Unit) -> "Future[Any]":
         """Start the group's core, if this engine leads it; every member has formed the group.
 
         Collective over the members. Done when this engine's runner does what it is told again.
@@ -234,9 +269,6 @@ class EngineBackend(Protocol):
 
     def next_wakeup(self) -> float | None:
         """Return seconds until something is due without a message (the fake's timers), or None."""
-
-    def check_integrity(self) -> list[str]:
-        """Return one line per broken invariant of the pool and of every core."""
 
     def close(self) -> None:
         """Free the backend's resources."""

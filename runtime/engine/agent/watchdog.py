@@ -5,6 +5,7 @@ may take: a long prompt takes seconds, and the first step of a new shape may com
 But steps like it that went before do tell, and most are like many before.
 """
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -61,11 +62,13 @@ class StepWatch:
     """Judges the steps in flight of one engine's cores.
 
     Args:
-        timeout: seconds after which any step counts as hung.
+        timeout: seconds after which any step counts as hung; None: no step ever does.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = math.inf if timeout is None else timeout
+        self.judges = timeout is not None
+        """Whether anybody asks for its judgement, and so is to tell it of steps."""
         self._seen: dict[Kind, _Seen] = {}
         self._delayed: set[Unit] = set()
         self._turned_at: float | None = None
@@ -79,38 +82,38 @@ class StepWatch:
             self.awake_since = now
         self._turned_at = now
 
-    def see(self, group: Unit, steps: Sequence[EndedSteps], seconds: float) -> None:
+    def see(self, unit: Unit, steps: Sequence[EndedSteps], seconds: float) -> None:
         """Learn from steps of a core that have ended together.
 
         Args:
-            group: the core's.
+            unit: the core's.
             steps: what they computed, and in which mode.
             seconds: what each of them took, on average.
         """
         if not steps:
             return
-        delayed = group in self._delayed
-        self._delayed.discard(group)
+        delayed = unit in self._delayed
+        self._delayed.discard(unit)
         for step in steps if not delayed else ():
-            seen = self._seen.setdefault(_kind(group, step.mode, step.work), _Seen())
+            seen = self._seen.setdefault(_kind(unit, step.mode, step.work), _Seen())
             seen.add(step.work, seconds / step.work.steps)
 
-    def expect_delay(self, group: Unit) -> None:
+    def expect_delay(self, unit: Unit) -> None:
         """Note that the runners may do other things before the core's next step."""
-        self._delayed.add(group)
+        self._delayed.add(unit)
 
-    def limit(self, group: Unit, mode: Mode, work: Work) -> float:
+    def limit(self, unit: Unit, mode: Mode, work: Work) -> float:
         """Return how many seconds a step of a core may take."""
-        seen = self._seen.get(_kind(group, mode, work), _Seen())
-        if group in self._delayed or not seen.tells(work):
+        seen = self._seen.get(_kind(unit, mode, work), _Seen())
+        if unit in self._delayed or not seen.tells(work):
             return self._timeout
         return min(self._timeout, max(SHORTEST_SECONDS, FACTOR * seen.seconds))
 
-    def check(self, group: Unit, mode: Mode, work: Work, seconds: float) -> None:
+    def check(self, unit: Unit, mode: Mode, work: Work, seconds: float) -> None:
         """Judge the oldest step in flight of a core.
 
         Args:
-            group: the core's.
+            unit: the core's.
             mode: how the step runs.
             work: what it computes.
             seconds: since it could begin.
@@ -118,15 +121,15 @@ class StepWatch:
         Raises:
             HungStepError: it hangs.
         """
-        limit = self.limit(group, mode, work)
+        limit = self.limit(unit, mode, work)
         if seconds > limit:
             raise HungStepError(
-                f"a step of unit {list(group.engines)} hangs: {limit:.1f} s and no result"
+                f"a step of unit {list(unit.engines)} hangs: {limit:.1f} s and no result"
             )
 
 
-def _kind(group: Unit, mode: Mode, work: Work) -> Kind:
-    return group, mode, work.prefill_tokens > 0
+def _kind(unit: Unit, mode: Mode, work: Work) -> Kind:
+    return unit, mode, work.prefill_tokens > 0
 
 
 def _tokens(work: Work) -> int:

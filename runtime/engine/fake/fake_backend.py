@@ -1,7 +1,7 @@
 """An engine without a model: the whole protocol, scheduling and block accounting, made-up tokens.
 
 It runs the server and the controller for tests of everything that is not numerics, and for
-simulated time. What it computes, and when, is in ``fake_core.py``.
+simulated time. What it computes, and when, is in ``fake_core``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.policies.values.layouts import DP, Layout, Unit, alone
+from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.clock import Clock, monotonic
-from shoal.runtime.config import Addresses, FakeSettings, NodeConfig
-from shoal.runtime.engine.agent.agent import Agent
+from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import CoreOutputs, RunnerDied
 from shoal.runtime.engine.agent.step_mode import sp_floor
-from shoal.runtime.engine.agent.watchdog import StepWatch
-from shoal.runtime.engine.fake.fake_core import NO_FAULTS, BlockIds, FakeCore, Faults, OnStart, Seam
+from shoal.runtime.engine.fake.fake_core import (
+    FakeCore,
+    FakeGroupCore,
+    FakeOwnCore,
+    OnStart,
+    Surroundings,
+)
+from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, StepTimes, constant
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits, Startup
-from shoal.runtime.protocol.transport import ZmqAgentTransport
 
 T = TypeVar("T")
 
@@ -37,7 +42,7 @@ class FakeBackend:
         faults: damage on purpose.
         step_times: how long steps take; None: as long as the settings say.
         devices: those of the node, where engines share a process.
-        on_start: see ``FakeCore``.
+        on_start: see ``Surroundings``.
     """
 
     def __init__(
@@ -53,10 +58,18 @@ class FakeBackend:
         on_start: OnStart | None = None,
     ) -> None:
         settings = config.fake or FakeSettings()
-        self._step_times = step_times or constant(settings.step_seconds)
         self._devices = devices or Devices(config.interleave_ratio)
         self._devices.forget(engine)
-        self._on_start = on_start
+        self._clock = clock
+        self.faults = faults
+        self._surroundings = Surroundings(
+            settings=settings,
+            step_times=step_times or constant(settings.step_seconds),
+            devices=self._devices,
+            clock=clock,
+            faults=faults,
+            on_start=on_start,
+        )
         self.engine = engine
         self.num_blocks = settings.num_blocks
         self.layouts: Sequence[LayoutLimits] = [
@@ -67,96 +80,47 @@ class FakeBackend:
         """The group that this engine's runner was last sent to."""
         self.formed: list[tuple[Unit, int]] = []
         """Groups that this engine was told to form anew, and how often they were made before."""
-        self._settings = settings
-        self._clock = clock
-        self._faults = faults
-        self._pool = BlockIds(range(1, settings.num_blocks + 1))
-        self._lent: set[int] = set()
-        self._cores: dict[Unit, FakeCore] = {}
-        for limits in self.layouts if incarnation == 0 else self.layouts[:1]:
-            self._open_core(limits)
+        own, *wider = self.layouts
+        self.own = FakeOwnCore(engine, own, self._surroundings)
+        self._lead({})
+        for limits in wider if incarnation == 0 else ():
+            self._open_group(limits)
 
-    def _open_core(self, limits: LayoutLimits) -> None:
+    def _lead(self, groups: Mapping[Unit, FakeGroupCore]) -> None:
+        self.groups = groups
+        self.cores: Mapping[Unit, FakeCore] = {self.own.unit: self.own, **groups}
+
+    def _open_group(self, limits: LayoutLimits) -> None:
         size = limits.layout.world_size
         if self.engine % size == 0:
             unit = Unit(tuple(range(self.engine, self.engine + size)), limits.layout)
-            self._cores[unit] = FakeCore(
-                unit,
-                limits,
-                self._pool if limits.layout == DP else BlockIds(),
-                settings=self._settings,
-                step_times=self._step_times,
-                devices=self._devices,
-                clock=self._clock,
-                faults=self._faults,
-                on_start=self._on_start,
-            )
+            core = FakeGroupCore(unit, limits, self._surroundings)
+            self._lead({**self.groups, unit: core})
 
-    def core(self, group: Unit) -> FakeCore:
-        """See ``EngineBackend.core``."""
-        return self._cores[group]
+    # --- the runner ---------------------------------------------------------------------------
 
-    @property
-    def cores(self) -> Mapping[Unit, FakeCore]:
-        """See ``EngineBackend.cores``."""
-        return self._cores
-
-    # --- lending ------------------------------------------------------------------------------
-
-    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
-        """See ``EngineBackend.lend``."""
-        self._strike(Seam.LEND)
-        if urgent:
-            self._cores[alone(self.engine)].preempt_until(blocks)
-        if self._faults.double_lend and self._lent:
-            return sorted(self._lent)[:blocks]
-        taken = self._pool.take(blocks)
-        self._lent.update(taken)
-        return taken
-
-    def take_back(self, blocks: Sequence[int]) -> None:
-        """See ``EngineBackend.take_back``."""
-        self._strike(Seam.TAKE_BACK)
-        for block in blocks:
-            self._lent.remove(block)
-        self._pool.give(blocks[1:] if self._faults.drop_block else blocks)
-
-    @property
-    def lent(self) -> frozenset[int]:
-        """See ``EngineBackend.lent``."""
-        return frozenset(self._lent)
-
-    def attach(self, group: Unit, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
         """See ``EngineBackend.attach``."""
-        self._strike(Seam.ATTACH)
-        self.attached = group
+        self.faults.strike(Seam.ATTACH)
+        self.attached = unit
         if interleaves:
-            self._devices.interleave(self.engine, group, self._clock())
+            self._devices.interleave(self.engine, unit, self._clock())
 
     def await_detach(self, epoch: int) -> None:
         """See ``EngineBackend.await_detach``."""
         self._devices.separate(self.engine, self._clock())
 
-    def form(self, group: Unit, generation: int) -> "Future[str]":
+    def form(self, unit: Unit, generation: int) -> "Future[str]":
         """See ``EngineBackend.form``."""
-        self._cores.pop(group, None)
-        self.formed.append((group, generation))
-        return _done("failed to form a group on purpose" if self._faults.fail_form else "")
+        self._lead({u: core for u, core in self.groups.items() if u != unit})
+        self.formed.append((unit, generation))
+        return _done("failed to form a group on purpose" if self.faults.fail_form else "")
 
-    @property
-    def fails_to_form(self) -> bool:
-        """Whether it cannot make its part of a group."""
-        return self._faults.fail_form
-
-    def start(self, group: Unit) -> "Future[Any]":
+    def start(self, unit: Unit) -> "Future[Any]":
         """See ``EngineBackend.start``."""
-        (limits,) = [limits for limits in self.layouts if limits.layout == group.layout]
-        self._open_core(limits)
+        (limits,) = [limits for limits in self.layouts if limits.layout == unit.layout]
+        self._open_group(limits)
         return _done(None)
-
-    def _strike(self, seam: Seam) -> None:
-        if self._faults.die_at is seam:
-            raise RunnerDied(f"died in {seam.value} on purpose")
 
     # --- the rest -----------------------------------------------------------------------------
 
@@ -181,20 +145,8 @@ class FakeBackend:
 
     def next_wakeup(self) -> float | None:
         """See ``EngineBackend.next_wakeup``."""
-        due = [core.due for core in self._cores.values() if core.due is not None]
+        due = [core.due for core in self.cores.values() if core.due is not None]
         return max(0.0, min(due) - self._clock()) if due else None
-
-    def check_integrity(self) -> list[str]:
-        """See ``EngineBackend.check_integrity``."""
-        own = self._cores[alone(self.engine)]
-        blocks = [*self._pool.ids, *own.held(), *self._lent]
-        problems = [line for core in self._cores.values() for line in core.check_integrity()]
-        if len(set(blocks)) != len(blocks):
-            problems.append(f"engine {self.engine}: a block is free, held and lent at once")
-        missing = self.num_blocks - len(set(blocks))
-        if missing:
-            problems.append(f"engine {self.engine}: {missing} blocks are lost")
-        return problems
 
     def close(self) -> None:
         """See ``EngineBackend.close``: nothing to free."""
@@ -252,9 +204,4 @@ def run_fake_engine(config: NodeConfig, engine: int, incarnation: int = 0) -> No
     if config.fake is not None and 0 < incarnation <= config.fake.failing_starts:
         raise RunnerDied("failed to start on purpose")
     backend = FakeBackend(config, engine, incarnation)
-    transport = ZmqAgentTransport(
-        engine, Addresses(config.runtime_dir), config.api_servers, incarnation=incarnation
-    )
-    timeout = config.step_timeout_seconds
-    watch = None if timeout is None else StepWatch(timeout)
-    Agent(backend, transport, startup=Startup({"fake": 0.0}), watch=watch).run()
+    serve(backend, config, incarnation, Startup({"fake": 0.0}))

@@ -1,152 +1,54 @@
-"""The fake engine's core: scheduling and block accounting without a model, and made-up tokens.
+"""The fake engine's cores: the whole of what vLLM's do, with made-up steps and tokens."""
 
-A token is a pure function of all tokens before it, as a greedy model's is, so that a lost, repeated
-or reordered token shows (``expected_tokens``).
-"""
-
-import enum
 import math
-import zlib
-from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.interface import (
+    Collected,
     CoreLoad,
     CoreOutputs,
     EndedSteps,
     Lease,
     RunnerDied,
+    work_of_step,
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.engine.fake import fake_logprobs
+from shoal.runtime.engine.fake.fake_scheduler import Batch, BlockIds, FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, StepTimes
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits, Mode, Work
 
-_FIRST_TOKEN = 3
-_NUM_TOKENS = 253
-"""Tokens lie in [3, 256): every tokenizer has them, and the first few are usually special."""
-
-
-def _digest(tokens: Sequence[int], digest: int = 0) -> int:
-    """Return the digest of a sequence, or of one whose first part has this digest."""
-    return zlib.crc32(array("I", tokens).tobytes(), digest)
-
-
-def _token(digest: int) -> int:
-    """Return the token that follows a sequence of this digest."""
-    return _FIRST_TOKEN + digest % _NUM_TOKENS
-
-
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
-    """Return the first ``count`` output tokens of a prompt."""
-    tokens: list[int] = []
-    digest = _digest(prompt)
-    for _ in range(count):
-        tokens.append(_token(digest))
-        digest = _digest(tokens[-1:], digest)
-    return tokens
-
-
 OnStart = Callable[[str, float], None]
 
 
-class Seam(enum.Enum):
-    """Where a fault can strike: the backend's entry for each message of a switch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the cores of a fake engine have in common."""
 
-    LEND = "lend"
-    ATTACH = "attach"
-    BIND = "bind"
-    RELEASE = "release"
-    TAKE_BACK = "take_back"
-
-
-class Faults(msgspec.Struct, frozen=True):
-    """Damage on purpose: what the checks of this project must notice."""
-
-    die_at: Seam | None = None
-    """Raise ``RunnerDied`` there."""
-    double_lend: bool = False
-    """Lend blocks that are lent already."""
-    drop_block: bool = False
-    """Lose one of the blocks that are taken back."""
-    fail_form: bool = False
-    """Do not make this engine's part of a group that is formed anew."""
-    repeat_token: bool = False
-    """Emit the second token of every request twice."""
-
-
-NO_FAULTS = Faults()
-
-
-class BlockIds:
-    """Free block ids, physical or virtual; gives out the lowest, so that runs are reproducible."""
-
-    def __init__(self, blocks: Sequence[int] = ()) -> None:
-        self._free = sorted(blocks, reverse=True)
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    @property
-    def ids(self) -> list[int]:
-        """Return the ids there are, the next to be given out last."""
-        return self._free
-
-    def take(self, count: int) -> list[int]:
-        """Return up to ``count`` ids, taken out."""
-        return [self._free.pop() for _ in range(min(count, len(self._free)))]
-
-    def give(self, blocks: Sequence[int]) -> None:
-        """Put ids back; the caller has checked that they are not there."""
-        self._free.extend(reversed(blocks))
-
-
-class _Request:
-    """A request inside a core. ``blocks`` is empty while it has no KV."""
-
-    def __init__(self, view: wire.RequestView, prompt: list[int], max_tokens: int) -> None:
-        self.id = view.request_id
-        self.sampling = view.sampling_params or wire.Sampling()
-        self.client = view.client_index
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.generated: list[int] = []
-        self.tokens = len(prompt)
-        """Tokens there are, computed or not."""
-        self.digest = _digest(prompt)
-        self.blocks: list[int] = []
-        self.computed = 0
-        """Tokens whose KV is in the cache."""
-        self.headers = view.headers
-        self.events: list[wire.Event] = []
-        """Those that no output has told of."""
-
-    def generate(self) -> int:
-        """Return the next token."""
-        token = _token(self.digest)
-        self.generated.append(token)
-        self.tokens += 1
-        self.digest = _digest([token], self.digest)
-        return token
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its next step computes its last token and nothing else."""
-        return self.computed > 0 and self.tokens - self.computed == 1
+    settings: FakeSettings
+    step_times: StepTimes
+    """How long steps take."""
+    devices: Devices
+    """Those of the node, as far as this process knows them."""
+    clock: Clock
+    """Seconds; steps take their time on it."""
+    faults: Faults
+    on_start: OnStart | None
+    """Called with every request that is in a step for the first time, and that step's start on the
+    clock."""
 
 
 class _Step(DeviceStep, kw_only=True):
     """A step in flight, or a run of equal ones."""
 
-    batch: list[tuple[_Request, int]]
+    batch: Batch
     """Requests, and how many of their tokens one step computes."""
     work: Work
     """Of the first one."""
@@ -154,53 +56,26 @@ class _Step(DeviceStep, kw_only=True):
 
 
 class FakeCore:
-    """``Core`` of one group: continuous batching, chunked prefill, preemption by recompute.
+    """``Core`` of one unit: the part that alone and in a group is the same.
 
     Args:
-        unit: whose core it is; the pool's blocks are the engine's own if it is alone, else virtual
-             ids of the lease.
+        unit: the engines of the unit.
         limits: batch size, block size and length of this layout.
-        settings: of the node's fake engines.
-        step_times: how long steps take.
-        devices: of this node, as far as this process knows them.
-        on_start: called with every request that is in a step for the first time, and that step's
-            start on the clock.
+        surroundings: what its engine has.
+        pool: the engine's own blocks, or virtual ids of the lease.
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        limits: LayoutLimits,
-        pool: BlockIds,
-        *,
-        settings: FakeSettings,
-        step_times: StepTimes,
-        devices: Devices,
-        clock: Clock,
-        faults: Faults,
-        on_start: OnStart | None,
+        self, unit: Unit, limits: LayoutLimits, surroundings: Surroundings, pool: BlockIds
     ) -> None:
         self.unit = unit
-        self._limits = limits
-        self._pool = pool
-        self._budget = settings.max_num_batched_tokens
-        self._longest_run = settings.steps_at_once
-        self._poison = settings.poison_token
-        self._step_times = step_times
-        self._devices = devices
-        self._on_start = on_start
-        self._clock = clock
-        self._faults = faults
-        self._running: list[_Request] = []
-        self._waiting: deque[_Request] = deque()
-        self._step: _Step | None = None
         self.shift = Shift(limits.sp_floor)
-        self._steps: list[EndedSteps] = []
-        self._outputs: list[CoreOutputs] = []
-        self._finished: list[str] = []
-        self._table: dict[int, tuple[int, ...]] = {}
-        self._next_virtual = 1
-        self._bound = not unit.is_group
+        self._limits = limits
+        self._around = surroundings
+        self._clock = surroundings.clock
+        self._devices = surroundings.devices
+        self._scheduler = FakeScheduler(limits, surroundings.settings, pool, surroundings.clock)
+        self._step: _Step | None = None
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -211,33 +86,21 @@ class FakeCore:
         room = self._limits.max_model_len - len(prompt)
         if not prompt or room <= 0:
             raise ValueError(f"prompt of {len(prompt)} tokens, limit {self._limits.max_model_len}")
-        if any(request.id == request_id for request in self._requests()):
-            raise ValueError(f"request {request_id} exists already")
         sampling = view.sampling_params or wire.Sampling()
         max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        request = _Request(view, prompt, max_tokens)
-        self._note(request, wire.EventType.QUEUED)
-        self._waiting.append(request)
+        self._scheduler.add(FakeRequest(view, prompt, max_tokens))
         self._cut()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``Core.abort``."""
-        gone = set(request_ids)
-        for request in self._requests():
-            if request.id in gone:
-                self._free(request)
-        self._running = [r for r in self._running if r.id not in gone]
-        self._waiting = deque(r for r in self._waiting if r.id not in gone)
+        self._scheduler.remove(set(request_ids))
 
     def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
         """See ``Core.withdraw``."""
         wanted = set(request_ids)
-        tokens = {r.id: r.generated for r in self._requests() if r.id in wanted}
+        tokens = {r.id: r.generated for r in self._scheduler.requests if r.id in wanted}
         self.abort(list(tokens))
         return tokens
-
-    def _requests(self) -> list[_Request]:
-        return [*self._running, *self._waiting]
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -259,43 +122,67 @@ class FakeCore:
     def _cut(self) -> None:
         self._devices.cut(self.unit, self._clock())
 
-    def collect(self) -> bool:
+    def _dispatch(self) -> bool:
+        if self._step is not None:
+            return False
+        batch, crowded = self._scheduler.schedule()
+        if not batch:
+            return False
+        undisturbed = not crowded and not self._devices.is_shared(self.unit)
+        count = self._scheduler.run_length(batch) if undisturbed else 1
+        work = work_of_step((request.computed, share) for request, share in batch)
+        mode = self.shift.mode(sum(tokens for _, tokens in batch))
+        seconds = self._around.step_times(self.unit.layout, _repeated(work, count).mean, mode)
+        self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
+        self._devices.queue(self.unit, self._step, self._clock())
+        return True
+
+    def collect(self) -> Collected | None:
         """See ``Core.collect``."""
         step = self._step
         if step is None or self._clock() < step.due:
-            return False
+            return None
         self._step = None
-        self._steps.append(EndedSteps(step.mode, _repeated(step.work, step.count)))
-        if self._poison is not None and any(self._poison in r.prompt for r, _ in step.batch):
+        self._look_for_poison(step)
+        finished: list[str] = []
+        outputs = [
+            CoreOutputs(client, [wire.encode_outputs(made, unit=self.unit, timestamp=step.due)])
+            for client, made in self._compute(step, finished).items()
+        ]
+        if finished:
+            self._scheduler.drop_ended()
+        ended = EndedSteps(step.mode, _repeated(step.work, step.count))
+        return Collected(outputs, [ended], finished)
+
+    def _look_for_poison(self, step: _Step) -> None:
+        poison = self._around.settings.poison_token
+        if poison is not None and any(poison in request.prompt for request, _ in step.batch):
             raise RunnerDied("died of a request on purpose")
-        alive = {id(request) for request in self._running}
-        by_client: dict[int, list[wire.Output]] = {}
+
+    def _compute(self, step: _Step, finished: list[str]) -> dict[int, list[wire.Output]]:
+        """Return the outputs of a step's requests by front end; add the ids of those that end."""
+        alive = {id(request) for request in self._scheduler.running}
+        on_start = self._around.on_start
+        outputs: dict[int, list[wire.Output]] = {}
         for request, computed in step.batch:
-            if self._on_start is not None and not request.computed and not request.generated:
-                self._on_start(request.id, step.start)
+            if on_start is not None and not request.computed and not request.generated:
+                on_start(request.id, step.start)
             if id(request) not in alive:
                 continue
             request.computed += computed
             if request.computed == request.tokens:
                 output = self._emit(request, step.count)
-                by_client.setdefault(request.client, []).append(output)
-        self._running = [r for r in self._running if len(r.generated) < r.max_tokens]
-        for client, outputs in by_client.items():
-            frame = wire.encode_outputs(outputs, unit=self.unit, timestamp=step.due)
-            self._outputs.append(CoreOutputs(client, [frame]))
-        return True
+                outputs.setdefault(request.client, []).append(output)
+                if output.finish_reason is not None:
+                    finished.append(request.id)
+        return outputs
 
-    def _emit(self, request: _Request, count: int) -> wire.Output:
+    def _emit(self, request: FakeRequest, count: int) -> wire.Output:
         first = not request.generated
         tokens = [request.generate() for _ in range(count)]
         request.computed += count - 1
-        if self._faults.repeat_token and len(request.generated) == 2:
+        if self._around.faults.repeat_token and len(request.generated) == 2:
             tokens *= 2
-        reason = None
-        if len(request.generated) >= request.max_tokens:
-            reason = wire.FinishReason.LENGTH
-            self._free(request)
-            self._finished.append(request.id)
         length = len(request.prompt)
         stats = wire.PrefillStats(length, length) if first else None
         events, request.events = request.events, []
@@ -304,124 +191,13 @@ class FakeCore:
             tokens,
             fake_logprobs.of_outputs(tokens, request.sampling),
             fake_logprobs.of_prompt(request.prompt, request.sampling) if first else None,
-            finish_reason=reason,
+            finish_reason=wire.FinishReason.LENGTH if request.tokens_left <= 0 else None,
             events=events or None,
             trace_headers=request.headers,
             prefill_stats=stats,
         )
 
-    def _note(self, request: _Request, event: wire.EventType) -> None:
-        request.events.append(wire.Event(event, self._clock()))
-
-    def _dispatch(self) -> bool:
-        if self._step is not None or not self._bound:
-            return False
-        batch, crowded = self._schedule()
-        if not batch:
-            return False
-        lonely = not crowded and not self._devices.is_shared(self.unit)
-        count = self._run_length(batch) if lonely else 1
-        work = _work(batch)
-        mode = self.shift.mode(sum(tokens for _, tokens in batch))
-        seconds = self._step_times(self.unit.layout, _repeated(work, count).mean, mode)
-        self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
-        self._devices.queue(self.unit, self._step, self._clock())
-        return True
-
-    def _schedule(self) -> tuple[list[tuple[_Request, int]], bool]:
-        """Give running requests their share of the next step, then start waiting ones that fit.
-
-        Returns requests and their tokens, and whether one of them was preempted for the others.
-        """
-        batch: list[tuple[_Request, int]] = []
-        budget = self._budget
-        preempted = False
-        while len(batch) < len(self._running) and budget > 0:
-            request = self._running[len(batch)]
-            while not self._reserve(request):
-                preempted = True
-                victim = self._running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    break
-            else:
-                share = min(request.tokens - request.computed, budget)
-                batch.append((request, share))
-                budget -= share
-        while not preempted and self._waiting and budget > 0:
-            request = self._waiting[0]
-            if len(self._running) >= self._limits.max_num_seqs or not self._reserve(request):
-                break
-            share = min(request.tokens, budget)
-            self._running.append(self._waiting.popleft())
-            self._note(request, wire.EventType.SCHEDULED)
-            batch.append((request, share))
-            budget -= share
-        return batch, preempted
-
-    def _run_length(self, batch: Sequence[tuple[_Request, int]]) -> int:
-        """Return how many steps like this one follow each other if nothing comes in between.
-
-        Reserves their blocks.
-        """
-        if self._longest_run == 1 or not all(request.decodes for request, _ in batch):
-            return 1
-        left = min(request.max_tokens - len(request.generated) for request, _ in batch)
-        count = min(self._longest_run, left)
-        while count > 1:
-            lacking = [self._needs(request, count - 1) for request, _ in batch]
-            if sum(lacking) <= len(self._pool):
-                for (request, _), blocks in zip(batch, lacking, strict=True):
-                    request.blocks += self._pool.take(blocks)
-                break
-            count //= 2
-        return count
-
-    def _reserve(self, request: _Request) -> bool:
-        """Give a request the blocks of all its tokens, computed or not, if there are as many."""
-        lacking = self._needs(request)
-        if lacking > len(self._pool):
-            return False
-        request.blocks += self._pool.take(lacking)
-        return True
-
-    def _needs(self, request: _Request, ahead: int = 0) -> int:
-        """Return the blocks that a request lacks to have ``ahead`` tokens more than it has."""
-        blocks = -(-(request.tokens + ahead) // self._limits.block_tokens)
-        return max(0, blocks - len(request.blocks))
-
-    def _preempt(self, request: _Request) -> None:
-        self._free(request)
-        self._note(request, wire.EventType.PREEMPTED)
-        self._running.remove(request)
-        self._waiting.appendleft(request)
-
-    def _free(self, request: _Request) -> None:
-        self._pool.give(request.blocks)
-        request.blocks = []
-        request.computed = 0
-
-    def preempt_until(self, free: int) -> None:
-        """Preempt running requests, latest first, until ``free`` blocks are free or none runs."""
-        while self._running and len(self._pool) < free:
-            self._preempt(self._running[-1])
-
-    # --- what came of it ----------------------------------------------------------------------
-
-    def take_outputs(self) -> list[CoreOutputs]:
-        """See ``Core.take_outputs``."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def take_steps(self) -> list[EndedSteps]:
-        """See ``Core.take_steps``."""
-        steps, self._steps = self._steps, []
-        return steps
-
-    def take_finished(self) -> list[str]:
-        """See ``Core.take_finished``."""
-        finished, self._finished = self._finished, []
-        return finished
+    # --- figures ------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
@@ -441,102 +217,142 @@ class FakeCore:
     @property
     def num_requests(self) -> int:
         """See ``Core.num_requests``."""
-        return len(self._running) + len(self._waiting)
+        return len(self._scheduler.running) + len(self._scheduler.waiting)
 
     @property
     def load(self) -> CoreLoad:
         """See ``Core.load``."""
-        return CoreLoad(len(self._running), len(self._waiting), len(self._pool))
+        scheduler = self._scheduler
+        return CoreLoad(len(scheduler.running), len(scheduler.waiting), len(scheduler.pool))
 
-    # --- leases -------------------------------------------------------------------------------
+    @property
+    def held(self) -> list[int]:
+        """The block ids that requests hold."""
+        return self._scheduler.held
+
+    def check_integrity(self) -> list[str]:
+        """See ``Core.check_integrity``."""
+        return [
+            f"core {self.unit.engines}: waiting request {request.id} holds blocks"
+            for request in self._scheduler.waiting
+            if request.blocks
+        ]
+
+
+class FakeOwnCore(FakeCore):
+    """``OwnCore``: an engine alone, on blocks of its own, which it lends."""
+
+    def __init__(self, engine: int, limits: LayoutLimits, surroundings: Surroundings) -> None:
+        num_blocks = surroundings.settings.num_blocks
+        self._pool = BlockIds(range(1, num_blocks + 1))
+        self._num_blocks = num_blocks
+        self._lent: set[int] = set()
+        super().__init__(alone(engine), limits, surroundings, self._pool)
+
+    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
+        """See ``BlockLender.lend``."""
+        faults = self._around.faults
+        faults.strike(Seam.LEND)
+        if urgent:
+            self._scheduler.preempt_until(blocks)
+        if faults.double_lend and self._lent:
+            return sorted(self._lent)[:blocks]
+        taken = self._pool.take(blocks)
+        self._lent.update(taken)
+        return taken
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """See ``BlockLender.take_back``."""
+        faults = self._around.faults
+        faults.strike(Seam.TAKE_BACK)
+        for block in blocks:
+            self._lent.remove(block)
+        self._pool.give(blocks[1:] if faults.drop_block else blocks)
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """See ``BlockLender.lent``."""
+        return frozenset(self._lent)
+
+    @property
+    def spare_blocks(self) -> int:
+        """See ``BlockLender.spare_blocks``."""
+        return self._scheduler.spare_blocks
+
+    def check_integrity(self) -> list[str]:
+        """See ``Core.check_integrity``."""
+        engine = self.unit.leader
+        problems = super().check_integrity()
+        blocks = [*self._pool.ids, *self.held, *self._lent]
+        if len(set(blocks)) != len(blocks):
+            problems.append(f"engine {engine}: a block is free, held and lent at once")
+        missing = self._num_blocks - len(set(blocks))
+        if missing:
+            problems.append(f"engine {engine}: {missing} blocks are lost")
+        return problems
+
+
+class FakeGroupCore(FakeCore):
+    """``GroupCore``: virtual blocks of a lease, each backed by one block of every member."""
+
+    def __init__(self, unit: Unit, limits: LayoutLimits, surroundings: Surroundings) -> None:
+        self._pool = BlockIds()
+        self._backing: dict[int, tuple[int, ...]] = {}
+        self._next_virtual = 1
+        self._bound = False
+        super().__init__(unit, limits, surroundings, self._pool)
+
+    def dispatch(self) -> bool:
+        """See ``Core.dispatch``; nothing is dispatched while the group is not bound."""
+        return self._bound and super().dispatch()
 
     def bind(self, epoch: int, lease: Lease, seed: int) -> None:
-        """See ``Core.bind``."""
-        self._strike(Seam.BIND)
+        """See ``GroupCore.bind``."""
+        self._around.faults.strike(Seam.BIND)
         self._bound = True
         self.grow(lease)
 
     def grow(self, lease: Lease) -> None:
-        """See ``Core.grow``."""
+        """See ``GroupCore.grow``."""
         opened = []
         for physical in zip(*(lease[engine] for engine in self.unit.engines), strict=True):
-            self._table[self._next_virtual] = physical
+            self._backing[self._next_virtual] = physical
             opened.append(self._next_virtual)
             self._next_virtual += 1
         self._pool.give(opened)
 
     def release(self, epoch: int) -> Lease:
-        """See ``Core.release``."""
-        self._strike(Seam.RELEASE)
+        """See ``GroupCore.release``."""
+        self._around.faults.strike(Seam.RELEASE)
         self._bound = False
         self._devices.rest(self.unit, self._clock())
         return self.shrink(0)
 
     def shrink(self, keep: int) -> Lease:
-        """See ``Core.shrink``."""
+        """See ``GroupCore.shrink``."""
         closed = self._pool.take(self.lease_blocks - keep)
-        rows = [self._table.pop(block) for block in closed]
+        rows = [self._backing.pop(block) for block in closed]
         return {engine: [row[k] for row in rows] for k, engine in enumerate(self.unit.engines)}
 
     @property
     def blocks_wanted(self) -> int:
-        """See ``Core.blocks_wanted``."""
-        slots = self._limits.max_num_seqs - len(self._running)
-        waiting = sum(self._needs(request) for request in list(self._waiting)[:slots])
-        # Steps must find their blocks when they start: ask during those before.
-        ahead = 2 * self._longest_run - 1
-        running = sum(self._needs(request, ahead) for request in self._running)
-        return max(0, running + waiting - len(self._pool))
-
-    @property
-    def blocks_ahead(self) -> int:
-        """See ``Core.blocks_ahead``."""
-        left = [(r, r.max_tokens - len(r.generated)) for r in self._requests()]
-        longest = self._limits.max_model_len
-        return sum(self._needs(r, ahead) for r, ahead in left if r.tokens + ahead < longest)
+        """See ``GroupCore.blocks_wanted``."""
+        return self._scheduler.blocks_wanted
 
     @property
     def lease_blocks(self) -> int:
-        """See ``Core.lease_blocks``."""
-        return len(self._table)
-
-    def _strike(self, seam: Seam) -> None:
-        if self._faults.die_at is seam:
-            raise RunnerDied(f"died in {seam.value} on purpose")
-
-    # --- checks -------------------------------------------------------------------------------
-
-    def held(self) -> list[int]:
-        """Return the block ids that requests hold."""
-        return [block for request in self._requests() for block in request.blocks]
+        """See ``GroupCore.lease_blocks``."""
+        return len(self._backing)
 
     def check_integrity(self) -> list[str]:
         """See ``Core.check_integrity``."""
-        blocks = self.held() + self._pool.ids
-        problems = []
+        problems = super().check_integrity()
+        blocks = self.held + self._pool.ids
         if len(set(blocks)) != len(blocks):
             problems.append(f"core {self.unit.engines}: a block is in two places")
-        if self.unit.is_group and set(blocks) != set(self._table):
+        if set(blocks) != set(self._backing):
             problems.append(f"core {self.unit.engines}: leased blocks are neither free nor held")
-        problems += [
-            f"core {self.unit.engines}: waiting request {request.id} holds blocks"
-            for request in self._waiting
-            if request.blocks
-        ]
         return problems
-
-
-def _work(batch: Sequence[tuple[_Request, int]]) -> Work:
-    """Return the work of one step."""
-    decodes = context = prefill = pairs = 0
-    for request, share in batch:
-        if request.decodes:
-            decodes += 1
-            context += request.tokens
-        else:
-            prefill += share
-            pairs += share * (2 * request.computed + share + 1) // 2
-    return Work(1, 0.0, decodes, context, prefill, pairs)
 
 
 def _repeated(step: Work, count: int) -> Work:

@@ -77,32 +77,32 @@ class Devices:
         self._sharing: dict[int, _Sharing] = {}
         self._latest: dict[Unit, DeviceStep] = {}
 
-    def queue(self, group: Unit, step: DeviceStep, now: float) -> None:
-        """Queue a step: it starts when the group's devices are free, and when it is its turn."""
-        self._latest[group] = step
-        sharing = self._sharing.get(group.leader) if not group.is_group else None
+    def queue(self, unit: Unit, step: DeviceStep, now: float) -> None:
+        """Queue a step: it starts when the unit's devices are free, and when it is its turn."""
+        self._latest[unit] = step
+        sharing = self._sharing.get(unit.leader) if not unit.is_group else None
         if sharing is None:
-            self._queue_in_turn(group, step, now)
+            self._queue_in_turn(unit, step, now)
             return
         sharing.own_works = True
         sharing.waiting = step
         self.cut(sharing.unit, now)
-        self._start_waiting(group.leader, now)
+        self._start_waiting(unit.leader, now)
 
-    def _queue_in_turn(self, group: Unit, step: DeviceStep, now: float) -> None:
-        sharing = [engine for engine in group.engines if engine in self._sharing]
+    def _queue_in_turn(self, unit: Unit, step: DeviceStep, now: float) -> None:
+        sharing = [engine for engine in unit.engines if engine in self._sharing]
         for engine in sharing:
             self.cut(alone(engine), now)
-        self._start(group, step, now)
+        self._start(unit, step, now)
         for engine in sharing:
             self._sharing[engine].turns.group_step()
             self._start_waiting(engine, now)
 
-    def rest(self, group: Unit, now: float) -> None:
+    def rest(self, unit: Unit, now: float) -> None:
         """Take a core's word that it has nothing to queue for now."""
-        if not group.is_group and group.leader in self._sharing:
-            self._sharing[group.leader].own_works = False
-        for engine in group.engines if group.is_group else ():
+        if not unit.is_group and unit.leader in self._sharing:
+            self._sharing[unit.leader].own_works = False
+        for engine in unit.engines if unit.is_group else ():
             if engine in self._sharing:
                 self._sharing[engine].turns.group_rests()
                 self._start_waiting(engine, now)
@@ -123,13 +123,13 @@ class Devices:
         """Forget what was queued for an engine that died."""
         self._free_at.pop(engine, None)
         self._sharing.pop(engine, None)
-        for group in [group for group in self._latest if engine in group.engines]:
-            del self._latest[group]
+        for unit in [unit for unit in self._latest if engine in unit.engines]:
+            del self._latest[unit]
 
-    def is_shared(self, group: Unit) -> bool:
+    def is_shared(self, unit: Unit) -> bool:
         """Return whether other steps may want a turn between two of this core's."""
-        sharing = [self._sharing[engine] for engine in group.engines if engine in self._sharing]
-        if not group.is_group:
+        sharing = [self._sharing[engine] for engine in unit.engines if engine in self._sharing]
+        if not unit.is_group:
             return any(shared.turns.group_works for shared in sharing)
         return any(shared.own_works for shared in sharing)
 
@@ -141,17 +141,17 @@ class Devices:
             self._start(alone(engine), step, now)
             self._changed(engine)
 
-    def _start(self, group: Unit, step: DeviceStep, now: float) -> None:
-        step.start = max(now, *(self._free_at.get(engine, 0.0) for engine in group.engines))
-        self._free_at.update(dict.fromkeys(group.engines, step.due))
+    def _start(self, unit: Unit, step: DeviceStep, now: float) -> None:
+        step.start = max(now, *(self._free_at.get(engine, 0.0) for engine in unit.engines))
+        self._free_at.update(dict.fromkeys(unit.engines, step.due))
 
-    def cut(self, group: Unit, now: float) -> None:
+    def cut(self, unit: Unit, now: float) -> None:
         """End a core's run of steps with the one that is computed now: others want the next turn.
 
         Nothing is queued behind a run: what comes cuts it first.
         """
-        step = self._latest.get(group)
+        step = self._latest.get(unit)
         if step is not None and step.count > 1 and now < step.due:
             step.cut(now)
-            self._free_at.update(dict.fromkeys(group.engines, step.due))
-            self._changed(group.leader)
+            self._free_at.update(dict.fromkeys(unit.engines, step.due))
+            self._changed(unit.leader)

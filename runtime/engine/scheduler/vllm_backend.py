@@ -4,8 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -17,11 +16,10 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from shoal.policies.values.layouts import DP, Layout, Unit, alone, unit_of
+from shoal.policies.values.layouts import DP, Layout, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
-from shoal.runtime.engine.agent.agent import Agent
+from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import CoreOutputs
-from shoal.runtime.engine.agent.watchdog import StepWatch
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import (
@@ -34,12 +32,14 @@ from shoal.runtime.engine.link.executor import (
     in_thread,
 )
 from shoal.runtime.engine.link.seams import VLLM_VERSION, check_seams
-from shoal.runtime.engine.scheduler.vllm_core import VllmCore
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore, VllmOwnCore
+from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
 from shoal.runtime.protocol.messages import LayoutLimits, Startup
-from shoal.runtime.protocol.transport import ZmqAgentTransport
 
 LOAD_TIMEOUT_SECONDS = 1800.0
 """Longest time a runner may take to load before its first answer."""
+
+C = TypeVar("C", bound=VllmCore)
 
 GRAMMAR_POLL_SECONDS = 0.005
 """How often to look whether a grammar is compiled that a request waits for."""
@@ -64,36 +64,43 @@ class VllmBackend:
         self._addresses = Addresses(node.runtime_dir)
         self._inbox = Inbox(self._context, self._addresses.responses(engine), engine)
         self._log_stats = node.vllm.log_stats
-        self._own_channel: UnitChannel
-        self._lent: dict[int, Any] = {}
         self._decoder = MsgpackDecoder()
         self._encoder = MsgpackEncoder()
-        self._starting: dict[Unit, tuple[Future[VllmCore], Future[None]]] = {}
+        self._starting: dict[Unit, tuple[Future[VllmGroupCore], Future[None]]] = {}
         self._generations: dict[Unit, int] = {}
-        self._cores = self._start_cores(node.layouts if incarnation == 0 else (DP,))
+        self.own = self._start_own()
+        self.num_blocks = self.own.num_blocks
+        self._lead(self._start_groups(node.layouts[1:]) if incarnation == 0 else {})
         # Answered when the groups of which this engine is a member, and not the leader, have begun.
         taken = self._inbox.wait(self._ask_runner(instructions.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
         self.startup = Startup(self._startup_seconds, taken)
-        self._single = self._cores[alone(engine)]
-        self.num_blocks = int(self._single.block_pool.num_gpu_blocks) - 1
-        widest = max(self._cores, key=attrgetter("size"))
-        self.ready_response = _ready_response(self._cores[widest].engine_core.vllm_config)
+        *_, widest = self.cores.values()
+        self.ready_response = _ready_response(widest.engine_core.vllm_config)
 
-    def _start_cores(self, layouts: Sequence[Layout]) -> dict[Unit, VllmCore]:
-        """Start the core of every unit this engine leads, narrow first, as the runners do."""
-        cores: dict[Unit, VllmCore] = {}
+    def _lead(self, groups: Mapping[Unit, VllmGroupCore]) -> None:
+        self.groups = groups
+        self.cores: Mapping[Unit, VllmCore] = {self.own.unit: self.own, **groups}
+
+    def _start_own(self) -> VllmOwnCore:
+        began = time.monotonic()
+        self._own_channel = self._open_channel(alone(self.engine))
+        # The first answer comes when the runner has loaded its layouts.
+        self._startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
+        core = self._start_core(VllmOwnCore, self._own_channel, self._inbox)
+        self._startup_seconds[instructions.core_phase(DP)] = time.monotonic() - began
+        return core
+
+    def _start_groups(self, layouts: Sequence[Layout]) -> dict[Unit, VllmGroupCore]:
+        """Start the core of every group this engine leads, narrow first, as the runners do."""
+        cores: dict[Unit, VllmGroupCore] = {}
         for layout in layouts:
-            unit = unit_of(self.engine, layout)
-            if unit.leader != self.engine:
-                continue
-            start = time.monotonic()
-            channel = self._open_channel(unit)
-            if layout == DP:
-                self._own_channel = channel
-                # The first answer comes when the runner has loaded its layouts.
-                self._startup_seconds |= self._inbox.wait(self._ask_runner(), LOAD_TIMEOUT_SECONDS)
-            cores[unit] = self._start_core(channel, self._inbox)
-            self._startup_seconds[instructions.core_phase(layout)] = time.monotonic() - start
+            size = layout.world_size
+            if self.engine % size:
+                break
+            began = time.monotonic()
+            unit = Unit(tuple(range(self.engine, self.engine + size)), layout)
+            cores[unit] = self._start_core(VllmGroupCore, self._open_channel(unit), self._inbox)
+            self._startup_seconds[instructions.core_phase(layout)] = time.monotonic() - began
         return cores
 
     def _open_channel(self, unit: Unit) -> UnitChannel:
@@ -109,14 +116,14 @@ class VllmBackend:
         self._own_channel.send(instructions.Call(seq, method))
         return future
 
-    def _start_core(self, channel: UnitChannel, answers: Answers) -> VllmCore:
+    def _start_core(self, kind: type[C], channel: UnitChannel, answers: Answers) -> C:
         """Start a unit's core while its members' runners read its queue; send them back."""
         unit, node = channel.unit, self._node
         config = engine_config(node, unit.layout, UnitExecutor)
         asked = config.model_config.max_model_len
         UnitExecutor.connect(channel, answers)
         try:
-            core = VllmCore(unit, config, log_stats=self._log_stats, max_sp=node.max_sp)
+            core = kind(unit, config, log_stats=self._log_stats, max_sp=node.max_sp)
         finally:
             channel.send(instructions.Detach(instructions.STARTUP_EPOCH))
         if unit.layout == node.layouts[-1] and not node.vllm.takes_what_fits:
@@ -127,9 +134,9 @@ class VllmBackend:
 
     def form(self, unit: Unit, generation: int) -> "Future[str]":
         """See ``interface.EngineBackend.form``."""
-        former = self._cores.pop(unit, None)
-        if former is not None:
-            former.close()
+        if unit in self.groups:
+            self.groups[unit].close()
+        self._lead({u: core for u, core in self.groups.items() if u != unit})
         self._inbox.drop(unit)
         self._generations[unit] = generation
         seq, future = self._own_channel.expect(answers=1)
@@ -145,7 +152,8 @@ class VllmBackend:
         if unit.leader != self.engine:
             return self._ask_runner()
         started: Future[None] = Future()
-        core = in_thread(partial(self._start_core, self._open_channel(unit), Elsewhere()))
+        channel = self._open_channel(unit)
+        core = in_thread(partial(self._start_core, VllmGroupCore, channel, Elsewhere()))
         self._starting[unit] = (core, started)
         return started
 
@@ -156,7 +164,7 @@ class VllmBackend:
             del self._starting[unit]
             error = core.exception()
             if error is None:
-                self._cores[unit] = core.result()
+                self._lead({**self.groups, unit: core.result()})
                 started.set_result(None)
             else:
                 started.set_exception(error)
@@ -166,45 +174,14 @@ class VllmBackend:
         """Limits of every layout this engine leads a group of."""
         return [
             LayoutLimits(
-                layout=group.layout,
+                layout=unit.layout,
                 block_tokens=core.engine_core.vllm_config.cache_config.block_size,
                 max_num_seqs=core.engine_core.vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=core.engine_core.vllm_config.model_config.max_model_len,
                 sp_floor=core.shift.floor,
             )
-            for group, core in self._cores.items()
+            for unit, core in self.cores.items()
         ]
-
-    def core(self, group: Unit) -> VllmCore:
-        """See ``interface.EngineBackend.core``."""
-        return self._cores[group]
-
-    @property
-    def cores(self) -> Mapping[Unit, VllmCore]:
-        """See ``interface.EngineBackend.cores``."""
-        return self._cores
-
-    # --- lending ---
-
-    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
-        """See ``interface.EngineBackend.lend``."""
-        pool = self._single.block_pool
-        while urgent and pool.get_num_free_blocks() < blocks and not self._single.in_flight:
-            if not self._single.preempt_last():
-                break
-        taken = pool.get_new_blocks(min(blocks, pool.get_num_free_blocks()))
-        self._lent.update((block.block_id, block) for block in taken)
-        return [block.block_id for block in taken]
-
-    def take_back(self, blocks: Sequence[int]) -> None:
-        """See ``interface.EngineBackend.take_back``."""
-        self._single.block_pool.free_blocks([self._lent.pop(block) for block in blocks])
-        self._single.wake()
-
-    @property
-    def lent(self) -> frozenset[int]:
-        """See ``interface.EngineBackend.lent``."""
-        return frozenset(self._lent)
 
     # --- runner ---
 
@@ -227,7 +204,7 @@ class VllmBackend:
 
     def next_wakeup(self) -> float | None:
         """See ``interface.EngineBackend.next_wakeup``: all but grammars arrives as a message."""
-        awaited = any(core.awaits_grammar for core in self._cores.values())
+        awaited = any(core.awaits_grammar for core in self.cores.values())
         return GRAMMAR_POLL_SECONDS if awaited else None
 
     # --- vLLM's utility calls ---
@@ -240,9 +217,9 @@ class VllmBackend:
         client_index, call_id, method, _ = self._decoder.decode(frames)
         output = UtilityOutput(call_id)
         if method == "get_supported_tasks":
-            output.result = UtilityResult(self._single.supported_tasks)
+            output.result = UtilityResult(self.own.supported_tasks)
         elif method == "reset_prefix_cache":
-            for core in self._cores.values():
+            for core in self.cores.values():
                 core.evict_prefix_cache()
             output.result = UtilityResult(True)
         elif method in ("is_sleeping", "is_scheduler_paused"):
@@ -255,24 +232,6 @@ class VllmBackend:
             return None
         encoded = self._encoder.encode(EngineCoreOutputs(utility_output=output))
         return CoreOutputs(client_index, encoded)
-
-    # --- books ---
-
-    def check_integrity(self) -> list[str]:
-        """See ``interface.EngineBackend.check_integrity``."""
-        problems = [line for core in self._cores.values() for line in core.check_integrity()]
-        pool = self._single.block_pool
-        if self._single.num_requests == 0:
-            accounted = pool.get_num_free_blocks() + len(self._lent)
-            if accounted != self.num_blocks:
-                problems.append(
-                    f"engine {self.engine}: {accounted} blocks free or lent, "
-                    f"expected {self.num_blocks}"
-                )
-        unheld = [block_id for block_id, block in self._lent.items() if block.ref_cnt != 1]
-        if unheld:
-            problems.append(f"engine {self.engine}: lent blocks not held once: {unheld[:8]}")
-        return problems
 
     def close(self) -> None:
         """See ``interface.EngineBackend.close``."""
@@ -335,13 +294,4 @@ def _ready_response(config: VllmConfig) -> bytes:
 def run_scheduler(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     """Process entry: start the cores with the runners, then serve the controller."""
     backend = VllmBackend(node, engine, incarnation)
-    transport = ZmqAgentTransport(
-        engine,
-        Addresses(node.runtime_dir),
-        node.api_servers,
-        backend.pollables(),
-        incarnation=incarnation,
-    )
-    timeout = node.step_timeout_seconds if node.recording_dir is None else None
-    watch = None if timeout is None else StepWatch(timeout)
-    Agent(backend, transport, startup=backend.startup, watch=watch).run()
+    serve(backend, node, incarnation, backend.startup)

@@ -20,24 +20,19 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import (
+    Collected,
     CoreLoad,
     CoreOutputs,
     EndedSteps,
-    Lease,
-    plain_lease,
+    work_of_step,
 )
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
-from shoal.runtime.engine.kv.lease import GroupLease
-from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Mode, Work
 
 AHEAD_REQUESTS = 16
 """Running requests from which on a step is scheduled ahead of what an older one gave."""
-
-LEASE_CHUNK = 16
-"""Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
 
 
 class SeveralKVGroups(ValueError):
@@ -81,18 +76,13 @@ class VllmCore:
         self._depth = self.engine_core.batch_queue_size
         captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
         self.shift = Shift(sp_floor(unit.layout.tp, max_sp, captured or 0))
-        self._steps: list[EndedSteps] = []
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
         self._deferred: InFlight | None = None
-        self._rests = True
         # The scheduler had nothing to run: asking again is useless until something changes.
         self._stalled = False
-        self._outputs: list[CoreOutputs] = []
-        self._finished: list[str] = []
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
-        self._lease = GroupLease(unit, self.block_pool) if unit.is_group else None
 
     @property
     def block_pool(self) -> Any:
@@ -124,25 +114,27 @@ class VllmCore:
 
     # --- steps ---
 
-    def collect(self) -> bool:
+    def collect(self) -> Collected | None:
         """See ``interface.Core.collect``."""
-        collected = False
+        if not (self._in_flight and self._in_flight[0].future.done()):
+            return None
+        collected = Collected([], [], [])
         while self._in_flight and self._in_flight[0].future.done():
-            self._collect_one(self._in_flight.popleft())
-            collected = True
+            self._collect_one(self._in_flight.popleft(), collected)
         return collected
 
-    def _collect_one(self, step: InFlight) -> None:
+    def _collect_one(self, step: InFlight, collected: Collected) -> None:
         outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
-            self._steps.append(EndedSteps(step.mode, step.work))
+            collected.steps.append(EndedSteps(step.mode, step.work))
         for client_index, client_outputs in outputs.items():
             client_outputs.engine_index = wire.unit_index(self.unit)
-            self._finished += [
+            collected.finished.extend(
                 output.request_id for output in client_outputs.outputs if output.finished
-            ]
-            self._outputs.append(CoreOutputs(client_index, self._encoder.encode(client_outputs)))
+            )
+            encoded = self._encoder.encode(client_outputs)
+            collected.outputs.append(CoreOutputs(client_index, encoded))
         # Of a step that was scheduled ahead, the tokens of the one before are still to come.
         if self._deferred is not None and self._in_flight[0] is self._deferred:
             deferred, self._deferred = self._deferred, None
@@ -151,9 +143,7 @@ class VllmCore:
 
     def dispatch(self) -> bool:
         """See ``interface.Core.dispatch``."""
-        dispatched = self._dispatch()
-        self._tell_rest()
-        return dispatched
+        return self._dispatch()
 
     def dispatch_ahead(self) -> bool:
         """See ``interface.Core.dispatch_ahead``.
@@ -209,13 +199,6 @@ class VllmCore:
             self._deferred = step
         return True
 
-    def _tell_rest(self) -> None:
-        """Tell the runners of a group when they need no longer expect a step."""
-        rests = not self._in_flight
-        if rests and not self._rests and self._lease is not None:
-            self._executor.channel.send(steps.Rest())
-        self._rests = rests
-
     @property
     def awaits_grammar(self) -> bool:
         """Whether a request waits for its grammar, which a thread of vLLM compiles.
@@ -236,21 +219,6 @@ class VllmCore:
         if not scheduled.total_num_scheduled_tokens:
             return None
         return self._scheduler.get_grammar_bitmask(scheduled)
-
-    def take_outputs(self) -> list[CoreOutputs]:
-        """See ``interface.Core.take_outputs``."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def take_steps(self) -> list[EndedSteps]:
-        """See ``interface.Core.take_steps``."""
-        steps, self._steps = self._steps, []
-        return steps
-
-    def take_finished(self) -> list[str]:
-        """See ``interface.Core.take_finished``."""
-        finished, self._finished = self._finished, []
-        return finished
 
     @property
     def in_flight(self) -> int:
@@ -276,85 +244,6 @@ class VllmCore:
         running, waiting = self._scheduler.get_request_counts()
         return CoreLoad(running, waiting, int(self.block_pool.get_num_free_blocks()))
 
-    # --- group cores ---
-
-    @property
-    def _group_lease(self) -> GroupLease:
-        if self._lease is None:
-            raise TypeError("a single engine has no lease")
-        return self._lease
-
-    def bind(self, epoch: int, lease: Lease, seed: int) -> None:
-        """See ``interface.Core.bind``."""
-        virtual = self._group_lease.open(lease)
-        self._executor.channel.send(steps.Bind(epoch, virtual, plain_lease(lease), seed))
-        self._stalled = False
-
-    def grow(self, lease: Lease) -> None:
-        """See ``interface.Core.grow``."""
-        virtual = self._group_lease.open(lease)
-        self._executor.channel.send(steps.Extend(virtual, plain_lease(lease)))
-        self._stalled = False
-
-    def release(self, epoch: int) -> Lease:
-        """See ``interface.Core.release``."""
-        self._executor.channel.send(steps.Detach(epoch))
-        return self._group_lease.close()
-
-    def shrink(self, keep: int) -> Lease:
-        """See ``interface.Core.shrink``."""
-        return self._group_lease.close(keep)
-
-    @property
-    def blocks_wanted(self) -> int:
-        """See ``interface.Core.blocks_wanted``."""
-        if self._lease is None:
-            return 0
-        waiting = sum(
-            -(-(request.num_tokens + 1) // self.engine_core.vllm_config.cache_config.block_size)
-            for request in self._scheduler.waiting
-        )
-        # Each running request may cross into a new block before the next chance to grow.
-        lacking = len(self._scheduler.running) + waiting - self._lease.num_free
-        return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
-
-    @property
-    def blocks_ahead(self) -> int:
-        """See ``interface.Core.blocks_ahead``."""
-        config = self.engine_core.vllm_config
-        size, longest = config.cache_config.block_size, config.model_config.max_model_len
-        requests = self._scheduler.requests.values()
-        bounds = [(r, r.num_prompt_tokens + r.max_tokens) for r in requests]
-        return sum(
-            -(-bound // size) - request.num_computed_tokens // size
-            for request, bound in bounds
-            if bound < longest
-        )
-
-    @property
-    def lease_blocks(self) -> int:
-        """See ``interface.Core.lease_blocks``."""
-        return self._lease.num_open if self._lease is not None else 0
-
-    # --- lending (single cores) ---
-
-    def wake(self) -> None:
-        """Blocks came free: the scheduler may have something to run again."""
-        self._stalled = False
-
-    def preempt_last(self) -> bool:
-        """Preempt the latest running request: its blocks come free, it is recomputed later.
-
-        The body of ``Scheduler.reset_prefix_cache(reset_running_requests=True)`` for one request.
-        Returns whether there was one. Only while no step is in flight.
-        """
-        if not self._scheduler.running:
-            return False
-        request = self._scheduler.running.pop()
-        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
-        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        return True
-
     def evict_prefix_cache(self) -> None:
         """Forget every cached prefix.
 
@@ -372,15 +261,88 @@ class VllmCore:
 
     def check_integrity(self) -> list[str]:
         """See ``interface.Core.check_integrity``."""
-        name = f"core {list(self.unit.engines)}"
-        problems = self._lease.check_integrity() if self._lease is not None else []
-        if self.num_requests == 0 and self._lease is not None:
-            held = self._lease.num_open - self._lease.num_free
-            if held:
-                problems.append(f"{name}: {held} virtual blocks held by no request")
         waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
-        if waiting + running > self.num_requests:
-            problems.append(f"{name}: {waiting + running} queued, {self.num_requests} known")
+        if waiting + running <= self.num_requests:
+            return []
+        return [f"{self._name}: {waiting + running} queued, {self.num_requests} known"]
+
+    @property
+    def _name(self) -> str:
+        return f"core {list(self.unit.engines)}"
+
+
+class VllmOwnCore(VllmCore):
+    """Implements ``interface.OwnCore``: an engine alone, on blocks of its own, which it lends."""
+
+    def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1) -> None:
+        super().__init__(unit, config, log_stats=log_stats, max_sp=max_sp)
+        self._lent: dict[int, Any] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the engine, lent ones included."""
+        return int(self.block_pool.num_gpu_blocks) - 1  # without the null block
+
+    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
+        """See ``interface.BlockLender.lend``."""
+        pool = self.block_pool
+        while urgent and pool.get_num_free_blocks() < blocks and not self.in_flight:
+            if not self._preempt_last():
+                break
+        taken = pool.get_new_blocks(min(blocks, pool.get_num_free_blocks()))
+        self._lent.update((block.block_id, block) for block in taken)
+        return [block.block_id for block in taken]
+
+    def _preempt_last(self) -> bool:
+        """Preempt the latest running request: its blocks come free, it is recomputed later.
+
+        The body of ``Scheduler.reset_prefix_cache(reset_running_requests=True)`` for one request.
+        Returns whether there was one. Only while no step is in flight.
+        """
+        if not self._scheduler.running:
+            return False
+        request = self._scheduler.running.pop()
+        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return True
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """See ``interface.BlockLender.take_back``."""
+        self.block_pool.free_blocks([self._lent.pop(block) for block in blocks])
+        # The scheduler may have something to run again.
+        self._stalled = False
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """See ``interface.BlockLender.lent``."""
+        return frozenset(self._lent)
+
+    @property
+    def spare_blocks(self) -> int:
+        """See ``interface.BlockLender.spare_blocks``."""
+        config = self.engine_core.vllm_config
+        size, longest = config.cache_config.block_size, config.model_config.max_model_len
+        requests = self._scheduler.requests.values()
+        bounds = [(r, r.num_prompt_tokens + r.max_tokens) for r in requests]
+        ahead: int = sum(
+            -(-bound // size) - request.num_computed_tokens // size
+            for request, bound in bounds
+            if bound < longest
+        )
+        return max(0, int(self.block_pool.get_num_free_blocks()) - ahead)
+
+    def check_integrity(self) -> list[str]:
+        """See ``interface.Core.check_integrity``."""
+        problems, engine = super().check_integrity(), self.unit.leader
+        if self.num_requests == 0:
+            accounted = self.block_pool.get_num_free_blocks() + len(self._lent)
+            if accounted != self.num_blocks:
+                problems.append(
+                    f"engine {engine}: {accounted} blocks free or lent, expected {self.num_blocks}"
+                )
+        unheld = [block_id for block_id, block in self._lent.items() if block.ref_cnt != 1]
+        if unheld:
+            problems.append(f"engine {engine}: lent blocks not held once: {unheld[:8]}")
         return problems
 
 
@@ -411,20 +373,11 @@ def _tells_runners(scheduled: SchedulerOutput) -> bool:
 
 
 def work_of(scheduled: SchedulerOutput) -> Work:
-    """Return what a step computes. A prompt's last token alone counts as a decode: it costs one."""
-    cached = scheduled.scheduled_cached_reqs
+    """Return what a step computes."""
+    cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-    decodes = context = prefill = pairs = 0
-    for request_id, tokens in scheduled.num_scheduled_tokens.items():
-        before = computed[request_id]
-        if tokens == 1 and before:
-            decodes += 1
-            context += before + 1
-        else:
-            prefill += tokens
-            pairs += tokens * (2 * before + tokens + 1) // 2
-    return Work(1, 0.0, decodes, context, prefill, pairs)
+    return work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
 
 
 def _awaits_tokens(scheduled: SchedulerOutput) -> bool:

@@ -300,7 +300,7 @@ def test_own_requests_that_a_busy_group_leaves_no_block_move_into_it() -> None:
     switch(node, tp(0, 1, 2, 3))
     node.send("shared", 10, 380)
     turns(node, 40)
-    assert node.backends[unit.leader].core(unit).load.running == 0
+    assert node.backends[unit.leader].own.load.running == 0
     node.clock.advance(PAUSE_SECONDS)
     turns(node, 1)
     assert node.placed()["own"] == unit

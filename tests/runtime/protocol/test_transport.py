@@ -13,7 +13,7 @@ from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
-from shoal.runtime.engine.fake.fake_core import expected_tokens
+from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.node.runtime_dir import make_runtime_dir, remove_runtime_dir
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import transport, wire

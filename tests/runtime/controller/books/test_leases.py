@@ -2,8 +2,8 @@
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.agent.agent import IDLE_SECONDS, LEASE_FLOOR
-from shoal.runtime.engine.fake.fake_core import Faults
+from shoal.runtime.engine.agent.lending import IDLE_SECONDS, LEASE_FLOOR
+from shoal.runtime.engine.fake.faults import Faults
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
@@ -64,7 +64,7 @@ def test_idle_lease_shrinks_to_the_floor_and_blocks_come_home() -> None:
     node.run_for(IDLE_SECONDS, tick=0.5)
     node.settle()
     assert lease(node) == LEASE_FLOOR
-    assert [len(backend.lent) for backend in node.backends.values()] == [LEASE_FLOOR] * 2
+    assert [len(backend.own.lent) for backend in node.backends.values()] == [LEASE_FLOOR] * 2
     assert node.audit() == []
 
 
@@ -136,13 +136,13 @@ def test_audit_notices_a_lost_block() -> None:
 def test_audit_notices_a_lease_that_differs() -> None:
     node = started()
     node.switch(tp(0, 1))
-    node.backends[0].core(tp(0, 1)).shrink(10)
+    node.backends[0].groups[tp(0, 1)].shrink(10)
     problems = node.audit()
     assert "engine 0: unit [0, 1] holds 10 blocks, the books say 64" in problems
 
 
 def test_audit_notices_lent_blocks_that_differ() -> None:
     node = started()
-    node.backends[1].lend(2)
+    node.backends[1].own.lend(2)
     (problem,) = node.audit()
     assert problem.startswith("engine 1: lent blocks differ from the books")

@@ -72,7 +72,7 @@ def test_before_the_first_output() -> None:
     node = started(settings=FakeSettings(step_seconds=1.0))
     node.send("r", 10, 5)
     node.turns(3)
-    assert node.backends[0].core(alone(0)).in_flight
+    assert node.backends[0].own.in_flight
     node.kill(0)
     for _ in range(20):
         node.turns(2)
@@ -101,7 +101,7 @@ def test_after_the_last_output_that_nobody_read() -> None:
     node = started()
     node.send("r", 10, 6)
     node.turns(3)
-    while node.backends[0].core(alone(0)).num_requests:
+    while node.backends[0].own.num_requests:
         node.turn_agent(0)
     node.network.to_controller.clear()
     assert len(node.hold_outputs(0, keep=2)) > 1

@@ -5,7 +5,7 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.failures.rejoin import ATTEMPTS, FORM_SECONDS, RETRY_SECONDS
-from shoal.runtime.engine.fake.fake_core import NO_FAULTS, Faults
+from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import UnavailableView

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from shoal.policies.values.layouts import alone
 from shoal.runtime.config import QUEUED_AHEAD, FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -286,7 +285,7 @@ def test_a_unit_never_idles_between_two_steps_while_requests_wait(seats: int) ->
         node.clock.advance(STEP)
         for engine in node.agents:
             node.turn_agent(engine)  # ends a step; the controller has had no turn yet
-            core = node.backends[engine].core(alone(engine))
+            core = node.backends[engine].own
             assert core.in_flight
             ends += 1
         turns(node)
@@ -301,6 +300,6 @@ def test_only_one_request_leaves_the_pool_ahead_of_its_seat() -> None:
     for k in range(5):
         node.send(f"r{k}", 4, 2)
     turns(node)
-    core = node.backends[0].core(alone(0))
+    core = node.backends[0].own
     assert (core.load.running, core.load.waiting) == (1, QUEUED_AHEAD)
     assert len(node.pool) == 5

@@ -155,7 +155,7 @@ def test_abort_while_it_runs() -> None:
     node.settle()
     node.assert_exact()
     assert 0 < len(node.tokens["a"]) < 300
-    assert node.backends[0].core(alone(0)).load.free_blocks == SMALL.num_blocks
+    assert node.backends[0].own.load.free_blocks == SMALL.num_blocks
     assert node.outcomes == {Outcome.ABORTED: 1}
 
 
@@ -167,7 +167,7 @@ def test_abort_while_it_is_paused() -> None:
     node.switch(tp(0, 1))
     node.abort("a")
     node.settle()
-    assert node.backends[0].core(alone(0)).num_requests == 0
+    assert node.backends[0].own.num_requests == 0
     node.switch(alone(0), alone(1))
     assert node.audit() == []
 

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
-from shoal.runtime.engine.fake.fake_core import Faults, Seam
+from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import SUPERVISOR
 from shoal.runtime.protocol.wire import FinishReason
@@ -295,7 +295,7 @@ def test_member_dies_before_the_commit() -> None:
     node.hung = {2, 3}
     call = node.set_layout(tp(0, 1, 2, 3))
     node.settle()  # 0 and 1 are prepared and have lent
-    assert any(backend.lent for backend in node.backends.values())
+    assert any(backend.own.lent for backend in node.backends.values())
     node.kill(2, "out of memory")
     node.hung = set()
     node.settle()
@@ -304,7 +304,7 @@ def test_member_dies_before_the_commit() -> None:
     assert killed(node) == {2}
     assert node.partition == ALONE
     assert_gone_on(node, stuck)
-    assert all(not node.backends[e].lent for e in (0, 1, 3))
+    assert all(not node.backends[e].own.lent for e in (0, 1, 3))
     node.switch(tp(0, 1), alone(2), alone(3))
     node.switch(*ALONE)
     assert_sound(node)
@@ -315,14 +315,14 @@ def test_leader_dies_in_a_bind_of_a_group_that_holds_paused_requests() -> None:
     node.switch(tp(0, 1), tp(2, 3))
     busy(node, tokens=40)
     node.switch(*ALONE)
-    assert node.backends[1].lent  # to requests paused in tp(0, 1)
+    assert node.backends[1].own.lent  # to requests paused in tp(0, 1)
     node.hung = {0}
     node.set_layout(tp(0, 1), alone(2), alone(3))
     node.settle()  # 1 has lent more, to the bind
     node.kill(0)
     node.settle()
     assert node.deaths == {}
-    assert node.backends[1].lent == frozenset()
+    assert node.backends[1].own.lent == frozenset()
     node.switch(alone(0), alone(1), tp(2, 3))
     assert_sound(node)
 
@@ -383,12 +383,12 @@ def test_death_while_a_group_is_paused_gives_survivors_their_blocks(dead: int) -
     node.switch(*ALONE)
     paused = {r for r, unit in node.placed().items() if unit == tp(0, 1)}
     assert paused <= set(node.missing)
-    assert node.backends[1 - dead].lent
+    assert node.backends[1 - dead].own.lent
     node.kill(dead)
     node.settle()
     assert_gone_on(node, paused)
     assert killed(node) == {dead}
-    assert node.backends[1 - dead].lent == frozenset()
+    assert node.backends[1 - dead].own.lent == frozenset()
     node.switch(alone(0), alone(1), tp(2, 3))
     assert_sound(node)
 

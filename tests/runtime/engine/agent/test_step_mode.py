@@ -11,8 +11,8 @@ from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
-from shoal.runtime.engine.scheduler import vllm_core
-from shoal.runtime.engine.scheduler.vllm_core import VllmCore
+from shoal.runtime.engine.scheduler import vllm_core, vllm_group_core
+from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.loopback_node import request_payload
 from tests.units import tp
@@ -55,14 +55,15 @@ def test_a_group_runs_sp_only_with_a_degree_of_two(
 def fake_mode(config: NodeConfig, threshold: int | None, tokens: int) -> Mode:
     """Return the mode of the fake core's step that computes a prompt of so many tokens."""
     clock = ManualClock()
-    core = FakeBackend(config, 0, clock=clock).core(GROUP)
+    core = FakeBackend(config, 0, clock=clock).groups[GROUP]
     core.shift.threshold = threshold
     core.bind(1, {engine: list(range(1, 100)) for engine in GROUP.engines}, seed=0)
     core.add("r", request_payload("r", [7] * tokens, 1))
     core.dispatch()
     clock.advance(1.0)
-    core.collect()
-    (ended,) = core.take_steps()
+    collected = core.collect()
+    assert collected is not None
+    (ended,) = collected.steps
     return ended.mode
 
 
@@ -109,8 +110,8 @@ def real_mode(
         execute_dummy_batch=lambda: None,
     )
     monkeypatch.setattr(vllm_core, "EngineCore", lambda *_: engine_core)
-    monkeypatch.setattr(vllm_core, "GroupLease", lambda *_: None)
-    core = VllmCore(GROUP, SimpleNamespace(), log_stats=False, max_sp=max_sp)
+    monkeypatch.setattr(vllm_group_core, "GroupLease", lambda *_: None)
+    core = VllmGroupCore(GROUP, SimpleNamespace(), log_stats=False, max_sp=max_sp)
     core.shift.threshold = threshold
     assert core.dispatch()
     (mode,) = step.modes

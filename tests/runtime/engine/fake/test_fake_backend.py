@@ -7,13 +7,15 @@ from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
-from shoal.runtime.engine.agent.interface import CoreLoad, EndedSteps, RunnerDied
+from shoal.runtime.engine.agent.interface import Collected, CoreLoad, EndedSteps, RunnerDied
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
-from shoal.runtime.engine.fake.fake_core import NO_FAULTS, FakeCore, Faults, Seam, expected_tokens
+from shoal.runtime.engine.fake.fake_core import FakeCore
+from shoal.runtime.engine.fake.fake_tokens import expected_tokens
+from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Work
-from tests.runtime.loopback_node import request_payload
+from tests.runtime.loopback_node import problems, request_payload
 from tests.units import tp
 
 SETTINGS = FakeSettings(
@@ -31,96 +33,101 @@ def make(clock: ManualClock, engine: int = 0, faults: Faults = NO_FAULTS) -> Fak
     return FakeBackend(config, engine, clock=clock, faults=faults)
 
 
-def advance(core) -> bool:
-    """Take what has ended and go on, as an agent does; return whether there was anything."""
+def advance(core, ended: Collected | None = None) -> bool:
+    """Take what has ended and go on, as an agent does; return whether there was anything.
+
+    What has ended is added to ``ended``.
+    """
     collected = core.collect()
-    return core.dispatch() or collected
+    if collected is not None and ended is not None:
+        ended.outputs.extend(collected.outputs)
+        ended.steps.extend(collected.steps)
+        ended.finished.extend(collected.finished)
+    return core.dispatch() or collected is not None
 
 
-def run(core, clock: ManualClock, steps: int = 200) -> dict[str, list[int]]:
-    """Step until nothing is left and return every token."""
-    tokens: dict[str, list[int]] = {}
+def run(core, clock: ManualClock, steps: int = 200) -> Collected:
+    """Step until nothing is left and return what came of it."""
+    ended = Collected([], [], [])
     for _ in range(steps):
         clock.advance(SETTINGS.step_seconds)
-        advance(core)
-        for outputs in core.take_outputs():
-            for output in msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs:
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        advance(core, ended)
         if not core.num_requests and not core.in_flight:
-            return tokens
+            return ended
     raise AssertionError("requests are left")
 
 
-def test_tokens_depend_on_prompt_and_position_only() -> None:
-    assert expected_tokens([1, 2, 3], 50) == expected_tokens([1, 2, 3], 60)[:50]
-    assert expected_tokens([1, 2, 3], 50) != expected_tokens([1, 2, 4], 50)
-    tokens = expected_tokens([1, 2, 3], 50)
-    assert all(tokens[k : k + 2] != tokens[k + 1 : k + 3] for k in range(48))
+def tokens_of(ended: Collected) -> dict[str, list[int]]:
+    """Return every token, by request."""
+    tokens: dict[str, list[int]] = {}
+    for outputs in ended.outputs:
+        for output in msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
 
 
 def test_a_step_takes_its_time(clock: ManualClock) -> None:
-    core = make(clock).core(alone(0))
+    core = make(clock).own
     core.add("a", request_payload("a", [1, 2], 1))
     assert advance(core)
     assert core.in_flight == 1
-    assert not core.collect()
+    assert core.collect() is None
     clock.advance(0.5)
-    assert core.collect()
-    assert (core.in_flight, core.num_requests, core.take_finished()) == (0, 0, ["a"])
+    ended = core.collect()
+    assert ended is not None
+    assert (core.in_flight, core.num_requests, ended.finished) == (0, 0, ["a"])
 
 
 def test_steps_say_what_they_computed(clock: ManualClock) -> None:
-    core = make(clock).core(alone(0))
+    core = make(clock).own
     core.add("a", request_payload("a", [1, 2, 3, 4], 3))
-    run(core, clock)
+    ended = run(core, clock)
     # Four prompt tokens attend to 1, 2, 3 and 4; the two decodes read 5 and 6.
-    assert core.take_steps() == [
+    assert ended.steps == [
         EndedSteps(Mode.TP, Work(steps=1, prefill_tokens=4, prefill_pairs=10)),
         EndedSteps(Mode.TP, Work(steps=1, decodes=1, context_tokens=5)),
         EndedSteps(Mode.TP, Work(steps=1, decodes=1, context_tokens=6)),
     ]
-    assert core.take_steps() == []
+    assert core.collect() is None
 
 
 def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
     settings = msgspec.structs.replace(SETTINGS, steps_at_once=64)
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
-    core = FakeBackend(config, 0, clock=clock).core(alone(0))
+    core = FakeBackend(config, 0, clock=clock).own
     core.add("a", request_payload("a", [1, 2, 3, 4], 9))
-    clock.advance(SETTINGS.step_seconds)
-    advance(core)
-    clock.advance(SETTINGS.step_seconds)
-    advance(core)
-    clock.advance(8 * SETTINGS.step_seconds)
-    advance(core)
-    (ended,) = core.take_steps()[1:]
-    assert ended.work == Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))
+    ended = Collected([], [], [])
+    for steps in (1, 1, 8):
+        clock.advance(steps * SETTINGS.step_seconds)
+        advance(core, ended)
+    (_, decodes) = ended.steps
+    assert decodes.work == Work(steps=8, decodes=8, context_tokens=sum(range(5, 13)))
 
 
 def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
     backend = make(clock)
     assert backend.next_wakeup() is None
-    backend.core(alone(0)).add("a", request_payload("a", [1, 2], 1))
-    advance(backend.core(alone(0)))
+    backend.own.add("a", request_payload("a", [1, 2], 1))
+    advance(backend.own)
     clock.advance(0.2)
     assert backend.next_wakeup() == pytest.approx(0.3)
 
 
 def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock) -> None:
     backend = make(clock)
-    core = backend.core(alone(0))
+    core = backend.own
     prompts = {f"r{k}": [k + 1] * 9 for k in range(3)}
     for request_id, prompt in prompts.items():
         core.add(request_id, request_payload(request_id, prompt, 18))
     # Three requests of 27 tokens want 21 blocks of the 10 there are.
-    tokens = run(core, clock)
+    tokens = tokens_of(run(core, clock))
     assert tokens == {r: expected_tokens(p, 18) for r, p in prompts.items()}
-    assert backend.check_integrity() == []
+    assert problems(backend) == []
     assert core.load == CoreLoad(0, 0, 10)
 
 
 def test_batch_is_bounded(clock: ManualClock) -> None:
-    core = make(clock).core(alone(0))
+    core = make(clock).own
     for k in range(5):
         core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
     advance(core)
@@ -129,41 +136,41 @@ def test_batch_is_bounded(clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("prompt", [[], [1] * 30])
 def test_impossible_prompts_are_refused(clock: ManualClock, prompt: list[int]) -> None:
-    core = make(clock).core(alone(0))
+    core = make(clock).own
     with pytest.raises(ValueError, match="prompt of"):
         core.add("a", request_payload("a", prompt, 3))
     assert core.num_requests == 0
 
 
 def test_output_ends_at_the_model_length(clock: ManualClock) -> None:
-    core = make(clock).core(alone(0))
+    core = make(clock).own
     core.add("a", request_payload("a", [1] * 28, None))
-    assert len(run(core, clock)["a"]) == 2
+    assert len(tokens_of(run(core, clock))["a"]) == 2
 
 
 def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
     backend = make(clock)
-    core = backend.core(alone(0))
+    core = backend.own
     for request_id in ("early", "late"):
         core.add(request_id, request_payload(request_id, [1] * 16, 3))
     advance(core)
-    assert len(backend.lend(5)) == 2
-    assert len(backend.lend(4, urgent=True)) == 4
+    assert len(backend.own.lend(5)) == 2
+    assert len(backend.own.lend(4, urgent=True)) == 4
     assert core.load == CoreLoad(1, 1, 0)
-    backend.take_back(sorted(backend.lent))
-    assert run(core, clock)["late"] == expected_tokens([1] * 16, 3)
-    assert backend.check_integrity() == []
+    backend.own.take_back(sorted(backend.own.lent))
+    assert tokens_of(run(core, clock))["late"] == expected_tokens([1] * 16, 3)
+    assert problems(backend) == []
 
 
 def test_blocks_that_are_not_lent_cannot_come_back(clock: ManualClock) -> None:
     with pytest.raises(KeyError):
-        make(clock).take_back([3])
+        make(clock).own.take_back([3])
 
 
 def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
     backend = make(clock)
-    group = backend.core(tp(0, 1))
-    mine = backend.lend(6)
+    group = backend.groups[tp(0, 1)]
+    mine = backend.own.lend(6)
     lease = {0: mine, 1: [9, 8, 7, 6, 5, 4]}
     pairs = set(zip(lease[0], lease[1], strict=True))
     group.bind(1, lease, seed=0)
@@ -171,7 +178,7 @@ def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
     advance(group)
     first = group.shrink(3)
     assert group.lease_blocks == 3
-    assert run(group, clock)["a"] == expected_tokens([1] * 9, 8)
+    assert tokens_of(run(group, clock))["a"] == expected_tokens([1] * 9, 8)
     rest = group.release(1)
     assert (len(first[0]), len(rest[0]), group.lease_blocks) == (3, 3, 0)
     returned = set(zip([*first[0], *rest[0]], [*first[1], *rest[1]], strict=True))
@@ -180,8 +187,8 @@ def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
 
 def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
     backend = make(clock)
-    group = backend.core(tp(0, 1))
-    group.bind(1, {0: backend.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
+    group = backend.groups[tp(0, 1)]
+    group.bind(1, {0: backend.own.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
     group.add("a", request_payload("a", [1] * 9, 8))
     advance(group)
     assert len(group.release(1)[0]) == 4
@@ -193,19 +200,19 @@ def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
 
 def test_blocks_wanted_is_what_is_lacking(clock: ManualClock) -> None:
     backend = make(clock)
-    group = backend.core(tp(0, 1))
-    group.bind(1, {0: backend.lend(1), 1: [1]}, seed=0)
+    group = backend.groups[tp(0, 1)]
+    group.bind(1, {0: backend.own.lend(1), 1: [1]}, seed=0)
     assert group.blocks_wanted == 0
     group.add("a", request_payload("a", [1] * 20, 8))
     assert group.blocks_wanted == 2
-    group.grow({0: backend.lend(2), 1: [2, 3]})
+    group.grow({0: backend.own.lend(2), 1: [2, 3]})
     assert group.blocks_wanted == 0
 
 
 def test_lease_of_uneven_columns_is_refused(clock: ManualClock) -> None:
     backend = make(clock)
     with pytest.raises(ValueError, match="zip"):
-        backend.core(tp(0, 1)).bind(1, {0: backend.lend(3), 1: [1]}, seed=0)
+        backend.groups[tp(0, 1)].bind(1, {0: backend.own.lend(3), 1: [1]}, seed=0)
 
 
 def test_only_leaders_have_a_group_core(clock: ManualClock) -> None:
@@ -236,11 +243,11 @@ def test_utility_calls(clock: ManualClock) -> None:
 def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None:
     backend = make(clock, faults=Faults(die_at=seam))
     calls = {
-        Seam.LEND: lambda: backend.lend(1),
-        Seam.TAKE_BACK: lambda: backend.take_back([]),
+        Seam.LEND: lambda: backend.own.lend(1),
+        Seam.TAKE_BACK: lambda: backend.own.take_back([]),
         Seam.ATTACH: lambda: backend.attach(tp(0, 1), 1),
-        Seam.BIND: lambda: backend.core(tp(0, 1)).bind(1, {0: [], 1: []}, 0),
-        Seam.RELEASE: lambda: backend.core(tp(0, 1)).release(1),
+        Seam.BIND: lambda: backend.groups[tp(0, 1)].bind(1, {0: [], 1: []}, 0),
+        Seam.RELEASE: lambda: backend.groups[tp(0, 1)].release(1),
     }
     for other, call in calls.items():
         if other is not seam:
@@ -257,7 +264,7 @@ def timed(clock: ManualClock, **settings: int) -> FakeCore:
     def times(degree: int, batch: Batch, mode: Mode = Mode.TP, /) -> float:
         return 1.0 + batch.prefill_tokens / 10
 
-    return FakeBackend(config, 0, clock=clock, step_times=times).core(alone(0))
+    return FakeBackend(config, 0, clock=clock, step_times=times).own
 
 
 def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
@@ -266,10 +273,11 @@ def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
     for seconds, outputs in ((1.8, 0), (1.8, 0), (1.4, 1), (1.0, 1)):
         advance(core)
         clock.advance(seconds - 0.01)
-        assert not core.collect()
+        assert core.collect() is None
         clock.advance(0.02)
-        assert core.collect()
-        assert len(core.take_outputs()) == outputs
+        ended = core.collect()
+        assert ended is not None
+        assert len(ended.outputs) == outputs
     assert core.num_requests == 0
 
 
@@ -282,10 +290,10 @@ def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
     # Five of b's tokens beside one of a's, twice.
     for ids in (["a"], ["a", "b"]):
         advance(core)
-        core.take_outputs()
         clock.advance(1.6)
-        core.collect()
-        (outputs,) = core.take_outputs()
+        ended = core.collect()
+        assert ended is not None
+        (outputs,) = ended.outputs
         message = msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs)
         assert [output.request_id for output in message.outputs] == ids
 
@@ -298,12 +306,12 @@ def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> Non
     advance(core)
     # Eleven tokens are left: eleven steps of a second.
     clock.advance(5.5)
-    assert not core.collect()
+    assert core.collect() is None
     core.pause()  # The caller has something else to do: cut after the sixth.
     clock.advance(0.6)
-    core.take_outputs()
-    assert core.collect()
-    (outputs,) = core.take_outputs()
+    ended = core.collect()
+    assert ended is not None
+    (outputs,) = ended.outputs
     (output,) = msgspec.msgpack.decode(outputs.frames[0], type=wire.Outputs).outputs
     assert output.new_token_ids == expected_tokens([1] * 2, 12)[1:7]
     assert core.check_integrity() == []
@@ -324,11 +332,11 @@ def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     devices = Devices()
     first, second = (FakeBackend(config, e, clock=clock, devices=devices) for e in range(2))
-    second.core(alone(1)).add("m", request_payload("m", [1], 5))
+    second.own.add("m", request_payload("m", [1], 5))
     clock.advance(0.3)
-    advance(second.core(alone(1)))
-    group = first.core(tp(0, 1))
-    group.bind(1, {0: first.lend(2), 1: second.lend(2)}, 0)
+    advance(second.own)
+    group = first.groups[tp(0, 1)]
+    group.bind(1, {0: first.own.lend(2), 1: second.own.lend(2)}, 0)
     group.add("g", request_payload("g", [1], 5))
     clock.advance(0.1)
     advance(group)
@@ -340,6 +348,6 @@ def test_starts_are_told_once(clock: ManualClock) -> None:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     backend = FakeBackend(config, 0, clock=clock, on_start=lambda *start: started.append(start))
     clock.advance(2.0)
-    backend.core(alone(0)).add("a", request_payload("a", [1], 3))
-    run(backend.core(alone(0)), clock)
+    backend.own.add("a", request_payload("a", [1], 3))
+    run(backend.own, clock)
     assert started == [("a", 2.5)]

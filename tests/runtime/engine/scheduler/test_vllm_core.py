@@ -10,8 +10,6 @@ import torch
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
 )
@@ -26,6 +24,7 @@ from shoal.runtime.engine.scheduler.vllm_core import (
     work_of,
 )
 from shoal.runtime.protocol.messages import Mode, Work
+from tests.runtime.engine.scheduler.stand_in import StandIn
 
 
 def schedule(tokens: dict[str, int], *, new: dict[str, int], running: dict[str, int]):
@@ -149,40 +148,16 @@ LAYER: dict[str, Any] = {
 ALL, LAST = FullAttentionSpec(**LAYER), SlidingWindowSpec(**LAYER, sliding_window=64)
 
 
-class Cores:
-    """Stands in for vLLM's ``EngineCore`` as far as its KV cache is concerned."""
-
-    def __init__(self, *specs: KVCacheSpec) -> None:
-        groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
-        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.scheduler = SimpleNamespace(
-            kv_cache_config=cache, kv_cache_manager=SimpleNamespace(block_pool=None)
-        )
-        self.model_executor = None
-        self.batch_queue_size = 2
-        compilation = SimpleNamespace(max_cudagraph_capture_size=None)
-        self.vllm_config = SimpleNamespace(compilation_config=compilation)
-
-    def __call__(self, *_: Any) -> "Cores":
-        return self
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
-
-    def execute_dummy_batch(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("specs", [(ALL,), (LAST,)], ids=["all-tokens", "sliding-window"])
 def test_a_core_with_one_group_of_kv_blocks_starts(
     monkeypatch: pytest.MonkeyPatch, specs: tuple[KVCacheSpec, ...]
 ) -> None:
-    monkeypatch.setattr(vllm_core, "EngineCore", Cores(*specs))
+    monkeypatch.setattr(vllm_core, "EngineCore", StandIn(*specs))
     VllmCore(alone(0), Any, log_stats=False)
 
 
 def test_a_core_with_several_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_core, "EngineCore", Cores(ALL, LAST))
+    monkeypatch.setattr(vllm_core, "EngineCore", StandIn(ALL, LAST))
     with pytest.raises(SeveralKVGroups) as caught:
         VllmCore(alone(0), Any, log_stats=False)
     assert str(caught.value) == (

@@ -1,0 +1,226 @@
+"""An engine's part in binds: where it stands, and when cores stop and go on for a switch.
+
+    SOLO ──Prepare──> PREPARING ──safe point──> PREPARED ──Commit──> BOUND ──Resume──> SOLO
+                          └───────AbortBind───────┴──────> SOLO
+
+A core *serves* while it may dispatch steps: the engine's own in SOLO and PREPARING, and in every
+state of a bind that interleaves; the group's while it is bound and this engine leads it. Every
+other core is paused: steps already in flight are still collected.
+
+A switch stops a core at a safe point: at once under hard preemption and where requests interleave,
+else when its last request is done. There are two such points, ``_stop_own`` and ``_stop_group``,
+and two points from which a core goes on, ``commit`` and ``_go_solo``. Running requests stay in the
+core that has stopped. A treatment that takes their KV along exports it in the first two, before
+blocks change hands, and imports it in the last two, once the blocks are there.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.clock import Clock
+from shoal.runtime.engine.agent.interface import Core, EngineBackend, GroupCore, plain_lease
+from shoal.runtime.engine.agent.watchdog import StepWatch
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import AgentTransport
+
+
+class State(enum.StrEnum):
+    """Where the engine stands in a bind."""
+
+    SOLO = "solo"
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    BOUND = "bound"
+
+
+class Bind(msgspec.Struct):
+    """The bind that an engine is in."""
+
+    epoch: int
+    unit: Unit
+    blocks_asked: int
+    lent: list[int]
+    """What this engine lent in ``Prepare``; taken back if the bind is aborted."""
+    interleaves: bool = False
+    """The engine's own requests go on, in turn with those of the group."""
+    waits_to_release: bool = False
+    """A release waits for the group's requests to be done."""
+    released: bool = False
+
+
+class Binding:
+    """Answers the messages of a switch.
+
+    Args:
+        backend: the engine.
+        transport: the way to the controller.
+        watch: told which steps have others before them.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, backend: EngineBackend, transport: AgentTransport, watch: StepWatch, clock: Clock
+    ) -> None:
+        self.state = State.SOLO
+        self.bind: Bind | None = None
+        self.epoch = -1
+        """Of the latest bind that was prepared, ended or not."""
+        self.stale = 0
+        """Switch messages dropped because their epoch was over."""
+        self._backend = backend
+        self._transport = transport
+        self._watch = watch
+        self._clock = clock
+
+    @property
+    def serving(self) -> list[Core]:
+        """The cores whose requests this engine serves now."""
+        bind = self.bind
+        cores: list[Core] = []
+        if bind is None or bind.interleaves or self.state is State.PREPARING:
+            cores.append(self._backend.own)
+        if bind is not None and self.state is State.BOUND and not bind.released:
+            cores += [self._group_core(bind)] if self._leads(bind) else []
+        return cores
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether the engine's own steps take turns with those of a group."""
+        return self.bind is not None and self.bind.interleaves
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the controller's next message of a switch is due at once."""
+        return self.state is State.PREPARED or (self.bind is not None and self.bind.released)
+
+    def current(self, epoch: int, *states: State) -> Bind | None:
+        """Return the bind that a message is about; None, and count it, when it came too late."""
+        if self.bind is not None and self.bind.epoch == epoch and self.state in states:
+            return self.bind
+        self.stale += 1
+        return None
+
+    # --- a bind ---
+
+    def prepare(self, message: m.Prepare) -> None:
+        """Stop the engine's own core and answer, now or at ``reach_safe_point``."""
+        bind, interleaves = self.bind, message.treatment is m.Treatment.INTERLEAVE
+        repeated = bind is not None and bind.epoch == message.epoch
+        if bind is not None and repeated and self.state is State.PREPARED:
+            # All members of a group take turns, or none does.
+            bind.interleaves = interleaves
+            return
+        waits = repeated and self.state is State.PREPARING
+        if not waits and (message.epoch <= self.epoch or self.state is not State.SOLO):
+            self.stale += 1
+            return
+        self.epoch = message.epoch
+        blocks = message.blocks
+        if interleaves:
+            blocks = min(blocks, self._backend.own.spare_blocks)
+        self.bind = Bind(message.epoch, message.unit, blocks, [], interleaves)
+        self.state = State.PREPARING
+        if interleaves or message.treatment is m.Treatment.HARD:
+            self._stop_own(self.bind)
+
+    def _stop_own(self, bind: Bind) -> None:
+        """Lend, and answer ``Prepare``: the safe point of the engine's own core."""
+        own, began = self._backend.own, self._clock()
+        bind.lent = own.lend(bind.blocks_asked)
+        took = self._clock() - began
+        self.state = State.PREPARED
+        paused = 0 if bind.interleaves else own.num_requests
+        self._transport.to_controller(
+            m.Prepared(bind.epoch, self._backend.engine, bind.lent, paused, took)
+        )
+
+    def commit(self, message: m.Commit) -> bool:
+        """Begin the group: its core goes on from here. Return whether the message was in time."""
+        bind = self.current(message.epoch, State.PREPARED)
+        if bind is None:
+            return False
+        self._backend.attach(bind.unit, bind.epoch, interleaves=bind.interleaves)
+        if self._leads(bind):
+            self._group_core(bind).bind(bind.epoch, message.lease, message.seed)
+        self.state = State.BOUND
+        # Behind the steps in flight of its members.
+        self._watch.expect_delay(bind.unit)
+        self._transport.to_controller(m.Committed(bind.epoch, self._backend.engine))
+        return True
+
+    def abort(self, message: m.AbortBind) -> None:
+        """Go on alone, as if nothing had been prepared."""
+        bind = self.current(message.epoch, State.PREPARING, State.PREPARED)
+        if bind is not None:
+            self._go_solo(bind, bind.lent)
+
+    # --- a release ---
+
+    def release(self, message: m.Release) -> None:
+        """Stop the group's core and answer, now or at ``reach_safe_point``."""
+        bind = self.current(message.epoch, State.BOUND)
+        if bind is None or bind.released:
+            return
+        bind.waits_to_release = True
+        if message.treatment is m.Treatment.HARD:
+            self._stop_group(bind)
+
+    def _stop_group(self, bind: Bind) -> None:
+        """Dissolve the group, and answer ``Release``: the safe point of the group's core."""
+        core = self._group_core(bind)
+        returned = core.release(bind.epoch)
+        bind.released = True
+        self._transport.to_controller(
+            m.Released(bind.epoch, bind.unit, plain_lease(returned), core.num_requests)
+        )
+
+    def keep(self, message: m.KeepBound) -> None:
+        """Wait no longer to dissolve the group. Does nothing if that has happened."""
+        bind = self.current(message.epoch, State.BOUND)
+        if bind is not None and not bind.released:
+            bind.waits_to_release = False
+            self._transport.to_controller(m.Committed(bind.epoch, self._backend.engine))
+
+    def resume(self, message: m.Resume) -> None:
+        """Go on alone with the blocks that come back from the group."""
+        bind = self.current(message.epoch, State.BOUND)
+        if bind is not None:
+            if bind.interleaves:
+                self._backend.await_detach(bind.epoch)
+            self._go_solo(bind, message.blocks)
+
+    def _go_solo(self, bind: Bind, blocks: Sequence[int]) -> None:
+        """Let the engine's own core go on, with these blocks back."""
+        own = self._backend.own
+        own.take_back(blocks)
+        self.bind = None
+        self.state = State.SOLO
+        # Behind the group's steps in flight.
+        self._watch.expect_delay(own.unit)
+        resumed = 0 if bind.interleaves else own.num_requests
+        self._transport.to_controller(m.Resumed(bind.epoch, self._backend.engine, resumed))
+
+    # --- safe points ---
+
+    def reach_safe_point(self) -> None:
+        """Stop a core for a sequential bind or release once its last request is done."""
+        bind = self.bind
+        if bind is None:
+            return
+        if self.state is State.PREPARING and _is_idle(self._backend.own):
+            self._stop_own(bind)
+        elif bind.waits_to_release and not bind.released and _is_idle(self._group_core(bind)):
+            self._stop_group(bind)
+
+    def _group_core(self, bind: Bind) -> GroupCore:
+        return self._backend.groups[bind.unit]
+
+    def _leads(self, bind: Bind) -> bool:
+        return bind.unit.leader == self._backend.engine
+
+
+def _is_idle(core: Core) -> bool:
+    return not core.num_requests and not core.in_flight

@@ -1,0 +1,175 @@
+"""The steps of an engine's cores: driven, judged, and told to the controller."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.clock import Clock
+from shoal.runtime.engine.agent.binding import Binding
+from shoal.runtime.engine.agent.interface import Core, CoreLoad, EndedSteps, EngineBackend
+from shoal.runtime.engine.agent.watchdog import SHORTEST_SECONDS, StepWatch
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import AgentTransport
+
+WATCH_SECONDS = 0.25
+"""How often a step in flight is looked at, to see whether it hangs."""
+
+
+class Account(msgspec.Struct):
+    """What became of one unit's requests and steps."""
+
+    work: dict[m.Mode, m.ModeWork] = {}
+    """What its steps computed, and how long they took."""
+    since: float | None = None
+    """When the oldest step in flight began, as far as its device was not busy before."""
+    ended: list[EndedSteps] = []
+    """Steps that were collected and are not in ``work``."""
+    added: int = 0
+    """Requests that were sent to it."""
+    finished: list[str] = []
+    """Requests that have ended, and the controller does not know."""
+    reported: tuple[CoreLoad, int] | None = None
+    """What the controller was told last: the unit's load, and ``added``."""
+
+    def see(self, now: float, steps: Sequence[EndedSteps], in_flight: bool) -> None:
+        """Add the steps that have just ended.
+
+        Of steps of several kinds or modes that end at once nobody knows what each took: the totals
+        alone have them, with an equal part of the time.
+        """
+        kinds = {(step.mode, step.work.prefill_tokens > 0) for step in steps}
+        alike = self.since is not None and len(kinds) == 1
+        for mode in {step.mode for step in steps}:
+            ended = [step.work for step in steps if step.mode is mode]
+            took = 0.0 if self.since is None else (now - self.since) * len(ended) / len(steps)
+            self._add(mode, sum(ended, m.Work(seconds=took)), alike)
+        if steps or self.since is None or not in_flight:
+            self.since = now if in_flight else None
+
+    def _add(self, mode: m.Mode, done: m.Work, alike: bool) -> None:
+        before, none = self.work.get(mode, m.ModeWork()), m.Work()
+        prompts = done.prefill_tokens > 0
+        self.work[mode] = m.ModeWork(
+            decoding=before.decoding + (done if alike and not prompts else none),
+            prefilling=before.prefilling + (done if alike and prompts else none),
+            total=before.total + done,
+        )
+
+
+class Stepping:
+    """Drives the cores of an engine and keeps the accounts of their units.
+
+    Args:
+        backend: the engine.
+        transport: the way to the controller and the front ends.
+        binding: the bind that the engine is in.
+        watch: judges the steps in flight.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        backend: EngineBackend,
+        transport: AgentTransport,
+        binding: Binding,
+        watch: StepWatch,
+        clock: Clock,
+    ) -> None:
+        self._backend = backend
+        self._transport = transport
+        self._binding = binding
+        self._watch = watch
+        self._clock = clock
+        self._accounts = {unit: Account() for unit in backend.cores}
+
+    def count(self, unit: Unit) -> None:
+        """Take note of a request that was sent to a unit."""
+        self._accounts[unit].added += 1
+
+    def refuse(self, unit: Unit, request_id: str) -> None:
+        """Take note of a request that ended before its unit's core took it."""
+        self._accounts[unit].finished.append(request_id)
+
+    def note_formed(self, unit: Unit) -> None:
+        """Take note that a group was formed: own steps in flight have waited for that."""
+        self._accounts.setdefault(unit, Account())
+        own = self._accounts[self._backend.own.unit]
+        own.since = None if own.since is None else self._clock()
+
+    def drive(self, active: Sequence[Core], *, judges: bool) -> bool:
+        """Collect the steps that have ended, dispatch the next ones; return whether any was.
+
+        Args:
+            active: the cores that may dispatch steps now.
+            judges: whether the time that steps take tells anything of them.
+
+        Raises:
+            HungStepError: a step takes too long.
+        """
+        cores, busy = self._backend.cores, False
+        for unit, core in cores.items():
+            if core in active:
+                busy |= core.dispatch_ahead()
+            busy |= self._collect(core, self._accounts[unit])
+        for core in cores.values():
+            if core in active:
+                busy |= core.dispatch()
+            elif core.in_flight:
+                core.pause()
+        now = self._clock()
+        self._watch.turn(now)
+        for unit, core in cores.items():
+            account = self._accounts[unit]
+            if judges and self._watch.judges and account.since is not None:
+                self._judge(core, account.ended, account.since, now)
+            account.see(now, account.ended, bool(core.in_flight))
+            account.ended = []
+        return busy
+
+    def _collect(self, core: Core, account: Account) -> bool:
+        collected = core.collect()
+        if collected is None:
+            return False
+        account.ended += collected.steps
+        account.finished += collected.finished
+        # Before the next step is scheduled, which takes as long as many of them do.
+        for output in collected.outputs:
+            self._transport.to_front(output.client_index, output.frames)
+        return True
+
+    def _judge(self, core: Core, ended: Sequence[EndedSteps], since: float, now: float) -> None:
+        watch = self._watch
+        if self._binding.interleaves:
+            watch.expect_delay(core.unit)
+        watch.see(core.unit, ended, (now - since) / max(1, len(ended)))
+        # What has ended since was the oldest.
+        took = 0.0 if ended else now - max(since, watch.awake_since)
+        if took > SHORTEST_SECONDS and (oldest := core.oldest_step) is not None:
+            watch.check(core.unit, *oldest, took)
+
+    def publish(self) -> None:
+        """Tell the controller of every unit whose load has changed, or requests have ended."""
+        for unit, core in self._backend.cores.items():
+            account = self._accounts[unit]
+            load, added = core.load, account.added
+            if account.finished or (load, added) != account.reported:
+                account.reported = (load, added)
+                finished, account.finished = account.finished, []
+                self._transport.to_controller(
+                    m.Load(
+                        engine=self._backend.engine,
+                        unit=unit,
+                        running=load.running,
+                        waiting=load.waiting,
+                        free_blocks=load.free_blocks,
+                        added=added,
+                        finished=finished,
+                        work=account.work,
+                    )
+                )
+
+    def due_in(self) -> float | None:
+        """Return seconds until steps in flight are to be looked at; None: not before they end."""
+        watched = self._watch.judges and any(c.in_flight for c in self._backend.cores.values())
+        return WATCH_SECONDS if watched else None

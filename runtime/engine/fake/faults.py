@@ -1,0 +1,44 @@
+"""Damage on purpose: what the checks of this project must notice."""
+
+import enum
+
+import msgspec
+
+from shoal.runtime.engine.agent.interface import RunnerDied
+
+
+class Seam(enum.Enum):
+    """Where a fault can strike: what the agent calls for each message of a switch."""
+
+    LEND = "lend"
+    ATTACH = "attach"
+    BIND = "bind"
+    RELEASE = "release"
+    TAKE_BACK = "take_back"
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """What is wrong with one fake engine."""
+
+    die_at: Seam | None = None
+    """Raise ``RunnerDied`` there."""
+    double_lend: bool = False
+    """Lend blocks that are lent already."""
+    drop_block: bool = False
+    """Lose one of the blocks that are taken back."""
+    fail_form: bool = False
+    """Do not make this engine's part of a group that is formed anew."""
+    repeat_token: bool = False
+    """Emit the second token of every request twice."""
+
+    def strike(self, seam: Seam) -> None:
+        """Die if this is where the engine is to.
+
+        Raises:
+            RunnerDied: it is.
+        """
+        if self.die_at is seam:
+            raise RunnerDied(f"died in {seam.value} on purpose")
+
+
+NO_FAULTS = Faults()

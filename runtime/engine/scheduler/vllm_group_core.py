@@ -1,0 +1,78 @@
+"""The unit of a group: an ``EngineCore`` whose KV blocks are virtual, and lent by the members."""
+
+from vllm.config import VllmConfig
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.interface import Lease, plain_lease
+from shoal.runtime.engine.kv.lease import GroupLease
+from shoal.runtime.engine.link import instructions as steps
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore
+
+LEASE_CHUNK = 16
+"""Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
+
+
+class VllmGroupCore(VllmCore):
+    """Implements ``interface.GroupCore``. For its arguments see ``VllmCore``."""
+
+    def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int) -> None:
+        super().__init__(unit, config, log_stats=log_stats, max_sp=max_sp)
+        self._lease = GroupLease(unit, self.block_pool)
+        self._rests = True
+
+    def dispatch(self) -> bool:
+        """See ``interface.Core.dispatch``.
+
+        Tells the runners, too, when they need no longer expect a step.
+        """
+        dispatched = super().dispatch()
+        rests = not self._in_flight
+        if rests and not self._rests:
+            self._executor.channel.send(steps.Rest())
+        self._rests = rests
+        return dispatched
+
+    def bind(self, epoch: int, lease: Lease, seed: int) -> None:
+        """See ``interface.GroupCore.bind``."""
+        virtual = self._lease.open(lease)
+        self._executor.channel.send(steps.Bind(epoch, virtual, plain_lease(lease), seed))
+        self._stalled = False
+
+    def grow(self, lease: Lease) -> None:
+        """See ``interface.GroupCore.grow``."""
+        virtual = self._lease.open(lease)
+        self._executor.channel.send(steps.Extend(virtual, plain_lease(lease)))
+        self._stalled = False
+
+    def release(self, epoch: int) -> Lease:
+        """See ``interface.GroupCore.release``."""
+        self._executor.channel.send(steps.Detach(epoch))
+        return self._lease.close()
+
+    def shrink(self, keep: int) -> Lease:
+        """See ``interface.GroupCore.shrink``."""
+        return self._lease.close(keep)
+
+    @property
+    def blocks_wanted(self) -> int:
+        """See ``interface.GroupCore.blocks_wanted``."""
+        waiting = sum(
+            -(-(request.num_tokens + 1) // self.engine_core.vllm_config.cache_config.block_size)
+            for request in self._scheduler.waiting
+        )
+        # Each running request may cross into a new block before the next chance to grow.
+        lacking = len(self._scheduler.running) + waiting - self._lease.num_free
+        return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
+
+    @property
+    def lease_blocks(self) -> int:
+        """See ``interface.GroupCore.lease_blocks``."""
+        return self._lease.num_open
+
+    def check_integrity(self) -> list[str]:
+        """See ``interface.Core.check_integrity``."""
+        problems = self._lease.check_integrity() + super().check_integrity()
+        held = self._lease.num_open - self._lease.num_free
+        if self.num_requests == 0 and held:
+            problems.append(f"{self._name}: {held} virtual blocks held by no request")
+        return problems

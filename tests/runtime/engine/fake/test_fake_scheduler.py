@@ -1,0 +1,100 @@
+"""What the fake engine's next step computes, and how many blocks that takes."""
+
+import pytest
+
+from shoal.policies.values.layouts import DP
+from shoal.runtime.clock import ManualClock
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.fake.fake_scheduler import BlockIds, FakeRequest, FakeScheduler
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages import LayoutLimits
+from tests.runtime.loopback_node import request_payload
+
+LIMITS = LayoutLimits(DP, block_tokens=4, max_num_seqs=3, max_model_len=40)
+SETTINGS = FakeSettings(max_num_batched_tokens=16, steps_at_once=8)
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler(LIMITS, SETTINGS, BlockIds(range(1, 11)), ManualClock())
+
+
+def request(name: str, prompt: int, max_tokens: int = 8) -> FakeRequest:
+    view = wire.decode_request(request_payload(name, [7] * prompt, max_tokens))
+    return FakeRequest(view, [7] * prompt, max_tokens)
+
+
+def compute(scheduler: FakeScheduler) -> None:
+    """Do what a step does."""
+    for one, share in scheduler.schedule()[0]:
+        one.computed += share
+        if one.computed == one.tokens:
+            one.generate()
+
+
+def shares(scheduler: FakeScheduler) -> dict[str, int]:
+    return {one.id: share for one, share in scheduler.schedule()[0]}
+
+
+def test_the_lowest_blocks_go_first() -> None:
+    blocks = BlockIds([5, 3, 9])
+    assert blocks.take(2) == [3, 5]
+    blocks.give([3, 5])
+    assert (blocks.take(9), len(blocks)) == ([3, 5, 9], 0)
+
+
+def test_a_step_computes_decodes_first_and_then_as_much_of_prompts_as_it_may(
+    scheduler: FakeScheduler,
+) -> None:
+    scheduler.add(request("a", 4))
+    compute(scheduler)
+    scheduler.add(request("b", 20))
+    assert shares(scheduler) == {"a": 1, "b": 15}
+
+
+def test_the_latest_makes_room_and_is_the_next_to_start(scheduler: FakeScheduler) -> None:
+    early, late = request("early", 16, 20), request("late", 16, 20)
+    for one in (early, late):
+        scheduler.add(one)
+        compute(scheduler)
+    scheduler.add(request("waits", 1))
+    assert scheduler.pool.take(2) == [10]  # they hold the nine others
+    while not scheduler.schedule()[1]:
+        compute(scheduler)
+    assert (scheduler.running, scheduler.waiting[0], late.blocks) == ([early], late, [])
+
+
+def test_equal_steps_follow_each_other_as_far_as_tokens_and_blocks_reach(
+    scheduler: FakeScheduler,
+) -> None:
+    one = request("a", 4, 7)
+    scheduler.add(one)
+    batch, _ = scheduler.schedule()
+    assert scheduler.run_length(batch) == 1, "a prompt"
+    compute(scheduler)
+    batch, _ = scheduler.schedule()
+    assert (scheduler.run_length(batch), len(one.blocks)) == (6, 3)
+
+
+def test_a_run_is_halved_until_its_blocks_are_there(scheduler: FakeScheduler) -> None:
+    one = request("a", 4, 20)
+    scheduler.add(one)
+    compute(scheduler)
+    batch, _ = scheduler.schedule()
+    scheduler.pool.take(len(scheduler.pool))
+    assert (scheduler.run_length(batch), len(one.blocks)) == (4, 2)
+
+
+def test_requests_that_the_models_length_bounds_keep_no_block_from_others(
+    scheduler: FakeScheduler,
+) -> None:
+    scheduler.add(request("bounded", 4, 12))
+    assert scheduler.spare_blocks == 10 - 4
+    scheduler.add(request("unbounded", 4, 36))
+    assert scheduler.spare_blocks == 10 - 4
+
+
+def test_two_requests_of_one_name_are_refused(scheduler: FakeScheduler) -> None:
+    scheduler.add(request("a", 4))
+    with pytest.raises(ValueError, match="exists already"):
+        scheduler.add(request("a", 4))

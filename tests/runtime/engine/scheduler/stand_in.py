@@ -1,0 +1,75 @@
+"""vLLM's ``EngineCore`` without a model: what Shoal's cores use of it, on a real block pool."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+BLOCKS = 16
+"""Blocks of the pool, the null block not counted."""
+TOKENS = 4
+"""Of a block."""
+
+
+class StandIn:
+    """Scheduler, executor and channel at once; notes what is sent to runners.
+
+    Args:
+        specs: what each group of KV blocks keeps, where it matters how many groups there are.
+    """
+
+    def __init__(self, *specs: KVCacheSpec) -> None:
+        groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
+        pool = BlockPool(BLOCKS + 1, enable_caching=False, hash_block_size=TOKENS)
+        self.scheduler = self.model_executor = self.channel = self
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
+            cache_config=SimpleNamespace(block_size=TOKENS),
+            model_config=SimpleNamespace(max_model_len=100),
+        )
+        self.batch_queue_size = 2
+        self.requests: dict[str, Any] = {}
+        self.running: list[Any] = []
+        self.waiting: list[Any] = []
+        self.deferred_waiting: list[Any] = []
+        self.prev_step_scheduled_req_ids: set[str] = set()
+        self.sent: list[Any] = []
+
+    def __call__(self, *_: Any) -> "StandIn":
+        return self
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def execute_dummy_batch(self) -> None:
+        pass
+
+    def has_requests(self) -> bool:
+        return False
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def send(self, instruction: Any) -> None:
+        self.sent.append(instruction)
+
+    def run(self, name: str, prompt: int, max_tokens: int) -> None:
+        """Add a running request that has computed its prompt."""
+        blocks = self.kv_cache_manager.block_pool.get_new_blocks(-(-prompt // TOKENS))
+        request = SimpleNamespace(
+            request_id=name,
+            num_prompt_tokens=prompt,
+            num_tokens=prompt + 1,
+            num_computed_tokens=prompt,
+            max_tokens=max_tokens,
+            blocks=blocks,
+        )
+        self.requests[name] = request
+        self.running.append(request)
+
+    def _preempt_request(self, request: Any, *_: Any, **__: Any) -> None:
+        self.kv_cache_manager.block_pool.free_blocks(request.blocks)
+        self.waiting.insert(0, request)

@@ -1,0 +1,70 @@
+"""An engine's own core lends blocks of vLLM's pool, and knows which it can spare."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.engine.scheduler import vllm_core
+from shoal.runtime.engine.scheduler.vllm_core import VllmOwnCore
+from tests.runtime.engine.scheduler.stand_in import BLOCKS, StandIn
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setattr(vllm_core, "EngineCore", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def core(vllm: StandIn) -> VllmOwnCore:
+    return VllmOwnCore(alone(3), SimpleNamespace(), log_stats=False)
+
+
+def test_what_is_lent_comes_back(core: VllmOwnCore) -> None:
+    assert core.num_blocks == BLOCKS
+    blocks = core.lend(5)
+    assert (len(blocks), core.lent, core.load.free_blocks) == (5, frozenset(blocks), BLOCKS - 5)
+    assert len(core.lend(BLOCKS)) == BLOCKS - 5
+    core.take_back(sorted(core.lent))
+    assert (core.lent, core.load.free_blocks) == (frozenset(), BLOCKS)
+    with pytest.raises(KeyError):
+        core.take_back(blocks)
+
+
+def test_urgent_lending_preempts_the_latest_first(vllm: StandIn, core: VllmOwnCore) -> None:
+    vllm.run("early", 24, 8)
+    vllm.run("late", 24, 8)
+    vllm.prev_step_scheduled_req_ids = {"early", "late"}
+    assert len(core.lend(6, urgent=True)) == 6
+    assert [request.request_id for request in vllm.running] == ["early"]
+    assert vllm.prev_step_scheduled_req_ids == {"early"}
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight(vllm: StandIn, core: VllmOwnCore) -> None:
+    vllm.run("early", 24, 8)
+    core._in_flight.append(SimpleNamespace())
+    assert len(core.lend(BLOCKS, urgent=True)) == BLOCKS - 6
+    assert len(vllm.running) == 1
+
+
+def test_blocks_that_outputs_will_need_are_not_spare(vllm: StandIn, core: VllmOwnCore) -> None:
+    vllm.run("bounded", 8, 9)  # has two blocks, and needs five
+    assert core.spare_blocks == BLOCKS - 2 - 3
+    vllm.run("unbounded", 8, 92)
+    assert core.spare_blocks == BLOCKS - 4 - 3
+    vllm.run("long", 4, 50)
+    assert core.spare_blocks == 0
+
+
+def test_lost_and_doubly_held_blocks_are_noticed(core: VllmOwnCore) -> None:
+    core.lend(2)
+    assert core.check_integrity() == []
+    (lost,) = core.block_pool.get_new_blocks(1)
+    assert core.check_integrity() == [
+        f"engine 3: {BLOCKS - 1} blocks free or lent, expected {BLOCKS}"
+    ]
+    core.block_pool.free_blocks([lost])
+    core._lent[lost.block_id] = lost
+    assert f"engine 3: lent blocks not held once: [{lost.block_id}]" in core.check_integrity()
