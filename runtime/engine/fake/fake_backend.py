@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
@@ -72,30 +72,28 @@ class FakeBackend:
         )
         self.engine = engine
         self.num_blocks = settings.num_blocks
-        self.layouts: Sequence[LayoutLimits] = [
-            _limits(settings, layout, config.max_sp) for layout in config.layouts
-        ]
+        self._limits = {
+            layout: _limits(settings, layout, config.max_sp) for layout in config.layouts
+        }
+        self.layouts: Sequence[LayoutLimits] = list(self._limits.values())
         self.ready_response = _ready_response(settings, engine)
         self.attached: Unit | None = None
         """The group that this engine's runner was last sent to."""
         self.formed: list[tuple[Unit, int]] = []
         """Groups that this engine was told to form anew, and how often they were made before."""
-        own, *wider = self.layouts
-        self.own = FakeOwnCore(engine, own, self._surroundings)
+        self.own = FakeOwnCore(engine, self._limits[DP], self._surroundings)
         self._lead({})
-        for limits in wider if incarnation == 0 else ():
-            self._open_group(limits)
+        for unit in config.units if incarnation == 0 else ():
+            if unit.is_group and unit.leader == engine:
+                self._open_group(unit)
 
     def _lead(self, groups: Mapping[Unit, FakeGroupCore]) -> None:
         self.groups = groups
         self.cores: Mapping[Unit, FakeCore] = {self.own.unit: self.own, **groups}
 
-    def _open_group(self, limits: LayoutLimits) -> None:
-        size = limits.layout.world_size
-        if self.engine % size == 0:
-            unit = Unit(tuple(range(self.engine, self.engine + size)), limits.layout)
-            core = FakeGroupCore(unit, limits, self._surroundings)
-            self._lead({**self.groups, unit: core})
+    def _open_group(self, unit: Unit) -> None:
+        core = FakeGroupCore(unit, self._limits[unit.layout], self._surroundings)
+        self._lead({**self.groups, unit: core})
 
     # --- the runner ---------------------------------------------------------------------------
 
@@ -118,8 +116,8 @@ class FakeBackend:
 
     def start(self, unit: Unit) -> "Future[Any]":
         """See ``EngineBackend.start``."""
-        (limits,) = [limits for limits in self.layouts if limits.layout == unit.layout]
-        self._open_group(limits)
+        if unit.leader == self.engine:
+            self._open_group(unit)
         return _done(None)
 
     # --- the rest -----------------------------------------------------------------------------

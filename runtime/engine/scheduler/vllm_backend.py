@@ -16,7 +16,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from shoal.policies.values.layouts import DP, Layout, Unit, alone
+from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import CoreOutputs
@@ -70,7 +70,7 @@ class VllmBackend:
         self._generations: dict[Unit, int] = {}
         self.own = self._start_own()
         self.num_blocks = self.own.num_blocks
-        self._lead(self._start_groups(node.layouts[1:]) if incarnation == 0 else {})
+        self._lead(self._start_groups() if incarnation == 0 else {})
         # Answered when the groups of which this engine is a member, and not the leader, have begun.
         taken = self._inbox.wait(self._ask_runner(instructions.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
         self.startup = Startup(self._startup_seconds, taken)
@@ -90,17 +90,15 @@ class VllmBackend:
         self._startup_seconds[instructions.core_phase(DP)] = time.monotonic() - began
         return core
 
-    def _start_groups(self, layouts: Sequence[Layout]) -> dict[Unit, VllmGroupCore]:
+    def _start_groups(self) -> dict[Unit, VllmGroupCore]:
         """Start the core of every group this engine leads, narrow first, as the runners do."""
         cores: dict[Unit, VllmGroupCore] = {}
-        for layout in layouts:
-            size = layout.world_size
-            if self.engine % size:
-                break
+        for unit in self._node.units:
+            if not unit.is_group or unit.leader != self.engine:
+                continue
             began = time.monotonic()
-            unit = Unit(tuple(range(self.engine, self.engine + size)), layout)
             cores[unit] = self._start_core(VllmGroupCore, self._open_channel(unit), self._inbox)
-            self._startup_seconds[instructions.core_phase(layout)] = time.monotonic() - began
+            self._startup_seconds[instructions.core_phase(unit.layout)] = time.monotonic() - began
         return cores
 
     def _open_channel(self, unit: Unit) -> UnitChannel:
