@@ -18,6 +18,7 @@ from shoal.runtime.engine.agent.watchdog import (
 )
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode, Work
+from tests.runtime.engine.agent.agent_bench import started
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
 
@@ -208,3 +209,12 @@ def test_the_loop_wakes_to_look_while_a_step_is_in_flight(watched: Watched) -> N
     wakeup = agent.next_wakeup()
     assert wakeup is not None
     assert wakeup < SHORTEST_SECONDS
+
+
+def test_without_a_timeout_a_step_may_take_for_ever() -> None:
+    bench = started(step_seconds=1e6)
+    bench.add("r")
+    bench.turn()
+    bench.clock.advance(1e5)
+    assert bench.turn() == []
+    assert bench.agent.next_wakeup() == pytest.approx(9e5)
