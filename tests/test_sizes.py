@@ -29,11 +29,6 @@ LONG_FUNCTIONS = frozenset(
 TO_BE_CUT = frozenset(
     {
         "grafana/switching.py: switches",
-        "runtime/controller/books/statistics.py: Statistics.__init__",
-        "runtime/controller/loop.py: Controller.__init__",
-        "runtime/controller/books/book.py",
-        "runtime/controller/loop.py",
-        "runtime/controller/switching/switch.py",
         "runtime/engine/weights/shared_weights.py",
     }
 )
