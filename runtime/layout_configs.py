@@ -4,7 +4,7 @@ What vLLM derives of its arguments depends on its caller, the device and the env
 process gets what the main process derived, and refuses to start if it would see anything else. The
 configuration of DP is that of ``vllm serve`` with the same options (``create_engine_config``). A
 group's differs in what its size decides (``OF_THE_SIZE``). What engines add for the layouts to
-share weights and KV cache is in ``vllm_layout.py``.
+share weights and KV cache is in ``engine_config.py``.
 """
 
 import copy

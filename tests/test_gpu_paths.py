@@ -117,7 +117,7 @@ def test_the_table_names_all_that_only_a_gpu_runs() -> None:
 
 def test_the_search_finds_what_is_known_to_be_there() -> None:
     known = {
-        ("runtime/engine/weights/shared_weights.py", ("_in_one_launch",)),
+        ("runtime/engine/weights/rules/unquantised.py", ("_in_one_launch",)),
         ("runtime/layout_configs.py", ("DEFAULT_BLOCK_TOKENS",)),
         ("runtime/engine/runner/runner.py", ("RandomStates", "switch")),
         ("runtime/node/child_process.py", ("choose_context",)),

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError
 
 _POOLING = "pooling models are not supported"
@@ -86,14 +87,6 @@ _REFUSED: Mapping[str, Sequence[str]] = {
 REFUSED: Mapping[str, str] = {name: why for why, names in _REFUSED.items() for name in names}
 """Options of vLLM that ``shoal serve`` refuses when they are set, and why."""
 
-FP8_QUANTIZATION = frozenset(
-    {"fp8", "compressed-tensors", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"}
-)
-"""vLLM's names of quantisations that every layout can serve: FP8 weights.
-
-Of compressed-tensors only the FP8 schemes (``unsupported_models.check_quantisation``).
-"""
-
 
 def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
     """Refuse options of vLLM's that Shoal does not support.
@@ -109,7 +102,7 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
         # Some of vLLM's are there only if they are given.
         if hasattr(args, name) and getattr(args, name) != default_of(name):
             raise UserError(f"--{name.replace('_', '-')}: {reason}")
-    if args.quantization not in (None, *FP8_QUANTIZATION):
+    if args.quantization not in (None, *FP8_QUANTISATIONS):
         raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
     if args.runner not in ("auto", "generate"):
         raise UserError(f"--runner {args.runner}: {_POOLING}")

@@ -1,17 +1,20 @@
 """Kinds of models that Shoal does not serve, told before an engine starts.
 
-From vLLM's configuration, so by a model's ``config.json`` and the options. What these do not say,
-which kernel multiplies a layer's weights, say, engines see as they load.
+They are told by vLLM's configuration, and so by a model's ``config.json`` and the options. Which
+layers and quantisations are served is said by ``runtime.served_weights``. What a configuration does
+not say, such as which kernel multiplies a layer's weights, engines see as they load.
 """
 
 from collections.abc import Set
 from typing import Any
 
+from shoal.runtime.served_weights import (
+    FP8_QUANTISATIONS,
+    WITHOUT_RULE,
+    LayerKind,
+    is_fp8_scheme,
+)
 from shoal.server.errors import UserError
-from shoal.server.options.refused_options import FP8_QUANTIZATION
-
-_STRATEGIES = ("tensor", "channel", "block")
-"""What one scale of an FP8 weight may be for, in compressed-tensors' words."""
 
 ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
 """vLLM's option that has it keep the KV of every layer for all tokens, in one group."""
@@ -26,14 +29,17 @@ def check_model_config(model: Any) -> None:
     Raises:
         UserError: the model is of such a kind; the message names it.
     """
+    state_space = model.is_hybrid or model.is_attention_free
     kinds = {
         "a multimodal model": model.is_multimodal_model,
         "a pooling model": model.runner_type != "generate",
         "an encoder-decoder model": model.is_encoder_decoder,
-        "a mixture-of-experts model": model.is_moe,
-        "a model with state-space layers": model.is_hybrid or model.is_attention_free,
-        "a model with latent attention (MLA)": model.use_mla,
-        f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTIZATION),
+        "a mixture-of-experts model": model.is_moe and LayerKind.EXPERTS in WITHOUT_RULE,
+        "a model with state-space layers": state_space and LayerKind.STATE_SPACE in WITHOUT_RULE,
+        "a model with latent attention (MLA)": (
+            model.use_mla and LayerKind.LATENT_ATTENTION in WITHOUT_RULE
+        ),
+        f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTISATIONS),
     }
     for kind, applies in kinds.items():
         if applies:
@@ -84,9 +90,6 @@ def _reaches(text: Any) -> Set[str]:
 def check_quantisation(model: str, quantisation: Any) -> None:
     """Refuse a compressed-tensors checkpoint with anything but FP8 weights and FP8 activations.
 
-    Such layers vLLM computes with ``CompressedTensorsW8A8Fp8``, the one of its schemes that every
-    layout can view (``shoal.runtime.engine.weights.fp8.check_method``).
-
     Args:
         model: what the model is called.
         quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
@@ -98,15 +101,11 @@ def check_quantisation(model: str, quantisation: Any) -> None:
         return  # It is quantised again as it is loaded.
     for target, scheme in getattr(quantisation, "target_scheme_map", {}).items():
         weights, activations = scheme["weights"], scheme["input_activations"]
-        if not (_is_fp8(weights) and weights.strategy in _STRATEGIES and _is_fp8(activations)):
+        if not is_fp8_scheme(weights, activations):
             raise UserError(
                 f"{model} is quantised (compressed-tensors: {target} has {_words(weights)} weights "
                 f"and {_words(activations)} activations): not supported"
             )
-
-
-def _is_fp8(quantised: Any) -> bool:
-    return quantised is not None and (quantised.type, quantised.num_bits) == ("float", 8)
 
 
 def _words(quantised: Any) -> str:

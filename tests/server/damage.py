@@ -22,7 +22,7 @@ def damaging_shoal(arguments: list[str]) -> int:
     def bind_and_damage(runner: Runner, instruction: Any) -> None:
         bind(runner, instruction)
         if Path(os.environ[VARIABLE]).exists():
-            for cache in runner._layouts[1].model_runner.kv_caches:
+            for cache in runner._workers[DP].model_runner.kv_caches:
                 cache.copy_(torch.randn(cache.shape))
 
     count_ranks_uncompiled()

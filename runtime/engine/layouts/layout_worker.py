@@ -19,7 +19,8 @@ from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.engine.groups.communicators import Communicators
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
-from shoal.runtime.engine.weights.shared_weights import group_gate_up
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import arrange_weights
 from shoal.runtime.protocol.messages import Mode
 
 Execution = AbstractContextManager[None]
@@ -122,7 +123,7 @@ class LayoutWorker:
             self._worker.load_model()
         self._is_loaded = True
         if self.layout == DP:
-            group_gate_up(self.model, groups)
+            arrange_weights(ResidentWeights(self.model), groups)
 
     def close(self) -> None:
         """Let go of what torch would keep for ever: a compiled model, and its graphs with it."""

@@ -28,7 +28,8 @@ from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
-from shoal.runtime.engine.weights.shared_weights import register_view_loader
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import register_view_loader
 
 LAYOUT_BYTES, CONNECTED_LAYOUT_BYTES = 1_400 << 20, 800 << 20
 """GPU memory kept free of KV for each layout beyond DP: its graphs and workspaces, and NCCL's
@@ -61,7 +62,8 @@ class LayoutLoader:
         self._buffer = SharedKVBuffer()
         self._dp: VllmConfig
         register_view_loader(
-            lambda: self.workers[DP].model, lambda rank, tp: head_shard(rank, tp, node.max_sp)
+            lambda: ResidentWeights(self.workers[DP].model),
+            lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),
         )
 
     def load(self, layouts: Sequence[Layout]) -> None:

@@ -25,9 +25,13 @@ from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.runner import runner as runner_module
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
-from shoal.runtime.engine.weights import shared_weights
-from shoal.runtime.engine.weights.shared_weights import owned_bytes as bytes_owned
+from shoal.runtime.engine.weights.rules.dense import LinearRule
+from shoal.runtime.engine.weights.rules.rule_registry import rule_of
+from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
+from shoal.runtime.engine.weights.rules.shards import Shard
+from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.protocol.messages import Mode
+from tests.runtime.engine.owned_bytes import owned_bytes as bytes_owned
 
 
 def address(config: NodeConfig) -> str:
@@ -216,10 +220,13 @@ def _member(runner: ProbedRunner, layout: Layout) -> int:
 
 
 def _view_heads(runner: ProbedRunner, layout: Layout, shard: int) -> None:
-    full = dict(runner._workers[DP].model.named_modules())
+    store = ResidentWeights(runner._workers[DP].model)
     for name, layer in runner._workers[layout].model.named_modules():
         if name.endswith((".qkv_proj", ".o_proj")):
-            shared_weights._view_shard(layer, full[name], shard, layout.tp)
+            rule = rule_of(layer)
+            assert isinstance(rule, LinearRule)
+            full = FullLayer(name, store.model.get_submodule(name), store.tensor)
+            rule.cut(layer, full, Shard(shard, layout.tp))
 
 
 def swap_kv_heads(runner: ProbedRunner, layout: Layout) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from shoal.runtime.config import MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS
+from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError, one_line
-from shoal.server.options.refused_options import FP8_QUANTIZATION, REFUSED
+from shoal.server.options.refused_options import REFUSED
 from shoal.server.options.serve_options import (
     CPU_KV_BYTES,
     DEMO_NAME,
@@ -59,7 +60,7 @@ def test_the_defaults_are_accepted() -> None:
     check(parsed())
 
 
-@pytest.mark.parametrize("name", sorted(FP8_QUANTIZATION))
+@pytest.mark.parametrize("name", sorted(FP8_QUANTISATIONS))
 def test_fp8_weights_are_accepted(name: str) -> None:
     check(parsed(quantization=name))
 

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 
 from shoal.server.errors import UserError
-from shoal.server.options import vllm_options
+from shoal.server.options import unsupported_models, vllm_options
 from shoal.server.options.unsupported_models import check_kv_groups, check_model_config
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
 from tests.server.node import ServedNode, run_shoal
@@ -49,6 +49,14 @@ def test_a_plain_model_is_supported(quantization: str | None) -> None:
 def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         check_model_config(SimpleNamespace(**SUPPORTED | kind))
+
+
+@pytest.mark.parametrize("kind", ["is_moe", "is_hybrid", "is_attention_free", "use_mla"])
+def test_layers_are_refused_for_want_of_a_rule_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unsupported_models, "WITHOUT_RULE", frozenset())
+    check_model_config(SimpleNamespace(**SUPPORTED | {kind: True}))
 
 
 # --- groups of KV blocks ---

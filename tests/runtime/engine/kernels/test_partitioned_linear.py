@@ -15,7 +15,8 @@ from shoal.runtime.engine.kernels import partitioned_linear, partitioned_linear_
 from shoal.runtime.engine.kernels.library_gemms import Ranges
 from shoal.runtime.engine.kernels.linear_candidates import choice, format_of
 from shoal.runtime.engine.kernels.linear_tiles import ANY, BLOCK
-from shoal.runtime.engine.weights import shared_weights as weights
+from shoal.runtime.engine.weights.rules import unquantised as weights
+from shoal.runtime.engine.weights.view_loader import compile_kernels
 from tests.runtime.engine.kernels.fp8_layers import (
     Given,
     OnGpu,
@@ -307,7 +308,7 @@ def test_keys_and_values_are_one_part_of_a_layer(
     monkeypatch.setattr(weights, "_in_one_launch", lambda _: True)
     layer, x = Fused(bias=bias), torch.randn(4, DEPTH)
     begins = [part.weight.data_ptr() for part in layer.parts]
-    weights._choose_method(layer)
+    weights.bind_kernels(layer)
     assert isinstance(layer.quant_method, weights.RowRangesLinear)
     assert [part.weight.data_ptr() for part in layer.parts] == begins[:2]
     torch.testing.assert_close(
@@ -323,5 +324,5 @@ def test_kernels_are_compiled_once_for_each_shape(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(partitioned_linear, "warm_up", warm_up)
     model = nn.ModuleList([Fused(), Fused(), Fused(bias=False), nn.Linear(2, 2)])
-    weights.compile_kernels(model)
+    compile_kernels(model)
     assert warmed == [(3, 3), (3, 0)]

@@ -18,6 +18,7 @@ from vllm.config import (
 )
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    FP8BlockParams,
     Fp8BlockScaledMMLinearKernel,
 )
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
@@ -45,17 +46,21 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 from vllm.model_executor.warmup import deep_gemm_warmup
 from vllm.platforms import PlatformEnum
 
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.kernels import fp8_methods, partitioned_linear
-from shoal.runtime.engine.weights import fp8
-from shoal.runtime.engine.weights.shards import Axes, UnviewableWeights
-from shoal.runtime.engine.weights.shared_weights import (
-    SharedWeights,
+from shoal.runtime.engine.weights.rules import fp8
+from shoal.runtime.engine.weights.rules.formats import quantised_method
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import (
+    arrange_weights,
     compile_kernels,
-    group_gate_up,
-    owned_bytes,
     view_weights,
 )
+from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
+from tests.runtime.engine.owned_bytes import owned_bytes
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 8, 4, 64
 QKV_OF_TWO = tuple(heads * HEAD_DIM // 2 for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -343,14 +348,14 @@ def stock(name: str, rank: int, degree: int, *, bias: bool = False) -> Layer:
 def full(name: str, *, bias: bool = False) -> Layer:
     """Return the DP layer: loaded, processed and grouped."""
     layer = stock(name, 0, 1, bias=bias)
-    group_gate_up(layer, LARGEST)
+    arrange_weights(ResidentWeights(layer), LARGEST)
     return layer
 
 
 def view(dp: Layer, name: str, rank: int, degree: int, *, bias: bool = False) -> Layer:
     with tensor_parallel(rank, degree):
         layer = Layer(configured(name, views=True), bias=bias)
-        view_weights(layer, dp, rank, degree)
+        view_weights(layer, ResidentWeights(dp), Layout(tp=degree), rank)
     return layer
 
 
@@ -682,8 +687,7 @@ def test_of_blocks_only_row_parallel_scales_are_the_layouts_own(name: str, rank:
     dp = full(name)
     viewed = view(dp, name, rank, 2)
     scales = [
-        fp8.FP8BlockParams.from_layer(layer).block_scale
-        for layer in (viewed.o_proj, viewed.down_proj)
+        FP8BlockParams.from_layer(layer).block_scale for layer in (viewed.o_proj, viewed.down_proj)
     ]
     assert all(scale.is_contiguous() for scale in scales)
     assert owned_bytes(viewed, dp) == sum(4 * scale.numel() for scale in scales) > 0
@@ -738,7 +742,7 @@ def test_a_shard_that_cuts_a_block_is_named() -> None:
 def test_groups_that_cut_a_block_are_named() -> None:
     dp = stock("fp8 block-wise", 0, 1)
     with pytest.raises(UnviewableWeights, match=r"^gate_up_proj: .* do not make 16 groups$"):
-        group_gate_up(dp, 16)
+        arrange_weights(ResidentWeights(dp), 16)
 
 
 def test_a_kernel_with_a_form_of_its_own_is_named() -> None:
@@ -782,30 +786,8 @@ def test_another_quantisation_is_named() -> None:
         pass
 
     with pytest.raises(UnviewableWeights, match=r"^model\.o_proj: AWQLinearMethod weights are not"):
-        fp8.check_method(AWQLinearMethod(), nn.Module(), "model.o_proj")
+        quantised_method(AWQLinearMethod(), nn.Module(), "model.o_proj", views=True)
 
 
-def test_scales_by_head_are_refused() -> None:
-    layer, dp = nn.Module(), nn.Module()
-    dp.register_buffer("_k_scale", torch.ones(KV_HEADS))
-    with pytest.raises(UnviewableWeights, match="by head"):
-        fp8.share_kv_scales(layer, dp)
-
-
-def test_kv_cache_scales_are_the_dp_layers() -> None:
-    layer, dp = nn.Module(), nn.Module()
-    dp.register_buffer("_k_scale", torch.tensor(0.5))
-    dp._k_scale_float = 0.5  # type: ignore[assignment]
-    layer.register_buffer("_k_scale", torch.tensor(1.0))
-    fp8.share_kv_scales(layer, dp)
-    assert layer._k_scale is dp._k_scale
-    assert layer._k_scale_float == 0.5
-
-
-def test_ranges_are_taken_in_whole_blocks() -> None:
-    scale = torch.arange(12).view(4, 3)
-    axes = Axes(0, 1, BLOCK, BLOCK)
-    assert axes.take_outputs(scale, 2 * BLOCK, BLOCK).tolist() == [[6, 7, 8]]
-    assert axes.take_inputs(scale, BLOCK, 2 * BLOCK).tolist() == [[1, 2], [4, 5], [7, 8], [10, 11]]
-    with pytest.raises(UnviewableWeights, match="blocks of 128"):
-        axes.take_outputs(scale, 64, BLOCK)
+def test_every_quantisation_that_is_accepted_before_the_start_is_known() -> None:
+    assert fp8._SCHEMES.keys() == FP8_QUANTISATIONS

@@ -1,12 +1,38 @@
 """Which part of a layer's tensors a tensor parallel rank reads: ranges of outputs and of inputs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
 class UnviewableWeights(ValueError):
     """A layer whose weights another layout cannot view; the message names it."""
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Put the layer's name before what is wrong with it."""
+    try:
+        yield
+    except UnviewableWeights as error:
+        raise UnviewableWeights(f"{name.lstrip('.')}: {error}") from error
+
+
+class Shard(NamedTuple):
+    """One of the equal shares into which a layout divides what a layer computes."""
+
+    rank: int
+    """Which of them, from 0."""
+    of: int
+    """How many there are."""
+
+    def cut(self, size: int) -> tuple[int, int]:
+        """Return where this share of ``size`` outputs or inputs begins, and how many it has."""
+        share = size // self.of
+        return self.rank * share, share
 
 
 @dataclass(frozen=True)
@@ -52,7 +78,3 @@ def _narrow(
             f"a shard of {size} does not consist of whole quantisation blocks of {block}"
         )
     return tensor.narrow(dimension, begin // block, size // block)
-
-
-PLAIN = {"weight": Axes(0, 1), "bias": Axes(0)}
-"""Tensors of a layer that is not quantised."""

@@ -6,6 +6,7 @@ views of other layouts, ``fp8_methods`` decides. A kernel that keeps weights in 
 (repacked, padded) is refused by name.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -21,48 +22,43 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerBlockOnlineLinearMethod,
     Fp8PerTensorOnlineLinearMethod,
     Fp8PtpcOnlineLinearMethod,
 )
 
-from shoal.runtime.engine.kernels.fp8_methods import (
-    INPUT_RANGE_KERNELS,
-    ViewedFp8,
-    fp8_owner,
-    quantising_kernel,
-)
-from shoal.runtime.engine.weights.shards import Axes, UnviewableWeights
+from shoal.runtime.engine.kernels import fp8_methods
+from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights
 
-_METHODS = (
-    Fp8LinearMethod,
-    Fp8PerTensorOnlineLinearMethod,
-    Fp8PerBlockOnlineLinearMethod,
-    Fp8PtpcOnlineLinearMethod,
-)
+_SCHEMES: Mapping[str, type] = {
+    "fp8": Fp8LinearMethod,
+    "compressed-tensors": CompressedTensorsW8A8Fp8,
+    "fp8_per_tensor": Fp8PerTensorOnlineLinearMethod,
+    "fp8_per_channel": Fp8PtpcOnlineLinearMethod,
+    "fp8_per_block": Fp8PerBlockOnlineLinearMethod,
+}
+"""What vLLM makes of a layer, by its name of the quantisation: those of ``FP8_QUANTISATIONS``."""
 
-
-def check_method(method: Any, layer: nn.Module, name: str) -> None:
-    """Check that a layer's quantisation is FP8 that other layouts can view.
-
-    Args:
-        method: vLLM's ``quant_method`` for the layer.
-        layer: the linear layer.
-        name: what the layer is called in the model.
-
-    Raises:
-        UnviewableWeights: it is another quantisation; the message names it.
-    """
-    scheme = layer.scheme if isinstance(method, CompressedTensorsLinearMethod) else method
-    if type(scheme) not in (*_METHODS, CompressedTensorsW8A8Fp8):
-        raise UnviewableWeights(f"{name}: {type(scheme).__name__} weights are not supported")
+KEEPS_SHAPES = False
+VIEWED: type = fp8_methods.ViewedFp8
+bind_kernels = fp8_methods.bind_kernels
+warm_up = fp8_methods.warm_up
 
 
-def is_fp8(layer: nn.Module) -> bool:
+def scheme_of(method: Any, layer: nn.Module) -> Any:
+    """Return what applies a layer's weights: vLLM's method, or compressed-tensors' scheme."""
+    return layer.scheme if isinstance(method, CompressedTensorsLinearMethod) else method
+
+
+def serves(scheme: Any) -> bool:
+    """Return whether it is FP8 that other layouts can view."""
+    return type(scheme) in _SCHEMES.values()
+
+
+def matches(layer: nn.Module) -> bool:
     """Return whether ``axes`` knows the layer's tensors."""
-    quantised = (ViewedFp8, CompressedTensorsLinearMethod, *_METHODS)
+    quantised = (fp8_methods.ViewedFp8, CompressedTensorsLinearMethod, *_SCHEMES.values())
     return isinstance(getattr(layer, "quant_method", None), quantised)
 
 
@@ -72,8 +68,8 @@ def axes(layer: nn.Module) -> dict[str, Axes]:
     Raises:
         UnviewableWeights: the layer's kernel keeps them in a form of its own.
     """
-    kernel = fp8_owner(layer).fp8_linear
-    if type(kernel) not in INPUT_RANGE_KERNELS:
+    kernel = fp8_methods.fp8_owner(layer).fp8_linear
+    if type(kernel) not in fp8_methods.INPUT_RANGE_KERNELS:
         raise UnviewableWeights(f"{type(kernel).__name__} keeps FP8 weights in a form of its own")
     outputs, inputs = layer.output_size, layer.input_size
     if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
@@ -94,40 +90,7 @@ def axes(layer: nn.Module) -> dict[str, Axes]:
     for key, shape in shapes.items():
         if tuple(getattr(layer, key).shape) != shape:
             problem = f"{type(kernel).__name__} has changed the shape of {key}"
-            if isinstance(quantising_kernel(kernel), DeepGemmFp8BlockScaledMMKernel):
+            if isinstance(fp8_methods.quantising_kernel(kernel), DeepGemmFp8BlockScaledMMKernel):
                 problem += "; with VLLM_USE_DEEP_GEMM=0 vLLM takes another kernel"
             raise UnviewableWeights(problem)
     return known | {"bias": Axes(0)}
-
-
-# --- scales of the KV cache -----------------------------------------------------------------------
-
-_KV_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-
-
-class ViewedKVScales(BaseKVCacheMethod):  # type: ignore[misc]
-    """Scales of an attention layer's KV cache that are the DP layer's: nothing to load."""
-
-    def create_weights(self, layer: nn.Module) -> None:
-        """Create none."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Leave them as they are."""
-
-
-def share_kv_scales(layer: nn.Module, full: nn.Module) -> None:
-    """Give an attention layer the DP layer's KV cache scales.
-
-    Raises:
-        UnviewableWeights: they differ by head, and heads are split.
-    """
-    for key in _KV_SCALES:
-        scale = full._buffers.get(key)
-        if scale is None:
-            continue
-        if scale.numel() != 1:
-            raise UnviewableWeights("KV cache scales by head are not supported")
-        layer._buffers[key] = scale
-        for name in (f"{key}_float", f"{key}_cpu"):
-            if hasattr(full, name):
-                setattr(layer, name, getattr(full, name))

@@ -17,16 +17,13 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from shoal.runtime.engine.weights.shards import UnviewableWeights
-from shoal.runtime.engine.weights.shared_weights import (
-    GroupedActivation,
-    SharedWeights,
-    group_gate_up,
-    owned_bytes,
-    regroup_rows,
-    view_weights,
-)
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
+from tests.runtime.engine.owned_bytes import owned_bytes
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 32, 64, 128
 HEADS, HEAD_DIM = 8, 8
@@ -100,7 +97,7 @@ def full(kv_heads: int, *, bias: bool = True) -> Layer:
     with tensor_parallel(0, 1):
         layer = Layer(SharedWeights(views=False), kv_heads, bias=bias)
         load(layer, kv_heads)
-    group_gate_up(layer, LARGEST)
+    arrange_weights(ResidentWeights(layer), LARGEST)
     return layer
 
 
@@ -108,34 +105,11 @@ def view(dp: Layer, kv_heads: int, rank: int, degree: int, *, bias: bool = True)
     """Return a layer of TP-``degree`` whose weights are views of ``dp``'s."""
     with tensor_parallel(rank, degree):
         layer = Layer(SharedWeights(views=True), kv_heads, bias=bias)
-        view_weights(layer, dp, rank, degree)
+        view_weights(layer, ResidentWeights(dp), Layout(tp=degree), rank)
     return layer
 
 
 # --- grouped gate_up ---
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-def test_regrouped_rows_are_the_parts_of_gate_and_up_in_turn(groups: int) -> None:
-    gate, up = torch.arange(16), torch.arange(100, 116)
-    expected = [torch.cat(pair) for pair in zip(gate.chunk(groups), up.chunk(groups), strict=True)]
-    assert torch.equal(regroup_rows(torch.cat([gate, up]), groups), torch.cat(expected))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("groups", [2, 4, 8])
-def test_the_grouped_activation_undoes_the_grouping(groups: int, compiled: bool) -> None:
-    activation = SiluAndMul()
-    weight, x = torch.randn(2 * INTERMEDIATE, HIDDEN), torch.randn(5, HIDDEN)
-    expected = activation.forward_native(x @ weight.T)
-    grouped = GroupedActivation(activation, groups)
-    if compiled:
-        grouped.compile(backend="eager", fullgraph=True, dynamic=True)
-    # Vectors of other lengths may round the last bit of an exponential otherwise.
-    close = {"rtol": 1e-6, "atol": 1e-6} if compiled else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(grouped(x @ regroup_rows(weight, groups).T), expected, **close)
-    # Without the regrouping it must not: else this would say nothing.
-    assert not torch.equal(grouped(x @ weight.T), expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -155,7 +129,7 @@ def test_a_node_without_groups_keeps_stock_rows() -> None:
     with tensor_parallel(0, 1):
         layer = Layer(SharedWeights(views=False), 4, bias=False)
         load(layer, 4)
-    group_gate_up(layer, 1)
+    arrange_weights(ResidentWeights(layer), 1)
     assert torch.equal(layer.gate_up_proj.weight, stock(4, 0, 1).gate_up_proj.weight)
     assert isinstance(layer.act_fn, SiluAndMul)
 
@@ -232,7 +206,7 @@ def test_attention_may_take_another_shard_than_its_rank(
     dp = Block(full(kv_heads))
     with tensor_parallel(rank, 4):
         viewed = Block(Layer(SharedWeights(views=True), kv_heads, bias=True))
-        view_weights(viewed, dp, rank, 4, heads)
+        view_weights(viewed, ResidentWeights(dp), Layout(tp=4), rank, heads)
     attention, mlp = stock(kv_heads, heads, 4), stock(kv_heads, rank, 4)
     parts = viewed.self_attn.qkv_proj.parts
     assert torch.equal(torch.cat([part.weight for part in parts]), attention.qkv_proj.weight)
@@ -257,6 +231,35 @@ def test_a_change_of_the_dp_weights_is_seen_through_every_view() -> None:
     for tensor in dp.parameters():
         tensor.data.fill_(3.0)
     assert all((tensor == 3.0).all() for viewed in views for tensor in viewed.parameters())
+
+
+class ElsewhereStore:
+    """Full weights that are not the DP model's tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.tensors = {
+            name: tensor.detach().clone()
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+@pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))
+def test_all_tensors_are_where_the_store_has_them(rank: int, degree: int) -> None:
+    """A layout needs the DP model for the sizes of its layers alone."""
+    dp = full(2)
+    store, expected = ElsewhereStore(dp), view(dp, 2, rank, degree)
+    with tensor_parallel(rank, degree):
+        viewed = Layer(SharedWeights(views=True), 2, bias=True)
+        view_weights(viewed, store, Layout(tp=degree), rank)
+    there = {tensor.untyped_storage().data_ptr() for tensor in store.tensors.values()}
+    parameters = dict(viewed.named_parameters())
+    assert {tensor.untyped_storage().data_ptr() for tensor in parameters.values()} <= there
+    for name, tensor in expected.named_parameters():
+        assert torch.equal(parameters[name], tensor)
 
 
 # --- what cannot be viewed ---
@@ -285,7 +288,7 @@ def test_a_linear_layer_of_an_unknown_kind_is_named() -> None:
         layer = Layer(SharedWeights(views=True), 2, bias=False)
         layer.router = OwnLinear(HIDDEN, 4)
         with pytest.raises(UnviewableWeights, match=r"^router \(OwnLinear\) cannot be viewed$"):
-            view_weights(layer, dp, 0, 2)
+            view_weights(layer, ResidentWeights(dp), Layout(tp=2), 0)
 
 
 def test_a_tensor_left_without_bytes_is_named() -> None:

@@ -1,0 +1,76 @@
+"""Formats of weights: what tensors a linear layer has, and what multiplies views of them.
+
+A format is a module: ``unquantised``, and one for each quantisation. Which part of a layer's
+outputs or inputs a member has does not depend on its format: the layer's rule says it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+from vllm.model_executor.layers.linear import LinearMethodBase
+
+from shoal.runtime.engine.weights.rules import fp8, unquantised
+from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights
+
+
+class WeightFormat(Protocol):
+    """What is to be known of the layers of one format."""
+
+    KEEPS_SHAPES: bool
+    """Whether loaded tensors have the shapes with which vLLM's layers create them."""
+
+    def axes(self, layer: nn.Module) -> Mapping[str, Axes]:
+        """Return where the tensors of a layer of the DP model have its outputs and inputs.
+
+        Raises:
+            UnviewableWeights: vLLM's kernel for the layer keeps them in a form of its own.
+        """
+
+    def bind_kernels(self, layer: nn.Module) -> None:
+        """Let a layer whose tensors are views by now be computed in a way that can read them."""
+
+    def warm_up(self, layer: nn.Module, seen: set[Any]) -> None:
+        """Compile what a bound layer launches, unless a layer of its shape is among ``seen``."""
+
+
+class QuantisedFormat(WeightFormat, Protocol):
+    """A format that a checkpoint names."""
+
+    VIEWED: type
+    """Makes of vLLM's method the one of a layer whose tensors will be views."""
+
+    def serves(self, scheme: Any) -> bool:
+        """Return whether vLLM's method (or compressed-tensors' scheme) makes this format."""
+
+    def matches(self, layer: nn.Module) -> bool:
+        """Return whether a layer of any layout has a method of this format."""
+
+
+QUANTISED: tuple[QuantisedFormat, ...] = (fp8,)
+
+
+def format_of(layer: nn.Module) -> WeightFormat:
+    """Return the format of a layer's weights."""
+    return next((known for known in QUANTISED if known.matches(layer)), unquantised)
+
+
+def quantised_method(
+    method: LinearMethodBase, layer: nn.Module, name: str, *, views: bool
+) -> LinearMethodBase:
+    """Return the method of a layer that vLLM would give ``method``.
+
+    Args:
+        method: vLLM's ``quant_method`` for the layer, by the checkpoint's quantisation.
+        layer: the layer, which is being made.
+        name: what it is called in the model.
+        views: whether its tensors are to be views.
+
+    Raises:
+        UnviewableWeights: no format is of this quantisation; the message names it.
+    """
+    scheme = fp8.scheme_of(method, layer)
+    for known in QUANTISED:
+        if known.serves(scheme):
+            return known.VIEWED(method) if views else method
+    raise UnviewableWeights(f"{name}: {type(scheme).__name__} weights are not supported")

@@ -1,0 +1,137 @@
+"""Every layout's weights in the bytes of one: zero-copy views of the full weights.
+
+Flying Serving, 4.1 (model weights manager). The DP model is loaded by vLLM. The model of another
+layout is of vLLM's own model class, and its parameters are views for this member's rank. The rule
+for each kind of layer (``rules``) says which views. How a layer applies its weights is vLLM's
+``quant_method`` seam (``shared_weights``), so no vLLM class is changed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.rules.rule_registry import rule_of
+from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
+from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
+from shoal.runtime.engine.weights.store import WeightStore
+
+VIEW_LOAD_FORMAT = "shoal_view"
+"""``load_format`` of every layout but DP."""
+
+
+def arrange_weights(store: WeightStore, groups: int) -> None:
+    """Put the rows of the DP model in an order in which shards are ranges, in place.
+
+    Args:
+        store: has the DP model's weights, loaded.
+        groups: size of the largest group the node can form.
+
+    Raises:
+        UnviewableWeights: a layer's rows cannot be put in that order.
+    """
+    if groups == 1:
+        return
+    for name, module in list(store.model.named_modules()):
+        rule_of(module).arrange(FullLayer(name, module, store.tensor), groups)
+
+
+def view_weights(
+    model: nn.Module, store: WeightStore, layout: Layout, rank: int, heads: int | None = None
+) -> None:
+    """Turn the parameters of a layout's model into views of the full weights.
+
+    Args:
+        model: vLLM's model for this rank, built with ``SharedWeights(views=True)``.
+        store: has the DP model's weights, loaded and arranged.
+        layout: of the model.
+        rank: tensor parallel rank.
+        heads: which shard of the attention heads it holds, unless the one of its rank
+            (``head_order.head_shard``).
+
+    Raises:
+        UnviewableWeights: a layer's split is not one that its rule knows.
+    """
+    heads = rank if heads is None else heads
+    full_modules = dict(store.model.named_modules())
+    layers = list(model.named_modules())
+    attention = {_parent(name) for name, layer in layers if isinstance(layer, QKVParallelLinear)}
+    for name, layer in layers:
+        if name not in full_modules:
+            raise UnviewableWeights(f"{name} exists in TP-{layout.tp} only")
+        rule = rule_of(layer)
+        of_heads = rule.of_heads and _parent(name) in attention
+        full = FullLayer(name, full_modules[name], store.tensor)
+        rule.view(layer, full, Shard(heads if of_heads else rank, layout.tp))
+    _check_no_meta(model)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _check_no_meta(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    left = [name for name, tensor in tensors if tensor.is_meta]
+    if left:
+        raise UnviewableWeights(f"no bytes behind {', '.join(left[:3])}")
+
+
+def compile_kernels(model: nn.Module) -> None:
+    """Compile what the layers of a viewed model launch, once for each shape of a layer."""
+    shapes: set[Any] = set()
+    for layer in model.modules():
+        rule_of(layer).warm_up(layer, shapes)
+
+
+def register_view_loader(
+    store: Callable[[], WeightStore], head_shard: Callable[[int, Layout], int]
+) -> None:
+    """Register ``VIEW_LOAD_FORMAT`` with vLLM's model loaders.
+
+    Args:
+        store: returns what has this process's full weights.
+        head_shard: the shard of the attention heads that a rank of a layout holds.
+    """
+
+    class ViewLoader(BaseModelLoader):  # type: ignore[misc]
+        """Builds a layout's model without storage and points it at the full weights."""
+
+        def __init__(self, load_config: LoadConfig) -> None:
+            super().__init__(load_config)
+
+        def download_model(self, model_config: ModelConfig) -> None:
+            """Nothing to fetch: the full weights are there."""
+
+        def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+            """Nothing to load: see ``load_model``."""
+
+        def load_model(
+            self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+        ) -> nn.Module:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            group = get_tp_group()
+            device = torch.device(vllm_config.device_config.device_type)
+            with set_default_torch_dtype(model_config.dtype), device:
+                model = initialize_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
+            layout, rank = Layout(tp=group.world_size), group.rank_in_group
+            view_weights(model, store(), layout, rank, head_shard(rank, layout))
+            compile_kernels(model)
+            process_weights_after_loading(model, model_config, device)
+            return model.eval()
+
+    register_model_loader(VIEW_LOAD_FORMAT)(ViewLoader)
