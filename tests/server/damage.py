@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from shoal.policies.values.layouts import DP
 from tests.server.node import shoal
 from tests.server.stock_server import count_ranks_uncompiled
 
