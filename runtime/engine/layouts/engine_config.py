@@ -6,9 +6,7 @@ from vllm.platforms import current_platform
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.weights.rules.rule_registry import WEIGHT_SCHEME
-from shoal.runtime.engine.weights.shared_weights import (
-    SharedWeights,
-)
+from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.view_loader import VIEW_LOAD_FORMAT
 from shoal.runtime.layout_configs import take
 
