@@ -326,7 +326,7 @@ class Chaos:
         """Have every group formed once, and return whether all could be."""
         done = True
         for size in (self._engines, 2, 1):
-            units = tp_units(self._engines, size)
+            units = [unit.engines for unit in tp_units(self._engines, size)]
             answer = await http.post("/admin/layout", json={"units": units})
             done &= answer.status_code == 200
         return done

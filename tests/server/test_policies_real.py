@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.policies.flying import FlyingSettings
 from shoal.policies.shift import DEFAULT_THRESHOLD
+from shoal.policies.values.layouts import tensor_parallel
 from shoal.policies.values.partition import Partition, singles
 from tests.server.node import ServedNode, served_node
 from tests.units import tp_units
@@ -211,7 +212,7 @@ async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) 
     assert DP in [partitions(switch)[1] for switch in seen]
     assert seen[0]["requests"]["moved"] > 0
     urgent = next(switch for switch in seen if switch["preempt"] == "hard")
-    assert sorted(map(len, partitions(urgent)[1])) == [1, 1, 2]
+    assert sorted(unit.size for unit in partitions(urgent)[1]) == [1, 1, 2]
     assert urgent["requests"]["paused"] > 0
     fall = next(switch for switch in seen if partitions(switch)[1] == TP)
     assert fall["requests"]["moved"] > 0
@@ -219,7 +220,7 @@ async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) 
 
 def partitions(switch: dict[str, Any]) -> tuple[Partition, Partition]:
     """Return what a switch led from and to."""
-    before, after = (tuple(map(tuple, switch[side])) for side in ("before", "after"))
+    before, after = (tuple(map(tensor_parallel, switch[side])) for side in ("before", "after"))
     return before, after
 
 
