@@ -36,6 +36,7 @@ from shoal.loadgen.traces import TraceError
 from shoal.loadgen.workload import Workload
 from shoal.policies.registry import UnknownPolicyError, get_policy
 from shoal.server.errors import UserError
+from shoal.server.number_options import check_at_least
 
 ENGINE_COUNTS = (1, 2, 4, 8)
 MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
@@ -282,10 +283,7 @@ def _sizes(args: Namespace) -> Sizes:
     if len(args.saturation) != 3:
         raise UserError("--saturation: it must be REQUESTS,PROMPT,OUTPUT")
     sizes = Sizes()
-    if args.switches < 1:
-        raise UserError(f"--switches {args.switches}: it must be at least 1")
-    if args.throughput_repeats < 1:
-        raise UserError(f"--throughput-repeats {args.throughput_repeats}: it must be at least 1")
+    check_at_least(args, 1, "switches", "throughput_repeats")
     return Sizes(
         batches=args.batches,
         prompts=args.prompts,

@@ -24,7 +24,7 @@ from shoal.loadgen.bench.process_memory import name_and_mib, tree
 from shoal.loadgen.bench.server_process import ServerProcess, free_port
 from shoal.loadgen.bench.system_info import environment
 from shoal.loadgen.bench.token_client import Answer, Client, RequestFailedError
-from shoal.server.errors import UserError
+from shoal.server.number_options import check_at_least
 
 FAKE_OPTIONS = ("--fake-engine", "--fake-step-ms", "20")
 """Of the node if none are given: two engines that run no model."""
@@ -87,9 +87,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: an argument is not valid, or the node did not start or recover.
     """
     args, serve_options = _parser().parse_known_args(argv)
-    for name in ("times", "streams", "output_tokens"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+    check_at_least(args, 1, "times", "streams", "output_tokens")
     return one_node.run(lambda log: _measure(args, serve_options, log), report, args)
 
 

@@ -23,6 +23,7 @@ from shoal.loadgen.bench.token_client import ADMIN_PREFIX
 from shoal.runtime.node.supervisor import StopRequestedError
 from shoal.server.commands import serve
 from shoal.server.errors import UserError
+from shoal.server.number_options import check_at_least
 
 DECODE_TOKENS = 64
 """Tokens of the request from which the time of one decode step is taken."""
@@ -55,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--system", choices=["fake", "real"], help="measure only this one")
     args, serve_argv = parser.parse_known_args(argv)
-    if args.switches < 1:
-        raise UserError(f"--switches {args.switches}: it must be at least 1")
+    check_at_least(args, 1, "switches")
     if args.system is not None:
         return _measure(args, serve_argv)
     figures = [_in_process_of_its_own(args, system, serve_argv) for system in ("fake", "real")]

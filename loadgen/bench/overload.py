@@ -34,6 +34,7 @@ from shoal.loadgen.summary import Distribution
 from shoal.loadgen.validity import judge
 from shoal.loadgen.workload import Arrival
 from shoal.server.errors import UserError
+from shoal.server.number_options import check_positive
 
 FAKE_OPTIONS = ("--fake-engine", "--fake-step-ms", "20", "--max-num-seqs", "8")
 """Of the node if none are given: two engines that run no model."""
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: an argument is not valid, or the node did not start.
     """
     args, serve_options = _parser().parse_known_args(argv)
-    _check(args)
+    check_positive(args, "seconds", "times", "waiting", "prompt_tokens", "output_tokens")
     return one_node.run(lambda log: _measure(args, serve_options, log), report, args)
 
 
@@ -97,13 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-tokens", type=int, default=64, help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
     return parser
-
-
-def _check(args: Namespace) -> None:
-    for name in ("seconds", "times", "waiting", "prompt_tokens", "output_tokens"):
-        value = getattr(args, name)
-        if not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
 
 
 # --- the run --------------------------------------------------------------------------------------

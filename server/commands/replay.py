@@ -26,6 +26,7 @@ from shoal.loadgen.validity import MAX_LAG_SECONDS, judge
 from shoal.loadgen.workload import Workload
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
+from shoal.server.number_options import flag_of
 from shoal.server.options.workload_options import (
     add_target_option,
     add_workload_options,
@@ -150,14 +151,13 @@ def _check(args: Namespace) -> None:
     for name in ("deadline_ms", "timeout", "max_lag_ms"):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
+            raise UserError(f"{flag_of(name)} {value:g}: it must be more than 0")
     if not args.grace >= 0:
         raise UserError(f"--grace {args.grace:g}: it must not be negative")
     for name in ("base_url", "admin_url"):
         url = getattr(args, name)
         if url is not None and not url.startswith(("http://", "https://")):
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {url}: it must begin with http:// or https://")
+            raise UserError(f"{flag_of(name)} {url}: it must begin with http:// or https://")
     for path in (args.json, args.html):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no such directory")

@@ -28,6 +28,7 @@ from shoal.runtime.simulation.simulated_node import (
 )
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
+from shoal.server.number_options import check_at_least
 from shoal.server.options.shift_options import add_shift_options, check_shift
 from shoal.server.options.workload_options import (
     add_target_option,
@@ -112,11 +113,8 @@ def _node(
     max_group = args.max_group or args.engines
     if max_group > args.engines:
         raise UserError(f"--max-group {max_group}: there are only {args.engines} engines")
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}: it must be at least 1")
-    if args.captured_tokens < 0:
-        raise UserError("--captured-tokens: it must not be negative")
+    check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
+    check_at_least(args, 0, "captured_tokens")
     check_shift(args, policies, max_group)
     return Node(
         shape=read_shape(args.model_shape),

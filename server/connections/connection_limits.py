@@ -8,7 +8,6 @@ connection ends.
 
 import argparse
 import enum
-import math
 import socket
 import struct
 from argparse import Namespace
@@ -18,8 +17,8 @@ from typing import Any
 
 from shoal.runtime.clock import Clock, monotonic
 from shoal.server.connections.http_protocol import BoundedHttpProtocol
-from shoal.server.errors import UserError, refusal_response
-from shoal.server.number_options import add_number
+from shoal.server.errors import refusal_response
+from shoal.server.number_options import add_number, check_at_least
 
 MAX_CONNECTIONS = 4096
 CLIENT_SECONDS = 30.0
@@ -82,12 +81,8 @@ def check_connection_options(args: Namespace) -> None:
     Raises:
         UserError: the first such option; the message names it.
     """
-    if args.max_connections < 1:
-        raise UserError(f"--max-connections {args.max_connections}: it must be at least 1")
-    if args.shutdown_timeout < 0:
-        raise UserError(f"--shutdown-timeout {args.shutdown_timeout}: it must not be negative")
-    if not 1 <= args.client_timeout < math.inf:
-        raise UserError(f"--client-timeout {args.client_timeout:g}: it must be at least 1")
+    check_at_least(args, 1, "max_connections", "client_timeout")
+    check_at_least(args, 0, "shutdown_timeout")
 
 
 def prepare_listener(listener: socket.socket, client_seconds: float) -> None:

@@ -4,8 +4,7 @@ import argparse
 from argparse import Namespace
 from dataclasses import dataclass
 
-from shoal.server.errors import UserError
-from shoal.server.number_options import add_number
+from shoal.server.number_options import add_number, check_at_least, flag_of
 
 
 @dataclass(frozen=True)
@@ -76,20 +75,20 @@ class BoundsError(ValueError):
 
 
 _OPTIONS = (
-    ("--max-body-bytes", DEFAULTS.body_bytes, "bytes of a request's body"),
-    ("--max-choices", DEFAULTS.choices, "answers that one request may ask for"),
-    ("--max-logprob-values", DEFAULTS.logprob_values, "log probabilities in its answers"),
-    ("--max-grammar-bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
-    ("--max-grammar-seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
-    ("--max-waiting-grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
+    ("max_body_bytes", DEFAULTS.body_bytes, "bytes of a request's body"),
+    ("max_choices", DEFAULTS.choices, "answers that one request may ask for"),
+    ("max_logprob_values", DEFAULTS.logprob_values, "log probabilities in its answers"),
+    ("max_grammar_bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
+    ("max_grammar_seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
+    ("max_waiting_grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
 )
 """Those bounds that operators may want to move."""
 
 
 def add_bounds_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of bounds."""
-    for option in _OPTIONS:
-        add_number(group, *option)
+    for name, default, text in _OPTIONS:
+        add_number(group, flag_of(name), default, text)
 
 
 def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
@@ -121,10 +120,7 @@ def check_bounds_options(args: Namespace) -> None:
     Raises:
         UserError: one is less than 1.
     """
-    for flag, _, _ in _OPTIONS:
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if value < 1:
-            raise UserError(f"{flag} {value}: it must be at least 1")
+    check_at_least(args, 1, *(name for name, _, _ in _OPTIONS))
 
 
 ALL = 1 << 31

@@ -1,7 +1,6 @@
 """When an engine or the controller counts as dead, and what becomes of requests then: options."""
 
 import argparse
-import math
 from argparse import Namespace
 from functools import partial
 
@@ -12,8 +11,7 @@ from shoal.runtime.config import (
     RESTART_LIMIT,
 )
 from shoal.runtime.node.restarts import WINDOW_SECONDS
-from shoal.server.errors import UserError
-from shoal.server.number_options import add_number
+from shoal.server.number_options import add_number, check_at_least, check_positive
 
 ENGINE_TIMEOUT_SECONDS = 10.0
 CONTROLLER_TIMEOUT_SECONDS = 10.0
@@ -69,15 +67,6 @@ def check_failure_options(args: Namespace) -> None:
     Raises:
         UserError: the first such option; the message names it.
     """
-    if args.max_retries < 0:
-        raise UserError(f"--max-retries {args.max_retries}: it must not be negative")
-    if args.restart_limit < 0:
-        raise UserError(f"--restart-limit {args.restart_limit}: it must not be negative")
-    for name in (
-        *("engine_timeout", "controller_timeout", "outage_limit"),
-        *("step_timeout", "restart_backoff"),
-    ):
-        value = getattr(args, name)
-        if not 0 < value < math.inf:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} {value:g}: it must be more than 0")
+    check_at_least(args, 0, "max_retries", "restart_limit")
+    check_positive(args, "engine_timeout", "controller_timeout", "outage_limit")
+    check_positive(args, "step_timeout", "restart_backoff")

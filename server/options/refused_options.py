@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError
+from shoal.server.number_options import flag_of
 
 _POOLING = "pooling models are not supported"
 
@@ -101,7 +102,7 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
     for name, reason in REFUSED.items():
         # Some of vLLM's are there only if they are given.
         if hasattr(args, name) and getattr(args, name) != default_of(name):
-            raise UserError(f"--{name.replace('_', '-')}: {reason}")
+            raise UserError(f"{flag_of(name)}: {reason}")
     if args.quantization not in (None, *FP8_QUANTISATIONS):
         raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
     if args.runner not in ("auto", "generate"):

@@ -5,7 +5,6 @@ model is checked in ``vllm_options.py``.
 """
 
 import argparse
-import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -31,7 +30,7 @@ from shoal.server.errors import UserError
 from shoal.server.gate.access import add_access_options
 from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
-from shoal.server.number_options import add_number
+from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.promise_options import add_promise_options, promised
 from shoal.server.options.refused_options import check_vllm_options
@@ -251,22 +250,11 @@ def check_shoal_options(args: Namespace) -> None:
     for name in ("engines", "max_group"):
         value = getattr(args, name)
         if value is not None and value not in ENGINE_COUNTS:
-            raise UserError(f"{_flag(name)} {value}: it must be one of 1, 2, 4, 8")
-    if args.prepare_timeout <= 0:
-        raise UserError(f"--prepare-timeout {args.prepare_timeout:g}: it must be more than 0")
-    if not 0 <= args.switch_wait < math.inf:
-        raise UserError(f"--switch-wait {args.switch_wait:g}: it must be 0 or more")
-    for name in ("pause_limit", "priority_aging"):
-        value = getattr(args, name)
-        if not 0 < value < math.inf:
-            raise UserError(f"{_flag(name)} {value:g}: it must be more than 0")
-    for name in (
-        *("max_waiting_requests", "max_waiting_tokens"),
-        *("interleave_ratio", "api_server_count"),
-    ):
-        value = getattr(args, name)
-        if value is None or value < 1:
-            raise UserError(f"{_flag(name)} {value}: it must be at least 1")
+            raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
+    check_positive(args, "prepare_timeout", "pause_limit", "priority_aging")
+    check_at_least(args, 0, "switch_wait", "fake_step_ms")
+    check_at_least(args, 1, "max_waiting_requests", "max_waiting_tokens")
+    check_at_least(args, 1, "interleave_ratio", "api_server_count")
     check_bounds_options(args)
     check_connection_options(args)
     if args.recording_dir is not None:
@@ -274,8 +262,6 @@ def check_shoal_options(args: Namespace) -> None:
             raise UserError("--recording-dir: fake engines have nothing to record")
         if not Path(args.recording_dir).is_dir():
             raise UserError(f"--recording-dir {args.recording_dir}: no such directory")
-    if args.fake_step_ms < 0:
-        raise UserError(f"--fake-step-ms {args.fake_step_ms:g}: it must not be negative")
     if args.fake_step_ms and not args.fake_engine:
         raise UserError("--fake-step-ms needs --fake-engine")
     if not 0 <= args.port <= 65535:
@@ -304,10 +290,6 @@ def choose_tracing(args: Namespace, environ: Mapping[str, str]) -> None:
         raise UserError(
             f"{OTLP_PROTOCOL} is {protocol!r}: it must be {' or '.join(OTLP_PROTOCOLS)}"
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def check_model(model: str) -> None:

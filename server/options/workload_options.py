@@ -11,6 +11,7 @@ from shoal.loadgen.summary import Objective
 from shoal.loadgen.traces import TraceError, read_trace
 from shoal.loadgen.workload import Workload
 from shoal.server.errors import UserError
+from shoal.server.number_options import check_positive, flag_of
 
 _SHAPE_OPTIONS = ("rate", "burst_rate", "burstiness", "quiet_seconds", "burst_seconds")
 _LENGTH_OPTIONS = ("prompt_tokens", "output_tokens")
@@ -84,10 +85,7 @@ def read_workload(args: Namespace) -> Workload:
     Raises:
         UserError: a trace cannot be read, options do not go together, or nothing is left.
     """
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{_flag(name)} {value:g}: it must be more than 0")
+    check_positive(args, *_POSITIVE)
     try:
         workload = _make_up(args) if args.trace in SHAPES else _read(args)
         if args.priorities is not None:
@@ -106,7 +104,7 @@ def read_workload(args: Namespace) -> Workload:
 def _read(args: Namespace) -> Workload:
     for name in (*_SHAPE_OPTIONS, *_LENGTH_OPTIONS):
         if getattr(args, name) is not None:
-            raise UserError(f"{_flag(name)} is for made-up workloads, not for {args.trace}")
+            raise UserError(f"{flag_of(name)} is for made-up workloads, not for {args.trace}")
     return read_trace(Path(args.trace))
 
 
@@ -118,10 +116,10 @@ def _make_up(args: Namespace) -> Workload:
         if value is None:
             continue
         if name not in known:
-            raise UserError(f"{_flag(name)} is not for {args.trace}")
+            raise UserError(f"{flag_of(name)} is not for {args.trace}")
         if isinstance(value, tuple) and isinstance(known[name].default, float):
             if value[0] != value[1]:
-                raise UserError(f"{_flag(name)}: {args.trace} takes one rate")
+                raise UserError(f"{flag_of(name)}: {args.trace} takes one rate")
             value = value[0]
         settings[name] = value
     lengths = Lengths()
@@ -133,10 +131,6 @@ def _make_up(args: Namespace) -> Workload:
         lengths=Lengths(args.prompt_tokens or lengths.prompt, args.output_tokens or lengths.output),
         **settings,
     )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 # --- types of arguments ---------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_the_report_has_every_figure() -> None:
 
 @pytest.mark.parametrize("option", ["--times", "--streams", "--output-tokens"])
 def test_what_cannot_be_is_refused(option: str) -> None:
-    with pytest.raises(UserError, match=f"{option} must be at least 1"):
+    with pytest.raises(UserError, match=f"{option} 0: it must be at least 1"):
         main([option, "0"])
 
 
