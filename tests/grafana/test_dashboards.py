@@ -93,8 +93,7 @@ def test_every_metric_of_ours_is_documented_and_shown() -> None:
         return {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
 
     assert used(queries) | used(rules) <= documented
-    # Which engine leads is for joins; the timeline shows who works together.
-    assert documented - used(queries) == {"shoal_engine_leader"}
+    assert documented == used(queries)
 
 
 def test_alerts_that_panels_name_exist() -> None:

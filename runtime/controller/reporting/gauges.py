@@ -103,11 +103,6 @@ class Gauges:
                 {e: unit.size if serves(alone(e)) else 0 for e, unit in units.items()},
             ),
             (
-                "shoal_engine_leader",
-                "First engine of the unit that it is in.",
-                {e: unit.leader for e, unit in units.items()},
-            ),
-            (
                 "shoal_engine_switching",
                 "1 while a switch regroups it.",
                 {e: int(e in self.busy) for e in units},

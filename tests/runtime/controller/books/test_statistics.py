@@ -334,7 +334,6 @@ def test_the_layout_of_an_engine_is_a_timeline() -> None:
     assert layouts("shoal_engine_layout") == [1, 1, 1, 1]
     node.switch(alone(0), alone(1), tp(2, 3))
     assert layouts("shoal_engine_layout") == [1, 1, 2, 2]
-    assert layouts("shoal_engine_leader") == [0, 1, 2, 2]
     assert node.value("shoal_units", layout="tp2") == 1
     assert node.value("shoal_lease_blocks", unit="2,3", layout="tp2") > 0
     assert node.value("shoal_lease_blocks", unit="0,1", layout="tp2") == 0
