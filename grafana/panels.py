@@ -78,7 +78,6 @@ def graph(
     *queries: Query,
     unit: str = "short",
     span: int = 8,
-    height: int = 8,
     stack: bool = False,
     style: GraphDrawStyle = GraphDrawStyle.LINE,
     limits: Limits | None = None,
@@ -92,7 +91,6 @@ def graph(
         queries: each gives one curve or several.
         unit: a unit of Grafana's, such as ``s``.
         span: width in 24ths of the screen.
-        height: in Grafana's units.
         stack: whether the curves add up.
         style: points are for what is there now and then only.
         limits: drawn as lines.
@@ -105,7 +103,7 @@ def graph(
         .datasource(DATASOURCE)
         .unit(unit)
         .span(span)
-        .height(height)
+        .height(8)
         .min(0)
         .draw_style(style)
         .line_width(1)
@@ -176,7 +174,6 @@ def timeline(
     states: Sequence[State],
     *,
     span: int = 16,
-    height: int = 7,
 ) -> PanelBuilder:
     """Return a bar over time per series, coloured by its state; for the arguments see ``graph``."""
     return (
@@ -185,7 +182,7 @@ def timeline(
         .description(description)
         .datasource(DATASOURCE)
         .span(span)
-        .height(height)
+        .height(7)
         .show_value(VisibilityMode.AUTO)
         .merge_values(True)
         .row_height(0.8)
@@ -203,8 +200,6 @@ def bars(
     description: str,
     query: Query,
     *,
-    span: int = 8,
-    height: int = 7,
     names: Mapping[str, str] | None = None,
 ) -> PanelBuilder:
     """Return one bar per series, as long as what it is in all; for the arguments see ``graph``."""
@@ -215,8 +210,8 @@ def bars(
         .datasource(DATASOURCE)
         .decimals(0)
         .min(0)
-        .span(span)
-        .height(height)
+        .span(8)
+        .height(7)
         .orientation(VizOrientation.HORIZONTAL)
         .display_mode(BarGaugeDisplayMode.BASIC)
         .name_placement(BarGaugeNamePlacement.LEFT)

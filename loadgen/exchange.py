@@ -34,12 +34,6 @@ class Outcome(enum.StrEnum):
     """The client was stopped."""
 
 
-BROKEN_OFF = frozenset(
-    {Outcome.TRUNCATED, Outcome.CONNECTION_ERROR, Outcome.TIMEOUT, Outcome.CANCELLED}
-)
-"""Outcomes after which only the server knows how many tokens it made."""
-
-
 class Flaw(enum.Enum):
     """What can be wrong with the tokens of a request that succeeded."""
 

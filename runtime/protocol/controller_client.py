@@ -112,13 +112,13 @@ class ControlClient:
         """
         return await self._call(LayoutView, lambda call: GetLayout(call), timeout)
 
-    async def get_metrics(self, timeout: float = ANSWER_SECONDS) -> NodeMetrics:
+    async def get_metrics(self) -> NodeMetrics:
         """Return what the controller counts.
 
         Raises:
-            CallError: there was no answer within ``timeout`` seconds.
+            CallError: there was no answer.
         """
-        return await self._call(NodeMetrics, lambda call: GetMetrics(call), timeout)
+        return await self._call(NodeMetrics, lambda call: GetMetrics(call))
 
     async def set_layout(
         self,
@@ -146,33 +146,30 @@ class ControlClient:
         )
         return done.switch
 
-    async def set_policy(self, policy: str, timeout: float = ANSWER_SECONDS) -> LayoutView:
+    async def set_policy(self, policy: str) -> LayoutView:
         """Change the policy and return what the node looks like then.
 
         Raises:
             CallError: there is none of this name, or there was no answer.
         """
-        return await self._call(LayoutView, lambda call: SetPolicy(call, policy), timeout)
+        return await self._call(LayoutView, lambda call: SetPolicy(call, policy))
 
-    async def set_shift(
-        self, threshold: ShiftThreshold, timeout: float = ANSWER_SECONDS
-    ) -> LayoutView:
+    async def set_shift(self, threshold: ShiftThreshold) -> LayoutView:
         """Change the threshold of the shift and return what the node looks like then.
 
         Raises:
             CallError: the node has no SP, or no such threshold, or there was no answer.
         """
-        return await self._call(
-            LayoutView, lambda call: SetShiftThreshold(call, threshold), timeout
-        )
+        return await self._call(LayoutView, lambda call: SetShiftThreshold(call, threshold))
 
-    async def audit(self, timeout: float = 2 * ANSWER_SECONDS) -> list[str]:
+    async def audit(self) -> list[str]:
         """Return every broken invariant of the controller's and the engines' books.
 
         Raises:
             CallError: an engine or the controller did not answer.
         """
-        return (await self._call(AuditDone, lambda call: AuditNode(call), timeout)).problems
+        done = await self._call(AuditDone, lambda call: AuditNode(call), 2 * ANSWER_SECONDS)
+        return done.problems
 
     async def count_refused(self, outcome: Outcome) -> None:
         """Tell the controller of a request that this front end refused; nothing is answered."""
@@ -187,7 +184,9 @@ class ControlClient:
         self._reports.add(report := asyncio.ensure_future(self._socket.send(encode(message))))
         report.add_done_callback(self._reports.discard)
 
-    async def _call(self, kind: type[A], request: Callable[[int], Message], timeout: float) -> A:
+    async def _call(
+        self, kind: type[A], request: Callable[[int], Message], timeout: float = ANSWER_SECONDS
+    ) -> A:
         if self._reader.done():
             raise CallError(503, "the link to the controller is broken")
         call = next(self._calls)

@@ -206,11 +206,10 @@ class SwitchBudget:
 
     Args:
         now: the clock.
-        settings: see there.
     """
 
-    def __init__(self, now: float, settings: BudgetSettings | None = None) -> None:
-        self._settings = settings or BudgetSettings()
+    def __init__(self, now: float) -> None:
+        self._settings = BudgetSettings()
         self._tokens = float(self._settings.burst)
         self._at = now
         self.cost_seconds = 0.0

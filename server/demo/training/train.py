@@ -7,7 +7,7 @@ prompt will; most rows are short, and some as long as the model's context.
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,16 +78,13 @@ class Batches:
         return row[:, :-1], row[:, 1:]
 
 
-def train(
-    model: Llama, tokens: torch.Tensor, settings: Settings, say: Callable[[str], None] = print
-) -> float:
+def train(model: Llama, tokens: torch.Tensor, settings: Settings) -> float:
     """Train ``model`` in place and return its loss on held-out text.
 
     Args:
         model: the model, on the device to train on.
         tokens: ids of the corpus, on the same device.
         settings: how to train.
-        say: takes a line of progress now and then.
     """
     split = int(len(tokens) * (1 - settings.held_out))
     generator = torch.Generator().manual_seed(settings.seed)
@@ -104,7 +101,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 100 == 0:
-            say(f"step {step}: loss {loss.item():.3f}, {progress:.0%} of the time")
+            print(f"step {step}: loss {loss.item():.3f}, {progress:.0%} of the time")
     held_out = Batches(tokens[split:], generator)
     with torch.no_grad(), _autocast(tokens.device):
         losses = [_loss(model, *held_out.draw(16, settings.lengths[0])).item() for _ in range(8)]
