@@ -17,6 +17,8 @@ from shoal.runtime.logs import LogFormat
 
 AGING_SECONDS = 30.0
 """Wait in the task pool that makes up for one class of priority, unless it is set."""
+ENGINE_COUNTS = (1, 2, 4, 8)
+"""How many engines a node may have, and a group of them."""
 INTERLEAVE_RATIO = 4
 """Steps of a group to one of a member's own where they interleave, unless it is set: new requests,
 the urgent ones among them, are in the group."""

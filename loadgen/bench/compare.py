@@ -10,8 +10,9 @@ import math
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.loadgen.bench import comparison_tables, system_info
 from shoal.loadgen.bench.campaign import OF_RECORDINGS, Campaign, say
@@ -35,10 +36,11 @@ from shoal.loadgen.bench.systems import (
 from shoal.loadgen.traces import TraceError
 from shoal.loadgen.workload import Workload
 from shoal.policies.registry import UnknownPolicyError, get_policy
+from shoal.runtime.config import ENGINE_COUNTS
 from shoal.server.errors import UserError
-from shoal.server.number_options import check_at_least
+from shoal.server.number_options import check_at_least, check_positive
 
-ENGINE_COUNTS = (1, 2, 4, 8)
+N = TypeVar("N", int, float)
 MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
 """By the name of the benchmark; a trace is added where one is given."""
@@ -54,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: the arguments, or the directory of the results, are not valid.
     """
     args, options = _parser(argv[0]).parse_known_args(argv[1:])
+    check_positive(args, "rate_seconds")
     settings = _settings(args, options)
     config = read_shape(args.model_shape)
     workloads = _workloads(args)
@@ -215,14 +218,14 @@ def _add_rate_options(group: Any) -> None:
     add = group.add_argument
     add(
         "--rates",
-        type=_positive,
+        type=partial(_numbers, float),
         default=(1.0, 2.0, 4.0, 6.0),
         metavar="R,...",
         help="requests per second (default: 1,2,4,6)",
     )
     add(
         "--rate-seconds",
-        type=_seconds,
+        type=float,
         default=20.0,
         metavar="S",
         help="how long they come at each rate (default: %(default)g)",
@@ -355,31 +358,17 @@ def _names(*known: str) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def _numbers(kind: type[N], text: str) -> tuple[N, ...]:
     try:
-        numbers = tuple(int(part) for part in text.split(","))
+        numbers = tuple(map(kind, text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not N,N,...") from error
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: each must be at least 1")
-    return numbers
-
-
-def _positive(text: str) -> tuple[float, ...]:
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not X,X,...") from error
     if not all(0 < number < math.inf for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r}: each must be more than 0")
     return numbers
 
 
-def _seconds(text: str) -> float:
-    (number, *others) = _positive(text)
-    if others:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
-    return number
+_integers = partial(_numbers, int)
 
 
 def _by_workload(text: str) -> dict[str, float]:

@@ -10,8 +10,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+from shoal.loadgen.workload import Arrival
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.controller.loop import Controller
@@ -31,16 +31,6 @@ AHEAD = (0, 1, 2)
 BATCHES = 10
 SHAPE = read_shape("llama-3-70b-fp8")
 HARDWARE = read_hardware("h200")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request of a workload (``shoal.runtime.simulation.simulated_node.Arrival``)."""
-
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-    priority: int = 0
 
 
 def main() -> None:
@@ -135,7 +125,7 @@ def idle_seconds(seats: int, ahead: int) -> float:
         The mean over the batches.
     """
     node = Node(SHAPE, HARDWARE, engines=1, max_group=1, max_num_seqs=seats, queued_ahead=ahead)
-    run = simulate(node, "manual", [Request(0.0, 128, 32)] * (BATCHES * seats))
+    run = simulate(node, "manual", [Arrival(0.0, 128, 32)] * (BATCHES * seats))
     idle, busy_until = 0.0, 0.0
     for start, end in sorted(_in_steps(run)):
         idle += max(0.0, start - busy_until) if busy_until else 0.0
@@ -160,11 +150,11 @@ def queue_seconds(ahead: int) -> list[float]:
     ]
 
 
-def _poisson(count: int, rate: float) -> Iterator[Request]:
+def _poisson(count: int, rate: float) -> Iterator[Arrival]:
     rng, at = random.Random(0), 0.0
     for _ in range(count):
         at += rng.expovariate(rate)
-        yield Request(at, rng.randint(64, 1024), rng.randint(20, 180))
+        yield Arrival(at, rng.randint(64, 1024), rng.randint(20, 180))
 
 
 if __name__ == "__main__":

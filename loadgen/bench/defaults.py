@@ -40,6 +40,7 @@ from shoal.loadgen.bench.systems import (
 )
 from shoal.loadgen.bench.token_client import Client
 from shoal.loadgen.bench.vllm_client import LoadFailedError, VllmClient
+from shoal.runtime.config import ENGINE_COUNTS
 from shoal.server.errors import UserError
 
 SYSTEMS = (STOCK_DP, STOCK_TP, SHOAL)
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model-shape", required=True, metavar="NAME|FILE", help="a built-in one, or config.json")
-    add("--engines", type=int, required=True, choices=(1, 2, 4, 8), help="GPUs to use")
+    add("--engines", type=int, required=True, choices=ENGINE_COUNTS, help="GPUs to use")
     add("--out", type=Path, required=True, metavar="DIR", help="results, report, logs")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="only these")
     add("--policies", nargs="*", default=[], help="of Shoal, measured beside its layouts")

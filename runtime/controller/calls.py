@@ -1,5 +1,6 @@
 """What callers ask of the controller, by way of the front ends: each call has one answer."""
 
+from collections.abc import Callable
 from functools import partial
 
 from shoal.policies.registry import UnknownPolicyError
@@ -58,9 +59,9 @@ class Calls:
             case m.SetLayout():
                 self._set_layout(peer, message)
             case m.SetPolicy():
-                self._set_policy(peer, message)
+                self._change(peer, message.call, partial(self._adviser.change, message.policy))
             case m.SetShiftThreshold():
-                self._set_shift(peer, message)
+                self._change(peer, message.call, partial(self._shifting.set, message.threshold))
             case m.AuditNode(call):
                 self._operations.when_idle(partial(self._operations.start_audit, peer, call))
 
@@ -104,22 +105,14 @@ class Calls:
 
     # --- what is to be ------------------------------------------------------------------------
 
-    def _set_policy(self, peer: str, message: m.SetPolicy) -> None:
-        """Change the policy; a switch that runs goes on, the next decision is the new one's."""
+    def _change(self, peer: str, call: int, change: Callable[[], None]) -> None:
+        """Change what decides from now on; a switch that runs goes on."""
         try:
-            self._adviser.change(message.policy)
-        except UnknownPolicyError as error:
-            self._fail(peer, message.call, 400, str(error))
+            change()
+        except (UnknownPolicyError, ShiftThresholdError) as error:
+            self._fail(peer, call, 400, str(error))
             return
-        self._env.transport.to_control(peer, self._layout(message.call))
-
-    def _set_shift(self, peer: str, message: m.SetShiftThreshold) -> None:
-        try:
-            self._shifting.set(message.threshold)
-        except ShiftThresholdError as error:
-            self._fail(peer, message.call, 400, str(error))
-            return
-        self._env.transport.to_control(peer, self._layout(message.call))
+        self._env.transport.to_control(peer, self._layout(call))
 
     def _set_layout(self, peer: str, message: m.SetLayout) -> None:
         config = self._env.config

@@ -18,6 +18,7 @@ from shoal.loadgen import summary as figures
 from shoal.loadgen.workload import Workload
 from shoal.policies.registry import UnknownPolicyError, get_policy
 from shoal.policies.values.snapshot import Target
+from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.simulation.shape_files import FileError, built_in, read_hardware, read_shape
 from shoal.runtime.simulation.simulated_node import (
     CAPTURED_TOKENS,
@@ -36,8 +37,6 @@ from shoal.server.options.workload_options import (
     read_objectives,
     read_workload,
 )
-
-ENGINE_COUNTS = (1, 2, 4, 8)
 
 
 def main(argv: Sequence[str]) -> int:

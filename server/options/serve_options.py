@@ -14,6 +14,7 @@ from typing import Any
 from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
 from shoal.runtime.config import (
     AGING_SECONDS,
+    ENGINE_COUNTS,
     INTERLEAVE_RATIO,
     MAX_WAITING_REQUESTS,
     MAX_WAITING_TOKENS,
@@ -37,7 +38,6 @@ from shoal.server.options.refused_options import check_vllm_options
 from shoal.server.options.shift_options import add_shift_options
 
 DEFAULT_POLICY = "manual"
-ENGINE_COUNTS = (1, 2, 4, 8)
 DEFAULT_HOST = "127.0.0.1"
 LOOPBACK = "lo"
 """The network interface that only this machine reaches."""

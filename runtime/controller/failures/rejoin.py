@@ -14,7 +14,7 @@ the group's core, members are in its collectives: they live or die together.
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -22,6 +22,7 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.switching.moves import LoseEngines
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import Arrival, parse_engine_identity
 
@@ -35,8 +36,6 @@ ATTEMPTS = 3
 """How often the same members try to form a group."""
 RETRY_SECONDS = 5.0
 """Pause after the first of these that fails; each further one is twice as long."""
-
-LoseEngines = Callable[[Collection[int], str], None]
 
 
 class Stage(enum.Enum):
