@@ -190,7 +190,6 @@ def _add_size_options(group: Any) -> None:
     )
     add("--switches", type=int, default=sizes.switches, help="binds, idle and loaded")
     add("--load", type=int, default=sizes.load, help="requests that every engine decodes")
-    add("--load-tokens", type=int, default=sizes.load_tokens, help="output of each")
 
 
 def _add_workload_options(group: Any) -> None:
@@ -293,7 +292,6 @@ def _sizes(args: Namespace) -> Sizes:
         saturation=args.saturation,
         switches=args.switches,
         load=args.load,
-        load_tokens=args.load_tokens,
         throughput_repeats=args.throughput_repeats,
         long_prompts=args.long_prompts
         or tuple(n for n in sizes.long_prompts if n < args.max_model_len),
