@@ -45,7 +45,6 @@ class Agent:
         watch: StepWatch | None = None,
     ) -> None:
         self.engine = backend.engine
-        self.running = True
         self._backend = backend
         self._transport = transport
         self._watch = watch or StepWatch(None)
@@ -73,13 +72,13 @@ class Agent:
         ]
 
     def run(self) -> None:
-        """Serve until ``Stop``.
+        """Serve until the process is ended.
 
         Raises:
             Exception: whatever the backend could not go on from; the controller has been told.
         """
         try:
-            while self.running:
+            while True:
                 self.turn()
         finally:
             self._backend.close()
@@ -104,7 +103,6 @@ class Agent:
             self._lending.tend(self.active)
             self._stepping.publish()
         except Exception as error:
-            self.running = False
             cause = m.DeathCause.HUNG if isinstance(error, HungStepError) else m.DeathCause.FAILED
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._transport.to_controller(m.EngineFailed(self.engine, reason, cause))
@@ -164,8 +162,6 @@ class Agent:
                 self._forming.take(message, alone=self.binding.state is State.SOLO)
             case m.Ping():
                 self._transport.to_controller(m.Pong(self.engine))
-            case m.Stop():
-                self.running = False
 
     def _add(self, message: m.AddRequest, frames: Frames) -> None:
         self._stepping.count(message.unit)
@@ -220,7 +216,7 @@ class Agent:
 
 
 def serve(backend: EngineBackend, config: NodeConfig, incarnation: int, startup: m.Startup) -> None:
-    """Serve the controller of a node until told to stop: what an engine's process does.
+    """Serve the controller of a node until it is ended: what an engine's process does.
 
     Args:
         backend: the engine, ready.

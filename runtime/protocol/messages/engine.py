@@ -183,10 +183,6 @@ class Ping(Message, frozen=True):
     """Say that the engine's loop runs: answer ``Pong``."""
 
 
-class Stop(Message, frozen=True):
-    """End the engine in order."""
-
-
 ToEngine = (
     AddRequest
     | AbortRequests
@@ -206,7 +202,6 @@ ToEngine = (
     | FormGroup
     | StartGroup
     | Ping
-    | Stop
 )
 
 

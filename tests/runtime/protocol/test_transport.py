@@ -167,12 +167,6 @@ def test_notes_say_where_a_request_runs(node: SocketNode) -> None:
 
 
 def test_messages_to_nobody_are_dropped(node: SocketNode) -> None:
-    node.controller_transport.to_engine(7, m.Stop())
+    node.controller_transport.to_engine(7, m.Ping())
     node.controller_transport.to_control("front-9", m.Placed("a", alone(0)))
     node.greeting()
-
-
-def test_a_stopped_agent_leaves_its_loop(node: SocketNode) -> None:
-    node.greeting()
-    node.controller_transport.to_engine(1, m.Stop())
-    node.until(lambda: not node.agents[1].running)

@@ -39,7 +39,6 @@ WIDTH = 5
 MANY = LARGE_VALUES // WIDTH
 """Tokens of a large answer."""
 TEXTS = ("a", "é", '"\n', "", "wider")
-LOGPROBS = (float("-inf"), -0.1, -1 / 3, -1e-7, -12.0)
 
 
 def logprobs(tokens: int) -> list[Any]:

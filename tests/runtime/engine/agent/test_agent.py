@@ -41,20 +41,13 @@ def test_a_threshold_is_for_the_units_of_its_layout(bench: Bench) -> None:
         }
 
 
-def test_dead_runner_is_reported_and_ends_the_loop() -> None:
+def test_dead_runner_is_reported() -> None:
     bench = Bench(faults=Faults(die_at=Seam.LEND))
     bench.turn()
     with pytest.raises(RunnerDied):
         bench.tell(m.Prepare(5, GROUP, m.Treatment.HARD, 10))
     failed = bench.heard()[-1]
     assert failed == m.EngineFailed(0, "RunnerDied: died in lend on purpose")
-    assert not bench.agent.running
-
-
-def test_stop_ends_the_loop(bench: Bench) -> None:
-    bench.network.controller.to_engine(0, m.Stop())
-    bench.agent.run()
-    assert not bench.agent.running
 
 
 def test_integrity_reports_what_is_lent_and_leased(bench: Bench) -> None:
