@@ -1,8 +1,8 @@
 """An engine's part in the protocol: one thread that serves its units and follows the controller.
 
 The agent owns no model. It feeds an ``EngineBackend`` (``interface``) and publishes what its cores
-produce. What it does for a switch, for leases and for steps is each in a module of its own beside
-this one; this one has their order within a turn, which is what keeps them right.
+produce. Modules beside this one hold what it does for a switch, for leases and for steps; this one
+holds the order of these within a turn, on which their correctness depends.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Agent:
         transport: the way to the controller and the front ends.
         clock: seconds; injected so that tests own it.
         startup: what the engine's start took, reported once.
-        watch: judges steps that take long; None: they may.
+        watch: judges steps that take long; None: no step is judged.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Agent:
     def active(self) -> list[Core]:
         """The cores that may dispatch steps now.
 
-        One that serves does not while its steps in flight are to be collected first.
+        A core that serves may not while its steps in flight have to be collected first.
         """
         held = self._backend.own if self._lending.holds_own else None
         return [
@@ -75,7 +75,7 @@ class Agent:
         """Serve until the process is ended.
 
         Raises:
-            Exception: whatever the backend could not go on from; the controller has been told.
+            Exception: the backend cannot go on; the controller has been told why.
         """
         try:
             while True:
@@ -85,7 +85,7 @@ class Agent:
             self._transport.close()
 
     def turn(self, timeout: float | None = None) -> None:
-        """Do everything that is due once, after waiting for it at most ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds, then do once everything that is due.
 
         Raises:
             Exception: see ``run``.
@@ -190,7 +190,7 @@ class Agent:
     # --- what is due --------------------------------------------------------------------------
 
     def _tend_forming(self) -> None:
-        """See how a group gets on that is formed anew; own steps queue up behind that."""
+        """Follow the forming of a group, behind which the engine's own steps queue up."""
         if self._forming.busy:
             self._watch.expect_delay(self._backend.own.unit)
         formed = self._forming.tend()
@@ -198,7 +198,7 @@ class Agent:
             self._stepping.note_formed(formed)
 
     def next_wakeup(self) -> float | None:
-        """Return seconds until the next turn is due if no message comes; None: there is none."""
+        """Return seconds until the next turn is due without a message; None: it waits for one."""
         return self._patience(None)
 
     def _patience(self, timeout: float | None) -> float | None:
@@ -231,6 +231,6 @@ def serve(backend: EngineBackend, config: NodeConfig, incarnation: int, startup:
         backend.pollables(),
         incarnation=incarnation,
     )
-    # A runner takes no step while it writes a recording: none is to count as hung then.
+    # A runner takes no step while it writes a recording, so no step may count as hung then.
     timeout = config.step_timeout_seconds if config.recording_dir is None else None
     Agent(backend, transport, startup=startup, watch=StepWatch(timeout)).run()

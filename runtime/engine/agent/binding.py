@@ -57,7 +57,7 @@ class Binding:
     Args:
         backend: the engine.
         transport: the way to the controller.
-        watch: told which steps have others before them.
+        watch: told which units' next steps queue up behind other steps.
         clock: seconds.
     """
 
@@ -67,7 +67,7 @@ class Binding:
         self.state = State.SOLO
         self.bind: Bind | None = None
         self.epoch = -1
-        """Of the latest bind that was prepared, ended or not."""
+        """The epoch of the latest bind that was prepared, whether it has ended or not."""
         self.stale = 0
         """Switch messages dropped because their epoch was over."""
         self._backend = backend
@@ -146,7 +146,7 @@ class Binding:
         if self._leads(bind):
             self._group_core(bind).bind(bind.epoch, message.lease, message.seed)
         self.state = State.BOUND
-        # Behind the steps in flight of its members.
+        # Its first step queues up behind its members' steps in flight.
         self._watch.expect_delay(bind.unit)
         self._transport.to_controller(m.Committed(bind.epoch, self._backend.engine))
         return True
@@ -198,7 +198,7 @@ class Binding:
         own.take_back(blocks)
         self.bind = None
         self.state = State.SOLO
-        # Behind the group's steps in flight.
+        # The next own step queues up behind the group's steps in flight.
         self._watch.expect_delay(own.unit)
         resumed = 0 if bind.interleaves else own.num_requests
         self._transport.to_controller(m.Resumed(bind.epoch, self._backend.engine, resumed))

@@ -1,8 +1,8 @@
 """An engine's part in forming a group anew, after a death has broken its communicators.
 
-The controller asks every member twice: to make its part of the group's layout (``FormGroup``), and
-when all have, to start the group's core on it (``StartGroup``). Both take seconds, in which the
-engine's loop goes on; its own steps queue up behind what its runner does meanwhile.
+The controller asks every member first to make its part of the group's layout (``FormGroup``). When
+all have done so, it asks them to start the group's core (``StartGroup``). Both take seconds. The
+engine's loop goes on meanwhile, but its own steps queue up behind what its runner does.
 """
 
 from concurrent.futures import Future
@@ -16,21 +16,21 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
 POLL_SECONDS = 0.02
-"""How often to look whether it is done: not all of it ends with a message."""
+"""Time between two looks whether a task is done: not every task ends with a message."""
 
 
 class Task(msgspec.Struct):
-    """What the runner is at."""
+    """What the engine's runner does for a group."""
 
     epoch: int
     unit: Unit
     forms: bool
-    """Whether it makes its part: then the result is why it could not."""
+    """Whether the runner makes its part of the group; its result is then why it could not."""
     future: "Future[Any]"
 
 
 class Forming:
-    """Takes the controller's wishes for groups, one at a time, and answers ``Formed``.
+    """Does what the controller asks for groups, one task at a time, and answers ``Formed``.
 
     Args:
         backend: the engine.
@@ -44,15 +44,16 @@ class Forming:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine's runner is at it."""
+        """Whether the engine's runner works on a task."""
         return self._task is not None
 
     def take(self, message: m.FormGroup | m.StartGroup, *, alone: bool) -> None:
         """Begin what the controller wants.
 
         Args:
-            message: that.
-            alone: whether the engine is in no bind: else its runner may be in a group's steps.
+            message: what the controller wants.
+            alone: whether the engine is in no bind; if it is in one, its runner may be in a
+                group's steps.
         """
         if not alone or self.busy:
             self._answer(message.epoch, f"engine {self._backend.engine} is not free")
@@ -64,7 +65,7 @@ class Forming:
                 self._task = Task(epoch, unit, False, self._backend.start(unit))
 
     def tend(self) -> Unit | None:
-        """Answer if it is done; return the group then."""
+        """Answer if the task is done, and return its group; return None otherwise."""
         task = self._task
         if task is None or not task.future.done():
             return None

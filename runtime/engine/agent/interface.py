@@ -46,14 +46,14 @@ class EndedSteps(msgspec.Struct, frozen=True):
 
     mode: Mode
     work: Work
-    """``steps`` of one kind, with or without prompts; ``seconds`` is left to the caller."""
+    """All its ``steps`` are of one kind, with prompts or without; the caller sets ``seconds``."""
 
 
 def work_of_step(shares: Iterable[tuple[int, int]]) -> Work:
-    """Return what one step computes. A prompt's last token alone counts as a decode: it costs one.
+    """Return what one step computes. A prompt's last token alone costs, and counts as, a decode.
 
     Args:
-        shares: of each request, its tokens that were computed before, and those of the step.
+        shares: for each request, its tokens computed before the step, and those in the step.
     """
     decodes = context = prefill = pairs = 0
     for before, tokens in shares:
@@ -71,7 +71,7 @@ class Collected(msgspec.Struct, frozen=True):
 
     outputs: list[CoreOutputs]
     steps: list[EndedSteps]
-    """Oldest first. A step that computed nothing, and only told the runners of ends, has none."""
+    """Oldest first, without steps that only told the runners which requests had ended."""
     finished: list[str]
     """Requests that ended, for any reason but ``abort``."""
 
@@ -99,19 +99,19 @@ class Core(Protocol):
     def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
         """Forget requests; return the tokens each has generated. Unknown ids are left out.
 
-        Only while no step is in flight: the result of a step would be lost.
+        Only while no step is in flight: the result of such a step would be lost.
         """
 
     def collect(self) -> Collected | None:
         """Collect every step that has ended; return what came of them, None if none has ended."""
 
     def dispatch(self) -> bool:
-        """Dispatch the next step if there is room and something to do; return whether one was."""
+        """Dispatch the next step if there is room and work for it; return whether it was."""
 
     def dispatch_ahead(self) -> bool:
         """Dispatch the next step in place of one that has ended and is not collected yet.
 
-        Only where what that one's outcome leads to takes so long that the device would wait for it.
+        Only if handling that step's result takes so long that the device would wait meanwhile.
         Returns whether a step was dispatched.
         """
 
@@ -135,7 +135,7 @@ class Core(Protocol):
         """Counts for the controller."""
 
     def check_integrity(self) -> list[str]:
-        """Return one line per broken invariant of the core's own books, and of those it lends."""
+        """Return one line per broken invariant of the core's books and of the blocks it lends."""
 
 
 class BlockLender(Protocol):
@@ -162,8 +162,8 @@ class BlockLender(Protocol):
     def spare_blocks(self) -> int:
         """Free blocks that the engine's own requests will not need for the rest of their outputs.
 
-        Requests whose outputs only the model's length bounds count as in need of none: few come
-        near it.
+        A request whose output only the model's length bounds counts as needing none: few come near
+        that bound.
         """
 
 
@@ -234,24 +234,24 @@ class EngineBackend(Protocol):
     def await_detach(self, epoch: int) -> None:
         """Tell this engine's runner to do what follows only after the group's last step.
 
-        Only while it interleaves: otherwise it does so anyway.
+        Only while the runner interleaves; otherwise it does so anyway.
         """
 
     def form(self, unit: Unit, generation: int) -> "Future[str]":
         """Have this engine's runner make its part of a group anew; collective over its members.
 
-        A core of the group is gone from then on. Yields why it could not be made, or "": then the
-        engine goes on without the group.
+        The group's core is gone from then on. The future yields "", or why the part could not be
+        made; in that case the engine goes on without the group.
 
         Args:
-            unit: one this engine belongs to, not bound and without a lease.
+            unit: a group that this engine belongs to; it is not bound and has no lease.
             generation: how often it was made before; the same for all members.
         """
 
     def start(self, unit: Unit) -> "Future[Any]":
         """Start the group's core, if this engine leads it; every member has formed the group.
 
-        Collective over the members. Done when this engine's runner does what it is told again.
+        Collective over the members. Done when this engine's runner takes instructions again.
         """
 
     def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:

@@ -17,8 +17,8 @@ from shoal.runtime.protocol.transport import AgentTransport
 LEASE_FLOOR = 64
 """Virtual blocks an idle group keeps, so that its next request starts without asking for more."""
 IDLE_SECONDS = 1.0
-"""How long a group is idle before it gives blocks back: a client that sends one request after the
-other should not move its lease every time."""
+"""How long a group is idle before it gives blocks back: a client that sends requests one by one
+should not change the lease with each of them."""
 RETRY_SECONDS = 0.05
 """Pause before a group asks again for blocks when the members had none."""
 
@@ -50,7 +50,7 @@ class Lending:
         self._clock = clock
         self._growth = Growth()
         self._lends: list[m.Lend] = []
-        """Wishes for blocks that wait for the own steps in flight."""
+        """Requests for blocks that wait for the engine's own steps in flight."""
 
     # --- as a member ---
 
@@ -80,7 +80,7 @@ class Lending:
         lends, self._lends = self._lends, []
         for message in lends:
             if self._binding.current(message.epoch, State.BOUND) is not None:
-                # If none of its requests can run, neither side could without what is kept for them.
+                # If none of its own requests runs, keeping blocks for them could stop both sides.
                 spare = own.spare_blocks if own.load.running else message.blocks
                 self._answer(message, min(message.blocks, spare), urgent=False)
         return True
@@ -109,7 +109,7 @@ class Lending:
             self._growth.retry_at = self._clock() + RETRY_SECONDS
 
     def tend(self, active: Sequence[Core]) -> None:
-        """Ask for blocks that the active group lacks; give back what idle or paused ones hold.
+        """Ask for blocks that the active group lacks; give back what idle or paused groups hold.
 
         Args:
             active: the cores that may dispatch steps now.
@@ -133,7 +133,7 @@ class Lending:
 
     @property
     def _floor(self) -> int:
-        """Virtual blocks that the idle group keeps: none that requests beside it may want."""
+        """Virtual blocks that the idle group keeps: none if requests beside it may want them."""
         return 0 if self._binding.interleaves else LEASE_FLOOR
 
     def _ask(self, core: GroupCore, now: float) -> None:

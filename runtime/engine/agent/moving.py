@@ -7,7 +7,7 @@ from shoal.runtime.protocol.transport import AgentTransport
 
 
 class Moving:
-    """Takes requests out of cores. Such a core pauses until its steps in flight are collected.
+    """Takes requests out of cores; a core pauses for that until its steps in flight are collected.
 
     Args:
         backend: the engine.

@@ -6,8 +6,8 @@ from shoal.runtime.protocol.messages import Mode
 class Shift:
     """Chooses the mode of a unit's steps (Shift Parallelism, Algorithm 3).
 
-    A step of many tokens is run by sequence: it communicates less. One of few is not: every member
-    would read all the weights for a few tokens each.
+    A step of many tokens runs by sequence, because it communicates less so. A step of few tokens
+    does not, because every member would read all the weights for a few tokens each.
 
     Args:
         floor: a step in SP batches more tokens than this: the size of the largest captured CUDA

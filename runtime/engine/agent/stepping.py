@@ -13,7 +13,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
 WATCH_SECONDS = 0.25
-"""How often a step in flight is looked at, to see whether it hangs."""
+"""Time between two looks whether a step in flight hangs."""
 
 
 class Account(msgspec.Struct):
@@ -22,21 +22,21 @@ class Account(msgspec.Struct):
     work: dict[m.Mode, m.ModeWork] = {}
     """What its steps computed, and how long they took."""
     since: float | None = None
-    """When the oldest step in flight began, as far as its device was not busy before."""
+    """When the oldest step in flight began, if its device was free then; None: no step is."""
     ended: list[EndedSteps] = []
-    """Steps that were collected and are not in ``work``."""
+    """Steps that were collected and are not in ``work`` yet."""
     added: int = 0
     """Requests that were sent to it."""
     finished: list[str] = []
-    """Requests that have ended, and the controller does not know."""
+    """Requests that have ended, of which the controller has not been told."""
     reported: tuple[CoreLoad, int] | None = None
     """What the controller was told last: the unit's load, and ``added``."""
 
     def see(self, now: float, steps: Sequence[EndedSteps], in_flight: bool) -> None:
         """Add the steps that have just ended.
 
-        Of steps of several kinds or modes that end at once nobody knows what each took: the totals
-        alone have them, with an equal part of the time.
+        If steps of several kinds or modes end at once, nobody knows how long each took. Then only
+        the totals include them, each with an equal part of the time.
         """
         kinds = {(step.mode, step.work.prefill_tokens > 0) for step in steps}
         alike = self.since is not None and len(kinds) == 1
@@ -98,11 +98,11 @@ class Stepping:
         own.since = None if own.since is None else self._clock()
 
     def drive(self, active: Sequence[Core], *, judges: bool) -> bool:
-        """Collect the steps that have ended, dispatch the next ones; return whether any was.
+        """Collect the steps that have ended and dispatch the next; return whether there were any.
 
         Args:
             active: the cores that may dispatch steps now.
-            judges: whether the time that steps take tells anything of them.
+            judges: whether the time that steps take now says anything about them.
 
         Raises:
             HungStepError: a step takes too long.
@@ -133,7 +133,7 @@ class Stepping:
             return False
         account.ended += collected.steps
         account.finished += collected.finished
-        # Before the next step is scheduled, which takes as long as many of them do.
+        # Sent before the next step is scheduled, because that can take as long as a step itself.
         for output in collected.outputs:
             self._transport.to_front(output.client_index, output.frames)
         return True
@@ -143,13 +143,13 @@ class Stepping:
         if self._binding.interleaves:
             watch.expect_delay(core.unit)
         watch.see(core.unit, ended, (now - since) / max(1, len(ended)))
-        # What has ended since was the oldest.
+        # If steps have ended, they were the oldest, and the next one has only just begun.
         took = 0.0 if ended else now - max(since, watch.awake_since)
         if took > SHORTEST_SECONDS and (oldest := core.oldest_step) is not None:
             watch.check(core.unit, *oldest, took)
 
     def publish(self) -> None:
-        """Tell the controller of every unit whose load has changed, or requests have ended."""
+        """Tell the controller of every unit whose load has changed or whose requests have ended."""
         for unit, core in self._backend.cores.items():
             account = self._accounts[unit]
             load, added = core.load, account.added
@@ -170,6 +170,6 @@ class Stepping:
                 )
 
     def due_in(self) -> float | None:
-        """Return seconds until steps in flight are to be looked at; None: not before they end."""
+        """Return seconds until the next look at steps in flight; None: there is none to look at."""
         watched = self._watch.judges and any(c.in_flight for c in self._backend.cores.values())
         return WATCH_SECONDS if watched else None

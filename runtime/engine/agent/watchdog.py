@@ -2,7 +2,7 @@
 
 A step says nothing while it runs, so only its time tells. Nobody knows beforehand how long a step
 may take: a long prompt takes seconds, and the first step of a new shape may compile much longer.
-But steps like it that went before do tell, and most are like many before.
+But earlier steps like it do tell, and most steps are like many earlier ones.
 """
 
 import math
@@ -15,13 +15,13 @@ from shoal.runtime.engine.agent.interface import EndedSteps
 from shoal.runtime.protocol.messages import Mode, Work
 
 SHORTEST_SECONDS = 1.5
-"""No step counts as hung before that: a busy machine delays any process for a while."""
+"""No step counts as hung earlier: a busy machine delays any process for a while."""
 FACTOR = 10.0
-"""A step that takes so many times as long as the longest step like it hangs."""
+"""A step hangs if it takes longer than this times the longest step like it."""
 STEPS = 8
-"""Steps of a kind that tell how long one takes."""
+"""After so many steps of a kind, they tell how long one takes."""
 LIKENESS = 2.0
-"""A step is like those before if it is at most so many times as large as the largest of them."""
+"""A step is like earlier ones if it is at most this times as large as the largest of them."""
 
 
 Kind = tuple[Unit, Mode, bool]
@@ -38,11 +38,11 @@ class _Seen(msgspec.Struct):
 
     steps: int = 0
     seconds: float = 0.0
-    """Of the longest."""
+    """Duration of the longest step."""
     tokens: int = 0
-    """Of the largest."""
+    """Tokens of the largest step."""
     pairs: int = 0
-    """What the largest attended to."""
+    """Most pairs of tokens that a step attended to."""
 
     def add(self, work: Work, seconds: float) -> None:
         self.steps += work.steps
@@ -68,13 +68,13 @@ class StepWatch:
     def __init__(self, timeout: float | None) -> None:
         self._timeout = math.inf if timeout is None else timeout
         self.judges = timeout is not None
-        """Whether anybody asks for its judgement, and so is to tell it of steps."""
+        """Whether it judges steps at all, and so has to be told of them."""
         self._seen: dict[Kind, _Seen] = {}
         self._delayed: set[Unit] = set()
         self._turned_at: float | None = None
         self.awake_since = 0.0
-        """Since when the loop has run without a long break. In one, when the machine was suspended
-        say, the runners had none of their time either."""
+        """When the latest long break of the loop ended. During such a break, for instance while the
+        machine was suspended, the runners did not run either."""
 
     def turn(self, now: float) -> None:
         """Note a turn of the engine's loop."""
@@ -116,7 +116,7 @@ class StepWatch:
             unit: the core's.
             mode: how the step runs.
             work: what it computes.
-            seconds: since it could begin.
+            seconds: time since it could begin.
 
         Raises:
             HungStepError: it hangs.

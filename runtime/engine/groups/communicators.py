@@ -38,16 +38,16 @@ class Communicators:
         self, layout: Layout, config: VllmConfig, backend: str, rendezvous: Rendezvous
     ) -> None:
         """Create the groups with vLLM's own initialiser. Collective over the unit."""
-        # vLLM's CPU communicator goes through shared memory only where all ranks have one name for
-        # it. Shared memory spins while it waits, starves engines that share cores, hangs for ever
-        # when a member dies and leaks when one is killed: with a name for each, they use gloo.
+        # vLLM's CPU communicator uses shared memory only if all ranks have the same name for it.
+        # Shared memory spins while it waits, starves engines that share cores, hangs for ever when
+        # a member dies and leaks when one is killed. With a name for each rank, they use gloo.
         os.environ["VLLM_DIST_IDENT"] = rendezvous.own_name
         number = number_of(layout)
         parallel_state._group_name_counter.update(dict.fromkeys(_GROUP_NAMES, number))
         saved = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
         for name in GROUP_GLOBALS:
             setattr(parallel_state, name, None)
-        # As vLLM's worker does, which begins after its groups are there.
+        # As vLLM's worker does, but that starts after its groups have been made.
         parallel_state.set_custom_all_reduce(not config.parallel_config.disable_custom_all_reduce)
         try:
             with (
@@ -60,7 +60,7 @@ class Communicators:
             for name, group in saved.items():
                 setattr(parallel_state, name, group)
         _drop_broadcaster(self.tensor_parallel)
-        # Stock vLLM's world is one instance's: what its members agree on they need no one else for.
+        # Stock vLLM's world is one instance: its members agree on things without anyone else.
         self._groups["_WORLD"] = self.tensor_parallel
         self.process_groups: dict[Engines, Any] = {self.group: self.tensor_parallel.device_group}
         """torch's groups for the data of this layout, by their members."""
@@ -116,14 +116,14 @@ class Communicators:
         """Make this layout's groups and workspace vLLM's current ones, in a ``with``.
 
         Args:
-            starts: leave vLLM's world what it is outside, the node: a worker that starts checks it.
+            starts: leave the node as vLLM's world: a worker checks it while it starts.
         """
         groups = {name: self._groups[name] for name in GROUP_GLOBALS} if starts else self._groups
         return Active(self, groups)
 
 
 class Active:
-    """See ``Communicators.active``. A step by sequence enters it twice: it is made to be quick.
+    """See ``Communicators.active``. A step by sequence enters it twice, so it has to be quick.
 
     Args:
         layout: whose workspace it is.
@@ -161,11 +161,11 @@ def number_of(layout: Layout) -> int:
 
 
 def _drop_broadcaster(group: Any) -> None:
-    """Have a ``GroupCoordinator`` go without vLLM's shared-memory broadcaster.
+    """Take vLLM's shared-memory broadcaster away from a ``GroupCoordinator``.
 
-    Steps reach the members over the engine's own queues, and it would only be a segment to leak.
-    Its members have met when it is there, so that the names of its sockets can go: nobody else
-    removes those, and every time that a group is formed anew there are two more.
+    Steps reach the members over the engine's own queues; the broadcaster would only be a segment
+    that may leak. Its members have connected by now, so the names of its two sockets can be removed
+    here. Nobody else removes them, and each forming of a group makes two more.
     """
     broadcaster, group.mq_broadcaster = group.mq_broadcaster, None
     if broadcaster is None or group.rank_in_group > 0:
@@ -218,12 +218,12 @@ def sp_groups(layouts: Sequence[Communicators], max_sp: int, kv_heads: int) -> S
 
 
 def size_of(group: Any | None) -> int:
-    """Return the members of a process group, of which None is this process alone."""
+    """Return how many members a process group has; None stands for this process alone."""
     return 1 if group is None else int(group.size())
 
 
 def join_node(engine: int, engines: int) -> None:
-    """Let torch and vLLM know this process as engine ``engine`` of the node. Waits for nobody."""
+    """Make this process engine ``engine`` of the node for torch and vLLM. Waits for nobody."""
     number_process(engine, engines)
     with new_group_replaced(lambda *_, **__: torch.distributed.GroupMember.WORLD):
         world = parallel_state.init_world_group(list(range(engines)), engine, "gloo")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Base:
-    """The (SP, TP) that a TP layout runs a step by sequence as."""
+    """The SP and TP degrees with which a TP layout runs a step by sequence."""
 
     sp: int
     tp: int
@@ -33,9 +33,9 @@ def head_shard(member: int, tp: int, max_sp: int) -> int:
     """Return which of ``tp`` equal shards of the attention heads ``member`` holds.
 
     Shift Parallelism, 3.3.1. A member of the base computes the heads of its place in the TP group,
-    and the all-to-all leaves it with as many of these as its place in the SP group says. The KV
-    cache holds them, so the TP layout must compute the same ones. The base is itself a TP layout
-    that runs by sequence, so its shards are in the order that its own base gives them.
+    and the all-to-all leaves it with the part of these that belongs to its place in the SP group.
+    The KV cache holds that part, so the TP layout must compute the same heads. The base is itself a
+    TP layout that runs by sequence, so its shards are in the order that its own base gives them.
 
     Args:
         member: place in the layout.
@@ -54,7 +54,7 @@ class Peers:
 
     Attributes:
         sp: those that share a step's tokens.
-        across: those of an SP group that exchange the KV heads, each of another head.
+        across: those of an SP group that exchange KV heads; each holds another head.
         within: those of an SP group that hold the same KV head: the GQA groups.
     """
 

@@ -1,7 +1,7 @@
 """Memory of a group's members that each of them can read and write, over NVLink.
 
-Members agree on it: either all of them have it, or none. It goes with the layout that it was made
-for, so a group that is formed anew after a death has made its own.
+Members agree on it: either all of them have it, or none does. It lives as long as the layout that
+it was made for, so a group that is formed anew after a death makes its own.
 """
 
 from datetime import timedelta
@@ -14,15 +14,15 @@ WORD = torch.int64
 SHARING_SECONDS = 60.0
 """How long members that have begun together wait for each other; they are done within moments."""
 LINE_BYTES = 128
-"""Of a GPU's caches. So the second slot begins with one, as attention kernels want of addresses."""
+"""Size of a GPU's cache lines. Slots begin with one, as attention kernels need such addresses."""
 
 
 class Slot(NamedTuple):
     """What an exchange goes through.
 
     Attributes:
-        own: this member's, ``[words]``.
-        addresses: of every member's, int64, ``[members]``, on the members' device.
+        own: this member's slot, ``[words]``.
+        addresses: address of every member's slot, int64, ``[members]``, on this member's device.
     """
 
     own: torch.Tensor
@@ -36,9 +36,9 @@ class PeerMemory(Protocol):
         """Return the slot of the exchange that begins."""
 
     def publish(self) -> None:
-        """Let all members have what each of them has written. Collective; on the stream.
+        """Let all members read what each of them has written. Collective; on the stream.
 
-        The exchange after it has the other slot.
+        The next exchange uses the other slot.
         """
 
 
@@ -94,19 +94,19 @@ def shared_memory(
     """Return memory of a group's members, or None and the reason if any of them cannot share it.
 
     Args:
-        group: see ``SymmetricMemory``, as of the others. Collective: all come to the same.
+        group: see ``SymmetricMemory``. Collective: all members come to the same result.
         words: of a slot.
         device: this member's.
-        tried: whether a narrower group of this member could not. Then no wider one tries: torch
-            numbers what members tell each other, and one that failed has told less.
-        required: whether the members cannot do without.
+        tried: whether a narrower group of this member could not share memory. Then no wider one
+            tries: torch numbers the members' messages, and one that failed has sent fewer.
+        required: whether the members cannot do without such memory.
 
     Raises:
-        NotSharedError: it cannot be shared and is required, or not all members have come as far.
+        NotSharedError: it cannot be shared and is required, or a member did not answer in time.
         RuntimeError: there is no memory left for it.
     """
     memory, problem = None, "a peer cannot share its memory"
-    # They may have loaded their weights minutes apart.
+    # Members may have loaded their weights minutes apart.
     if _all_agree(group, not tried, seconds=None):
         try:
             memory = SymmetricMemory(group, words, device)
@@ -123,12 +123,12 @@ def _all_agree(group: Any, value: bool, *, seconds: float | None) -> bool:
     """Return whether all members say yes.
 
     Args:
-        group: theirs, gloo's.
-        value: whether this one does.
+        group: the members' gloo group.
+        value: whether this member says yes.
         seconds: how long to wait for the others; None: as long as the group does.
 
     Raises:
-        NotSharedError: one said nothing: it waits for memory that another one cannot share.
+        NotSharedError: a member said nothing: it waits for memory that another cannot share.
     """
     answers = torch.tensor([int(value)])
     options = torch.distributed.AllreduceOptions()

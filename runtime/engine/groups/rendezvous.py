@@ -48,15 +48,15 @@ def number_process(engine: int, engines: int) -> None:
 
 
 class SymmetricMemoryStore(dist.Store):  # type: ignore[misc]
-    """A group's store, in which the exchanges of symmetric memory count from the group's first.
+    """A group's store, which numbers exchanges of symmetric memory from the group's first one.
 
     vLLM's all-reduce over symmetric memory has torch exchange addresses through the store of a gloo
-    group. torch numbers that by a counter of the process (``StoreExchange``), which only stays the
-    same in processes that made every group together: one that comes back would wait for keys that
-    its peers write under other numbers, and they for its.
+    group. torch numbers these exchanges by a counter of the process (``StoreExchange``), which is
+    equal only in processes that made every group together. A process that comes back would wait for
+    keys that its peers write under other numbers, and they would wait for its keys.
 
     Args:
-        store: of the group.
+        store: the group's own store.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -100,7 +100,7 @@ class SymmetricMemoryStore(dist.Store):  # type: ignore[misc]
 
 
 _kept_alive: list[dist.Store] = []
-"""torch keeps of them what they are in C++; what they are in Python must live as long: for ever."""
+"""torch keeps only their C++ objects. Their Python objects must live as long, which is for ever."""
 _EXCHANGE = re.compile(r"(?P<before>.*SymmetricMemory\w*/)(?P<number>\d+)(?P<after>.*)")
 
 
@@ -130,7 +130,7 @@ class Rendezvous:
         store.set_timeout(self._patience)
         self._stores = {"nccl": store, "gloo": store}
         if generation > 0:
-            # NCCL, which exchanges no such addresses, looks into it from threads of its own.
+            # Not for NCCL: it exchanges no such addresses, and reads from threads of its own.
             self._stores["gloo"] = SymmetricMemoryStore(store)
             _kept_alive.append(self._stores["gloo"])
 

@@ -41,6 +41,6 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu
     if layout != DP:
         config.load_config.load_format = VIEW_LOAD_FORMAT
-        # A worker wants its share of the device's memory to be free; DP has taken that for all.
+        # A worker needs its share of the device's memory to be free; DP has taken it for all.
         config.cache_config.gpu_memory_utilization = NO_SHARE
     return config

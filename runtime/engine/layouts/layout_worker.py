@@ -40,7 +40,7 @@ class LayoutWorker:
         buffer: the engine's KV buffer.
         engine: this runner's engine, its rank among those of the node.
         reserved_bytes: memory that the layouts beyond DP will still take.
-        agree: from the KV bytes that this engine can hold to those that every engine can.
+        agree: from the KV bytes that this engine can hold to those that every engine can hold.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class LayoutWorker:
         """Whether this member returns the tokens of the unit's steps."""
         self.block_map: BlockMap | None = None
         self.executions: dict[Mode, Execution] = {Mode.TP: nullcontext()}
-        """How steps run, by mode. vLLM's worker as it is runs those of ``TP``; whoever lets the
-        layout run others adds them here."""
+        """How steps run, by mode. vLLM's unchanged worker runs those of ``TP``; code that enables
+        other modes adds them here."""
         self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
-        """What to be in, with the layout's model, while vLLM warms up and captures CUDA graphs."""
+        """Makes of the layout's model a context in which vLLM warms up and captures CUDA graphs."""
         self._buffer = buffer
         self._reserved_bytes = reserved_bytes
         self._agree = agree
@@ -94,7 +94,7 @@ class LayoutWorker:
     def create(self, init_method: str) -> None:
         """Create the stock worker and its model runner's buffers.
 
-        For every layout before any loads: vLLM's worker checks the device's free memory here.
+        Do this for every layout before any loads: vLLM's worker checks free device memory here.
 
         Args:
             init_method: a URL whose last part names what this node's workers share.
@@ -164,8 +164,8 @@ class LayoutWorker:
     def _available_memory(self) -> int:
         """Return the KV bytes of this layout: the same on every engine and in every layout."""
         if self.layout != DP:
-            # vLLM still runs its profiling step (and compiles in it) with the size fixed. But it
-            # captures nothing to measure graphs, after which it would drop those of all layouts.
+            # With the size fixed, vLLM still runs its profiling step, and compiles in it. But it
+            # captures nothing to measure graphs: after that it would drop those of all layouts.
             self.config.cache_config.kv_cache_memory_bytes = self._buffer.num_bytes
         with self.active():
             available: int = run_method(self._worker, "determine_available_memory", (), {})

@@ -1,8 +1,8 @@
 """Requests with a seed whose prompt is computed in parts, on CPUs.
 
-A step samples a token for every request, also for one whose prompt goes on in the next. vLLM throws
-that token away and turns the request's generator back (``GPUModelRunner._bookkeeping_sync``), which
-generators on CPUs refuse with an error: the engine would die of such a request.
+A step samples a token for every request, also for one whose prompt goes on in the next step. vLLM
+throws that token away and rewinds the request's generator (``GPUModelRunner._bookkeeping_sync``).
+CPU generators refuse that with an error, and the engine would die of such a request.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NOTHING = nullcontext()
 def thrown_away_unseeded(model_runner: Any) -> AbstractContextManager[None]:
     """While entered, let tokens that are thrown away come from no request's own generator.
 
-    So there is nothing to turn back. Only on CPUs; V2 model runners have none of it.
+    So nothing has to be rewound. Only on CPUs; V2 model runners have no such generators.
     """
     if not current_platform.is_cpu():
         return _NOTHING

@@ -66,7 +66,7 @@ class UnitChannel:
             socket.close(linger=0)
 
     def fail(self, error: Exception) -> None:
-        """Let every answer that is due be this error."""
+        """Resolve every answer that is due with this error."""
         for seq in list(self._due):
             self._due.pop(seq)[0].set_exception(error)
 
@@ -78,7 +78,7 @@ class Answers(Protocol):
         """Return the result of ``future`` once it is there.
 
         Raises:
-            RunnerDied: a runner that is to answer cannot go on.
+            RunnerDied: a runner that owes the answer cannot go on.
             TimeoutError: nothing came for ``timeout_seconds``.
         """
 
@@ -90,9 +90,9 @@ class Inbox:
     """The answers of every runner that works for one engine's cores.
 
     Args:
-        context: of the process.
-        address: where runners send them.
-        engine: whose cores these are.
+        context: ZMQ context of the process.
+        address: where runners send the answers.
+        engine: the engine whose cores wait for them.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, engine: int) -> None:
@@ -101,7 +101,7 @@ class Inbox:
         self.socket.bind(address)
         self._engine = engine
         self._channels: dict[str, UnitChannel] = {}
-        """By the names of layouts: an engine belongs to one unit of each."""
+        """By layout name: an engine belongs to one unit of each layout."""
 
     def add(self, channel: UnitChannel) -> None:
         """Deliver answers for this channel's unit to it."""
@@ -144,7 +144,7 @@ class Inbox:
         error = RunnerDied(f"runner of engine {message.engine}: {message.error}")
         if message.engine == self._engine:
             raise error
-        # Another one's is the end of what it was to answer: this engine may be at work alone.
+        # If another engine's runner fails, its answers fail: this engine may work alone.
         for channel in self._channels.values():
             if message.engine in channel.unit.engines:
                 channel.fail(error)
@@ -168,7 +168,7 @@ def in_thread(function: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # noqa: BLE001 - it is the future's to tell
+        except Exception as error:  # noqa: BLE001 - the future carries it
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

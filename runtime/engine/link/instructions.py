@@ -1,9 +1,9 @@
 """What an engine's scheduler process tells its runners, and what they answer.
 
-Sent pickled over private Unix sockets. A runner reads its own queue, or, between ``Attach`` and
-``Detach``, that of the group it belongs to, or, while it interleaves, both in turn
-(``step_queues.py``). All are first in, first out, so a step that was queued before a switch always
-runs before it.
+Messages are pickled and sent over private Unix sockets. A runner reads its own queue. Between
+``Attach`` and ``Detach`` it reads its group's queue, or both in turn while it interleaves
+(``step_queues.py``). All queues are first in, first out, so a step that was queued before a switch
+always runs before it.
 """
 
 import pickle
@@ -16,7 +16,7 @@ from shoal.runtime.protocol.messages import Mode
 STARTUP_PHASES = "startup_phases"
 """``Call`` method that the runner answers itself: seconds that each phase of loading took."""
 STARTUP_BYTES = "startup_bytes"
-"""The same: bytes of the device that each phase took, the starts of all cores among them."""
+"""The same for the bytes of the device that each phase took, also each core's start."""
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
 
@@ -59,7 +59,7 @@ class Sample:
 class Attach:
     """On a runner's own queue: read the queue of its group in this layout from now on.
 
-    ``interleaves``: and this one in turn with it, until ``AwaitDetach``.
+    With ``interleaves``, the runner reads its own queue in turn with it, until ``AwaitDetach``.
     """
 
     layout: Layout
@@ -71,7 +71,7 @@ class Attach:
 class AwaitDetach:
     """On a runner's own queue: what follows comes after the group's ``Detach``.
 
-    It may use blocks that steps of the group write to which are still queued, or be ``Attach``.
+    What follows may be ``Attach``, or use blocks that queued steps of the group still write to.
     """
 
     epoch: int
@@ -99,7 +99,7 @@ class Extend:
 class Form:
     """On a runner's own queue: make a layout's worker anew; answered with the error, or "".
 
-    From then on the queue of its group in this layout is that of this ``generation``, empty.
+    From then on the runner's queue for this layout is the empty one of this ``generation``.
     """
 
     seq: int
@@ -109,7 +109,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """On a group's queue: it has no step for now, so members that interleave wait for none."""
+    """On a group's queue: it has no step now, so members that interleave do not wait for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class Detach:
 
 
 Instruction = Call | Step | Sample | Attach | AwaitDetach | Bind | Extend | Form | Rest | Detach
-"""What a queue says to a runner."""
+"""What a runner reads from a queue."""
 OrderOfQueues = Attach | AwaitDetach | Rest
-"""What is only about which queue is next."""
+"""Instructions that only change which queue is read next."""
 
 
 @dataclass(frozen=True, slots=True)

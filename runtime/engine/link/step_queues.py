@@ -1,8 +1,8 @@
 """What a runner does next: its own steps, its group's, or both in turn.
 
-Between binds a runner reads its own queue, in a group that of the group. Where the two interleave,
-each member alone decides in which order it takes their steps. That cannot mismatch a collective:
-only the group's steps have any, and every member takes those in one order.
+Between binds a runner reads its own queue; in a group it reads the group's. If the two interleave,
+each member decides by itself in which order it takes their steps. Collectives still match, because
+only the group's steps have any, and every member takes these in the same order.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
 class Turns:
     """Whose step comes next on a member that interleaves: its group's, or one of its own.
 
-    One of its own may come after every ``ratio`` steps of the group; while only one side has steps,
-    each turn is that side's. The members count the same steps, so their own ones run side by side,
-    and the group waits for the longest of them instead of one after the other.
+    One own step may come after every ``ratio`` steps of the group; while only one side has steps,
+    that side has every turn. All members count the same steps of the group, so their own steps run
+    side by side, and the group waits for the longest of these instead of for one after the other.
 
     Args:
-        ratio: steps of the group to one of the member's own.
+        ratio: steps of the group for each of the member's own.
     """
 
     def __init__(self, ratio: int) -> None:
@@ -31,7 +31,7 @@ class Turns:
         self._steps = 0
         self._own_due = False
         self.group_works = False
-        """Whether another step of the group is sure to come, or word that none does."""
+        """Whether the group is sure to send another step, or word that it has none."""
 
     def group_step(self) -> None:
         """Count a step of the group."""
@@ -62,7 +62,7 @@ class StepQueues:
     """The queues of a runner, read in the order in which it has to do what they say.
 
     Args:
-        queues: a PULL by the layout that it is for; DP's is the engine's own.
+        queues: a PULL socket for each layout; DP's is the engine's own.
         ratio: see ``Turns``.
     """
 

@@ -1,7 +1,7 @@
 """When a group's first step begins on one member: what a recording runner notes of every bind.
 
 A step begins when the runner has taken it up and the device is free for it. The host runs ahead of
-a GPU, so when it takes a step up says only the former.
+a GPU, so the moment at which it takes a step up does not say when the device is free.
 """
 
 import time
@@ -17,22 +17,22 @@ FREED, BEGAN = "freed", "began"
 
 
 class Marks(Protocol):
-    """Places in the order in which a device works."""
+    """Marks in the order of a device's work."""
 
     def set(self, name: str) -> None:
-        """Let the mark be where the device comes to next; the former one of this name is gone."""
+        """Set a mark after the work queued so far; it replaces the former one of this name."""
 
     def take(self) -> Mapping[str, float]:
-        """Wait until the device has done all it has to do.
+        """Wait until the device has done all its queued work.
 
         Returns:
-            When it came to each mark that was set since this was last asked, in seconds of the
+            For each mark set since the last call, when the device came to it, in seconds of the
             wall clock.
         """
 
 
 class HostMarks:
-    """Those of a device that is the host (CPUs): a step has ended when its call returns.
+    """Marks of a device that is the host (CPUs): a step has ended when its call returns.
 
     Args:
         wall: seconds since the epoch.
@@ -66,14 +66,14 @@ class TimingEvent(Protocol):
 
 
 class EventMarks:
-    """Those of a GPU: timing events in the stream that the layouts' steps run on.
+    """Marks of a GPU: timing events in the stream that the layouts' steps run on.
 
-    Nothing waits for the device until ``take``. Only then is an event's time known, and only
-    relative to another's: the wall clock is read at one more event, and the time since counted
-    back. The clocks of host and device differ by some microseconds per second, so between a mark
-    and ``take`` there should be no more than the tens of milliseconds that a bound phase lasts: one
-    reading at the runner's start would be off by milliseconds within minutes. What the host takes
-    to notice that last event, some microseconds, makes the times as much too late.
+    Nothing waits for the device until ``take``. An event's time is known only relative to another
+    event, so ``take`` records one more event, reads the wall clock when the device reaches it, and
+    counts back. The clocks of host and device drift by some microseconds per second: one reading at
+    the runner's start would be off by milliseconds within minutes. So no more than the tens of
+    milliseconds of a bound phase should lie between a mark and ``take``. All times are too late by
+    the few microseconds that the host takes to notice the last event.
 
     Args:
         event: makes a timing event.
@@ -105,10 +105,10 @@ class EventMarks:
 class BoundPhases:
     """Notes a runner's phases in groups, and writes each when it is over.
 
-    What a former runner of the engine has written is lost: it was of another start.
+    What a former runner of the engine has written is erased: it belongs to another start.
 
     Args:
-        path: of ``recording.phases_file``.
+        path: see ``recording.phases_file``.
         marks: of the runner's device.
         wall: seconds since the epoch.
 
@@ -123,9 +123,9 @@ class BoundPhases:
         self._taken: float | None = None
 
     def step_queued(self) -> None:
-        """Take note that the device has been given a step; in a group that is no matter.
+        """Take note that the device has been given a step; does nothing in a group.
 
-        There may be own steps, too, where the group interleaves: its first waits for none.
+        A group that interleaves has own steps beside it, but its first step waits for none of them.
         """
         if self._epoch is None:
             self._marks.set(FREED)
@@ -138,7 +138,7 @@ class BoundPhases:
         """Take note of a step of the group just before it runs.
 
         Args:
-            tokens: those without any only tell the runners which requests have ended.
+            tokens: of the step; one without any only tells runners which requests have ended.
         """
         if self._epoch is not None and self._taken is None and tokens:
             self._taken = self._wall()
@@ -147,7 +147,7 @@ class BoundPhases:
     def left(self) -> None:
         """Take note that the group is left, and write the phase; waits for the group's steps."""
         epoch, self._epoch = self._epoch, None
-        if epoch is None:  # of the start of a layout's core, which no bind begins
+        if epoch is None:  # the end of the start of a layout's core, which no bind began
             return
         times = self._marks.take()
         phase = BoundPhase(epoch, times.get(FREED), self._taken, times.get(BEGAN))

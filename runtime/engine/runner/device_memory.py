@@ -7,7 +7,7 @@ import torch
 from vllm.platforms import current_platform
 
 CONTEXT = "context"
-"""The phase before all others: what is in use once CUDA is there, whoever uses it."""
+"""The phase before all others: what any process has in use once CUDA is initialised."""
 
 
 def used_bytes() -> int | None:
@@ -21,27 +21,27 @@ def used_bytes() -> int | None:
 class MemoryPhases:
     """The bytes that each phase took of the device, as the driver sees it.
 
-    What torch's allocator keeps for later counts to the phase that made it do so. One engine runs
-    on a device: what another process of it takes meanwhile would count too.
+    What torch's allocator keeps for later counts to the phase that made it do so. What another
+    process takes meanwhile would count too, but only one engine runs on a device.
 
     Args:
-        used: the bytes in use now; None: there is nothing to tell.
+        used: returns the bytes in use now; None if they are unknown.
     """
 
     def __init__(self, used: Callable[[], int | None] = used_bytes) -> None:
         self.taken: dict[str, int] = {}
-        """By phase; empty where there is nothing to tell."""
+        """Bytes by phase; empty if they are unknown."""
         self._used = used
 
     def begin(self) -> None:
-        """Take what is in use now for that of ``CONTEXT``."""
+        """Count what is in use now to ``CONTEXT``."""
         used = self._used()
         if used is not None:
             self.taken[CONTEXT] = used
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what the body takes to a phase; less than nothing if it gives some back."""
+        """Count what the body takes to a phase; negative if it frees more than it takes."""
         before = self._used()
         yield
         after = self._used()

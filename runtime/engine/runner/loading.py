@@ -1,4 +1,4 @@
-"""Makes the workers of an engine's layouts: all at its start, and one again after a death in it."""
+"""Makes the workers of an engine's layouts: all at the start, and one anew after a death."""
 
 import gc
 import time
@@ -51,7 +51,7 @@ class LayoutLoader:
         self.phases: dict[str, float] = {}
         """Seconds that each phase of the start took."""
         self.memory = MemoryPhases()
-        """Bytes of the device that each took."""
+        """Bytes of the device that each phase took."""
         self._plan = SequencePlan(
             node.layouts, node.max_sp, sizes_are_chosen=node.vllm.sizes_are_chosen
         )
@@ -90,15 +90,15 @@ class LayoutLoader:
     def remake(self, layout: Layout, generation: int) -> None:
         """Make a layout's worker anew, whatever is left of the former. Collective over its unit.
 
-        Its communicators, the stock worker and what vLLM compiled and captured around both begin
-        again, as they began at the start; the weights and the KV cache, which are DP's, stay.
+        Its communicators, the stock worker and what vLLM compiles and captures for both are made
+        again, as at the start; the weights and the KV cache, which are DP's, stay.
 
         Args:
             layout: the layout, which is not DP.
             generation: how often its unit was made before.
 
         Raises:
-            Exception: whatever kept it from being made; there is no worker then.
+            Exception: the worker could not be made; the layout has none then.
         """
         self._drop(layout)
         try:
@@ -106,12 +106,12 @@ class LayoutLoader:
             self._create(layout)
             self._load_weights(layout)
         except Exception:
-            # The error still refers to it: it goes with the next collection after that.
+            # The error still refers to the worker: a collection after that frees it.
             self._drop(layout, freeze=False)
             raise
 
     def _drop(self, layout: Layout, *, freeze: bool = True) -> None:
-        """Free what a layout has to itself. Its peers may be dead: none of them is waited for."""
+        """Free what only this layout uses. Waits for none of its peers: they may be dead."""
         worker = self.workers.pop(layout, None)
         communicators = None if worker is None else worker.communicators
         if worker is not None:
@@ -126,7 +126,7 @@ class LayoutLoader:
             torch.cuda.empty_cache()
 
     def _meet(self, layout: Layout, generation: int, seconds: float) -> None:
-        """Find the other members, and make the layout's worker but for vLLM's and its weights."""
+        """Meet the other members, and make the layout's worker without vLLM's and the weights."""
         unit = unit_of(self._engine, layout)
         config = self._dp if layout == DP else engine_config(self._node, layout, UnitExecutor)
         self.by_sequence.expect(unit, config)
@@ -152,7 +152,7 @@ class LayoutLoader:
         self.by_sequence.enable(worker, self.workers)
 
     def _reserved(self) -> int:
-        """Return the bytes that the layouts beyond DP take, but for weights and KV."""
+        """Return the bytes that the layouts beyond DP take besides weights and KV."""
         # Exchanges by sequence connect the members as the weights are loaded.
         each = CONNECTED_LAYOUT_BYTES if self._node.max_sp > 1 else LAYOUT_BYTES
         return each * len(self._node.layouts[1:]) + self._plan.reserved_bytes
@@ -166,10 +166,10 @@ class LayoutLoader:
 
 
 def collect_frozen(*, freeze: bool = True) -> None:
-    """Free all that nothing refers to, also of what a worker's warm-up took from the collector.
+    """Free all that nothing refers to, also what a worker's warm-up hid from the collector.
 
     Args:
-        freeze: take from it all that is left, as that did (``vllm.utils.gc_utils``).
+        freeze: hide all that is left again, as the warm-up did (``vllm.utils.gc_utils``).
     """
     gc.unfreeze()
     gc.collect()

@@ -1,8 +1,8 @@
 """A runner that records what its device does while a benchmark asks for it (``recording.py``).
 
 It also notes when the first step of each group that it is in begins (``bound_phases.py``).
-It takes the place of ``runner.Runner`` in a node that was started with a directory for it, so that
-no other node pays for it.
+It replaces ``runner.Runner`` in a node that was started with a directory for recordings, so that no
+other node pays for recording.
 """
 
 import time
@@ -35,7 +35,7 @@ class Recorder:
     """One runner's recordings.
 
     Args:
-        directory: of requests and recordings.
+        directory: where requests for recordings, and recordings, are.
         engine: the runner's engine.
     """
 
@@ -66,7 +66,7 @@ class Recorder:
             return ""
 
     def _begin(self) -> None:
-        # What the host does is left out on a GPU: to record it would be to slow it down.
+        # With a GPU, the host's work is not recorded: recording would slow it down.
         activity = ProfilerActivity.CUDA if current_platform.is_cuda() else ProfilerActivity.CPU
         self._steps = []
         self._profile = torch.profiler.profile(activities=[activity])
@@ -84,7 +84,7 @@ class Recorder:
 
 
 def device_marks() -> Marks:
-    """Return the marks of the platform's device, with CUDA of the one that is current."""
+    """Return marks of the platform's device; with CUDA, of the current device."""
     if current_platform.is_cuda():
         return EventMarks(partial(torch.cuda.Event, enable_timing=True))
     return HostMarks()

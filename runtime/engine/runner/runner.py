@@ -82,18 +82,18 @@ class Responder:
 class RandomStates:
     """The random number generators that vLLM's samplers draw from: a state for each layout.
 
-    The members of a group stay equal only if nothing else draws from theirs, and alone they go on
-    sampling differently.
+    The members of a group sample alike only if nothing else draws from the group's generators;
+    alone, they have to sample differently.
     """
 
     def __init__(self) -> None:
         self._left: dict[Layout, tuple[Any, ...]] = {}
-        """State of every layout that was left; without numpy's, which takes long to copy and has a
-        generator for each layout instead."""
+        """State of every layout that was left. numpy's state takes long to copy, so it is not here:
+        each layout has a numpy generator of its own."""
         self._numpys: dict[Layout, Any] = {}
 
     def switch(self, before: Layout, after: Layout) -> None:
-        """Leave one layout's state for another's; one that has none is about to be reseeded."""
+        """Leave one layout's state for another's; a layout without one is about to be reseeded."""
         device = torch.cuda.get_rng_state() if current_platform.is_cuda() else None
         self._left[before] = (torch.get_rng_state(), device, random.getstate())
         self._numpys[before] = mtrand.get_bit_generator()
@@ -141,7 +141,7 @@ class Runner:
         queues = {layout: self._queue(worker.unit) for layout, worker in loader.workers.items()}
         self._queues = StepQueues(queues, node.interleave_ratio)
         self._layout = DP
-        """That which the latest instruction was for."""
+        """The layout of the latest instruction."""
 
     def _queue(self, unit: Unit, generation: int = 0) -> "zmq.Socket[bytes]":
         queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -163,10 +163,10 @@ class Runner:
             with self._loader.memory.phase(instructions.core_phase(layout)):
                 while self._turn() != instructions.Detach(instructions.STARTUP_EPOCH):
                     pass
-        # Every worker's start seeds alike; engines alone should not sample alike.
+        # Every worker's start uses one seed, but engines alone should not sample alike.
         seed = self._workers[DP].config.model_config.seed
         set_random_seed(seed + self._engine)
-        # As vLLM's own processes do: before, it looks up each setting at each use, in every step.
+        # As vLLM's own processes do: without this, every step looks settings up at each use.
         enable_envs_cache()
         while True:
             self._turn()
@@ -211,8 +211,8 @@ class Runner:
             self._responder.answer(self._worker.unit, seq, output)
 
     def _on_bind(self, bind: instructions.Bind) -> None:
-        # Members sample independently and stay equal only by equal generators: after unequal work
-        # alone they would pick different tokens, with no error.
+        # Members sample independently, and agree only if their generators are equal. After unequal
+        # work alone they would pick different tokens, with no error.
         set_random_seed(bind.seed)
         worker = self._worker
         if worker.block_map is None:
@@ -226,7 +226,7 @@ class Runner:
         block_map.extend(extend.virtual, extend.physical[self._engine])
 
     def _on_form(self, form: instructions.Form) -> None:
-        """Make a layout's worker anew; without it the engine goes on as well as before."""
+        """Make a layout's worker anew; if that fails, the engine goes on without it."""
         layout, error = form.layout, ""
         self._enter(layout)  # a worker that starts seeds the generators
         try:
@@ -273,10 +273,10 @@ def run_runner(
     """Process entry: load everything and serve until the process is ended by a signal.
 
     An engine that comes back (``incarnation``) loads its own layout alone: the others come with
-    ``Form``. It is of another ``kind`` than ``Runner`` if that is given.
+    ``Form``. The runner is a ``Runner``, or of another ``kind`` if one is given.
 
-    There is nothing to clean up in order: the supervisor removes the node's sockets and shared
-    memory, the driver frees the GPU.
+    The process has nothing to clean up: the supervisor removes the node's sockets and shared
+    memory, and the driver frees the GPU.
     """
     # vLLM 0.32 calls what torch 2.13 deprecates; nothing a user of Shoal could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed")

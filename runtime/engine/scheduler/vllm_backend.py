@@ -42,7 +42,7 @@ LOAD_TIMEOUT_SECONDS = 1800.0
 C = TypeVar("C", bound=VllmCore)
 
 GRAMMAR_POLL_SECONDS = 0.005
-"""How often to look whether a grammar is compiled that a request waits for."""
+"""Time between two looks whether a grammar that a request waits for is compiled."""
 
 
 class VllmBackend:
@@ -51,7 +51,7 @@ class VllmBackend:
     Args:
         node: the node.
         engine: this engine's number.
-        incarnation: how often the engine was restarted; then its groups are not there at first.
+        incarnation: how often the engine was restarted; if it was, it has no groups at first.
     """
 
     def __init__(self, node: NodeConfig, engine: int, incarnation: int = 0) -> None:
@@ -71,7 +71,7 @@ class VllmBackend:
         self.own = self._start_own()
         self.num_blocks = self.own.num_blocks
         self._lead(self._start_groups() if incarnation == 0 else {})
-        # Answered when the groups of which this engine is a member, and not the leader, have begun.
+        # The answer comes when the groups that this engine is in, but does not lead, have begun.
         taken = self._inbox.wait(self._ask_runner(instructions.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
         self.startup = Startup(self._startup_seconds, taken)
         *_, widest = self.cores.values()
@@ -109,13 +109,13 @@ class VllmBackend:
         return channel
 
     def _ask_runner(self, method: str = instructions.STARTUP_PHASES) -> "Future[Any]":
-        """Ask this engine's runner what it answers itself, after all that it was told before."""
+        """Queue a question that this engine's runner answers itself, after all queued before."""
         seq, future = self._own_channel.expect(answers=1)
         self._own_channel.send(instructions.Call(seq, method))
         return future
 
     def _start_core(self, kind: type[C], channel: UnitChannel, answers: Answers) -> C:
-        """Start a unit's core while its members' runners read its queue; send them back."""
+        """Start a unit's core while its members' runners read its queue; then send them back."""
         unit, node = channel.unit, self._node
         config = engine_config(node, unit.layout, UnitExecutor)
         asked = config.model_config.max_model_len
@@ -144,7 +144,7 @@ class VllmBackend:
     def start(self, unit: Unit) -> "Future[Any]":
         """See ``interface.EngineBackend.start``.
 
-        An ``EngineCore`` is seconds of waiting for runners: it starts in a thread of its own.
+        Starting an ``EngineCore`` means seconds of waiting for runners, so a thread does it.
         """
         self.attach(unit, instructions.STARTUP_EPOCH)
         if unit.leader != self.engine:
@@ -201,7 +201,7 @@ class VllmBackend:
         self._take_started()
 
     def next_wakeup(self) -> float | None:
-        """See ``interface.EngineBackend.next_wakeup``: all but grammars arrives as a message."""
+        """See ``interface.EngineBackend.next_wakeup``: all but grammars sends a message."""
         awaited = any(core.awaits_grammar for core in self.cores.values())
         return GRAMMAR_POLL_SECONDS if awaited else None
 
@@ -246,7 +246,7 @@ def check_length(widest: str, held: int, asked: int) -> None:
     Args:
         widest: name of the layout that holds most.
         held: tokens of the longest request that it holds.
-        asked: those that requests may have.
+        asked: tokens that requests may have.
 
     Raises:
         TooLongError: it holds less.

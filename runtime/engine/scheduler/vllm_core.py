@@ -32,7 +32,7 @@ from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Mode, Work
 
 AHEAD_REQUESTS = 16
-"""Running requests from which on a step is scheduled ahead of what an older one gave."""
+"""With so many running requests, a step is scheduled before an ended one is collected."""
 
 
 class SeveralKVGroups(ValueError):
@@ -135,7 +135,7 @@ class VllmCore:
             )
             encoded = self._encoder.encode(client_outputs)
             collected.outputs.append(CoreOutputs(client_index, encoded))
-        # Of a step that was scheduled ahead, the tokens of the one before are still to come.
+        # If it was scheduled ahead, an older step, whose tokens it needs, is still in flight.
         if self._deferred is not None and self._in_flight[0] is self._deferred:
             deferred, self._deferred = self._deferred, None
             grammar = self._scheduler.get_grammar_bitmask(deferred.scheduled)
@@ -148,10 +148,10 @@ class VllmCore:
     def dispatch_ahead(self) -> bool:
         """See ``interface.Core.dispatch_ahead``.
 
-        To vLLM's scheduler it is a third step in flight, to runners the second as ever. With many
-        requests, scheduling a step takes the host about as long as what the outcome of one leads to
-        (``Scheduler.update_from_output``, answers), and together with what runners prepare longer
-        than a wide group's device computes.
+        For vLLM's scheduler it is a third step in flight, for runners still the second. With many
+        requests, scheduling a step takes the host about as long as handling the result of one
+        (``Scheduler.update_from_output``, answers). Both together, with what runners prepare, take
+        longer than the step takes the device of a wide group.
         """
         return self._can_go_ahead() and self._dispatch(ended=1)
 
@@ -162,13 +162,13 @@ class VllmCore:
         ended = steps[0].future
         if not ended.done() or ended.exception() is not None:
             return False
-        # A first token is not to wait for anything, and nobody to be preempted for a step in vain.
+        # A first token must not wait, and no request may be preempted in vain.
         if any(step.work.prefill_tokens for step in steps):
             return False
         if self.block_pool.get_num_free_blocks() < running:
             return False
-        # Where the later step left a request out, for want of blocks say, runners would be given
-        # its tokens anew, as far as they are known here: without that of the step that has ended.
+        # If the later step left a request out, for lack of blocks say, runners would be sent its
+        # tokens again as far as they are known here: without the token of the ended step.
         older, newer = (step.scheduled.num_scheduled_tokens for step in (steps[0], steps[-1]))
         return bool(older.keys() <= newer.keys())
 
@@ -186,7 +186,7 @@ class VllmCore:
         if not scheduled.total_num_scheduled_tokens:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
             self._stalled = True
-            # A request whose grammar is wrong ends with the output of a step, were it empty.
+            # A request whose grammar is wrong ends with the output of a step, even an empty one.
             if not _tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
                 return False
         sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
@@ -203,7 +203,7 @@ class VllmCore:
     def awaits_grammar(self) -> bool:
         """Whether a request waits for its grammar, which a thread of vLLM compiles.
 
-        The end of that sends no message: somebody has to look.
+        The end of compiling sends no message, so somebody has to look.
         """
         return any(self._grammars())
 
@@ -247,14 +247,14 @@ class VllmCore:
     def evict_prefix_cache(self) -> None:
         """Forget every cached prefix.
 
-        Also while blocks are lent or held, when vLLM's ``BlockPool.reset_prefix_cache`` refuses.
+        Works while blocks are lent or held, too; ``BlockPool.reset_prefix_cache`` refuses then.
         """
         self.block_pool.evict_blocks(set(range(self.block_pool.num_gpu_blocks)))
 
     def close(self) -> None:
         """Free what the core holds beyond memory. Nobody may use it any more.
 
-        ``EngineCore.shutdown`` but for what it does to the whole process.
+        It does what ``EngineCore.shutdown`` does, without the effects on the whole process.
         """
         self.engine_core.structured_output_manager.clear_backend()
         self._scheduler.shutdown()
@@ -349,9 +349,9 @@ class VllmOwnCore(VllmCore):
 def check_kv_groups(cache: Any) -> None:
     """Refuse a model for which vLLM keeps more than one group of KV blocks.
 
-    A request takes blocks of every group, and all that Shoal reckons with (leases, wishes for
-    blocks, what still fits) counts those of one: a group of engines would wait for ever for blocks
-    that it does not know it lacks.
+    A request takes blocks of every group, but Shoal counts the blocks of only one (in leases, in
+    requests for blocks, in what still fits). A group of engines would wait for ever for blocks that
+    it does not know it lacks.
 
     Args:
         cache: vLLM's ``KVCacheConfig``.

@@ -9,7 +9,7 @@ from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 
 LEASE_CHUNK = 16
-"""Virtual blocks by which a lease grows at least: fewer messages for one more block each."""
+"""A lease grows by at least so many virtual blocks, so that fewer messages ask for them."""
 
 
 class VllmGroupCore(VllmCore):
@@ -23,7 +23,7 @@ class VllmGroupCore(VllmCore):
     def dispatch(self) -> bool:
         """See ``interface.Core.dispatch``.
 
-        Tells the runners, too, when they need no longer expect a step.
+        Also tells the runners when they need not expect another step.
         """
         dispatched = super().dispatch()
         rests = not self._in_flight
