@@ -1,1 +1,1 @@
-"""An engine without a model, which is shipped: the whole protocol at made-up speed."""
+"""An engine without a model, part of the product: the whole protocol at made-up speed."""

@@ -1,7 +1,7 @@
-"""An engine without a model: the whole protocol, scheduling and block accounting, made-up tokens.
+"""An engine without a model: real protocol, scheduling and block accounting, made-up tokens.
 
-It runs the server and the controller for tests of everything that is not numerics, and for
-simulated time. What it computes, and when, is in ``fake_core``.
+With it, the server and the controller run in tests of everything but numerics, and in simulated
+time. ``fake_core`` says what it computes, and when.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ class FakeBackend:
     Args:
         config: the node; ``config.fake`` sets sizes and step time (its defaults when absent).
         engine: this engine's number.
-        incarnation: how often the engine was restarted; then its groups are not there at first.
+        incarnation: how often the engine was restarted; if it was, it has no groups at first.
         clock: seconds; steps take their time on it.
         faults: damage on purpose.
-        step_times: how long steps take; None: as long as the settings say.
-        devices: those of the node, where engines share a process.
+        step_times: how long steps take; None: the settings say it.
+        devices: the node's, if engines share a process.
         on_start: see ``Surroundings``.
     """
 
@@ -123,7 +123,7 @@ class FakeBackend:
     # --- the rest -----------------------------------------------------------------------------
 
     def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
-        """See ``EngineBackend.utility``: the calls that a front end makes, any other one fails."""
+        """See ``EngineBackend.utility``: answers the calls that front ends make; others fail."""
         call = wire.decode_utility(frames)
         if not answer:
             return None

@@ -36,13 +36,13 @@ class Surroundings:
     step_times: StepTimes
     """How long steps take."""
     devices: Devices
-    """Those of the node, as far as this process knows them."""
+    """The node's devices, as far as this process knows them."""
     clock: Clock
     """Seconds; steps take their time on it."""
     faults: Faults
     on_start: OnStart | None
-    """Called with every request that is in a step for the first time, and that step's start on the
-    clock."""
+    """Called with each request in its first step, and with the clock time at which that step
+    starts."""
 
 
 class _Step(DeviceStep, kw_only=True):
@@ -51,17 +51,17 @@ class _Step(DeviceStep, kw_only=True):
     batch: Batch
     """Requests, and how many of their tokens one step computes."""
     work: Work
-    """Of the first one."""
+    """The work of the first of them."""
     mode: Mode
 
 
 class FakeCore:
-    """``Core`` of one unit: the part that alone and in a group is the same.
+    """``Core`` of one unit: what a single engine and a group have in common.
 
     Args:
         unit: the engines of the unit.
         limits: batch size, block size and length of this layout.
-        surroundings: what its engine has.
+        surroundings: what the engine's cores share.
         pool: the engine's own blocks, or virtual ids of the lease.
     """
 
@@ -112,11 +112,11 @@ class FakeCore:
         return dispatched
 
     def dispatch_ahead(self) -> bool:
-        """See ``Core.dispatch_ahead``: it takes no time to collect a step."""
+        """See ``Core.dispatch_ahead``: never, as collecting a step takes no time here."""
         return False
 
     def pause(self) -> None:
-        """See ``Core.pause``: a run of steps ends with the one that is computed now."""
+        """See ``Core.pause``: a run of steps ends with the step that is computed now."""
         self._cut()
 
     def _cut(self) -> None:
@@ -160,7 +160,7 @@ class FakeCore:
             raise RunnerDied("died of a request on purpose")
 
     def _compute(self, step: _Step, finished: list[str]) -> dict[int, list[wire.Output]]:
-        """Return the outputs of a step's requests by front end; add the ids of those that end."""
+        """Return a step's outputs by front end; add to ``finished`` the requests that end."""
         alive = {id(request) for request in self._scheduler.running}
         on_start = self._around.on_start
         outputs: dict[int, list[wire.Output]] = {}

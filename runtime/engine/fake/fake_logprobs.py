@@ -1,7 +1,7 @@
 """What the fake engine says about the probabilities of tokens, in vLLM's wire format.
 
-They are made up, but of the shape that vLLM's front end reads: of every token its own, and of as
-many others as were asked for (vLLM's ``Sampler.gather_logprobs``).
+They are made up, but have the shape that vLLM's front end reads: for every token its own logprob,
+and those of as many others as were asked for (vLLM's ``Sampler.gather_logprobs``).
 """
 
 from array import array
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shoal.runtime.protocol import wire
 
 _LIKELY = -0.5
-"""Logprob of every token of a request; that of others is less by one."""
+"""Logprob of every token of a request; the logprobs of other tokens are lower by one."""
 
 
 def of_outputs(tokens: Sequence[int], sampling: wire.Sampling) -> wire.Logprobs | None:
@@ -33,7 +33,7 @@ def of_prompt(prompt: Sequence[int], sampling: wire.Sampling) -> wire.Logprobs |
 
 
 def _row(token: int, likeliest: int) -> list[int]:
-    """Return the ids of a row: the token, then the likeliest ones, of which it is the first."""
+    """Return the ids of a row: the token, then the likeliest tokens, beginning with itself."""
     return [token, *[token, *range(likeliest)][:likeliest]]
 
 

@@ -1,7 +1,7 @@
 """Which requests the fake engine's next step computes, and which KV blocks they hold.
 
-In small what vLLM's ``Scheduler`` and ``KVCacheManager`` do: continuous batching, chunked prefill,
-preemption by recomputing.
+A small version of vLLM's ``Scheduler`` and ``KVCacheManager``: continuous batching, chunked
+prefill, preemption by recomputing.
 """
 
 from collections import deque
@@ -25,11 +25,11 @@ class BlockIds:
 
     @property
     def ids(self) -> list[int]:
-        """Return the ids there are, the next to be given out last."""
+        """Return the free ids; the next one given out is the last."""
         return self._free
 
     def take(self, count: int) -> list[int]:
-        """Return up to ``count`` ids, taken out."""
+        """Take out and return up to ``count`` ids."""
         return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def give(self, blocks: Sequence[int]) -> None:
@@ -48,14 +48,14 @@ class FakeRequest:
         self.max_tokens = max_tokens
         self.generated: list[int] = []
         self.tokens = len(prompt)
-        """Tokens there are, computed or not."""
+        """All its tokens, computed or not."""
         self.digest = digest_of(prompt)
         self.blocks: list[int] = []
         self.computed = 0
         """Tokens whose KV is in the cache."""
         self.headers = view.headers
         self.events: list[wire.Event] = []
-        """Those that no output has told of."""
+        """Events that no output has reported yet."""
 
     def generate(self) -> int:
         """Return the next token."""
@@ -67,7 +67,7 @@ class FakeRequest:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that it may still generate."""
+        """Tokens that the request may still generate."""
         return self.max_tokens - len(self.generated)
 
     @property
@@ -112,7 +112,7 @@ class FakeScheduler:
         """Queue a request.
 
         Raises:
-            ValueError: there is one of its id already.
+            ValueError: there is already a request with its id.
         """
         if any(other.id == request.id for other in self.requests):
             raise ValueError(f"request {request.id} exists already")
@@ -141,7 +141,7 @@ class FakeScheduler:
     def schedule(self) -> tuple[Batch, bool]:
         """Give running requests their share of the next step, then start waiting ones that fit.
 
-        Returns what the step computes, and whether a request was preempted for the others.
+        Returns what the step computes, and whether a request was preempted for other ones.
         """
         batch: Batch = []
         budget = self._budget
@@ -170,7 +170,7 @@ class FakeScheduler:
         return batch, preempted
 
     def run_length(self, batch: Batch) -> int:
-        """Return how many steps like this one follow each other if nothing comes in between.
+        """Return how many steps like this one follow each other if nothing intervenes.
 
         Reserves their blocks.
         """
@@ -189,7 +189,7 @@ class FakeScheduler:
     # --- blocks -------------------------------------------------------------------------------
 
     def _reserve(self, request: FakeRequest) -> bool:
-        """Give a request the blocks of all its tokens, computed or not, if there are as many."""
+        """Give a request blocks for all its tokens, computed or not, if enough are free."""
         lacking = self._needs(request)
         if lacking > len(self.pool):
             return False
@@ -228,7 +228,7 @@ class FakeScheduler:
         """See ``GroupCore.blocks_wanted``."""
         slots = self._limits.max_num_seqs - len(self.running)
         waiting = sum(self._needs(request) for request in list(self.waiting)[:slots])
-        # Steps must find their blocks when they start: ask during those before.
+        # Steps must find their blocks when they start, so ask for them during earlier steps.
         ahead = 2 * self._longest_run - 1
         running = sum(self._needs(request, ahead) for request in self.running)
         return max(0, running + waiting - len(self.pool))

@@ -1,4 +1,4 @@
-"""Damage on purpose: what the checks of this project must notice."""
+"""Damage on purpose, which this project's checks must notice."""
 
 import enum
 
@@ -21,7 +21,7 @@ class Faults(msgspec.Struct, frozen=True):
     """What is wrong with one fake engine."""
 
     die_at: Seam | None = None
-    """Raise ``RunnerDied`` there."""
+    """Raise ``RunnerDied`` at this seam."""
     double_lend: bool = False
     """Lend blocks that are lent already."""
     drop_block: bool = False
@@ -32,10 +32,10 @@ class Faults(msgspec.Struct, frozen=True):
     """Emit the second token of every request twice."""
 
     def strike(self, seam: Seam) -> None:
-        """Die if this is where the engine is to.
+        """Die if this is the seam at which the engine has to die.
 
         Raises:
-            RunnerDied: it is.
+            RunnerDied: it is that seam.
         """
         if self.die_at is seam:
             raise RunnerDied(f"died in {seam.value} on purpose")

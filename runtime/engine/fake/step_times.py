@@ -13,7 +13,7 @@ from shoal.runtime.engine.link.step_queues import Turns
 
 
 class StepTimes(Protocol):
-    """From a unit's layout, the work of a step and its mode to its seconds."""
+    """Maps a unit's layout, the work of a step and its mode to the step's seconds."""
 
     def __call__(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP, /) -> float: ...  # noqa: D102
 
@@ -27,18 +27,18 @@ class DeviceStep(msgspec.Struct, kw_only=True):
     """A step on the devices of a group, or a run of equal ones."""
 
     seconds: float
-    """Of one step."""
+    """Duration of one step."""
     count: int = 1
     start: float = math.inf
     """Clock time; infinite while the step waits for its turn."""
 
     @property
     def due(self) -> float:
-        """Clock time at which the last one is done."""
+        """Clock time at which the last step is done."""
         return self.start + self.seconds * self.count
 
     def cut(self, now: float) -> None:
-        """End a run of steps with the one that is computed now."""
+        """End a run of steps with the step that is computed now."""
         if self.count > 1:
             done = int((now - self.start) / self.seconds)
             self.count = max(1, min(self.count, done + 1))
@@ -58,14 +58,14 @@ class Devices:
     """When each engine's device has done all that is queued for it.
 
     A device computes its steps in the order they come, whichever core sends them: the first step of
-    a group waits for the members' steps in flight. An engine that interleaves takes its own in
-    turn, as a runner does (``step_queues.StepQueues``). Cores that share devices share one
-    instance.
+    a group waits for the members' steps in flight. An engine that interleaves takes its own steps
+    in turn with its group's, as a runner does (``step_queues.StepQueues``). Cores that share
+    devices share one instance.
 
     Args:
         ratio: see ``Turns``.
-        changed: told the leader of a unit whose step in flight ends at another time than it did
-            when it was queued.
+        changed: called with the leader of a unit when its step in flight gets another end than it
+            had when it was queued.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Devices:
             self._start_waiting(engine, now)
 
     def rest(self, unit: Unit, now: float) -> None:
-        """Take a core's word that it has nothing to queue for now."""
+        """Note that a core has nothing to queue for now."""
         if not unit.is_group and unit.leader in self._sharing:
             self._sharing[unit.leader].own_works = False
         for engine in unit.engines if unit.is_group else ():
@@ -113,7 +113,7 @@ class Devices:
         self.cut(alone(engine), now)
 
     def separate(self, engine: int, now: float) -> None:
-        """End that: what the engine queues now comes after the group's last step."""
+        """End ``interleave``: what the engine queues now comes after the group's last step."""
         sharing = self._sharing.pop(engine, None)
         if sharing is not None and sharing.waiting is not None:
             self._start(alone(engine), sharing.waiting, now)
@@ -146,9 +146,9 @@ class Devices:
         self._free_at.update(dict.fromkeys(unit.engines, step.due))
 
     def cut(self, unit: Unit, now: float) -> None:
-        """End a core's run of steps with the one that is computed now: others want the next turn.
+        """End a core's run with the step that is computed now: other steps need the next turn.
 
-        Nothing is queued behind a run: what comes cuts it first.
+        Nothing is ever queued behind a run, because a new step cuts the run first.
         """
         step = self._latest.get(unit)
         if step is not None and step.count > 1 and now < step.due:

@@ -1,13 +1,13 @@
 """How a layout computes FP8 layers whose tensors are views: vLLM's methods, given other kernels.
 
-- A range of outputs is a packed matrix of its own: vLLM's kernel, on views.
-- A range of inputs is not. vLLM's CUTLASS kernels take the weight for packed without looking at its
-  strides and would read other members' inputs, with no error.
+- A range of outputs is a packed matrix of its own: vLLM's kernel multiplies the view.
+- A range of inputs is not packed. vLLM's CUTLASS kernels assume that it is, without looking at its
+  strides, and would read other members' inputs, with no error.
 - QKV is one layer over three ranges of outputs.
 
-The last two are ``partitioned_linear``'s where it stands in for vLLM's kernel: for CUTLASS's with
-scales by tensor or by channel, and for all that keep weights as loaded with scales of blocks that
-it knows. Otherwise a kernel of vLLM's multiplies that looks at strides.
+``partitioned_linear`` computes the last two where it can replace vLLM's kernel: CUTLASS with scales
+by tensor or by channel, and, with scales of blocks that it knows, all kernels that keep weights as
+loaded. Otherwise one of vLLM's kernels multiplies that looks at strides.
 """
 
 import copy
@@ -56,9 +56,9 @@ INPUT_RANGE_KERNELS: Mapping[type, type] = {
     BlockWiseTorchFP8ScaledMMLinearKernel: TritonFp8BlockScaledMMKernel,
     TritonFp8BlockScaledMMKernel: TritonFp8BlockScaledMMKernel,
 }
-"""vLLM's kernels that keep weights as loaded, and which of them a range of inputs has for each.
+"""vLLM's kernels that keep weights as loaded, and for each the kernel of a range of inputs.
 
-It quantises the inputs, and multiplies where our operator does not stand in for it.
+The latter quantises the inputs, and multiplies unless our operator replaces it.
 """
 
 
@@ -122,10 +122,10 @@ def fp8_owner(layer: nn.Module) -> Any:
 
 
 def quantising_kernel(kernel: Any) -> Any:
-    """Return the kernel that quantises inputs apart from the product, as ours want them.
+    """Return the kernel that quantises inputs apart from the product, as our kernels need them.
 
-    It is the one for many tokens where vLLM's picks one of two by their number and leaves the
-    quantisation to them (``FlashInferFp8DeepGEMMDynamicBlockScaledKernel``).
+    vLLM's kernel may pick one of two by the number of tokens and leave quantisation to these
+    (``FlashInferFp8DeepGEMMDynamicBlockScaledKernel``). Then it is the one for many tokens.
     """
     return getattr(kernel, "fallback", kernel)
 
@@ -137,7 +137,7 @@ def _parts(layer: nn.Module) -> Sequence[nn.Module]:
 def _quantised(layer: nn.Module, x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
     """Return an input in FP8, ``[tokens, inputs]``, its scales and its shape.
 
-    As ``apply_weights`` of ``FP8ScaledMMLinearKernel`` and ``Fp8BlockScaledMMLinearKernel``.
+    Does as ``apply_weights`` of ``FP8ScaledMMLinearKernel`` and ``Fp8BlockScaledMMLinearKernel``.
     """
     kernel = quantising_kernel(fp8_owner(layer).fp8_linear)
     if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
@@ -152,9 +152,9 @@ def _quantised(layer: nn.Module, x: Any) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def _ranges(layer: nn.Module, bias: torch.Tensor | None) -> Ranges:
-    """Return a layer's ranges; parts have biases of their own, a row-parallel layer is given one.
+    """Return a layer's ranges. Parts have biases of their own; a row-parallel layer is given one.
 
-    Only the first member of a group adds that.
+    Only the first member of a group adds the bias that is given.
     """
     kernel, parts = fp8_owner(layer).fp8_linear, _parts(layer)
     biases = [part.bias for part in parts] if hasattr(layer, "parts") else [bias]
@@ -172,15 +172,15 @@ def _scales(kernel: Any, parts: Sequence[nn.Module]) -> list[torch.Tensor]:
     return [part.weight_scale for part in parts]
 
 
-# --- which a layer has ----------------------------------------------------------------------------
+# --- a layer's method ----------------------------------------------------------------------------
 
 
 def bind_kernels(layer: nn.Module) -> None:
     """Give an FP8 layer, whose tensors are views now, a method and a kernel that can read them.
 
     Args:
-        layer: a layer of a TP layout with a ``ViewedFp8`` method; with ``parts`` if it is fused and
-            they are apart.
+        layer: a layer of a TP layout with a ``ViewedFp8`` method; it has ``parts`` if it is fused
+            and its ranges are apart.
     """
     fused = hasattr(layer, "parts")
     if not fused and not isinstance(layer, RowParallelLinear):
@@ -225,10 +225,10 @@ def _bind_input_range(layer: nn.Module) -> None:
         _spread_scale(layer, kernel)
     elif issubclass(replacement, TritonFp8BlockScaledMMKernel):
         owner.fp8_linear = replacement(kernel.config)
-        # DeepGEMM's are powers of two: all layouts round inputs alike.
+        # DeepGEMM's scales are powers of two: all layouts must round inputs alike.
         powers: bool = quantising_kernel(kernel).quant_fp8.use_ue8m0
         owner.fp8_linear.quant_fp8.use_ue8m0 = powers
-        # As vLLM's CUTLASS and cuBLAS want them; our kernel and vLLM's in Triton look at strides.
+        # As vLLM's CUTLASS and cuBLAS need them; our kernel and vLLM's in Triton look at strides.
         owner.fp8_linear.quant_fp8.column_major_scales = True
         _pack_scale(layer)
 
@@ -236,7 +236,7 @@ def _bind_input_range(layer: nn.Module) -> None:
 def _spread_scale(layer: nn.Module, kernel: Any) -> None:
     """Repeat a per-tensor scale for every output where activations have scales by token.
 
-    cuBLAS wants both or neither. These few bytes are the layout's own.
+    cuBLAS needs both by token and output, or neither. These few bytes are the layout's own.
     """
     by_token = kernel.config.activation_quant_key.scale.group_shape.is_per_token()
     if by_token and layer.weight_scale.numel() == 1:
@@ -245,7 +245,7 @@ def _spread_scale(layer: nn.Module, kernel: Any) -> None:
 
 
 def _pack_scale(layer: nn.Module) -> None:
-    """Copy a shard's scales of blocks, which are parts of longer rows: cuBLAS wants them packed.
+    """Copy a shard's scales of blocks, which are parts of longer rows: cuBLAS needs them packed.
 
     These few bytes, one for 4,096 of the shard's weights, are the layout's own, on every device.
     """
@@ -255,19 +255,19 @@ def _pack_scale(layer: nn.Module) -> None:
 
 
 def _note_loaded(kernel: Any, layer: nn.Module) -> None:
-    """Note what a kernel's ``process_weights_after_loading`` does, besides changing weights."""
+    """Note what a kernel's ``process_weights_after_loading`` notes, besides changing weights."""
     kernel = quantising_kernel(kernel)
     if isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
         kernel.logical_output_size = layer.weight.shape[1]
     elif isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
-        # Else vLLM compiles its kernels for the layout's shapes when a request first needs one.
+        # Otherwise vLLM would compile its kernels for these shapes when a request first needs one.
         layer.deep_gemm_warmup_provider = kernel
 
 
 def warm_up(layer: nn.Module, seen: set[Any]) -> None:
     """Compile what our operator launches for a bound layer, unless ``seen`` has one of its shape.
 
-    Both without and with the bias of a row-parallel layer, which only the first member adds.
+    Does so without and with the bias of a row-parallel layer, which only the first member adds.
     """
     if not isinstance(layer.quant_method, PartitionedFp8):
         return

@@ -1,6 +1,6 @@
 """GEMMs of PyTorch and vLLM over ranges of a weight's rows: what steps of many tokens take.
 
-Each takes the input ``[tokens, depth]``, its scales or none, and the ``Ranges``, and returns
+Each takes the input ``[tokens, depth]``, its scales or None, and the ``Ranges``, and returns
 ``[tokens, sum of rows]``. The list in ``linear_candidates`` says which weights each of them reads.
 """
 
@@ -14,7 +14,7 @@ from shoal.runtime.engine.kernels.linear_tiles import BLOCK, BLOCK_INPUT_RANGE
 
 
 class Ranges(NamedTuple):
-    """Ranges of rows of one weight that are one layer, as ``partitioned_linear.linear`` is told."""
+    """Ranges of rows that are one layer; the fields are those of ``partitioned_linear.linear``."""
 
     weights: Sequence[torch.Tensor]
     biases: Sequence[torch.Tensor] = ()
@@ -34,13 +34,13 @@ class Joined(NamedTuple):
 def joined(ranges: Ranges) -> Joined:
     """Return FP8 ranges as one weight: several are copied into one.
 
-    Of QKV's GEMMs two are narrow, and all three take longer than a wide one, by more than it takes
-    to read and write the weight once.
+    Two of QKV's three GEMMs are narrow. The three take longer than one wide GEMM, by more than it
+    takes to read and write the weight once.
     """
     weights, biases, scales, _, block = ranges
     if len(weights) == 1:
         return Joined(weights[0], scales[0], biases[0] if biases else None)
-    # As bytes: those any PyTorch copies.
+    # Copied as bytes, which every version of PyTorch can do.
     weight = torch.cat([part.view(torch.uint8) for part in weights]).view(weights[0].dtype)
     scale = torch.cat(list(scales)) if block or scales[0].numel() > 1 else scales[0]
     return Joined(weight, scale, torch.cat(list(biases)) if biases else None)
@@ -57,7 +57,7 @@ def gemms(x: torch.Tensor, _: torch.Tensor | None, ranges: Ranges) -> torch.Tens
 
 
 def columns_of(weights: Sequence[torch.Tensor]) -> int:
-    """Return how many outputs ranges have in all; two that are ``paired`` are one tensor."""
+    """Return how many outputs all ranges have; two ``paired`` ranges are one tensor."""
     columns = 0
     for weight in weights:
         columns += weight.shape[0] if weight.dim() == 2 else 2 * weight.shape[1]
@@ -112,7 +112,7 @@ def cutlass(x: torch.Tensor, x_scale: torch.Tensor, ranges: Ranges) -> torch.Ten
     weight, scale, bias = joined(ranges)
     inside = bias
     if ranges.block:
-        # They take every token's scale of one block to lie beside the next token's, and no bias.
+        # They expect the tokens' scales of one block side by side, and take no bias.
         x_scale, scale, inside = x_scale.t().contiguous().t(), scale.t(), None
     output: torch.Tensor = _custom_ops.cutlass_scaled_mm(
         x, weight.t(), scale_a=x_scale, scale_b=scale, out_dtype=ranges.dtype, bias=inside
@@ -121,7 +121,7 @@ def cutlass(x: torch.Tensor, x_scale: torch.Tensor, ranges: Ranges) -> torch.Ten
 
 
 def cutlass_has_blocks() -> bool:
-    """Return whether vLLM's CUTLASS kernel for blocks is there for this device."""
+    """Return whether vLLM has its CUTLASS kernel for blocks on this device."""
     try:
         from vllm.model_executor.layers.quantization.utils import w8a8_utils
     except ImportError:  # Benchmarks of kernels run without vLLM.
@@ -133,7 +133,7 @@ def cutlass_has_blocks() -> bool:
 def scaled_mm(x: torch.Tensor, x_scale: torch.Tensor, ranges: Ranges) -> torch.Tensor:
     """``torch._scaled_mm`` without blocks; rows may be parts of longer ones.
 
-    It wants a scale for every token and for every row, or one of each for all.
+    It needs a scale for every token and for every row, or one for all tokens and one for all rows.
     """
     weight, scale, bias = joined(ranges)
     tokens, rows = x.shape[0], weight.shape[0]
@@ -159,9 +159,9 @@ def scaled_mm(x: torch.Tensor, x_scale: torch.Tensor, ranges: Ranges) -> torch.T
 
 
 def cublas_blocks(x: torch.Tensor, x_scale: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """``torch._scaled_mm`` with scales of blocks; of up to three last tokens our kernel.
+    """``torch._scaled_mm`` with scales of blocks; our kernel for up to three last tokens.
 
-    cuBLAS wants every block's scales of the tokens, which lie side by side, to begin at a multiple
+    The tokens' scales of one block lie side by side, and cuBLAS needs them to begin at a multiple
     of 16 bytes.
     """
     from shoal.runtime.engine.kernels.partitioned_linear_kernel import Scales, multiply
@@ -203,8 +203,8 @@ def triton_blocks(x: torch.Tensor, x_scale: torch.Tensor, ranges: Ranges) -> tor
 def triton_forms(columns: int, depth: int, shortest: int) -> list[int]:
     """Return numbers of tokens, from the shortest, that need every form of vLLM's Triton kernel.
 
-    It has one for each configuration that vLLM has found for numbers of tokens near it, or one for
-    all, and another where the number is no multiple of 16.
+    It has a form for each configuration that vLLM has tuned for numbers of tokens near a given one;
+    without these, it has one form. Each has another form for numbers that are no multiple of 16.
     """
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 

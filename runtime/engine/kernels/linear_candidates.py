@@ -1,11 +1,11 @@
 """What can multiply the ranges of a layer's weight: one list, in the order of preference.
 
-A layer's ``choice`` is made once, when its kernels are compiled: of the candidates that read its
-weight, those that are the best for some number of tokens, each up to how many. A step takes the
-first whose number is not less than its own.
+A layer's ``choice`` is made once, when its kernels are compiled. It has the candidates that read
+the layer's weight and are the best for some number of tokens, with the largest such number of each.
+A step takes the first candidate whose number is not less than the step's.
 
-A new kernel is one more candidate: what it reads, up to how many tokens it is the best, and where
-in the list it stands.
+A new kernel is one more candidate. It says what it reads and up to how many tokens it is the best,
+and has its place in the list.
 """
 
 import functools
@@ -23,18 +23,18 @@ FP8 = torch.float8_e4m3fn
 
 
 class Format(NamedTuple):
-    """All that the choice for a layer depends on; layers of one shape have one.
+    """Everything that the choice for a layer depends on; layers of one shape share a format.
 
     Attributes:
-        on_gpu: whether it is on a GPU.
-        dtype: the weight's.
-        output: the output's type; None is the input's.
+        on_gpu: whether the layer is on a GPU.
+        dtype: the weight's type.
+        output: the output's type; None means the input's.
         block: rows and inputs that share a scale; 0 if none do.
-        several: whether it is more than one range of rows.
-        columns: outputs.
-        depth: inputs.
-        packed: whether rows lie side by side for a GEMM over all: of several ranges it has a copy.
-        packed_scales: the same of the scales of blocks.
+        several: whether the layer is more than one range of rows.
+        columns: the layer's outputs.
+        depth: the layer's inputs.
+        packed: whether a GEMM over all finds the rows side by side: several ranges are copied.
+        packed_scales: the same for the scales of blocks.
     """
 
     on_gpu: bool
@@ -49,7 +49,7 @@ class Format(NamedTuple):
 
 
 def format_of(ranges: Ranges) -> Format:
-    """Return that of a layer."""
+    """Return the format of a layer."""
     first, several = ranges.weights[0], len(ranges.weights) > 1
     scales = ranges.scales
     return Format(
@@ -76,11 +76,11 @@ class Candidate:
 
     Attributes:
         name: for people.
-        reads: whether it computes layers of a format, and is meant for them.
-        run: what it does.
-        best_up_to: the most tokens for which it is better than all that come after it.
-        forms: of one that is the best for any number of tokens: numbers that between them need all
-            forms of it that are compiled for a format, beyond the last one's ``best_up_to``.
+        reads: whether it can compute layers of a format, and is meant for them.
+        run: multiplies.
+        best_up_to: the most tokens for which it is better than all candidates after it.
+        forms: for a candidate that is the best for any number of tokens: numbers of tokens above
+            the former candidate's ``best_up_to`` that together need all its compiled forms.
     """
 
     name: str
@@ -100,9 +100,9 @@ def launches(
 
     Args:
         table: for which sizes and numbers of tokens each tile is the best.
-        dtypes: of the weights that it is for.
-        block: that of their scales.
-        several: whether it is for several ranges, or for one; None: for both.
+        dtypes: types of the weights that the table is for.
+        block: rows and inputs that share a scale; 0 if none do.
+        several: whether the table is for several ranges, or for one; None: for both.
     """
 
     def reads(best: Best, given: Format) -> bool:
@@ -132,7 +132,7 @@ def launch(
 
 
 def unpaired(ranges: Sequence[torch.Tensor], dimensions: int) -> list[torch.Tensor]:
-    """Return each range alone, of so many dimensions; ``paired`` ones have one more."""
+    """Return each range alone, with so many dimensions; ``paired`` ranges have one more."""
     alone = ([range_] if range_.dim() == dimensions else range_.unbind() for range_ in ranges)
     return [range_ for several in alone for range_ in several]
 
@@ -141,7 +141,7 @@ def unpaired(ranges: Sequence[torch.Tensor], dimensions: int) -> list[torch.Tens
 
 
 def _cutlass_reads(given: Format) -> bool:
-    """Return whether CUTLASS can take an FP8 weight: it takes all for packed, with no error."""
+    """Return whether CUTLASS reads an FP8 weight right: it assumes packed rows, with no error."""
     if not (given.on_gpu and given.dtype is FP8 and given.packed):
         return False
     return not given.block or library_gemms.cutlass_has_blocks()
@@ -154,10 +154,10 @@ def _scaled_mm_reads(given: Format) -> bool:
 def _cublas_reads(given: Format) -> bool:
     """Return whether cuBLAS can take a weight with scales of blocks: it looks at strides of rows.
 
-    With outputs in bfloat16; others are not tried.
+    Outputs other than bfloat16 have not been tried.
 
-    It takes a row's scales for padded to a multiple of four, and reads those of other rows where
-    they are not: PyTorch 2.11 lets it (pytorch/pytorch#166752).
+    cuBLAS assumes that a row's scales are padded to a multiple of four. If they are not, it reads
+    scales of other rows, and PyTorch 2.11 does not prevent that (pytorch/pytorch#166752).
     """
     if not (given.on_gpu and given.block) or given.output is not torch.bfloat16:
         return False
@@ -167,7 +167,7 @@ def _cublas_reads(given: Format) -> bool:
 
 
 def _triton_reads(given: Format) -> bool:
-    return given.on_gpu and given.block > 0  # vLLM's looks at strides.
+    return given.on_gpu and given.block > 0  # vLLM's kernel looks at strides.
 
 
 def _triton_forms(given: Format, beyond: int) -> list[int]:
@@ -196,9 +196,9 @@ CANDIDATES: Sequence[Candidate] = (
 
 @functools.cache
 def choice(given: Format) -> tuple[Candidate, ...]:
-    """Return the candidates for layers of a format, ascending by ``best_up_to``; the last's is any.
+    """Return the candidates for layers of a format, ascending by ``best_up_to``, to ``ANY``.
 
-    Every one is the first in ``CANDIDATES`` that reads them and is best up to its number of tokens.
+    Each is the first in ``CANDIDATES`` that reads such layers and is best up to its number.
     """
     chosen: list[Candidate] = []
     longest = 0
@@ -212,7 +212,7 @@ def choice(given: Format) -> tuple[Candidate, ...]:
 
 
 def compiled_steps(given: Format) -> Iterator[int]:
-    """Yield numbers of tokens that between them need every kernel of the choice for a format."""
+    """Yield numbers of tokens that together need every kernel of the choice for a format."""
     longest = 0
     for candidate in choice(given):
         if candidate.best_up_to == ANY:

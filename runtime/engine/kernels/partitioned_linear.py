@@ -1,13 +1,13 @@
 """One linear layer over ranges of a weight's rows: QKV and row-parallel layers of a TP layout.
 
 The rows of a member's query, key and value heads are three ranges of ``qkv_proj`` in vLLM's order.
-A row-parallel FP8 layer is one range of rows that are parts of longer ones, which vLLM's CUTLASS
+A row-parallel FP8 layer is one range of rows that are parts of longer rows, which vLLM's CUTLASS
 kernels cannot read. A step of few tokens is bound by reading the rows once, so one launch of our
-kernel does it; a step of many is bound by arithmetic and goes to a library.
+kernel computes it; a step of many tokens is bound by arithmetic and goes to a library.
 
-To ``torch.compile`` it is one opaque operator. Which candidate computes a step depends on its
-number of tokens, so it is found where the operator runs or is captured, in the layer's choice
-(``linear_candidates``).
+``torch.compile`` sees one opaque operator. Which candidate computes a step depends on the step's
+number of tokens, so the operator looks it up in the layer's choice (``linear_candidates``) when it
+runs or is captured.
 """
 
 from collections.abc import Sequence
@@ -40,17 +40,17 @@ def linear(
     """Return ``(x_scale * x) @ cat(scales * weights).T + cat(biases)``, ``[..., sum of rows]``.
 
     Args:
-        x: ``[..., depth]``; of FP8 ``[tokens, depth]``, float8_e4m3fn.
+        x: ``[..., depth]``; in FP8 ``[tokens, depth]``, float8_e4m3fn.
         weights: at most ``MAX_RANGES`` ranges of rows of one tensor, ``[rows, depth]`` each, of the
             type of ``x``. In FP8 the rows may be parts of longer ones; in 16 bits they may be as
             ``paired`` gives them.
         biases: the same ranges of one tensor ``[rows]`` of the output's type, in the same way;
             empty without a bias.
-        scales: of FP8, float32: the same ranges of a scale for each row; or for each range the
+        scales: for FP8, float32: the same ranges of a scale for each row; or for each range the
             scale of the whole weight; or with ``block`` ``[rows / block, depth / block]`` each.
-        dtype: of FP8, the output's type, bfloat16 or float16.
-        block: ``linear_tiles.BLOCK`` if scales are those of blocks, else 0.
-        x_scale: of FP8, float32: one for each token or one for all; with ``block``
+        dtype: for FP8, the output's type, bfloat16 or float16.
+        block: ``linear_tiles.BLOCK`` if blocks have scales, else 0.
+        x_scale: for FP8, float32: one for each token or one for all; with ``block``
             ``[tokens, depth / block]``.
     """
     output: torch.Tensor = torch.ops.shoal.partitioned_linear(
@@ -79,7 +79,7 @@ def warm_up(
     blocks = -(-depth // block) if block else 1
     for tokens in compiled_steps(format_of(ranges)):
         x = torch.zeros(tokens, depth, dtype=first.dtype, device=first.device)
-        # They lie as in a step: Triton compiles other forms for other strides.
+        # Scales are laid out as in a step: Triton compiles other forms for other strides.
         x_scale = torch.ones(blocks, tokens, dtype=torch.float32, device=first.device).t()
         linear(x, *ranges, x_scale=x_scale if scales else None)
 
@@ -87,8 +87,8 @@ def warm_up(
 def paired(ranges: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return three ranges of one tensor with the last two as one view ``[2, rows, ...]`` of it.
 
-    GEMMs in 16 bits multiply the two as a batch. To make that view in every step would take the
-    host longer than to launch what reads it. Other ranges are returned as they are.
+    GEMMs in 16 bits multiply the two as a batch. Making that view in every step would take the host
+    longer than launching the kernel that reads it. Other ranges are returned as they are.
     """
     if len(ranges) != MAX_RANGES or not _are_pair(*ranges[1:]):
         return list(ranges)
@@ -118,7 +118,7 @@ def _empty(
 
 
 def _compute(x: torch.Tensor, x_scale: torch.Tensor | None, *given: Any) -> torch.Tensor:
-    """Return what ``linear`` does, by the layer's candidate for so many tokens."""
+    """Compute what ``linear`` returns, by the layer's candidate for so many tokens."""
     ranges = Ranges(*given)
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     tokens = rows.shape[0]

@@ -1,11 +1,11 @@
 """Triton kernels behind ``partitioned_linear``: one launch over up to three ranges.
 
-An output column is a weight row; which one is found by comparing the column with the sizes of the
-ranges, before the loop over the depth. So the ranges cost nothing, whatever their alignment, nor do
-rows that are parts of longer ones: they only have another stride.
+An output column is a weight row. Before the loop over the depth, a kernel finds it by comparing the
+column with the sizes of the ranges. So ranges cost nothing, whatever their alignment. Rows that
+are parts of longer rows cost nothing either: they only have another stride.
 
-FP8 operands are multiplied as they are. A token's scale and a row's are factors of the sum, those
-of blocks of a block's part of it.
+FP8 operands are multiplied directly. The scales of a token and of a row are factors of the whole
+sum; the scales of a block are factors of that block's part of it.
 
 Importing this module imports Triton, which only CUDA (or Triton's interpreter) has a use for.
 """
@@ -22,14 +22,15 @@ from shoal.runtime.engine.kernels.linear_tiles import COUNTERS, Tile
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of FP8 operands, float32: what a product of them is to be multiplied with.
+    """Scales of FP8 operands, float32, by which their product is multiplied.
 
     Attributes:
-        x: one for each token, or one for all; of blocks ``[tokens, depth / block]``.
-        weight: one for each row of the first range, followed in memory as that range's rows are; or
-            one for all; of blocks ``[rows / block, depth / block]``.
-        block: rows and elements of a row that share a scale, a multiple of which every range begins
-            with; a tile must be as deep. 0: scales by row and token.
+        x: one for each token, or one for all; with blocks ``[tokens, depth / block]``.
+        weight: one for each row of the first range, and behind them in memory, as the rows lie,
+            those of the other ranges; or one for all. With blocks
+            ``[rows / block, depth / block]``.
+        block: rows and elements of a row that share a scale. Every range begins at a multiple of
+            it, and a tile must be as deep. 0: scales by row and token.
     """
 
     x: torch.Tensor
@@ -37,7 +38,7 @@ class Scales:
     block: int = 0
 
     def strides(self) -> tuple[int, int, int, int]:
-        """Return how far tokens, rows, and along the depth a token's and a row's blocks are."""
+        """Return the strides of tokens and rows, and of blocks along a token and along a row."""
         if self.block:
             (token, x_step), (row, step) = self.x.stride(), self.weight.stride()
             return token, row, x_step, step
@@ -53,8 +54,8 @@ def _rows_of(columns, total, size0, size1, distance1, distance2):  # type: ignor
     return tl.where(columns < total, rows, 0).to(tl.int64)
 
 
-# Sizes and distances differ between layouts and members: nothing is compiled for their values. A
-# scale for all has the stride 0.
+# Sizes and distances differ between layouts and members, so no kernel is compiled for their values.
+# A scale for all has the stride 0.
 _UNKNOWN = ["size0", "size1", "distance1", "distance2", "x_scale_stride", "scale_stride"]
 
 
@@ -172,7 +173,7 @@ def _matrix_kernel(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     """Multiply a tile of tokens with a tile of rows over one part of the depth."""
-    # Neighbours share the weight tile, which so comes from memory once.
+    # Neighbouring programs share the weight tile, so it comes from memory once.
     tiles = tl.cdiv(tokens, tile_tokens)
     tile = tl.program_id(0)
     split = tl.program_id(1)

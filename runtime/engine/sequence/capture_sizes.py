@@ -1,11 +1,12 @@
 """CUDA graphs of a layout's model for more tokens than its own steps have graphs for.
 
 A step by sequence has long shares and many kernels to launch, and waits for the host where it has
-no graph; a layout's own step of that length does not, and would pay for the padding. So vLLM
-captures piecewise graphs for both, and its dispatcher finds those of its own sizes alone.
+no graph. A layout's own step of that length does not wait, and would pay for the padding. So vLLM
+captures piecewise graphs for both, but its dispatcher finds only those of vLLM's own sizes.
 
-vLLM's configuration stays as it is: the keys of its compile cache, the ranges that it compiles for,
-what attention backends set up for the largest size, and the sizes of whole graphs come from it.
+vLLM's configuration stays unchanged, because more depends on it: the keys of its compile cache, the
+ranges that it compiles for, what attention backends set up for the largest size, and the sizes of
+whole graphs.
 """
 
 import weakref
@@ -20,22 +21,22 @@ from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 LARGEST_SHARE = 2048
-"""Tokens above which no graphs are captured. Of a prefill in shares of so many, without graphs, no
-kernel ran in 6 % of the time (8B Llama shape, four H200s): the host is ahead of the device."""
+"""Tokens above which no graphs are captured. In a prefill with shares of this size, without graphs,
+the device was idle for 6 % of the time (8B Llama shape, four H200s): the host is ahead of it."""
 
 SMALLEST_STEP = 8
-"""Tokens between two sizes at least, as between most of vLLM's own."""
+"""The fewest tokens from one size to the next, as between most of vLLM's own sizes."""
 
 
 def larger_sizes(largest: int, most: int) -> list[int]:
     """Return sizes above ``largest`` for up to ``most`` tokens, which is the last of them.
 
-    From one to the next is an eighth at most, or ``SMALLEST_STEP``: as much of a share may be
-    padding. Above 512 tokens that is every 64, above 1,024 every 128.
+    Each is at most an eighth, or ``SMALLEST_STEP`` tokens, larger than the one before: as much of a
+    share may be padding. Above 512 tokens that is every 64, above 1,024 every 128.
 
     Args:
-        largest: tokens that there are graphs for.
-        most: tokens that there shall be.
+        largest: tokens of the largest graph that there is.
+        most: tokens of the largest graph that there should be.
     """
     sizes: list[int] = []
     size = largest
@@ -56,7 +57,7 @@ def wanted_sizes(config: VllmConfig, most: int) -> list[int]:
     sizes, mode = compilation.cudagraph_capture_sizes, compilation.cudagraph_mode
     if not sizes or mode is None or mode.mixed_mode() is not CUDAGraphMode.PIECEWISE:
         return []
-    if is_breakable_cudagraph_enabled():  # those hang on vLLM's runner, not on the model
+    if is_breakable_cudagraph_enabled():  # such graphs belong to vLLM's runner, not to the model
         return []
     return larger_sizes(max(sizes), min(most, LARGEST_SHARE))
 
@@ -64,7 +65,7 @@ def wanted_sizes(config: VllmConfig, most: int) -> list[int]:
 def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:
     """Have a model runner capture piecewise graphs of these sizes, and never run them itself.
 
-    They are captured with vLLM's own, and estimated with them when it measures what graphs take.
+    vLLM captures them with its own, and includes them when it measures what graphs take.
 
     Args:
         model_runner: of vLLM, V1 or V2; its KV cache is not initialised.
@@ -76,7 +77,7 @@ def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:
         for method in ("profile_cudagraph_memory", "capture_model"):
             _call_within(model_runner, method, lambda _: dispatcher.capturing())
     else:
-        # It measures what graphs take by this very method.
+        # It also measures what graphs take by this method.
         _call_within(model_runner, "capture_model", lambda runner: _also_of(runner, sizes))
 
 
@@ -85,7 +86,7 @@ def _call_within(
 ) -> None:
     """Let every call of a method of this one object happen within a ``manager(owner)``."""
     function = getattr(type(owner), method)
-    # vLLM freezes what is there after its warm-up: a cycle would outlive the layout.
+    # vLLM freezes what is there after its warm-up, so a cycle would outlive the layout.
     reference = weakref.ref(owner)
 
     @wraps(function)
@@ -112,7 +113,7 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """While active, find graphs of the larger sizes: vLLM captures what is found."""
+        """While active, find graphs of the larger sizes, too: vLLM captures what it finds."""
         self._captures = True
         try:
             yield
@@ -129,7 +130,7 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
                 self.add_cudagraph_key(CUDAGraphMode.PIECEWISE, descriptor)
 
     def dispatch(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """Find what vLLM finds, in its own sizes; while it captures, the larger sizes as well."""
+        """Find what vLLM finds, in its own sizes; while it captures, find larger sizes as well."""
         if self._captures and self._is_larger(num_tokens, **kwargs):
             return CUDAGraphMode.PIECEWISE, self._larger[num_tokens]
         return super().dispatch(num_tokens, *args, **kwargs)
@@ -147,7 +148,7 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
 def _also_of(model_runner: Any, sizes: Sequence[int]) -> Iterator[None]:
     """While active, let a V2 model runner capture these sizes with its own.
 
-    What it runs is found among the candidates that it has made of its own sizes before.
+    What it runs later comes from candidates that it made from its own sizes before.
     """
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
@@ -158,7 +159,7 @@ def _also_of(model_runner: Any, sizes: Sequence[int]) -> Iterator[None]:
         return
     larger = [
         BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None)
-        for size in sorted(sizes, reverse=True)  # large ones first: small ones use their memory
+        for size in sorted(sizes, reverse=True)  # large ones first: small ones reuse their memory
     ]
     to_capture[CUDAGraphMode.PIECEWISE] = [*larger, *own]
     try:

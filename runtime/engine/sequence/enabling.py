@@ -41,10 +41,10 @@ class BySequence:
 
 
 class SequenceParallelism:
-    """What one engine's layouts need for steps by sequence. It goes along with their making.
+    """What one engine's layouts need for steps by sequence, prepared while they are made.
 
     Args:
-        plan: of the node.
+        plan: the node's.
     """
 
     def __init__(self, plan: SequencePlan) -> None:
@@ -53,7 +53,7 @@ class SequenceParallelism:
         self._plan = plan
         self._by_peers: dict[Layout, bool] = {}
         self._cannot_share = False
-        """Whether members that could reach each other's memory were not let."""
+        """Whether some members that could reach each other's memory were refused it."""
 
     def expect(self, unit: Unit, config: VllmConfig) -> None:
         """Decide for a unit of this engine, before its members meet.
@@ -69,11 +69,11 @@ class SequenceParallelism:
         self.captures[unit.layout] = self._plan.captures(unit.layout, config)
 
     def forget(self, layout: Layout) -> None:
-        """Let go of what was captured of a layout's model, which is gone."""
+        """Forget what was captured of a layout's model, which is gone."""
         self.captures.pop(layout, None)
 
     def prepare(self, worker: LayoutWorker) -> None:
-        """Have a worker that was created capture what steps by sequence replay of its model."""
+        """Make a created worker capture what steps by sequence replay of its model."""
         captures = self.captures[worker.layout]
         if captures.larger:
             capture_also(worker.model_runner, captures.larger)
@@ -84,12 +84,12 @@ class SequenceParallelism:
         """Let a worker whose weights are there run steps by sequence. Collective over its unit.
 
         Args:
-            worker: of a layout; if the plan does not include that, it stays as it is.
-            workers: all of the engine that there are, narrow ones first; those of narrower layouts
-                have their weights.
+            worker: a layout's; if the plan does not include the layout, the worker stays as it is.
+            workers: all that the engine has, narrow ones first; those of narrower layouts have
+                their weights.
 
         Raises:
-            NotSharedError: the members cannot share memory, and have to.
+            NotSharedError: the members have to share memory, and cannot.
             UnexchangeableAttention: the model cannot run by sequence.
         """
         plan, layout = self._plan, worker.layout

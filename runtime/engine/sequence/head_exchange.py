@@ -1,6 +1,6 @@
-"""Tokens for heads and back: the all-to-alls of Arctic Ulysses, by collectives of a process group.
+"""Exchanges tokens for heads and back: Arctic Ulysses' all-to-alls, by collectives.
 
-Shift Parallelism, 3.2 (Algorithm 1 where KV heads are fewer than members).
+Shift Parallelism, 3.2 (Algorithm 1 if there are fewer KV heads than members).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class HeadExchange:
         self._groups = groups
         self.sp: int = groups.sp.size()
         self.kv_parts: int = self.sp if groups.within is None else size_of(groups.across)
-        """Members that the base's KV heads are divided among."""
+        """Into how many parts members divide the base's KV heads."""
         self._place: int = groups.sp.rank()
         self.num_tokens = 0
         self.share = 0
@@ -40,13 +40,13 @@ class HeadExchange:
                 dist.all_gather_into_tensor(gathered, sent, group=group)
 
     def share_of(self, num_tokens: int) -> int:
-        """Return the fewest tokens of each member with which all have those of a step."""
+        """Return the smallest share of each member with which all together have a step's tokens."""
         return -(-num_tokens // self.sp)
 
     def begin(self, num_tokens: int, share: int | None = None) -> None:
-        """Begin a step of ``num_tokens`` tokens, ``share`` of them and of padding each member's.
+        """Begin a step of ``num_tokens`` tokens. Each member has ``share``, padding included.
 
-        By default as few as there can be.
+        By default that is as few as possible.
         """
         self.num_tokens = num_tokens
         self.share = share or self.share_of(num_tokens)
@@ -57,9 +57,9 @@ class HeadExchange:
         return nn.functional.pad(part, (0, self.share - part.shape[0]))
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[tokens, width]`` of all members' ``[share, width]``.
+        """Return ``[tokens, width]``, gathered from all members' ``[share, width]``.
 
-        All of them: besides those that are sampled, prompt log-probabilities may want any.
+        All tokens are needed: prompt log-probabilities may need any of them, not only the sampled.
         """
         gathered = hidden.new_empty((self.sp * self.share, *hidden.shape[1:]))
         dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=self._groups.sp)
@@ -82,8 +82,9 @@ class HeadExchange:
     def _replicate(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exchange KV heads that are fewer than members (Shift Parallelism, Algorithm 1).
 
-        All-to-all across the GQA groups, after which each member has its head for the tokens of
-        one member of each; all-gather within, for the tokens of all; then these in their order.
+        After an all-to-all across the GQA groups, each member has its head for the tokens of one
+        member of each group. An all-gather within its group adds the tokens of all the others.
+        Then the tokens are put in order.
         """
         across, within, heads = self._groups.across, self._groups.within, self.kv_parts
         mine = _side_by_side(tensors, heads).flatten(0, 1)
@@ -97,7 +98,7 @@ class HeadExchange:
     def _as_heads(
         self, words: torch.Tensor, sent: Sequence[torch.Tensor], widths: list[int]
     ) -> list[torch.Tensor]:
-        """Return ``[tokens, heads, size]`` each of ``[rows, words]``, of so many words of each."""
+        """Return tensors ``[tokens, heads, size]`` from ``[rows, words]``, split by ``widths``."""
         columns = words[: self.num_tokens].split(widths, dim=1)
         return [
             column.view(tensor.dtype).unflatten(1, (-1, tensor.shape[2]))
@@ -105,7 +106,7 @@ class HeadExchange:
         ]
 
     def new_heads(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return ``[sp * share, heads, size]`` to be filled and given to ``to_tokens``."""
+        """Return ``[sp * share, heads, size]``, which the caller fills for ``to_tokens``."""
         return output.new_empty((self.sp * self.share, heads, output.shape[2]))
 
     def to_tokens(self, heads: torch.Tensor, output: torch.Tensor) -> None:

@@ -1,14 +1,14 @@
 """The exchange of ``head_exchange.py`` without collectives: by members' memory.
 
-Members write and read each other's, which all of them can reach, over NVLink. Queries, keys and
-values are written right to where their member computes attention from; its outputs are read from
-where it left them. Between the two is one barrier of all members. The memory is two slots that take
-turns: who is past the barrier of an exchange knows that everybody is done with the one before, so
-that one's slot may be written again in the next.
+Members write and read each other's memory over NVLink. A member writes queries, keys and values
+straight to where another member computes attention from, and reads that member's outputs from where
+attention left them. One barrier of all members separates writing from reading. The memory is two
+slots that take turns: a member that is past an exchange's barrier knows that all members are done
+with the exchange before, so the next exchange may write to that one's slot again.
 
-NCCL needs a message buffer for every pair and channel, hundreds of megabytes for each layout, and
-for a reduction's many small steps; here are none. And it takes more of the host: here an exchange
-is one kernel of our own (``peer_exchange_kernel.py``) and the barrier.
+NCCL needs a message buffer for every pair and channel, hundreds of megabytes for each layout, also
+for the many small steps of a reduction; this exchange needs none. NCCL also takes more host time:
+here an exchange is one kernel of our own (``peer_exchange_kernel.py``) and the barrier.
 """
 
 import logging
@@ -51,12 +51,12 @@ def exchanges_by_peers(
 ) -> bool:
     """Return whether a group exchanges through its members' memory, not by collectives.
 
-    No member asks another one: each sees all of the node's devices, and so all come to the same.
+    Members need not ask each other: each sees all of the node's devices, so all decide alike.
 
     Args:
         setting: see ``exchange_setting``.
-        devices: of the group's members, in order; none: they have none.
-        can_access: whether a device can access the memory of another one.
+        devices: of the group's members, in order; empty if they have none.
+        can_access: whether a device can access another device's memory.
         by_nvlink: whether NVLink connects every two of these devices.
 
     Raises:
@@ -72,7 +72,7 @@ def exchanges_by_peers(
     elif barred is not None:
         problem = "GPU {} cannot access the memory of GPU {}".format(*barred)
     elif setting == "auto" and not by_nvlink(devices):
-        # Members wait for each other by atomic operations, which peers on PCIe need not have.
+        # Members wait for each other by atomic operations, which PCIe peers may not support.
         problem = "NVLink does not connect every two of them"
     if problem and setting == "peer":
         raise SettingError(f"{EXCHANGE}=peer: {problem}")
@@ -83,7 +83,7 @@ def exchanges_by_peers(
 
 
 class PeerExchange(HeadExchange):
-    """See the module. What ``to_heads`` returns holds until the next but one exchange.
+    """See the module. What ``to_heads`` returns is valid until the exchange after the next.
 
     Args:
         groups: this member's process groups; nothing is sent in them.
@@ -96,7 +96,7 @@ class PeerExchange(HeadExchange):
 
         self._kernels = peer_exchange_kernel
         self._memory = memory
-        # Views of slots in the shapes of this step. Layers look alike: each is made once.
+        # Views of slots in the shapes of this step. Layers are alike, so each view is made once.
         self._inputs: dict[object, tuple[list[int], Sequence[torch.Tensor]]] = {}
         self._outputs: dict[object, torch.Tensor] = {}
 
@@ -107,7 +107,7 @@ class PeerExchange(HeadExchange):
         self._outputs.clear()
 
     def connect(self, device: torch.device) -> None:
-        """Exchange a token for heads and back, for which the kernels are compiled. Collective."""
+        """Exchange a token for heads and back, which compiles the kernels. Collective."""
         self.begin(self.sp)
         query, key, value = (
             torch.zeros(1, heads, WORD.itemsize, dtype=torch.uint8, device=device)
@@ -146,14 +146,14 @@ class PeerExchange(HeadExchange):
     def _received(
         self, slot: Slot, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[int], Sequence[torch.Tensor]]:
-        """Return the words of a token that this member keeps of each, and where they come to be."""
+        """Return how many words of a token this member keeps of each tensor, and where they go."""
         parts = (self.sp, self.kv_parts, self.kv_parts)
         widths = [words_of(t) // part for t, part in zip(tensors, parts, strict=True)]
         rows, width = self.sp * self.share, sum(widths)
         return widths, self._as_heads(slot.own[: rows * width].view(rows, width), tensors, widths)
 
     def new_heads(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """See ``HeadExchange.new_heads``: where peers can read it, once it is filled."""
+        """See ``HeadExchange.new_heads``: a tensor in memory that peers can read."""
         slot = self._memory.slot()
         kind = (slot.own.data_ptr(), heads, output.shape[2], output.dtype)
         if kind not in self._outputs:

@@ -1,8 +1,9 @@
-"""Triton kernels behind ``peer_exchange``: one launch each, right from and to members' memory.
+"""Triton kernels behind ``peer_exchange``: one launch each, straight from and to members' memory.
 
-Every argument is a number, addresses too, and none is compiled for its value: so each kernel has
-one form, which is compiled when a group connects and never while it serves, and a launch looks at
-no tensor. A step by sequence launches three for each layer, and hosts are slower than GPUs there.
+Every argument is a number, addresses included, and no kernel is compiled for their values. So each
+kernel has one form, which is compiled when a group connects and never while it serves, and a
+launch inspects no tensor. That matters because a step by sequence launches three kernels for each
+layer, and hosts are slower than GPUs there.
 
 Importing this module imports Triton, which only CUDA (or Triton's interpreter) has a use for.
 """
@@ -52,7 +53,7 @@ def _give_kernel(  # type: ignore[no-untyped-def]
 ):
     """Write the heads that a member keeps, of token ``program_id(0)``, to that member's slot."""
     token = tl.program_id(0)
-    # Each one's next neighbour first: so nobody is written to by all at once.
+    # Each member begins with its next neighbour, so they do not all write to one at once.
     member = (place + 1 + tl.program_id(1)) % members
     word = tl.program_id(2) * tile + tl.arange(0, tile)
     key_word = word - query_words
@@ -63,7 +64,7 @@ def _give_kernel(  # type: ignore[no-untyped-def]
     query_row = _words(query) + row * query_stride + member * query_words
     key_row = _words(key) + row * key_stride + head * key_words
     value_row = _words(value) + row * value_stride + head * value_words
-    # Each word is of one of the three: where it is not, nothing is read.
+    # Each word belongs to one of the three, and is not read from the other two.
     words = tl.load(query_row + word, mask=word < query_words, other=0)
     words |= tl.load(key_row + key_word, mask=(key_word >= 0) & (key_word < key_words), other=0)
     words |= tl.load(
@@ -102,15 +103,15 @@ def give(
     place: int,
     members_per_head: int,
 ) -> None:
-    """Write every member's heads of queries, keys and values to its slot, this member's rows there.
+    """Write each member's heads of queries, keys and values to its slot, in this member's rows.
 
     Args:
         tensors: queries, keys and values, ``[tokens, heads, size]`` each; a token's heads are
-            contiguous, in words that are whole.
-        widths: words of a token that a member keeps of each.
-        slots: address of every member's slot, int64, ``[members]``: ``[members * tokens, words]``.
-        place: this member's.
-        members_per_head: members that keep the same keys and values, which are neighbours.
+            contiguous and fill whole words.
+        widths: words of a token that a member keeps of each tensor.
+        slots: address of every member's slot, ``[members * tokens, words]``; int64, ``[members]``.
+        place: this member's place.
+        members_per_head: how many members, which are neighbours, keep the same keys and values.
     """
     tokens, members = tensors[0].shape[0], slots.shape[0]
     _give_kernel[(tokens, members, triton.cdiv(sum(widths), _TILE))](
@@ -143,8 +144,8 @@ def take(
         strides: words of ``out`` from one row to the next, and from one member to the next.
         width: words of a row.
         slots: address of every member's slot, int64, ``[members]``.
-        place: this member's.
-        first: row of a slot to begin with.
+        place: this member's place.
+        first: first row to read of a slot.
     """
     members = slots.shape[0]
     _take_kernel[(rows, members, triton.cdiv(width, _TILE))](

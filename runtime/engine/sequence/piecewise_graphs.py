@@ -1,9 +1,9 @@
 """The piecewise CUDA graphs that vLLM captured of a layout's model, for steps by sequence.
 
-Such a graph computes all between two attention layers, for one number of tokens, from whatever lies
-in the tensors that it was captured with (``vllm.compilation.cuda_graph.CUDAGraphWrapper``). A step
-by sequence runs the base layout's model on a share of its tokens, and its attention between those
-graphs; so with its share padded to a number that was captured, it may replay them.
+Such a graph computes everything between two attention layers, for one number of tokens, on the
+tensors that it was captured with (``vllm.compilation.cuda_graph.CUDAGraphWrapper``). A step by
+sequence runs the base layout's model on a share of its tokens, and runs attention between those
+graphs. So it may replay them if it pads its share to a number that was captured.
 """
 
 import logging
@@ -26,9 +26,9 @@ class CapturedStep:
     """A number of tokens that graphs were captured for.
 
     Attributes:
-        descriptor: by which vLLM finds the graphs.
-        input_ids: what they read token ids from, ``[tokens]``.
-        positions: what they read positions from, ``[tokens]``.
+        descriptor: the key by which vLLM finds the graphs.
+        input_ids: the tensor from which they read token ids, ``[tokens]``.
+        positions: the tensor from which they read positions, ``[tokens]``.
     """
 
     descriptor: BatchDescriptor
@@ -37,10 +37,10 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """What a layout's model was captured for: nothing without CUDA graphs.
+    """The steps that a layout's model was captured for: none without CUDA graphs.
 
     Args:
-        wanted: whether a step by sequence may replay it: the layout is the base of a group.
+        wanted: whether steps by sequence may replay them: the layout is the base of a group.
         larger: sizes, in tokens, that are captured for such steps alone (``capture_sizes.py``).
     """
 
@@ -52,7 +52,7 @@ class CapturedSteps:
 
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[None]:
-        """Take note of all captures of ``model`` meanwhile."""
+        """While active, take note of all captures of ``model``."""
         hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
         try:
             yield
@@ -79,11 +79,11 @@ class CapturedSteps:
 
 
 def share_of(base: VllmConfig, members: int) -> int:
-    """Return the most tokens that a member has in a step by sequence, but for padding.
+    """Return the most tokens that a member has in a step by sequence, without padding.
 
     Args:
-        base: of the layout whose model runs.
-        members: that the step's tokens are divided among.
+        base: configuration of the layout whose model runs.
+        members: how many members share the step's tokens.
     """
     return -(-int(base.scheduler_config.max_num_batched_tokens) // members)
 
@@ -92,8 +92,8 @@ def largest_share(base: VllmConfig, members: int, larger: Sequence[int] = ()) ->
     """Return the most tokens that a member has in a step by sequence, padding included.
 
     Args:
-        base: of the layout whose model runs.
-        members: that the step's tokens are divided among.
+        base: configuration of the layout whose model runs.
+        members: how many members share the step's tokens.
         larger: see ``CapturedSteps``.
     """
     tokens = share_of(base, members)

@@ -1,4 +1,4 @@
-"""Which layouts of a node run steps by sequence, on whose models, and what that takes."""
+"""Which layouts of a node run steps by sequence, on which models, and what that takes."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,20 @@ from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps, share_
 from shoal.runtime.engine.sequence.sp_settings import exchange_setting
 
 LARGER_CAPTURES_BYTES = 256 << 20
-"""GPU memory kept free of KV for the larger graphs (``capture_sizes.py``) of each layout beyond DP
-that has such; DP's vLLM measures. Not measured: vLLM's own 86 graphs of a layout took 0.36 GiB."""
+"""GPU memory kept free of KV for each layout beyond DP with larger graphs (``capture_sizes.py``);
+DP's are measured by vLLM. A guess: vLLM's own 86 graphs of a layout took 0.36 GiB."""
 
 
 class SequencePlan:
-    """What steps by sequence take, on all layouts of a node.
+    """What all layouts of a node need for steps by sequence.
 
     Args:
         layouts: the node's, DP first.
         max_sp: largest SP degree; 1: no step runs by sequence.
-        sizes_are_chosen: whether the user said what sizes of CUDA graphs are captured.
+        sizes_are_chosen: whether the user chose the sizes of CUDA graphs.
 
     Raises:
-        SettingError: the environment says something that cannot be done (``sp_settings``).
+        SettingError: the environment asks for something impossible (``sp_settings``).
     """
 
     def __init__(self, layouts: Sequence[Layout], max_sp: int, *, sizes_are_chosen: bool) -> None:
@@ -47,7 +47,7 @@ class SequencePlan:
 
     @property
     def requires_peers(self) -> bool:
-        """Whether members have to exchange through each other's memory."""
+        """Whether members must exchange through each other's memory, and not by collectives."""
         return self._exchange == "peer"
 
     @property
@@ -62,7 +62,7 @@ class SequencePlan:
         return LARGER_CAPTURES_BYTES * len(bases)
 
     def captures(self, layout: Layout, config: VllmConfig) -> CapturedSteps:
-        """Return what is to be known of a layout's graphs: nothing, unless a group replays them.
+        """Return a record for a layout's graphs, which stays empty unless a group replays them.
 
         Args:
             layout: one of the node's.
@@ -83,7 +83,7 @@ class SequencePlan:
         """Return whether the members of a unit exchange through their memory.
 
         Raises:
-            SettingError: they have to, and cannot.
+            SettingError: they must, and cannot.
         """
         if not self.includes(unit.layout):
             return False

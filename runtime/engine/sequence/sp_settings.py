@@ -1,4 +1,4 @@
-"""By what members exchange heads in a step by sequence, as far as the environment says it."""
+"""How members exchange heads in a step by sequence, as the environment says."""
 
 import os
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ _WORDS = ("auto", "peer", "nccl")
 
 
 class SettingError(ValueError):
-    """A variable that says nothing that can be done; the message names it and the reason."""
+    """A variable asks for something impossible; the message names it and the reason."""
 
 
 def exchange_setting(environment: Mapping[str, str] = os.environ) -> str:
-    """Return by what members exchange heads: ``peer``, ``nccl``, or ``auto`` for the better.
+    """Return how members exchange heads: ``peer``, ``nccl``, or ``auto`` for the better way.
 
     Raises:
         SettingError: the variable says anything else.

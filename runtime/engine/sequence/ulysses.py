@@ -1,10 +1,10 @@
 """Steps of a group by sequence: Arctic Ulysses on the TP layout's KV cache, without its model.
 
-Shift Parallelism, 3.2 (Algorithms 1 and 2). The narrower base layout's own model, compiled as it
-is, runs on this member's share of the step's tokens. Only its attention is another: where vLLM's
+Shift Parallelism, 3.2 (Algorithms 1 and 2). The narrower base layout's own model, as it was
+compiled, runs on this member's share of the step's tokens. Only its attention differs: when vLLM's
 opaque attention operators look a layer up in the forward context, they find one that exchanges
 tokens for heads, runs the TP layout's attention on the TP layout's KV cache and metadata, and
-exchanges back. So a step may run either way, and no weight, cache or graph is added.
+exchanges back. So a step may run either way, and needs no further weights, cache or graphs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -114,8 +114,8 @@ def _order_problems(parents: Mapping[nn.Module, nn.Module], layer: Attention) ->
 class ExchangedAttention:
     """What vLLM's attention operators find as a layer, and as its impl, in a step by sequence.
 
-    Keys and values come in a call of their own before the queries. They wait for these, so that
-    one exchange takes all three.
+    vLLM updates the KV cache in a call of its own before attention. Here that call only notes where
+    to write; ``forward`` does the update, after one exchange of queries, keys and values.
 
     Args:
         layer: the TP layout's attention layer.
@@ -158,10 +158,10 @@ class ExchangedAttention:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write to ``output`` what the layer computes of ``[share, heads, size]`` each.
+        """Write to ``output`` what the layer computes; all are ``[share, heads, size]``.
 
         Raises:
-            NotImplementedError: the output is to be quantised in blocks.
+            NotImplementedError: vLLM wants the output quantised in blocks.
         """
         if output_block_scale is not None:
             raise NotImplementedError("outputs quantised in blocks are not exchanged")
@@ -173,7 +173,7 @@ class ExchangedAttention:
         rows = exchange.sp * exchange.share
         heads = exchange.new_heads(output, query.shape[1])
         if rows > exchange.num_tokens:
-            # What lies there may not be a number, and a scale may be taken over all rows.
+            # These rows may hold NaNs, and a scale may be computed over all rows.
             heads[exchange.num_tokens :].zero_()
         layer.impl.forward(
             layer,
@@ -212,12 +212,12 @@ def exchanged_layers(
 
 
 def exchanged_bytes(base: VllmConfig, copies: int) -> int:
-    """Return the most bytes that members get of one token, all of them together, in an exchange.
+    """Return the most bytes of one token that all members together get in an exchange.
 
     Args:
-        base: of the layout whose model runs: queries, keys and values of its attention, or its
-            hidden state.
-        copies: members that get the same keys and values.
+        base: configuration of the layout whose model runs: exchanges take its queries, keys and
+            values, or its hidden state.
+        copies: how many members get the same keys and values.
     """
     widths = [base.model_config.get_hidden_size()]
     for layer in base.compilation_config.static_forward_context.values():
@@ -233,7 +233,7 @@ _descriptor = lru_cache(maxsize=1024)(BatchDescriptor)
 class SequenceParallelModel:
     """Stands in for a TP layout's model while a step runs by sequence.
 
-    Everything but the forward pass is the TP layout's, its vocabulary-parallel head among it.
+    Everything but the forward pass is the TP layout's, also its vocabulary-parallel head.
 
     Args:
         model: the TP layout's model.
@@ -241,7 +241,7 @@ class SequenceParallelModel:
         in_base: makes the base layout's groups vLLM's current ones.
         exchange: the group's exchange.
         layers: see ``exchanged_layers``.
-        captured: of the base layout, what there are graphs of that may be replayed.
+        captured: the base layout's captured steps, which may be replayed.
     """
 
     def __init__(
@@ -287,16 +287,16 @@ class SequenceParallelModel:
     def _own(
         self, input_ids: torch.Tensor, positions: torch.Tensor, captured: CapturedStep | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this member's share of both: where graphs that are to be replayed read them."""
+        """Return this member's share of both, in the tensors that replayed graphs read, if any."""
         ids, positions = self._exchange.own(input_ids), self._exchange.own(positions)
         if captured is None:
             return ids, positions
         return captured.input_ids.copy_(ids), captured.positions.copy_(positions)
 
     def _entered(self, num_tokens: int, captured: CapturedStep | None) -> "_BySequence":
-        """Be in a step by sequence of so many tokens: the base's groups, exchanged attention."""
+        """Enter a step by sequence: the base layout's groups, and exchanged attention."""
         self._exchange.begin(num_tokens, captured.descriptor.num_tokens if captured else None)
-        # Of the base's graphs, those between attention layers: in whole ones is its own attention.
+        # Only the base's piecewise graphs: whole graphs would contain its own attention.
         mode = CUDAGraphMode.PIECEWISE if captured else CUDAGraphMode.NONE
         descriptor = captured.descriptor if captured else _descriptor(self._exchange.share)
         return _BySequence(self._layers, mode, descriptor, self._in_base())
@@ -305,13 +305,13 @@ class SequenceParallelModel:
 class _BySequence:
     """While entered, vLLM's context of the step is that of a step by sequence.
 
-    The step's own context changes and changes back: with the caches cold, as they are between two
-    steps, another one would take as long as all the rest.
+    The step's own context is changed and changed back. Making another one would take as long as all
+    the rest, because the host's caches are cold between two steps.
 
     Args:
         layers: see ``exchanged_layers``.
         mode: which graphs are replayed.
-        descriptor: of which number of tokens.
+        descriptor: the number of tokens that they are for.
         in_base: makes the base layout's groups vLLM's current ones.
     """
 
@@ -324,7 +324,7 @@ class _BySequence:
         descriptor: BatchDescriptor,
         in_base: AbstractContextManager[None],
     ) -> None:
-        # The mask of all tokens does not fit, and routers of experts alone would read one.
+        # The step's padding mask does not fit a share, and only routers of experts would read it.
         self._now = (layers, mode, descriptor, None)
         self._in_base = in_base
 

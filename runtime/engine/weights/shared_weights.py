@@ -18,8 +18,8 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
 
     Args:
         views: whether the layout's tensors are views of the DP model's.
-        inner: vLLM's own configuration of a quantised checkpoint; answers all that is not about
-            this layout.
+        inner: vLLM's own configuration of a quantised checkpoint; it answers everything that is
+            not about this layout.
     """
 
     def __init__(self, *, views: bool, inner: QuantizationConfig | None = None) -> None:
@@ -52,7 +52,7 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
         return (self._inner or QuantizationConfig).get_checkpoint_weight_mapper()
 
     def __getattr__(self, name: str) -> Any:
-        """Answer from the checkpoint's configuration what only some configurations have."""
+        """Take attributes that only some configurations have from the checkpoint's."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class WeightStore(Protocol):
-    """The full weights, whoever holds them: all that asks for a tensor of DP's asks here."""
+    """The full weights, wherever they are: code that needs a tensor of DP's asks here."""
 
     @property
     def model(self) -> nn.Module:
@@ -17,7 +17,7 @@ class WeightStore(Protocol):
         """Return a whole parameter or buffer, as the DP model computes with it.
 
         Args:
-            name: of it in the DP model, such as ``model.layers.0.mlp.down_proj.weight``.
+            name: its name in the DP model, such as ``model.layers.0.mlp.down_proj.weight``.
 
         Raises:
             KeyError: there is no such tensor.
@@ -25,7 +25,7 @@ class WeightStore(Protocol):
 
 
 class ResidentWeights:
-    """All of them on this engine's device: the DP model's own parameters and buffers.
+    """The full weights on this engine's device: the DP model's own parameters and buffers.
 
     Args:
         model: the DP model.

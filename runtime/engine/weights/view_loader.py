@@ -57,7 +57,7 @@ def view_weights(
         store: has the DP model's weights, loaded and arranged.
         layout: of the model.
         rank: tensor parallel rank.
-        heads: which shard of the attention heads it holds, unless the one of its rank
+        heads: which shard of the attention heads it holds, if not that of its rank
             (``head_order.head_shard``).
 
     Raises:

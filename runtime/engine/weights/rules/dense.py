@@ -33,7 +33,7 @@ class LinearRule(ShardRule):
             format_of(layer).bind_kernels(layer)
 
     def cut(self, layer: nn.Module, full: FullLayer, shard: Shard) -> None:
-        """Let the layer's tensors be this share of the full layer's: here a range of outputs."""
+        """Make the layer's tensors views of this share of the full layer: a range of outputs."""
         dimension = format_of(full.module).axes(full.module)["weight"].outputs
         begin, size = shard.cut(full.module.weight.shape[dimension])
         view_tensors(layer, full, lambda axes, tensor: axes.take_outputs(tensor, begin, size))
@@ -58,7 +58,7 @@ class ColumnParallelRule(LinearRule):
 
 
 class ReplicatedRule(LinearRule):
-    """The whole layer on every member. Linear layers that no rule before it knows are refused."""
+    """The whole layer on every member. Refuses linear layers that no earlier rule knows."""
 
     layers = (LinearBase,)
 

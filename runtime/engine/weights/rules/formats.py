@@ -15,20 +15,20 @@ from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights
 
 
 class WeightFormat(Protocol):
-    """What is to be known of the layers of one format."""
+    """What Shoal has to know of the layers of one format."""
 
     KEEPS_SHAPES: bool
     """Whether loaded tensors have the shapes with which vLLM's layers create them."""
 
     def axes(self, layer: nn.Module) -> Mapping[str, Axes]:
-        """Return where the tensors of a layer of the DP model have its outputs and inputs.
+        """Return which dimensions of a DP layer's tensors are its outputs and inputs.
 
         Raises:
             UnviewableWeights: vLLM's kernel for the layer keeps them in a form of its own.
         """
 
     def bind_kernels(self, layer: nn.Module) -> None:
-        """Let a layer whose tensors are views by now be computed in a way that can read them."""
+        """Give a layer, whose tensors are views now, kernels that can read them."""
 
     def warm_up(self, layer: nn.Module, seen: set[Any]) -> None:
         """Compile what a bound layer launches, unless a layer of its shape is among ``seen``."""
@@ -38,7 +38,7 @@ class QuantisedFormat(WeightFormat, Protocol):
     """A format that a checkpoint names."""
 
     VIEWED: type
-    """Makes of vLLM's method the one of a layer whose tensors will be views."""
+    """Makes of vLLM's method the method of a layer whose tensors will be views."""
 
     def serves(self, scheme: Any) -> bool:
         """Return whether vLLM's method (or compressed-tensors' scheme) makes this format."""
@@ -61,13 +61,13 @@ def quantised_method(
     """Return the method of a layer that vLLM would give ``method``.
 
     Args:
-        method: vLLM's ``quant_method`` for the layer, by the checkpoint's quantisation.
+        method: vLLM's ``quant_method`` for the layer, from the checkpoint's quantisation.
         layer: the layer, which is being made.
         name: what it is called in the model.
         views: whether its tensors are to be views.
 
     Raises:
-        UnviewableWeights: no format is of this quantisation; the message names it.
+        UnviewableWeights: no format is for this quantisation; the message names it.
     """
     scheme = fp8.scheme_of(method, layer)
     for known in QUANTISED:

@@ -1,8 +1,8 @@
 """FP8 weights under every layout: vLLM processes the DP model's, the others view the result.
 
-Per-tensor, per-channel and block-wise scales, as vLLM's ``fp8`` and compressed-tensors load them
-and as its online quantisation makes them. DP keeps vLLM's method and kernel; what multiplies the
-views of other layouts, ``fp8_methods`` decides. A kernel that keeps weights in a form of its own
+Scales may be per-tensor, per-channel or block-wise, as vLLM's ``fp8`` and compressed-tensors load
+them and as its online quantisation makes them. DP keeps vLLM's method and kernel; ``fp8_methods``
+decides what multiplies the views of other layouts. A kernel that keeps weights in a form of its own
 (repacked, padded) is refused by name.
 """
 
@@ -38,7 +38,7 @@ _SCHEMES: Mapping[str, type] = {
     "fp8_per_channel": Fp8PtpcOnlineLinearMethod,
     "fp8_per_block": Fp8PerBlockOnlineLinearMethod,
 }
-"""What vLLM makes of a layer, by its name of the quantisation: those of ``FP8_QUANTISATIONS``."""
+"""vLLM's method or scheme of a layer, by vLLM's name of each of ``FP8_QUANTISATIONS``."""
 
 KEEPS_SHAPES = False
 VIEWED: type = fp8_methods.ViewedFp8
@@ -52,7 +52,7 @@ def scheme_of(method: Any, layer: nn.Module) -> Any:
 
 
 def serves(scheme: Any) -> bool:
-    """Return whether it is FP8 that other layouts can view."""
+    """Return whether a scheme is FP8 that other layouts can view."""
     return type(scheme) in _SCHEMES.values()
 
 

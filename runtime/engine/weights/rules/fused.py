@@ -1,9 +1,9 @@
 """Linear layers that are several in one: ``qkv_proj``, and ``gate_up_proj`` with its activation.
 
 A member has a range of outputs of each logical part. QKV's rows stay in vLLM's order, so DP runs
-vLLM's own GEMM. The rows of ``gate_up_proj`` are grouped once, ``[gate_0|up_0|gate_1|up_1|...]``
-with one group for each member of the largest group, so that a member's share is one range and one
-GEMM, and the activation behind it reads the grouped output in place.
+vLLM's own GEMM. The rows of ``gate_up_proj`` are grouped once, ``[gate_0|up_0|gate_1|up_1|...]``,
+with as many groups as the largest unit has members. So a member's share is one range and one GEMM,
+and the activation behind it reads the grouped output in place.
 """
 
 import itertools
@@ -77,7 +77,7 @@ class GroupedActivation(nn.Module):  # type: ignore[misc]
         """Return ``[T, intermediate]`` in stock order for ``x`` of ``[T, 2*intermediate]``."""
         shape = (*x.shape[:-1], x.shape[-1] // 2)
         if torch.compiler.is_compiling():
-            # Of the two-dimensional view Inductor makes a kernel that takes twice as long.
+            # From the two-dimensional view, Inductor makes a kernel that takes twice as long.
             gate, up = x.view(*x.shape[:-1], self.groups, 2, -1).unbind(-2)
             return (nn.functional.silu(gate) * up).view(shape)
         return self.activation(x.view(-1, x.shape[-1] // self.groups)).view(shape)

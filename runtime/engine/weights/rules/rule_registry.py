@@ -25,15 +25,15 @@ RULES: tuple[ShardRule, ...] = (
 )
 """One for each kind of layer, and for each way in which layers of a kind are split.
 
-vLLM's fused layers are column-parallel ones to Python, so their rules come first; of the last two
-linear rules and of all, the last takes what is left.
+vLLM's fused layers are subclasses of its column-parallel layer, so their rules come first.
+``ReplicatedRule`` takes what is left of linear layers, and ``WholeRule`` what is left of all.
 """
 
 WEIGHT_SCHEME = ",".join(dict.fromkeys(rule.scheme for rule in RULES if rule.scheme))
 """Order of the rows that a layout's code was compiled for, and what multiplies them.
 
-vLLM's compile cache does not see weight order: this string, with the number of groups, goes into
-``VllmConfig.additional_config`` and so into its key.
+vLLM's compile cache does not see the order of rows. So this string, with the number of groups, goes
+into ``VllmConfig.additional_config`` and thereby into the cache's key.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a rule says of one kind of layer: how a layout views the full ones, and what it launches."""
+"""What a rule says of a kind of layer: how a layout views full layers, and what it launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class FullLayer:
 
 
 class ShardRule:
-    """How layers of one kind have the full layer's bytes in every layout.
+    """How layers of one kind share the full layer's bytes in every layout.
 
-    As it stands every member has all tensors of the layer.
+    Unless a subclass says otherwise, every member has all tensors of the layer.
     """
 
     kind: ClassVar[LayerKind]
@@ -42,7 +42,7 @@ class ShardRule:
     layers: ClassVar[tuple[type, ...]] = ()
     """vLLM's classes of them."""
     plain: ClassVar[type[PlainLinear | PlainEmbedding] | None] = None
-    """Their method if they are not quantised; None leaves it to them."""
+    """Their method if they are not quantised; None leaves the choice to the layer."""
     scheme: ClassVar[str] = ""
     """What ``WEIGHT_SCHEME`` says of the order of the full layer's rows, if it is not vLLM's, and
     of the operator that multiplies views of them."""
@@ -50,7 +50,7 @@ class ShardRule:
     """Whether a layer beside a QKV projection is divided as the attention heads are."""
 
     def matches(self, layer: nn.Module) -> bool:
-        """Return whether it is a rule for this layer; the first in ``RULES`` that is counts."""
+        """Return whether this rule is for a layer; the first such rule in ``RULES`` applies."""
         return isinstance(layer, self.layers)
 
     def quant_method(
@@ -101,7 +101,7 @@ class ShardRule:
 
 
 class WholeRule(ShardRule):
-    """Norms, and whatever else no other rule is for: every member has all of it."""
+    """Norms, and everything else that no other rule is for: every member has all of it."""
 
     kind = LayerKind.WHOLE
     layers = (nn.Module,)
@@ -126,7 +126,7 @@ def view_tensors(target: nn.Module, full: FullLayer, take: Take) -> None:
 
 
 def view_whole(layer: nn.Module, full: FullLayer) -> None:
-    """Give a layer the full layer's own parameters, and the buffers that are of one shape."""
+    """Give a layer the full layer's own parameters, and its buffers of the same shape."""
     for key, parameter in layer._parameters.items():
         if parameter is None:
             continue

@@ -1,4 +1,4 @@
-"""Vocabulary embeddings and the LM head: a range of the rows, of which each is a token's."""
+"""Vocabulary embeddings and the LM head: a range of the rows; each row is a token's."""
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
