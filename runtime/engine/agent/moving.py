@@ -24,7 +24,7 @@ class Moving:
         self._leaving.setdefault(message.unit, []).extend(message.request_ids)
 
     def holds(self, core: Core) -> bool:
-        """Return whether a core pauses for requests that are to leave it."""
+        """Return whether a core pauses because requests are about to leave it."""
         return core.unit in self._leaving
 
     def take_out(self) -> bool:

@@ -29,9 +29,9 @@ class Communicators:
 
     Args:
         layout: the layout.
-        config: of the layout.
-        backend: of the process groups.
-        rendezvous: of this process's unit in the layout.
+        config: vLLM's configuration of the layout.
+        backend: torch's backend for the process groups.
+        rendezvous: where the members of this process's unit in the layout meet.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class Active:
     """See ``Communicators.active``. A step by sequence enters it twice, so it has to be quick.
 
     Args:
-        layout: whose workspace it is.
-        groups: by the names of vLLM's globals.
+        layout: the layout to be in, which owns the workspace.
+        groups: its groups, by the names of vLLM's globals.
     """
 
     __slots__ = ("_groups", "_layout", "_saved", "_saved_workspace")

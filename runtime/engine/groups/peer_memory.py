@@ -43,7 +43,7 @@ class PeerMemory(Protocol):
 
 
 class NotSharedError(RuntimeError):
-    """A member cannot reach another one's memory; the message is one line."""
+    """A member cannot reach another member's memory; the message is one line."""
 
 
 class SymmetricMemory:
@@ -51,13 +51,13 @@ class SymmetricMemory:
 
     Args:
         group: gloo group of the members, by which they find each other's memory. Collective.
-        words: of a slot.
-        device: this member's.
+        words: size of a slot.
+        device: this member's device.
 
     Raises:
-        NotSharedError: this member's memory, or its access to the others', is refused. In a
-            container that may be the host's: it takes ``pidfd_getfd``, which needs SYS_PTRACE.
-        RuntimeError: there is no memory left for it.
+        NotSharedError: this member may not share its memory, or not reach the others'. In a
+            container the host may refuse it: it takes ``pidfd_getfd``, which needs SYS_PTRACE.
+        RuntimeError: there is not enough memory left.
     """
 
     def __init__(self, group: Any, words: int, device: torch.device) -> None:
@@ -95,15 +95,15 @@ def shared_memory(
 
     Args:
         group: see ``SymmetricMemory``. Collective: all members come to the same result.
-        words: of a slot.
-        device: this member's.
+        words: size of a slot.
+        device: this member's device.
         tried: whether a narrower group of this member could not share memory. Then no wider one
             tries: torch numbers the members' messages, and one that failed has sent fewer.
         required: whether the members cannot do without such memory.
 
     Raises:
         NotSharedError: it cannot be shared and is required, or a member did not answer in time.
-        RuntimeError: there is no memory left for it.
+        RuntimeError: there is not enough memory left.
     """
     memory, problem = None, "a peer cannot share its memory"
     # Members may have loaded their weights minutes apart.
@@ -142,11 +142,11 @@ def _all_agree(group: Any, value: bool, *, seconds: float | None) -> bool:
 
 
 def needed_words(tokens: int, bytes_of_token: int) -> int:
-    """Return the words of a slot for steps of so many tokens of each member: whole cache lines.
+    """Return the words of a slot for steps with so many tokens of each member, in whole lines.
 
     Args:
-        tokens: of each member.
-        bytes_of_token: the most that a slot takes for each of them.
+        tokens: the tokens of each member.
+        bytes_of_token: the most bytes that a slot takes for each token.
     """
     lines = -(-tokens * bytes_of_token // LINE_BYTES)
     words: int = lines * LINE_BYTES // WORD.itemsize

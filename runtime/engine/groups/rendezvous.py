@@ -144,11 +144,11 @@ class Rendezvous:
 
         Args:
             ranks: engines, ascending.
-            timeout: of the collectives; None: the backend's default.
-            backend: torch's name of it.
+            timeout: the collectives' time-out; None: the backend's default.
+            backend: torch's name of the backend.
 
         Raises:
-            RuntimeError: a member did not come.
+            RuntimeError: a member did not come in time.
         """
         if self._engine not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
@@ -168,7 +168,7 @@ class Rendezvous:
 
     @property
     def own_name(self) -> str:
-        """A name of this process for what it shares with nobody."""
+        """A name that no other process has, for what this process shares with nobody."""
         return f"{self._directory.name}-{self._engine}"
 
 
@@ -190,7 +190,7 @@ def agreed_minimum(directory: Path, name: str, engine: int, engines: int, value:
 
     Args:
         directory: the node's private directory.
-        name: what it is about.
+        name: what the values are about.
         engine: this process's.
         engines: number of engines.
         value: what this engine names.

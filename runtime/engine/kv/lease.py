@@ -63,7 +63,7 @@ class GroupLease:
         """Close free blocks until ``keep`` are open (or all free ones are closed).
 
         Returns the physical blocks that backed them, by member, rows aligned. Closing evicts the
-        blocks from the group's prefix cache: their contents are the members' to overwrite.
+        blocks from the group's prefix cache, because the members may overwrite their contents.
         """
         count = min(self.num_free, max(0, self.num_open - keep))
         blocks = self._pool.get_new_blocks(count)

@@ -1,4 +1,4 @@
-"""What Shoal needs of vLLM: the version and every function it hangs on, checked at start."""
+"""What Shoal needs of vLLM: its version and the functions that Shoal uses, checked at start."""
 
 import importlib
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ VLLM_VERSION = "0.32.0"
 
 
 class UnsupportedVllm(RuntimeError):
-    """The installed vLLM is not the one Shoal hangs on; the message is one line."""
+    """The installed vLLM is not the one that Shoal needs; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def check_seams() -> None:
     """Check the installed vLLM.
 
     Raises:
-        UnsupportedVllm: another version, or one that lacks a seam.
+        UnsupportedVllm: it is another version, or lacks a seam.
     """
     import vllm
 

@@ -53,7 +53,7 @@ class HostMarks:
 
 
 class TimingEvent(Protocol):
-    """What is used of ``torch.cuda.Event(enable_timing=True)``."""
+    """The methods used of ``torch.cuda.Event(enable_timing=True)``."""
 
     def record(self) -> None:
         """Put the event into the current stream."""
@@ -109,7 +109,7 @@ class BoundPhases:
 
     Args:
         path: see ``recording.phases_file``.
-        marks: of the runner's device.
+        marks: marks of the runner's device.
         wall: seconds since the epoch.
 
     Raises:

@@ -68,7 +68,7 @@ def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:
     vLLM captures them with its own, and includes them when it measures what graphs take.
 
     Args:
-        model_runner: of vLLM, V1 or V2; its KV cache is not initialised.
+        model_runner: vLLM's, V1 or V2, before its KV cache is initialised.
         sizes: in tokens, all above those of its configuration.
     """
     if hasattr(model_runner, "cudagraph_dispatcher"):
@@ -102,7 +102,7 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
     """The dispatcher of a V1 model runner that captures larger sizes too.
 
     Args:
-        config: of the layout.
+        config: vLLM's configuration of the layout.
         sizes: in tokens, all above those of ``config``.
     """
 
@@ -123,7 +123,7 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
     def initialize_cudagraph_keys(
         self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1
     ) -> None:
-        """Add the larger sizes to those of which piecewise graphs are captured."""
+        """Add the larger sizes to those for which piecewise graphs are captured."""
         super().initialize_cudagraph_keys(cudagraph_mode, uniform_decode_query_len)
         if cudagraph_mode.mixed_mode() is CUDAGraphMode.PIECEWISE:
             for descriptor in self._larger.values():

@@ -35,12 +35,12 @@ def check_exchangeable(config: VllmConfig, model: nn.Module, *, reorders: bool) 
     """Check that every attention layer can be computed for some heads and all tokens.
 
     Args:
-        config: of the DP layout, whose model is loaded.
+        config: vLLM's configuration of the DP layout, whose model is loaded.
         model: the DP model.
         reorders: whether a layout's heads are not in the order of its members (``head_order``).
 
     Raises:
-        UnexchangeableAttention: one cannot.
+        UnexchangeableAttention: a layer cannot.
     """
     problems = _model_problems(config)
     parents = _parents(model) if reorders else {}
@@ -195,12 +195,12 @@ def exchanged_layers(
     """Return what a step by sequence finds in its forward context: layers by name.
 
     Args:
-        config: of the TP layout, whose attention layers are run.
-        base: of the layout whose model runs.
+        config: configuration of the TP layout, whose attention layers are run.
+        base: configuration of the base layout, whose model runs.
         exchange: the group's exchange.
 
     Raises:
-        UnexchangeableAttention: a layer has another number of KV heads than the model says.
+        UnexchangeableAttention: a layer's number of KV heads is not the model's.
     """
     layers = dict(base.compilation_config.static_forward_context)
     for name, layer in config.compilation_config.static_forward_context.items():

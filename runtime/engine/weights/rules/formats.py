@@ -64,7 +64,7 @@ def quantised_method(
         method: vLLM's ``quant_method`` for the layer, from the checkpoint's quantisation.
         layer: the layer, which is being made.
         name: what it is called in the model.
-        views: whether its tensors are to be views.
+        views: whether its tensors will be views.
 
     Raises:
         UnviewableWeights: no format is for this quantisation; the message names it.

@@ -20,9 +20,9 @@ class FullLayer:
     """A layer of the DP model, whose tensors are wherever the store has them."""
 
     name: str
-    """What it is called in the model; empty for the model itself."""
+    """Its name in the model; empty for the model itself."""
     module: nn.Module
-    """vLLM's layer: its sizes, its method, and which tensors of which shapes it has."""
+    """vLLM's layer, which has its sizes, its method, and the shapes of its tensors."""
     find: Callable[[str], torch.Tensor]
     """``WeightStore.tensor``."""
 
@@ -62,7 +62,7 @@ class ShardRule:
             layer: the layer, which is being made.
             stock: what vLLM would take for the checkpoint.
             name: what the layer is called in the model.
-            views: whether its tensors are to be views; else they are the DP model's.
+            views: whether its tensors will be views; otherwise they are the DP model's.
 
         Raises:
             UnviewableWeights: the layer's quantisation is not supported; the message names it.

@@ -14,7 +14,7 @@ class UnviewableWeights(ValueError):
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Put the layer's name before what is wrong with it."""
+    """Put the layer's name before the message of an error in it."""
     try:
         yield
     except UnviewableWeights as error:
@@ -25,9 +25,9 @@ class Shard(NamedTuple):
     """One of the equal shares into which a layout divides what a layer computes."""
 
     rank: int
-    """Which of them, from 0."""
+    """Number of this share, from 0."""
     of: int
-    """How many there are."""
+    """How many shares there are."""
 
     def cut(self, size: int) -> tuple[int, int]:
         """Return where this share of ``size`` outputs or inputs begins, and how many it has."""
@@ -37,11 +37,11 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """Where a tensor of a linear layer has the layer's outputs and inputs.
+    """Which dimensions of a tensor are the outputs and the inputs of its linear layer.
 
     Attributes:
-        outputs: dimension that runs over the outputs; None if every output shares the tensor.
-        inputs: dimension that runs over the inputs, or None.
+        outputs: dimension that runs over the outputs; None if all outputs share the tensor.
+        inputs: the same for the inputs.
         output_block: outputs that one element stands for, as in block-wise scales.
         input_block: inputs that one element stands for.
     """

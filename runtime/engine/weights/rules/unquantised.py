@@ -33,10 +33,10 @@ def _plain_gemm() -> Callable[..., torch.Tensor]:
 
 
 class _InPlace:
-    """What both methods change of vLLM's: they own or receive one weight and leave it as it is.
+    """What both methods change in vLLM's: they leave the weight, their own or a view, as it is.
 
     Args:
-        meta: whether the weight is to become a view, and so has no storage of its own.
+        meta: whether the weight will become a view, and so gets no storage of its own.
     """
 
     def __init__(self, *, meta: bool) -> None:
@@ -102,12 +102,12 @@ def _ranges(layer: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def axes(_: nn.Module) -> Mapping[str, Axes]:
-    """Return where the tensors have the layer's outputs and inputs."""
+    """Return which dimensions of the tensors are outputs and inputs."""
     return {"weight": Axes(0, 1), "bias": Axes(0)}
 
 
 def bind_kernels(layer: nn.Module) -> None:
-    """Let a fused layer with ``parts`` be computed by one launch, or by a GEMM for each."""
+    """Choose for a fused layer with ``parts``: one launch, or a GEMM for each part."""
     if not hasattr(layer, "parts"):
         return
     if _in_one_launch(layer):
