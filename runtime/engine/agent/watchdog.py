@@ -17,11 +17,11 @@ from shoal.runtime.protocol.messages import Mode, Work
 SHORTEST_SECONDS = 1.5
 """No step counts as hung earlier: a busy machine delays any process for a while."""
 FACTOR = 10.0
-"""A step hangs if it takes longer than this times the longest step like it."""
+"""A step hangs if it takes more than so many times as long as the longest step like it."""
 STEPS = 8
 """After so many steps of a kind, they tell how long one takes."""
 LIKENESS = 2.0
-"""A step is like earlier ones if it is at most this times as large as the largest of them."""
+"""A step is like earlier ones if it is at most so many times as large as their largest."""
 
 
 Kind = tuple[Unit, Mode, bool]

@@ -85,9 +85,9 @@ class FakeScheduler:
 
     Args:
         limits: batch size, block size and length of the core's layout.
-        settings: of the node's fake engines.
+        settings: the settings of the node's fake engines.
         pool: blocks that no request holds.
-        clock: of the events that outputs tell.
+        clock: gives the times of the events that outputs report.
     """
 
     def __init__(

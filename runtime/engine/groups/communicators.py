@@ -179,9 +179,9 @@ class SpGroups(NamedTuple):
     """The process groups in which a member of a TP layout exchanges heads (``head_order.Peers``).
 
     Attributes:
-        sp: those that share a step's tokens.
-        across: those that exchange KV heads among GQA groups; None if it is this member alone.
-        within: this member's GQA group. None if it is alone in it: then KV heads are exchanged in
+        sp: the members that share a step's tokens.
+        across: the members that exchange KV heads among GQA groups; None if there is only this one.
+        within: this member's GQA group; None if it is alone there: then KV heads are exchanged in
             ``sp``, and ``across`` is None too.
     """
 

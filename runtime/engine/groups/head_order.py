@@ -53,9 +53,9 @@ class Peers:
     """Which members of a layout exchange: three ways to divide all of them into groups.
 
     Attributes:
-        sp: those that share a step's tokens.
-        across: those of an SP group that exchange KV heads; each holds another head.
-        within: those of an SP group that hold the same KV head: the GQA groups.
+        sp: members that share a step's tokens: the SP groups.
+        across: members of an SP group that exchange KV heads; each holds another head.
+        within: members of an SP group that hold the same KV head: the GQA groups.
     """
 
     sp: tuple[tuple[int, ...], ...]

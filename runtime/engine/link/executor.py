@@ -101,7 +101,7 @@ class Inbox:
         self.socket.bind(address)
         self._engine = engine
         self._channels: dict[str, UnitChannel] = {}
-        """By layout name: an engine belongs to one unit of each layout."""
+        """Channels by layout name: an engine belongs to one unit of each layout."""
 
     def add(self, channel: UnitChannel) -> None:
         """Deliver answers for this channel's unit to it."""

@@ -138,7 +138,7 @@ class BoundPhases:
         """Take note of a step of the group just before it runs.
 
         Args:
-            tokens: of the step; one without any only tells runners which requests have ended.
+            tokens: the step's tokens; a step of none only tells which requests have ended.
         """
         if self._epoch is not None and self._taken is None and tokens:
             self._taken = self._wall()

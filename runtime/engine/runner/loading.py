@@ -47,7 +47,7 @@ class LayoutLoader:
 
     def __init__(self, node: NodeConfig, engine: int) -> None:
         self.workers: dict[Layout, LayoutWorker] = {}
-        """By layout, in the node's order: narrow ones first."""
+        """Workers by layout, in the node's order: narrow ones first."""
         self.phases: dict[str, float] = {}
         """Seconds that each phase of the start took."""
         self.memory = MemoryPhases()

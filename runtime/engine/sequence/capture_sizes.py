@@ -63,7 +63,7 @@ def wanted_sizes(config: VllmConfig, most: int) -> list[int]:
 
 
 def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:
-    """Have a model runner capture piecewise graphs of these sizes, and never run them itself.
+    """Make a model runner capture piecewise graphs of these sizes, which it never runs itself.
 
     vLLM captures them with its own, and includes them when it measures what graphs take.
 

@@ -60,7 +60,7 @@ class SequenceParallelism:
 
         Args:
             unit: the engine's unit in one of the node's layouts.
-            config: of the layout.
+            config: vLLM's configuration of the layout.
 
         Raises:
             SettingError: the members cannot exchange as they have to.

@@ -55,7 +55,7 @@ def exchanges_by_peers(
 
     Args:
         setting: see ``exchange_setting``.
-        devices: of the group's members, in order; empty if they have none.
+        devices: the group members' GPUs, in order; empty if they have none.
         can_access: whether a device can access another device's memory.
         by_nvlink: whether NVLink connects every two of these devices.
 
@@ -87,7 +87,7 @@ class PeerExchange(HeadExchange):
 
     Args:
         groups: this member's process groups; nothing is sent in them.
-        memory: of the members of ``groups.sp``, in its order.
+        memory: shared by the members of ``groups.sp``, in its order.
     """
 
     def __init__(self, groups: SpGroups, memory: PeerMemory) -> None:

@@ -140,7 +140,7 @@ def take(
 
     Args:
         out: contiguous; written to.
-        rows: of each member.
+        rows: how many to read of each member's slot.
         strides: words of ``out`` from one row to the next, and from one member to the next.
         width: words of a row.
         slots: address of every member's slot, int64, ``[members]``.

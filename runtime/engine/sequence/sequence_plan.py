@@ -66,7 +66,7 @@ class SequencePlan:
 
         Args:
             layout: one of the node's.
-            config: of the layout.
+            config: vLLM's configuration of the layout.
         """
         shares = [
             base_of(group.tp, self.max_sp).sp

@@ -55,7 +55,7 @@ def view_weights(
     Args:
         model: vLLM's model for this rank, built with ``SharedWeights(views=True)``.
         store: has the DP model's weights, loaded and arranged.
-        layout: of the model.
+        layout: the model's layout.
         rank: tensor parallel rank.
         heads: which shard of the attention heads it holds, if not that of its rank
             (``head_order.head_shard``).

@@ -1,4 +1,4 @@
-"""Linear layers that are not fused: a range of outputs, a range of inputs, or all of both."""
+"""Linear layers that are not fused: a range of outputs, a range of inputs, or the whole layer."""
 
 from torch import nn
 from vllm.model_executor.layers.linear import (
@@ -76,5 +76,5 @@ class ReplicatedRule(LinearRule):
             super().view(layer, full, shard)
 
     def cut(self, layer: nn.Module, full: FullLayer, shard: Shard) -> None:
-        """Take all of it."""
+        """Take the whole layer."""
         view_tensors(layer, full, lambda _axes, tensor: tensor)

@@ -40,7 +40,7 @@ class ShardRule:
     kind: ClassVar[LayerKind]
     """Before the start, models are refused whose layers are of a kind without a rule."""
     layers: ClassVar[tuple[type, ...]] = ()
-    """vLLM's classes of them."""
+    """vLLM's classes of such layers."""
     plain: ClassVar[type[PlainLinear | PlainEmbedding] | None] = None
     """Their method if they are not quantised; None leaves the choice to the layer."""
     scheme: ClassVar[str] = ""
@@ -112,7 +112,7 @@ Take = Callable[[Axes, torch.Tensor], torch.Tensor]
 
 
 def view_tensors(target: nn.Module, full: FullLayer, take: Take) -> None:
-    """Let the parameters of ``target`` be shards of those of ``full``."""
+    """Make the parameters of ``target`` shards of the parameters of ``full``."""
     axes = format_of(full.module).axes(full.module)
     for key in target._parameters:
         target._parameters[key] = None
