@@ -83,6 +83,7 @@ class EngineBook:
         """Engines that died and are not back."""
         self.lost = frozenset(number for number in self.gone if engines[number].is_lost)
         """Engines that died and will not be back."""
+        self._restarted = any(engine.incarnation for engine in engines)
         self._in_state = {
             state: frozenset(engine.number for engine in engines if engine.state is state)
             for state in EngineState
@@ -171,7 +172,7 @@ class EngineBook:
 
     def unformed(self, units: Iterable[Unit]) -> list[Unit]:
         """Return those of these groups that are not formed; until an engine dies there is none."""
-        if not any(engine.incarnation for engine in self._engines):
+        if not self._restarted:
             return []
         return [unit for unit in units if not self.is_formed(unit)]
 
