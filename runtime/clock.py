@@ -12,11 +12,11 @@ monotonic: Clock = time.monotonic
 
 
 def process_seconds() -> float:
-    """Return for how long this process has run: the one clock of what a start reports.
+    """Return how long this process has run. All start-up times are measured with this clock.
 
-    By the kernel's count, so the interpreter's own start and every import are in it.
+    The kernel counts this time, so it includes the interpreter's own start and every import.
     """
-    # The name, in parentheses, may hold anything; ``starttime`` is field 22 of proc(5).
+    # The process name in parentheses may hold anything; ``starttime`` is field 22 of proc(5).
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started

@@ -16,32 +16,32 @@ from shoal.policies.values.snapshot import Target
 from shoal.runtime.logs import LogFormat
 
 AGING_SECONDS = 30.0
-"""Wait in the task pool that makes up for one class of priority, unless it is set."""
+"""Default wait in the task pool that makes up for one class of priority."""
 ENGINE_COUNTS = (1, 2, 4, 8)
 """How many engines a node may have, and a group of them."""
 INTERLEAVE_RATIO = 4
-"""Steps of a group to one of a member's own where they interleave, unless it is set: new requests,
-the urgent ones among them, are in the group."""
+"""Default number of a group's steps for each step of a member's own requests where the two
+interleave. The group has more because new requests, also urgent ones, run in the group."""
 MAX_RETRIES = 2
-"""Engine deaths that a request survives, unless it is set."""
+"""Default number of engine deaths that a request survives."""
 MAX_WAITING_REQUESTS = 4096
-"""Requests that may wait in a served node's task pool, unless it is set: with the next, what bounds
-the memory of a node that is asked for too much."""
+"""Default number of requests that may wait in a served node's task pool. This limit and the next
+one bound the memory of an overloaded node."""
 MAX_WAITING_TOKENS = 16_000_000
-"""Prompt tokens that may, unless it is set: some 50 bytes each, most of them in the front end."""
+"""Default number of prompt tokens that may wait: some 50 bytes each, mostly in the front end."""
 OUTAGE_LIMIT_SECONDS = 60.0
-"""How long requests wait on a served node while no engine serves, unless it is set."""
+"""Default time that requests wait on a served node while no engine serves."""
 PAUSE_LIMIT_SECONDS = 600.0
-"""How long a paused request that cannot be moved waits for its unit, unless it is set."""
+"""Default time that a paused request that cannot be moved waits for its unit."""
 RESTART_LIMIT = 5
-"""Restarts of one engine within ``restarts.WINDOW_SECONDS`` on a served node, unless it is set."""
+"""Default number of restarts of one engine within ``restarts.WINDOW_SECONDS`` on a served node."""
 RESTART_BACKOFF_SECONDS = 1.0
-"""Pause before an engine's first restart, unless it is set."""
+"""Default pause before an engine's first restart."""
 SWITCH_WAIT_SECONDS = 2.0
-"""How long a policy's switch waits for requests to end, unless it is set."""
+"""Default time that a policy's switch waits for requests to end."""
 QUEUED_AHEAD = 1
-"""Requests that a unit with a full batch is given beyond it. When the whole batch ends in one step,
-the next step starts with this one, and not after a round trip to the controller."""
+"""Requests that a unit gets beyond its full batch. When the whole batch ends in one step, the
+unit's next step starts at once with these, without a round trip to the controller."""
 
 
 class FakeSettings(msgspec.Struct, frozen=True):
@@ -54,20 +54,20 @@ class FakeSettings(msgspec.Struct, frozen=True):
     max_num_seqs: int = 64
     max_model_len: int = 4096
     kv_heads: int = 8
-    """Up to as many members of a group each hold a part of them: a block takes more tokens."""
+    """A group divides them among up to so many members; its blocks then hold more tokens."""
     max_num_batched_tokens: int = 1 << 30
-    """Tokens of one step: longer prompts are computed in several."""
+    """Most tokens of one step. A longer prompt takes several steps."""
     captured_tokens: int = 0
-    """Tokens of the largest CUDA graph, had it any: steps in SP batch more."""
+    """Tokens of the largest CUDA graph that the engine pretends to have. SP steps batch more."""
     failing_starts: int = 0
-    """Restarts of each engine that fail, from the first on."""
+    """Number of each engine's first restarts that fail."""
     poison_token: int | None = None
-    """Damage on purpose: an engine dies of a step that computes a prompt with this token."""
+    """Deliberate damage: a step that computes a prompt with this token kills the engine."""
     steps_at_once: int = 1
-    """Steps that decode the same requests run as one of their total length, up to this many: for
-    simulated time. Their tokens come together; whatever arrives ends the run at the next step."""
+    """For simulated time: up to so many steps that decode the same requests run as one step of
+    their total length. Their tokens come together. Any arrival ends the run at the next step."""
     layers: int = 8
-    """Up to as many stages of a unit each hold a part of them: a block takes more tokens."""
+    """A unit divides them among up to so many stages; its blocks then hold more tokens."""
 
     @property
     def kv_geometry(self) -> KvGeometry:
@@ -76,32 +76,33 @@ class FakeSettings(msgspec.Struct, frozen=True):
 
 
 Facts = Mapping[str, str]
-"""What a configuration of vLLM says, as text, by the path of the field."""
+"""The values of a vLLM configuration as text, by the path of the field."""
 
 
 @dataclass(frozen=True)
 class LayoutConfigs:
     """vLLM's configuration of every layout, as the main process made it (``layout_configs.py``).
 
-    Picklable, and here so that who is handed it needs no vLLM: the controller, for one.
+    It is picklable. It is in this module because some of its users, such as the controller, do not
+    import vLLM.
     """
 
     pickled: Mapping[Layout, bytes]
     """The ``VllmConfig`` of every layout."""
     facts: Mapping[Layout, Facts] = field(default_factory=dict)
-    """What each said where it was made."""
+    """The values that each configuration had in the main process."""
     log_stats: bool = True
     takes_what_fits: bool = False
-    """Whether the user left the length of requests to the memory (``--max-model-len -1``)."""
+    """Whether memory decides the longest request, as the user asked (``--max-model-len -1``)."""
     asynchronous_on_cpu: bool = False
     """Whether the user asked for asynchronous scheduling, which vLLM turns off on a CPU."""
     sizes_are_chosen: bool = False
-    """Whether the user chose what sizes of CUDA graphs are captured, and so bounds what they take:
-    no others are captured then."""
+    """Whether the user chose the sizes of the captured CUDA graphs, which bounds their memory.
+    Shoal then captures no other sizes."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True):
-    """One Shoal node. Picklable: it is handed to every process."""
+    """One Shoal node. It is picklable, because every process gets it."""
 
     engines: int
     max_group: int
@@ -109,17 +110,16 @@ class NodeConfig(msgspec.Struct, frozen=True):
     runtime_dir: str
     """Private directory of the node's sockets; removed when the node ends."""
     vllm: Any = None
-    """vLLM's configuration of every layout, ``LayoutConfigs``; None without it."""
+    """vLLM's configuration of every layout, a ``LayoutConfigs``; None: the node has none."""
     api_servers: int = 1
     fake: FakeSettings | None = None
     prepare_timeout_seconds: float = 10.0
-    """How long a member may take to answer ``Prepare`` under hard preemption, and any other step
-    of a switch under either treatment."""
+    """How long an engine may take to answer an audit, or a switch that waits for no request."""
     seed: int = 0
     cost_model: CostModel | None = None
-    """Of the model on this node's engines, before anything was measured."""
+    """The cost model of this model on this node's engines, before any step was measured."""
     targets: tuple[Target, ...] = ()
-    """What priority classes were promised, the most urgent first: for the policy ``slo``."""
+    """Targets of the priority classes, the most urgent first, for the policy ``slo``."""
     max_waiting_requests: int | None = None
     """Requests that may wait in the task pool; None: any number."""
     max_waiting_tokens: int | None = None
@@ -127,40 +127,40 @@ class NodeConfig(msgspec.Struct, frozen=True):
     aging_seconds: float = AGING_SECONDS
     """See ``TaskPool``."""
     interleave_ratio: int = INTERLEAVE_RATIO
-    """See ``engine.turns.Turns``."""
+    """See ``step_queues.Turns``."""
     max_sp: int = 1
     """Largest sequence-parallel degree: a group of ``p`` may run a step in SP of ``min(p, max_sp)``
-    combined with TP. 1: steps are never run in SP."""
+    combined with TP. 1: no step runs in SP."""
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
-    """Which steps are."""
+    """Decides which steps run in SP."""
     queued_ahead: int = QUEUED_AHEAD
     switch_wait_seconds: float = SWITCH_WAIT_SECONDS
-    """How long a switch that the policy asked for waits for requests to end, before it goes on
-    without waiting (``controller.switch``)."""
+    """How long a switch that the policy asked for waits for requests to end. Then it goes on
+    without waiting (``switch.py``)."""
     pause_limit_seconds: float = PAUSE_LIMIT_SECONDS
-    """See ``controller.pauses.Pauses``."""
+    """See ``pauses.Pauses``."""
     max_retries: int = MAX_RETRIES
-    """How often a request is begun again because an engine died that had it in its batch."""
+    """How often a request is started again after an engine died with the request in its batch."""
     engine_timeout_seconds: float | None = None
     """How long an engine's loop may be silent before the engine counts as dead; None: for ever."""
     controller_timeout_seconds: float | None = None
-    """How long the controller's loop may be silent before front ends refuse what needs it, and a
-    third of how long before the node ends; None: for ever."""
+    """How long the controller's loop may be silent before front ends refuse requests that need it.
+    After three times as long the node ends. None: for ever."""
     outage_limit_seconds: float | None = None
-    """See ``controller.outage.Outage``; None: requests wait for ever."""
+    """See ``outage.Outage``; None: requests wait for ever."""
     step_timeout_seconds: float | None = None
-    """See ``engine.watchdog.StepWatch``; None: steps may take for ever."""
+    """See ``watchdog.StepWatch``; None: steps may take for ever."""
     restart_limit: int = 0
-    """How often an engine that dies is restarted within ``restarts.WINDOW_SECONDS``; 0: never."""
+    """How often a dead engine is restarted within ``restarts.WINDOW_SECONDS``; 0: never."""
     restart_backoff_seconds: float = RESTART_BACKOFF_SECONDS
     """Pause before the first restart; each further one is twice as long."""
     recording_dir: str | None = None
-    """Where runners record binds, and what their devices do while a benchmark asks for it
-    (``recording.py``). One that writes a recording takes no step, so none counts as hung. None:
-    nothing is."""
+    """Directory where runners record binds, and, while a benchmark asks for it, the work of their
+    devices (``recording.py``). A runner takes no step while it writes a recording, so no step then
+    counts as hung. None: runners record nothing."""
     log_format: LogFormat = LogFormat.TEXT
     tracing: bool = False
-    """Whether front ends trace requests and switches, and so are to be told their times."""
+    """Whether front ends trace requests and switches, and so need their times."""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -169,7 +169,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Every unit that this node forms, of narrow layouts first."""
+        """Every unit that this node forms; those of narrow layouts come first."""
         return tuple(unit for each in self.layouts for unit in units_of(self.engines, each))
 
 
@@ -184,7 +184,7 @@ class Addresses:
 
     @property
     def engines(self) -> str:
-        """Controller's ROUTER that the engines' DEALERs connect to (identity ``engine-<i>``)."""
+        """Controller's ROUTER to which the engines' DEALERs connect (identity ``engine-<i>``)."""
         return self._ipc("engines")
 
     @property
@@ -201,13 +201,16 @@ class Addresses:
         return self._ipc(f"front-out-{index}")
 
     def runner(self, engine: int) -> str:
-        """A runner's own PULL: steps of its single unit, and ``Attach``."""
+        """A runner's own PULL. It receives the steps of its single unit, and ``Attach``."""
         return self._ipc(f"runner-{engine}")
 
     def queue(self, unit: Unit, engine: int, generation: int = 0) -> str:
-        """The PULL that a member's runner reads for a unit, which was made so many times before.
+        """The PULL that a member's runner reads for a unit. A single unit's is the runner's own.
 
-        Alone it reads its own.
+        Args:
+            unit: whose steps are read.
+            engine: the member.
+            generation: how many times the group was formed before.
         """
         if not unit.is_group:
             return self.runner(engine)

@@ -1,10 +1,10 @@
 """vLLM's configuration of every layout: made once, in the main process, and handed to all others.
 
-What vLLM derives of its arguments depends on its caller, the device and the environment, so each
-process gets what the main process derived, and refuses to start if it would see anything else. The
-configuration of DP is that of ``vllm serve`` with the same options (``create_engine_config``). A
-group's differs in what its size decides (``OF_THE_SIZE``). What engines add for the layouts to
-share weights and KV cache is in ``engine_config.py``.
+What vLLM derives from its arguments depends on its caller, the device and the environment. So each
+process gets what the main process derived, and refuses to start if its own values would differ.
+DP's configuration is that of ``vllm serve`` with the same options (``create_engine_config``). A
+group's differs only where its size decides (``OF_THE_SIZE``). ``engine_config.py`` has what engines
+add so that the layouts share weights and KV cache.
 """
 
 import copy
@@ -38,7 +38,7 @@ OF_THE_SIZE: Mapping[str, str] = {
     "compilation_config": "vLLM fuses collectives, which DP has none of, and sizes its graphs",
     "kernel_config": "vLLM chooses kernels by the shapes of a member's shard",
 }
-"""Fields of ``VllmConfig``, with all within them, in which a group's differs from DP's."""
+"""Fields of ``VllmConfig`` (with all their parts) that may differ between a group and DP."""
 
 OF_REQUESTS = (
     "model_config",
@@ -48,18 +48,18 @@ OF_REQUESTS = (
     "structured_outputs_config",
     "reasoning_config",
 )
-"""Those that requests see the difference of: no layout's may differ from another's."""
+"""Fields that affect the answers to requests. They must be the same in every layout."""
 
 
 class ConfigurationDiffersError(ValueError):
-    """What must be one configuration is two; the message names the first field that differs."""
+    """Two configurations that must agree differ; the message names the first field that does."""
 
 
 def take(configs: LayoutConfigs, layout: Layout) -> VllmConfig:
     """Return a new copy of a layout's configuration.
 
     Raises:
-        ConfigurationDiffersError: this process sees another than the main process.
+        ConfigurationDiffersError: this process sees other values than the main process.
     """
     config: VllmConfig = pickle.loads(configs.pickled[layout])
     configure_logging_if_needed(config.logging_config)
@@ -72,10 +72,10 @@ def take(configs: LayoutConfigs, layout: Layout) -> VllmConfig:
 
 
 def prepare(engine_args: AsyncEngineArgs, api_servers: int) -> AsyncEngineArgs:
-    """Fill in what the node decides of vLLM's arguments, and return them.
+    """Fill in those of vLLM's arguments that the node decides, and return all of them.
 
     Args:
-        engine_args: those of the command line, changed in place.
+        engine_args: the arguments of the command line, changed in place.
         api_servers: number of front ends.
     """
     if engine_args.block_size is None:
@@ -87,10 +87,10 @@ def prepare(engine_args: AsyncEngineArgs, api_servers: int) -> AsyncEngineArgs:
 
 
 def dp_config(engine_args: AsyncEngineArgs) -> VllmConfig:
-    """Return what ``vllm serve`` configures; ``engine_args`` then have what vLLM derived of them.
+    """Return what ``vllm serve`` configures; vLLM stores what it derives in ``engine_args``.
 
     Raises:
-        Exception: vLLM refuses the arguments, with an exception of any kind.
+        Exception: vLLM refuses the arguments. It may raise any kind of exception.
     """
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
@@ -101,12 +101,12 @@ def layout_configs(
     """Return the configurations of a node's layouts.
 
     Args:
-        engine_args: what ``dp_config`` has made ``dp`` of.
+        engine_args: the arguments from which ``dp_config`` made ``dp``.
         dp: the configuration of DP.
-        layouts: the node's, DP first.
+        layouts: the node's layouts, DP first.
 
     Raises:
-        ConfigurationDiffersError: vLLM would serve a group otherwise than DP.
+        ConfigurationDiffersError: a group would answer requests differently from DP.
     """
     model = dp.model_config
     geometry = KvGeometry(
@@ -117,7 +117,7 @@ def layout_configs(
     configs = {DP: dp}
     for layout in layouts[1:]:
         configs[layout] = _group_config(engine_args, dp, layout, geometry.block(layout).tokens)
-    maybe_register_config_serialize_by_value()  # of this pickler
+    maybe_register_config_serialize_by_value()  # for ForkingPickler
     given = (engine_args, engine_args.compilation_config)
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     return LayoutConfigs(
@@ -133,7 +133,7 @@ def layout_configs(
 def _group_config(
     engine_args: AsyncEngineArgs, dp: VllmConfig, layout: Layout, block_tokens: int
 ) -> VllmConfig:
-    """Return vLLM's configuration of the same arguments, but for how members share the model."""
+    """Return vLLM's configuration for the same arguments, except how members share the model."""
     arguments = copy.copy(engine_args)
     arguments.tensor_parallel_size = layout.tp
     arguments.pipeline_parallel_size = layout.pp
@@ -152,16 +152,16 @@ def _within(path: str, fields: Iterable[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in fields)
 
 
-# --- what a configuration says --------------------------------------------------------------------
+# --- the values of a configuration ----------------------------------------------------------------
 
 
 def facts_of(config: VllmConfig) -> Facts:
-    """Return all that a configuration says, and what it derives of the environment when asked."""
+    """Return all values of a configuration, and those that it derives from the environment."""
     found = dict(flat(config))
     for name in _derived(type(config)):
         try:
             value = getattr(config, name)
-        except Exception as error:  # noqa: BLE001 - that it fails is what it says
+        except Exception as error:  # noqa: BLE001 - the failure is the value
             value = type(error).__name__
         if isinstance(value, bool | int | str):
             found[name] = repr(value)
@@ -169,7 +169,7 @@ def facts_of(config: VllmConfig) -> Facts:
 
 
 def differences(ours: Facts, theirs: Facts) -> Iterator[tuple[str, str, str]]:
-    """Yield each path in which two configurations differ, and what either says there."""
+    """Yield each path at which two configurations differ, with our value and theirs."""
     for path in sorted({*ours, *theirs}):
         pair = ours.get(path, "nothing"), theirs.get(path, "nothing")
         if pair[0] != pair[1]:
@@ -182,7 +182,7 @@ def _derived(kind: type) -> list[str]:
 
 
 def flat(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield what a value says, by path; ``above`` are the objects that it is a part of."""
+    """Yield the parts of a value as text, by path; ``above`` are the objects that contain it."""
     if id(value) in above:
         return
     inside = (*above, id(value))
@@ -196,7 +196,7 @@ def flat(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tu
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:
-    """Return what a value is made of, by name; None if it is to be taken as it is."""
+    """Return the parts of a value by name; None if the value counts as a whole."""
     if isinstance(value, PretrainedConfig):
         return {str(name): part for name, part in value.to_dict().items()}
     if isinstance(value, Mapping):

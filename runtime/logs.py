@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import msgspec
 
 OURS = "shoal"
-"""Every logger of ours is below this one; it says what happens, others' only what goes wrong."""
+"""Parent of all our loggers. They log from INFO on, the loggers of libraries from WARNING on."""
 
 
 class LogFormat(enum.StrEnum):
@@ -23,8 +23,8 @@ class LogFormat(enum.StrEnum):
 class JsonFormatter(logging.Formatter):
     """One JSON object per record and line.
 
-    ``time`` (UTC, ISO 8601), ``level``, ``process``, ``logger`` and ``message``; what a record's
-    ``extra={"fields": {...}}`` has beyond that; and ``exception``, where there was one.
+    Its keys are ``time`` (UTC, ISO 8601), ``level``, ``process``, ``logger`` and ``message``, those
+    of the record's ``extra={"fields": {...}}``, and ``exception`` if the record has one.
 
     Args:
         process: name of the process.
@@ -58,8 +58,8 @@ def configure_logging(
 
     Args:
         process: its name, for the reader.
-        log_format: as JSON, the records of all libraries are written like ours.
-        stream: where to; None: stderr.
+        log_format: with JSON, the records of all libraries are written like ours.
+        stream: where records are written; None: stderr.
         prefix: whether lines of text begin with the process's name.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -74,7 +74,7 @@ def configure_logging(
 
 
 def _take_over() -> None:
-    """Have libraries that brought their own handlers (vLLM) use ours."""
+    """Make libraries that brought their own handlers (such as vLLM) use ours."""
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.handlers:
             logger.handlers.clear()

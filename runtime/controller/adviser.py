@@ -1,4 +1,4 @@
-"""The policy, as the controller asks it: code of others, whose advice may be none."""
+"""How the controller asks the policy, which is code of others and may fail."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ log = logging.getLogger("shoal.controller")
 
 
 class Adviser:
-    """Asks the policy that there is now.
+    """Asks the current policy.
 
     Args:
-        policy: name of the first one.
+        policy: name of the first policy.
         statistics: counts decisions.
         clock: monotonic seconds.
-        followers: are told of the policy, now and whenever there is another.
+        followers: called with the policy, now and after every change.
 
     Raises:
-        UnknownPolicyError: there is no such policy.
+        UnknownPolicyError: no policy has this name.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Adviser:
         """Ask another policy from now on.
 
         Raises:
-            UnknownPolicyError: there is no such policy.
+            UnknownPolicyError: no policy has this name.
         """
         self._take(policy)
         log.info("the policy is now %s", self.policy.name)
@@ -53,7 +53,7 @@ class Adviser:
             follow(self.policy)
 
     def ask(self, snapshot: Snapshot) -> Plan:
-        """Return the policy's plan, or the one that keeps everything if it has none to go by."""
+        """Return the policy's plan, or a plan that changes nothing if the policy's is unusable."""
         began = self._clock()
         try:
             plan = self.policy.plan(snapshot)
@@ -61,7 +61,7 @@ class Adviser:
         except PlanError as error:
             log.error("policy %s: invalid plan: %s", self.policy.name, error)
         except Exception:
-            # The node goes on without it.
+            # The node goes on without the plan.
             log.exception("policy %s failed", self.policy.name)
         else:
             return plan

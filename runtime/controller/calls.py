@@ -1,4 +1,4 @@
-"""What callers ask of the controller, by way of the front ends: each call has one answer."""
+"""The calls that reach the controller through the front ends; each gets exactly one answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +23,8 @@ class Calls:
     """Answers callers.
 
     Args:
-        env: the node, the way to callers, and the time.
-        books: what is known, and what was counted.
+        env: the node, the transport to callers, and the time.
+        books: what the controller knows and has counted.
         capacity: knows how good the cost model's predictions are.
         adviser: the policy.
         shifting: the threshold between TP and SP.
@@ -48,7 +48,7 @@ class Calls:
         self._operations = operations
 
     def take(self, peer: str, message: Call) -> None:
-        """Answer a call, now or when what it asks for is done."""
+        """Answer a call, either now or when the work that it asks for is done."""
         match message:
             case m.GetLayout(call):
                 self._env.transport.to_control(peer, self._layout(call))
@@ -68,7 +68,7 @@ class Calls:
     def _fail(self, peer: str, call: int, status: int, error: str) -> None:
         self._env.transport.to_control(peer, m.CallFailed(call, status, error))
 
-    # --- what is ------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------
 
     def _layout(self, call: int) -> m.LayoutView:
         books, reason = self._books, layout_view.not_ready_reason(self._books)
@@ -103,10 +103,10 @@ class Calls:
         families = gauges.families() + self._books.statistics.families()
         return m.NodeMetrics(call, families, gauges.engines())
 
-    # --- what is to be ------------------------------------------------------------------------
+    # --- changing -----------------------------------------------------------------------------
 
     def _change(self, peer: str, call: int, change: Callable[[], None]) -> None:
-        """Change what decides from now on; a switch that runs goes on."""
+        """Change what decides from now on; a running switch goes on."""
         try:
             change()
         except (UnknownPolicyError, ShiftThresholdError) as error:
@@ -130,7 +130,7 @@ class Calls:
             self._operations.switches.start_for_operator(peer, message, target)
 
     def _refusal(self, target: Partition) -> tuple[int, str]:
-        """Return the HTTP status and the reason why a target cannot be switched to now."""
+        """Return the HTTP status and the reason why the node cannot switch to a target now."""
         if not self._books.engines.started:
             return 503, str(layout_view.not_ready_reason(self._books))
         if self._operations.switches.running is not None:

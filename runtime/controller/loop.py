@@ -1,7 +1,7 @@
-"""The controller's loop: what arrives, what the policy wants, what is sent.
+"""The controller's loop: it takes messages, asks the policy and sends what follows.
 
 Three kinds of messages arrive: requests in vLLM's format from the front ends, calls from front ends
-and the supervisor, and the engines' reports. After each batch of them the policy is asked once.
+and the supervisor, and the engines' reports. After each batch the loop asks the policy once.
 """
 
 import logging
@@ -37,7 +37,7 @@ from shoal.runtime.protocol.transport import Arrival, Channel, ControllerTranspo
 log = logging.getLogger("shoal.controller")
 
 REVIEW_SECONDS = 0.5
-"""How often a policy that decides the layout is asked when nothing happens: quiet is news too."""
+"""How often a policy that decides the layout is asked while nothing arrives; it may act on that."""
 
 
 class Controller:
@@ -45,12 +45,12 @@ class Controller:
 
     Args:
         config: the node.
-        transport: the way to everybody.
-        clock: monotonic seconds; injected so that tests own it.
+        transport: carries messages to and from all other processes.
+        clock: monotonic seconds; injected so that tests control it.
         wall: seconds since the epoch, for people to read.
 
     Raises:
-        UnknownPolicyError: ``config.policy`` names none.
+        UnknownPolicyError: ``config.policy`` names no policy.
         ShiftThresholdError: ``config.shift_threshold`` needs a cost model.
     """
 
@@ -104,7 +104,7 @@ class Controller:
     # --- loop ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve for ever; ends with the process."""
+        """Serve until the process ends."""
         try:
             while True:
                 self.turn()
@@ -112,7 +112,7 @@ class Controller:
             self._transport.close()
 
     def turn(self, timeout: float | None = None) -> None:
-        """Do everything that is due once, after waiting for it at most ``timeout`` seconds."""
+        """Wait for at most ``timeout`` seconds, then do once all that is due."""
         switch = self._operations.switches.running
         self._transport.wait(self._patience(timeout), eager=switch is not None)
         began = self._clock()
@@ -132,9 +132,9 @@ class Controller:
         self._admission.hold_limits(started)
 
     def _take_arrivals(self) -> bool:
-        """Take in what has come; return whether it is answers alone, and a switch awaits more.
+        """Take all arrivals; return whether the running switch took all of them and awaits more.
 
-        Nothing else comes due of them, and the next of them would wait for what is done besides.
+        Such answers make nothing else due, and other work now would only delay the next answer.
         """
         arrivals, switch = self._transport.receive(), self._operations.switches.running
         answers = 0 if switch is None else switch.answers
@@ -145,7 +145,7 @@ class Controller:
         return switch.answers - answers == len(arrivals)
 
     def next_wakeup(self) -> float | None:
-        """Return seconds until the next turn is due if no message comes; None: there is none."""
+        """Return seconds until the next turn is due if no message comes; None: no turn is due."""
         return self._patience(None)
 
     def _patience(self, timeout: float | None) -> float | None:
@@ -276,7 +276,7 @@ class Controller:
 
     def _take_load(self, load: m.Load) -> None:
         requests = self.books.requests
-        # Between two interleaved steps of a unit there are those of another.
+        # Steps of another unit lie between two interleaved steps of a unit.
         if not requests.interleaved_in(self.books.units.unit_of(load.engine)):
             self._capacity.observe(requests.core(load.unit), load)
         for request in requests.report(load):
@@ -284,7 +284,7 @@ class Controller:
             self._migration.finished(request, load.engine)
 
     def _take_moved(self, message: m.Moved) -> None:
-        """Let requests that a core has given back wait for another, in their old place."""
+        """Put requests that a core has given back in their old place in the pool."""
         for request_id, tokens in message.tokens.items():
             request = self.books.requests.remove(request_id, led_by=message.engine)
             if request is not None:
@@ -298,14 +298,14 @@ class Controller:
         self._count_unless(taken=self._operations.switches.handle(message))
 
     def _count_unless(self, *, taken: bool) -> None:
-        """Count a message that is about nothing that goes on (any more)."""
+        """Count a message as stale unless something was waiting for it."""
         if not taken:
             self.books.statistics.stale.add()
 
     # --- decisions ----------------------------------------------------------------------------
 
     def _decide(self) -> int:
-        """Ask the policy and do what it wants; a plan that cannot be done changes nothing.
+        """Ask the policy and carry out its plan; an invalid plan changes nothing.
 
         Returns:
             The number of requests that have left the pool for a unit.
@@ -316,7 +316,7 @@ class Controller:
         manual = not self._adviser.policy.decides_layout
         self._pauses.end_long_ones(manual=manual, switching=switching)
         if switching and not len(self.books.requests.pool):
-            return 0  # there is nothing to decide, and its members' answers are due
+            return 0  # there is nothing to decide, and the members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
         turn = self._pauses.next_turn() if self._operations.can_switch else None

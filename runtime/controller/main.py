@@ -7,7 +7,7 @@ from shoal.runtime.protocol.transport import ZmqControllerTransport
 
 
 def run_controller(config: NodeConfig) -> None:
-    """Entry of the controller's process."""
+    """Run the controller's process."""
     heartbeat = Heartbeat(heartbeat_path(config.runtime_dir))
     addresses = Addresses(config.runtime_dir)
     Controller(config, ZmqControllerTransport(addresses, config.api_servers, heartbeat.beat)).run()

@@ -1,8 +1,8 @@
-"""What the node does one at a time: a switch, an audit, or a group that is formed anew.
+"""The operations that a node runs one at a time: a switch, an audit, or forming a group again.
 
-Each needs the engines to itself: a group is neither bound nor checked while its members form it. So
-none begins before the other has ended, and a caller who asks for one meanwhile waits. The death of
-an engine may concern any of them, and each is told of it.
+Each needs the engines to itself: a group is neither bound nor audited while its members form it. So
+an operation begins only when no other is running, and callers wait for their turn. An engine's
+death may concern any of the operations, so each is told of it.
 """
 
 from collections import deque
@@ -20,15 +20,15 @@ from shoal.runtime.protocol import messages as m
 
 
 class Operations:
-    """Lets every operation begin in its turn, and runs the audits.
+    """Starts every operation in its turn, and runs the audits.
 
     Args:
         env: the node, the way to its engines, and the time.
         books: engines, units and leases.
-        capacity: what new groups are lent, and whether requests may go on beside them.
-        losses: what a death takes with it.
-        greet: tells an engine what engines must know of the node.
-        give_up: ends the requests that the node can hold no more.
+        capacity: how much new groups are lent, and whether requests may go on beside them.
+        losses: removes dead engines, and what depends on them, from the books.
+        greet: tells an engine what engines must know about the node.
+        give_up: ends the requests that the node can no longer hold.
     """
 
     def __init__(
@@ -48,41 +48,41 @@ class Operations:
         self._losses = losses
         self._audit: Audit | None = None
         self._waiting: deque[Callable[[], None]] = deque()
-        """What callers have asked for and begins when nothing else goes on."""
+        """Operations that callers asked for. Each begins when no other operation is running."""
 
     # --- one at a time ------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing goes on, so that an operation can begin."""
+        """Whether no operation is running, so that one can begin."""
         return not (self._audit or self.switches.running or self.rejoin.engines)
 
     @property
     def can_switch(self) -> bool:
-        """Whether a switch that no operator asks for can begin, were there budget for it."""
+        """Whether a switch that no operator asked for can begin, apart from its budget."""
         return self.is_idle and not self.switches.is_held
 
     @property
     def busy(self) -> frozenset[int]:
-        """Engines that are regrouped, or form a group: they get no new requests until then."""
+        """Engines that a switch regroups or that form a group; they get no new requests yet."""
         return self.rejoin.engines | self.switches.engines
 
     @property
     def deadline(self) -> float | None:
-        """When something is due without a message."""
+        """When something is due even if no message comes."""
         audit = None if self._audit is None else self._audit.deadline
         due = (self.switches.deadline, self.rejoin.deadline, audit)
         return min((at for at in due if at is not None), default=None)
 
     def when_idle(self, begin: Callable[[], None]) -> None:
-        """Have an operation begin that a caller has asked for: now, or in its turn."""
+        """Begin an operation that a caller asked for: now if possible, otherwise in its turn."""
         if self.is_idle:
             begin()
         else:
             self._waiting.append(begin)
 
     def tick(self) -> None:
-        """Do what is due, end what is over, and begin what has waited for that."""
+        """Do what is due, end finished operations, and begin those that waited for them."""
         self.switches.tick()
         self._end_audit()
         self.rejoin.tick(may_begin=not (self.switches.running or self._audit))
@@ -95,9 +95,9 @@ class Operations:
         """Go on without engines that died, and without those that died with them.
 
         Args:
-            engines: those; what is dead already is passed over.
-            reason: why, for people.
-            cause: the same for metrics.
+            engines: the engines that died; those known to be dead are skipped.
+            reason: why they died, for people.
+            cause: why they died, for metrics.
         """
         gone = self._losses.lose(engines, reason, cause, self.switches.running)
         if self._audit is not None:
@@ -106,11 +106,11 @@ class Operations:
     # --- audits -------------------------------------------------------------------------------
 
     def start_audit(self, peer: str, call: int) -> None:
-        """Ask every engine that serves for its books; call it when nothing else goes on.
+        """Ask every serving engine for its books. No other operation may be running.
 
         Args:
-            peer: who is answered.
-            call: number of its call.
+            peer: the caller, who gets the answer.
+            call: number of the caller's call.
         """
         deadline = self._env.clock() + self._env.config.prepare_timeout_seconds
         self._audit = Audit(call, peer, deadline)
@@ -122,7 +122,7 @@ class Operations:
             self._env.transport.to_engine(engine, m.CheckIntegrity(call))
 
     def audited(self, answer: m.Integrity) -> None:
-        """Take an engine's answer to an audit, if it is still waited for."""
+        """Take an engine's answer to the audit, if one is running."""
         if self._audit is not None:
             self._audit.answer(answer)
 

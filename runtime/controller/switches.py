@@ -1,4 +1,4 @@
-"""The node's switches, one at a time: who asked, when the next may start, how each one ended."""
+"""The node's switches, one at a time: who asked for each, how it ended, when the next may start."""
 
 import logging
 import math
@@ -31,20 +31,20 @@ RETRY_SECONDS = 5.0
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """Who waits for a switch, and the number of the call."""
+    """The caller that waits for a switch, and the number of its call."""
 
     peer: str
     number: int
 
 
 class Switches:
-    """Starts switches and tells of their ends.
+    """Starts switches and reports how they end.
 
     Args:
-        env: the node, the way to everybody, and the time.
+        env: the node, the transport to all processes, and the time.
         books: engines, units and leases; switches are counted.
-        capacity: what new groups are lent, and whether requests may go on beside them.
-        lose: takes engines down that a broken group has lost.
+        capacity: how much new groups are lent, and whether requests may go on beside them.
+        lose: takes down the engines of a broken group.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Switches:
         self.running: Switch | None = None
         self.past: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self.ended_at = -math.inf
-        """When the last one ended that the policy or an operator asked for."""
+        """When the last switch ended that the policy or an operator had asked for."""
         self._config = env.config
         self._node = Node(env, books, capacity, lose)
         self._books = books
@@ -78,28 +78,28 @@ class Switches:
 
     @property
     def pending(self) -> Partition | None:
-        """Where the running switch leads to."""
+        """The target of the running switch."""
         return None if self.running is None else self.running.target
 
     @property
     def deadline(self) -> float | None:
-        """When something is due without a message."""
+        """When something is due even if no message comes."""
         return None if self.running is None else self.running.deadline
 
     @property
     def is_held(self) -> bool:
-        """Whether none can start now, whatever the policy has left of its budget."""
+        """Whether no switch can start now, whatever the policy's budget."""
         return self.running is not None or self._clock() < self._retry_at
 
     @property
     def has_budget(self) -> bool:
-        """Whether the policy may ask for one."""
+        """Whether the policy's budget allows a switch."""
         return self._budget.allows(self._clock())
 
     # --- start --------------------------------------------------------------------------------
 
     def start_for_operator(self, peer: str, message: m.SetLayout, target: Partition) -> None:
-        """Start a switch that the admin API asked for: its requests are waited for as it says."""
+        """Start a switch that the admin API asked for, and wait for requests as the call says."""
         timeout, wait = message.timeout_seconds, message.wait_seconds
         if wait is None or wait >= timeout:
             self._start(target, message.treatment, MANUAL, wait=timeout, gives_up=True)
@@ -111,13 +111,13 @@ class Switches:
     def start_for_policy(
         self, target: Partition, treatment: m.Treatment, reason: str, *, waits: bool
     ) -> None:
-        """Start a switch that the policy asked for: it waits for no request for long, or at all."""
+        """Start a switch that the policy asked for; it waits a short time for requests, or none."""
         self._budget.spend(self._clock())
         wait = self._config.switch_wait_seconds if waits else 0.0
         self._start(target, treatment, reason, wait=wait)
 
     def start_turn(self, turn: Turn) -> None:
-        """Start a switch after which requests go on that were paused for long: it never waits."""
+        """Start a switch that lets long-paused requests go on; it never waits."""
         self._start(turn.target, m.Treatment.INTERLEAVE, PAUSED, rebound=turn.rebound)
 
     def _start(
@@ -142,7 +142,7 @@ class Switches:
         self._tell_fronts(self.running, None)
 
     def _tell_fronts(self, switch: Switch, done: SwitchView | None) -> None:
-        """Tell the front ends that a switch begins, or has ended so."""
+        """Tell the front ends that a switch begins (``done`` is None), or how it has ended."""
         trace = None
         if self._config.tracing:
             trace = layout_view.switch_trace(self._books, switch, done, now=self._clock())
@@ -153,17 +153,17 @@ class Switches:
     # --- answers and end ----------------------------------------------------------------------
 
     def handle(self, message: m.SwitchAnswer) -> bool:
-        """Take an engine's answer; False when it is about nothing that is going on."""
+        """Take an engine's answer; return False if the running switch does not expect it."""
         return self.running is not None and self.running.handle(message)
 
     def tick(self) -> None:
-        """Act on what did not come in time, and end the switch if it is over."""
+        """Act on answers that are overdue, and end the switch if it is over."""
         if self.running is not None:
             self.running.tick()
         self.end()
 
     def end(self) -> None:
-        """End the switch if it is over: count it, tell of it, answer who asked."""
+        """If the switch is over: count it, log it, tell the front ends and answer its caller."""
         switch = self.running
         if switch is None or not switch.done:
             return

@@ -1,8 +1,8 @@
 """A comparison of every engine's books with the controller's, exact while requests run.
 
-What an engine answers is true of the moment it answers. Messages between two processes keep their
-order, so what must be true then is: the controller's books when the question was sent, changed by
-what the engine said since then (and not by what it was told since then).
+An engine's answer describes the moment at which it answers. Messages between two processes keep
+their order. So the answer must equal the controller's books at the time of the question, changed by
+what the engine has reported since then, but not by what it has been told since then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Audit:
 
     Args:
         call: number of the caller's call.
-        peer: who asked.
+        peer: the caller.
         deadline: clock time after which engines that have not answered count as broken.
     """
 
@@ -35,28 +35,28 @@ class Audit:
         self._expected: dict[int, _Expected] = {}
 
     def ask(self, engine: int, lent: set[int], leases: Mapping[Unit, int]) -> None:
-        """Note what the books say as the question is sent to an engine.
+        """Note what the books say when an engine is sent the question.
 
         Args:
-            engine: who is asked.
-            lent: ids of the blocks it has lent.
-            leases: virtual blocks of every group it leads.
+            engine: the engine that is asked.
+            lent: ids of the blocks that it has lent.
+            leases: virtual blocks of every group that it leads.
         """
         self._expected[engine] = _Expected(set(lent), dict(leases))
 
     def lent(self, engine: int, blocks: Sequence[int]) -> None:
-        """Follow an engine's word that it lent blocks."""
+        """Follow an engine's report that it lent blocks."""
         if engine in self._expected:
             self._expected[engine].lent.update(blocks)
 
     def closed(self, group: Unit, blocks: int) -> None:
-        """Follow a leader's word that it returned virtual blocks."""
+        """Follow a leader's report that it returned virtual blocks."""
         expected = self._expected.get(group.leader)
         if expected is not None:
             expected.leases[group] = expected.leases.get(group, 0) - blocks
 
     def answer(self, message: m.Integrity) -> None:
-        """Compare an engine's answer."""
+        """Compare an engine's answer with what the books expect."""
         expected = self._expected.pop(message.engine, None)
         if expected is None or message.call != self.call:
             return
@@ -74,7 +74,7 @@ class Audit:
                 )
 
     def lose(self, engines: Iterable[int]) -> None:
-        """Expect nothing more of dead engines."""
+        """Expect no answers from dead engines."""
         for engine in engines:
             self._expected.pop(engine, None)
 
@@ -86,5 +86,5 @@ class Audit:
 
     @property
     def done(self) -> bool:
-        """Whether nobody is left to answer."""
+        """Whether no engine still has to answer."""
         return not self._expected

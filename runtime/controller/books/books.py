@@ -1,4 +1,4 @@
-"""All books of one controller: who needs what it knows is given these."""
+"""All books of one controller, for its parts that need what it knows."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from shoal.runtime.controller.books.unit_book import UnitBook
 
 @dataclass(frozen=True)
 class Books:
-    """What the controller knows; each book changes by its own methods alone."""
+    """What the controller knows. Each book is changed only by its own methods."""
 
     engines: EngineBook
     units: UnitBook

@@ -1,4 +1,4 @@
-"""What every unit can take now: the snapshot that policies decide on."""
+"""How much every unit can take now: the snapshot from which policies decide."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -24,13 +24,13 @@ from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 
 POOL_HEAD = 256
-"""Requests of the pool that a policy sees: more than any node starts in one turn."""
+"""Most requests of the pool that a policy sees. No node starts so many in one turn."""
 LEASE_BLOCKS = 64
-"""Least blocks that the members of a new group are asked for."""
+"""Smallest number of blocks that each member of a new group is asked for."""
 
 
 class Capacity:
-    """Counts what the engines' last reports and the requests sent since then leave free.
+    """Computes what the engines' last reports, and the requests sent since then, leave free.
 
     Args:
         config: the node.
@@ -45,14 +45,14 @@ class Capacity:
         self._pool = books.requests.pool
         self._leases = books.leases
         self.cost_model: CostModel | None = config.cost_model
-        """Corrected by what is measured (``observe``)."""
+        """The cost model, corrected by measured steps (``observe``)."""
         self._forms_groups = True
         self._lengths = Lengths()
         self._states: dict[Unit, tuple[Uncounted, UnitState]] = {}
-        """The latest states of units, and the requests from which each was found."""
+        """The latest state of every unit, with the uncounted requests that it was computed from."""
 
     def follow(self, policy: Policy) -> None:
-        """Count on the groups that a policy forms, and on those alone."""
+        """From now on count groups as available only if this policy forms groups."""
         self._forms_groups = policy.forms_groups
 
     def snapshot(
@@ -70,11 +70,11 @@ class Capacity:
 
         Args:
             now: the clock.
-            demand: knows what only time tells; is told what there is now.
+            demand: provides smoothed figures, and is told the current ones.
             switching: whether no switch can start.
-            busy: the engines that a running one regroups.
-            pending: where that leads to.
-            since_switch: seconds since the last one ended.
+            busy: the engines that a running switch regroups, or that form a group.
+            pending: the target of the running switch.
+            since_switch: seconds since the last switch ended.
             sp_above: see ``Snapshot``.
         """
         engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
@@ -107,13 +107,13 @@ class Capacity:
 
     @cached_property
     def _layouts(self) -> tuple[LayoutState, ...]:
-        """What every layout takes on idle engines; it never changes once all are ready."""
+        """What every layout holds on idle engines; it is constant once all engines are ready."""
         blocks = min(self._engines.num_blocks(engine.number) for engine in self._engines)
         limits = map(self._engines.limits_of, self._config.layouts)
         return tuple(_layout_state(each, blocks) for each in limits)
 
     def _idle(self, group: Unit) -> LayoutState:
-        """Return what a group takes while nothing runs on its engines."""
+        """Return what a group holds while nothing runs on its engines."""
         limits = self._engines.limits(group)
         blocks = min(self._engines.num_blocks(engine) for engine in group.engines)
         return _layout_state(limits, blocks)
@@ -153,7 +153,7 @@ class Capacity:
         )
 
     def _unit(self, group: Unit, *, serving: bool, paused: int) -> UnitState:
-        """Return a unit's state: that of the last call if nothing of it has changed since."""
+        """Return a unit's state. If nothing has changed, this is the object of the last call."""
         core = self._requests.core(group)
         serving, blocks = serving and core.load is not None, self._startable_blocks(core)
         uncounted, known = self._states.get(group, (None, None))
@@ -189,10 +189,10 @@ class Capacity:
         )
 
     def _startable_blocks(self, core: CoreBook) -> int:
-        """Return the blocks that a request sent now would get.
+        """Return how many blocks a request that is sent now could get.
 
-        A group's lease grows by what every member has free. An idle group gets everything but what
-        other groups hold: its members preempt their own paused requests for it.
+        A group's lease can grow by the blocks that every member has free. An idle group can get all
+        blocks that no other group holds, because its members preempt their own paused requests.
         """
         if not core.unit.is_group:
             return self._free_blocks(core)
@@ -214,7 +214,7 @@ class Capacity:
         return self._engines.num_blocks(engine) - sum(n for g, n in lent.items() if g != group)
 
     def lease_for(self, group: Unit) -> int:
-        """Return the blocks to ask a new group's members for: what the waiting requests need."""
+        """Return how many blocks to ask a new group's members for, as the waiting requests need."""
         limits = self._engines.limits(group)
         waiting = self._pool.head(limits.max_num_seqs)
         need = sum(-(-(r.prompt_tokens + 1) // limits.block_tokens) for r in waiting)
@@ -226,8 +226,8 @@ class Capacity:
     def leaves_room(self, group: Unit) -> bool:
         """Return whether requests of a group's single engines may go on beside it (interleave).
 
-        What they will need up to their bounds is lent to no group, so they must leave it half of
-        every member's blocks: else its own requests would wait until these end.
+        Blocks that these requests need up to their bounds are lent to no group. So they must leave
+        the group half of every member's blocks; otherwise the group's requests would wait for them.
         """
         tokens = self._engines.limits(alone(group.leader)).block_tokens
         for engine in group.engines:
@@ -239,27 +239,27 @@ class Capacity:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence that some group of this node holds; see ``_layouts``."""
+        """Tokens of the longest sequence that a group of this node holds; see ``_layouts``."""
         return max(self._engines.limits(group).max_model_len for group in self._possible_groups)
 
     @property
     def longest_now(self) -> int:
-        """Tokens of the longest sequence that some group holds which is there, or will be."""
+        """Tokens of the longest sequence that a group holds which can form now or later."""
         idle = [self._idle(group) for group in self._lasting_groups()]
         return max((min(i.max_model_len, i.total_blocks * i.block_tokens) for i in idle), default=0)
 
     def holds(self, request: PoolRequest, *, formed: bool = False) -> bool:
-        """Return whether some group could hold the request that is there, or will be.
+        """Return whether the request fits a group that can form now or later.
 
         Args:
-            request: that.
+            request: the request.
             formed: whether groups count that the policy does not form.
         """
         groups = self._lasting_groups(formed=formed)
         return any(self._idle(group).can_hold(request) for group in groups)
 
     def _lasting_groups(self, *, formed: bool = False) -> Iterator[Unit]:
-        """Yield the groups that can be formed, or will be when engines are back."""
+        """Yield the groups that can be formed now, or when engines are back."""
         lost, refused = self._engines.lost, self._engines.refused
         for group in self._possible_groups:
             is_formed = formed or self._forms_groups or not group.is_group

@@ -12,15 +12,15 @@ from shoal.runtime.protocol import messages as m
 
 
 class Figures(msgspec.Struct):
-    """Sums over the requests of a core, kept up with every one that comes and goes."""
+    """Sums over the requests of a core, updated when a request comes or goes."""
 
     prompt_tokens: int = 0
     priorities: Counter[int] = msgspec.field(default_factory=Counter)
     totals: Counter[int] = msgspec.field(default_factory=Counter)
-    """Requests by the tokens they must be able to reach."""
+    """Number of requests, by the tokens that each must be able to reach."""
 
     def count(self, seen: PoolRequest, change: int) -> None:
-        """Add a request (1) or take it out (-1)."""
+        """Add a request (``change`` is 1) or take it out (-1)."""
         self.prompt_tokens += change * seen.prompt_tokens
         for counts, key in ((self.priorities, seen.priority), (self.totals, seen.total_tokens)):
             counts[key] += change
@@ -29,21 +29,21 @@ class Figures(msgspec.Struct):
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens that the longest of them must be able to reach."""
+        """Tokens that the longest request must be able to reach."""
         return max(self.totals, default=0)
 
     @property
     def by_priority(self) -> tuple[tuple[int, int], ...]:
-        """Priorities, ascending, and how many have each."""
+        """The priorities, ascending, each with its number of requests."""
         return tuple(sorted(self.priorities.items()))
 
 
 class Uncounted(msgspec.Struct, frozen=True):
-    """The latest requests of a core, and what they were found from: they are the same until then.
+    """The latest requests of a core, valid while ``load``, ``sent`` and ``held`` are unchanged.
 
     Attributes:
-        requests: in the order they were sent.
-        prompt_tokens: of all of them.
+        requests: in the order in which they were sent.
+        prompt_tokens: the sum over these requests.
     """
 
     load: m.Load | None
@@ -54,7 +54,7 @@ class Uncounted(msgspec.Struct, frozen=True):
     _blocks: dict[int, int] = {}
 
     def blocks(self, block_tokens: int) -> int:
-        """Return the KV blocks of so many tokens that their first steps take."""
+        """Return how many KV blocks of ``block_tokens`` tokens the requests' first steps take."""
         if block_tokens not in self._blocks:
             self._blocks[block_tokens] = sum(
                 -(-(request.seen.prompt_tokens + 1) // block_tokens) for request in self.requests
@@ -63,17 +63,17 @@ class Uncounted(msgspec.Struct, frozen=True):
 
 
 class CoreBook(msgspec.Struct):
-    """The requests of one unit's core, bound now or not."""
+    """The requests of one unit's core, whether the unit is bound now or not."""
 
     unit: Unit
     requests: dict[str, Request] = {}
-    """In the order they were sent there."""
+    """The requests by id, in the order in which they were sent."""
     sent: int = 0
     """``AddRequest`` messages ever sent for this unit."""
     load: m.Load | None = None
-    """The last report."""
+    """The core's last report."""
     figures: Figures = msgspec.field(default_factory=Figures)
-    """Of its requests."""
+    """Sums over ``requests``."""
     _uncounted: Uncounted | None = None
 
     def put(self, request: Request) -> None:
@@ -89,11 +89,11 @@ class CoreBook(msgspec.Struct):
         return request
 
     def replace(self, request: Request) -> None:
-        """Note what has become of a request that policies see as before."""
+        """Replace a request by a changed one that looks the same to policies."""
         self.requests[request.id] = request
 
     def report(self, load: m.Load) -> None:
-        """Note what the core says of itself."""
+        """Note the core's report."""
         self.load = load
 
     def movable(self) -> list[str]:
@@ -106,7 +106,7 @@ class CoreBook(msgspec.Struct):
 
     @property
     def uncounted(self) -> Uncounted:
-        """Requests whose KV blocks the last report does not count as taken: the latest ones."""
+        """The latest requests: those whose KV blocks the last report does not count as taken."""
         load, sent, held = self.load, self.sent, len(self.requests)
         known = self._uncounted
         if known is not None and known.load is load and (known.sent, known.held) == (sent, held):
@@ -119,7 +119,7 @@ class CoreBook(msgspec.Struct):
 
     @property
     def computed(self) -> list[Request]:
-        """Requests that a step may have had: all but those that were waiting at the last report."""
+        """Requests that may have been in a step: all except those that waited at the last report."""
         if self.load is None:
             return list(self.requests.values())
         waiting = {request.id for request in self.uncounted.requests[: self.load.waiting]}

@@ -1,6 +1,6 @@
-"""What the controller remembers, for policies and callers: demand, drain, cost of switches.
+"""What the controller remembers for policies and callers: demand, drain, cost of switches.
 
-All of it is a function of events and of the injected clock.
+Everything here is a function of events and of the injected clock.
 """
 
 import math
@@ -18,17 +18,17 @@ from shoal.policies.values.snapshot import (
 from shoal.runtime.protocol.messages import Work
 
 LENGTHS_KEPT = 300
-"""Requests after which the length of one counts for a third."""
+"""After so many further requests, the weight of a request's length has fallen to about a third."""
 LENGTHS_ASSUMED = 50
-"""Requests of the lengths assumed that are taken to have ended before the first one."""
+"""Number of requests of assumed length with which the averages start."""
 RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
-"""Time constants of the rates at which requests come: the longest one for steady arrivals."""
+"""Time constants of the arrival rates; the longest one is for steady arrivals."""
 DEVIATIONS = 2.0
-"""Standard deviations of a rate that are taken for chance; twice as many are no chance."""
+"""A rate may differ by so many standard deviations by chance; twice as many are not chance."""
 
 
 class Demand:
-    """Smoothed figures of what is asked of the node.
+    """Smoothed figures of the load on the node.
 
     Args:
         now: the clock.
@@ -55,16 +55,16 @@ class Demand:
     def arrival_rate(self, now: float) -> float:
         """Return requests per second.
 
-        Of steady arrivals the latest seconds tell mostly chance, but of a burst all. So it is the
-        rate over the longest time, moved into what the latest seconds can be by chance; or theirs,
-        where they are too far from it for any chance.
+        With steady arrivals the latest seconds show mostly chance, but only they show a burst. So
+        this starts from the rate over the longest time, and moves it into the range that chance
+        allows around each more recent rate. A recent rate that is too far away replaces it.
         """
-        # An average over more time than there was is too low.
+        # An average over more time than has passed is too low, so it is scaled up.
         known = 1 - math.exp((self._began - now) / RATE_SECONDS[0])
         nearest = self._rates[0] * self._kept(now, RATE_SECONDS[0]) / known if known else 0.0
         for latest, seconds in zip(self._rates[1:], RATE_SECONDS[1:], strict=True):
             rate = latest * self._kept(now, seconds)
-            # Of the higher rate: that none came for a moment says little.
+            # The higher rate decides the range, because a moment without arrivals says little.
             within = DEVIATIONS * math.sqrt(max(rate, nearest) / 2 / seconds)
             if abs(rate - nearest) > 2 * within:
                 nearest = rate
@@ -79,15 +79,15 @@ class Demand:
         return math.exp((self._rate_at - now) / seconds)
 
     def since_urgent(self, now: float) -> float:
-        """Return the seconds since an urgent request was here."""
+        """Return the seconds since an urgent request was last on the node."""
         return now - self._urgent_at
 
     def see(self, now: float, requests: int, most_urgent: int | None) -> None:
-        """Take note of the requests on the node from now on.
+        """Note the requests that are on the node from now on.
 
         Args:
             now: the clock.
-            requests: how many there are.
+            requests: number of requests on the node.
             most_urgent: the lowest priority among them.
         """
         kept = math.exp((self._seen_at - now) / SMOOTHING_SECONDS)
@@ -98,7 +98,7 @@ class Demand:
 
 
 class Lengths:
-    """How long requests are: of an output nobody knows before it ends."""
+    """Mean lengths of requests; the length of an output is unknown before it ends."""
 
     def __init__(self) -> None:
         self._started = self._ended = float(LENGTHS_ASSUMED)
@@ -106,14 +106,14 @@ class Lengths:
         self._output = LENGTHS_ASSUMED * OUTPUT_TOKENS
 
     def see(self, done: Work, *, started: int, ended: int) -> None:
-        """Take note of what steps computed.
+        """Note the work of steps.
 
-        That takes outputs to end at random: while ever more of them run, their length is
-        overestimated, which is the safe side.
+        The estimate assumes that outputs end at random times. While the number of running requests
+        grows, it is too high, which is the safe side.
 
         Args:
-            done: what they computed.
-            started: requests whose prompts came into a batch, again included.
+            done: what the steps computed.
+            started: requests whose prompts came into a batch; a repeated prompt counts again.
             ended: requests that got their last token.
         """
         kept = (1 - 1 / LENGTHS_KEPT) ** started
@@ -125,12 +125,12 @@ class Lengths:
 
     @property
     def prompt(self) -> float:
-        """Prompt tokens that are computed for the mean request."""
+        """Prompt tokens that are computed per request on average."""
         return self._prompt / self._started
 
     @property
     def output(self) -> float:
-        """Tokens that the mean request is given."""
+        """Output tokens per request on average."""
         return self._output / self._ended
 
 
@@ -147,10 +147,10 @@ MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
 
 
 class Drain:
-    """How long what waits takes to leave the pool, by how much of it left lately.
+    """Estimates when waiting requests leave the pool, from how many left lately.
 
-    Only the time counts in which something waits, and only what had to wait: the requests of a
-    burst that find free seats say nothing of how soon the next seat is free.
+    Only time in which requests wait counts, and only requests that left in it: requests of a burst
+    that start at once in free seats say nothing about when the next seat is free.
 
     Args:
         now: the clock.
@@ -163,12 +163,12 @@ class Drain:
         self._started = 0.0
 
     def see(self, now: float, *, started: int, waits: bool) -> None:
-        """Take note of what happened since the last call.
+        """Note what happened since the last call.
 
         Args:
             now: the clock.
             started: requests that left the pool for a unit.
-            waits: whether any wait from now on.
+            waits: whether any requests wait from now on.
         """
         if self._waits:
             kept = math.exp((self._at - now) / DRAIN_SECONDS)
@@ -177,9 +177,9 @@ class Drain:
         self._at, self._waits = now, waits
 
     def retry_after(self, waiting: int) -> int:
-        """Return in how many seconds so many requests will have left, within 1 and 60.
+        """Return the seconds, from 1 to 60, after which ``waiting`` requests will have left.
 
-        While none has left yet it is assumed that one is about to.
+        As long as no request has left, one is assumed to be about to leave.
         """
         seconds = waiting * self._seconds / max(1.0, self._started)
         return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, math.ceil(seconds)))
@@ -190,17 +190,17 @@ class BudgetSettings:
     """How often a policy may switch."""
 
     overhead: float = 0.05
-    """Part of the node's time that switches may take."""
+    """Fraction of the node's time that switches may take."""
     per_minute: float = 30.0
-    """Most switches per minute, were they free."""
+    """Most switches per minute, however cheap they are."""
     least_per_minute: float = 4.0
-    """What is always allowed: a slow switch must not shut its policy out."""
+    """Switches per minute that are always allowed, so that slow switches do not stop the policy."""
     burst: int = 4
-    """Switches that may follow each other at once."""
+    """Switches that may follow each other without a pause."""
 
 
 class SwitchBudget:
-    """A token bucket of switches, refilled the slower the more they cost.
+    """A token bucket of switches. The more switches cost, the more slowly it fills.
 
     At most ``burst + per_minute * t / 60`` switches start in any ``t`` seconds.
 
@@ -213,11 +213,11 @@ class SwitchBudget:
         self._tokens = float(self._settings.burst)
         self._at = now
         self.cost_seconds = 0.0
-        """Smoothed cost of a switch."""
+        """Smoothed cost of one switch."""
 
     @property
     def rate(self) -> float:
-        """Switches per second that are sustained."""
+        """Switches per second that the budget sustains."""
         settings = self._settings
         most, least = settings.per_minute / 60, settings.least_per_minute / 60
         afforded = settings.overhead / self.cost_seconds if self.cost_seconds else most
@@ -234,7 +234,7 @@ class SwitchBudget:
         self._tokens -= 1
 
     def learn(self, seconds: float) -> None:
-        """Take note of what a switch cost: its time, and that of what is computed again."""
+        """Note the cost of a switch: how many seconds it took."""
         first = not self.cost_seconds
         self.cost_seconds = seconds if first else 0.8 * self.cost_seconds + 0.2 * seconds
 

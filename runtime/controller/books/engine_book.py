@@ -1,4 +1,4 @@
-"""The book of engines: how each one is, and which groups have communicators among them."""
+"""The book of engines: the state of each engine, and which groups have communicators."""
 
 import enum
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -10,12 +10,12 @@ from shoal.runtime.protocol import messages as m
 
 
 class EngineState(enum.StrEnum):
-    """How an engine is."""
+    """The state of an engine."""
 
     STARTING = "starting"
     SERVING = "serving"
     SILENT = "silent"
-    """It did not answer in time; it is left alone until it does."""
+    """It did not answer in time, and gets no work until it answers."""
     DEAD = "dead"
 
 
@@ -30,7 +30,7 @@ class Engine(msgspec.Struct, frozen=True):
     incarnation: int = 0
     """How often it was restarted."""
     returns: bool = False
-    """Whether it is restarted when it is dead."""
+    """Whether it is restarted after its death."""
 
     @property
     def is_gone(self) -> bool:
@@ -48,17 +48,17 @@ class EngineBook:
     """All engines of one node, by number.
 
     Args:
-        engines: how many there are.
-        returns: whether they are restarted when they are dead.
+        engines: number of engines.
+        returns: whether engines are restarted after their death.
     """
 
     def __init__(self, engines: int, *, returns: bool = False) -> None:
         self._engines = [Engine(number, returns=returns) for number in range(engines)]
         self._formed_of: dict[Unit, tuple[int, ...]] = {}
-        """Incarnations of the engines that a group was last formed of, if not the first ones."""
+        """For each group that was formed again: the incarnations of its engines at that time."""
         self._refused: dict[Unit, str] = {}
         self.refused: Mapping[Unit, str] = self._refused
-        """Groups that could not be formed anew, and why."""
+        """Groups that could not be formed again, and why."""
         self._see()
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class EngineBook:
         self._see()
 
     def _see(self) -> None:
-        """Find what every turn of the loop asks for: it changes only when an engine does."""
+        """Compute what every turn of the loop needs; it changes only when an engine does."""
         engines = self._engines
         self.started = all(engine.ready is not None for engine in engines)
         """Whether every engine has been ready."""
@@ -92,7 +92,7 @@ class EngineBook:
     # --- what happens to them -----------------------------------------------------------------
 
     def serve(self, ready: m.EngineReady) -> None:
-        """Note that an engine is up, or up again, and what it said of itself."""
+        """Note that an engine is up, or up again, with its ready message."""
         self._set(ready.engine, ready=ready, state=EngineState.SERVING, reason=None)
 
     def silence(self, engines: Iterable[int], reason: str) -> None:
@@ -102,7 +102,7 @@ class EngineBook:
                 self._set(engine, state=EngineState.SILENT, reason=reason)
 
     def hear(self, engine: int) -> bool:
-        """Note that an engine answers; return whether it had not."""
+        """Note that an engine answers; return whether it was silent before."""
         was_silent = self._engines[engine].state is EngineState.SILENT
         if was_silent:
             self._set(engine, state=EngineState.SERVING, reason=None)
@@ -114,28 +114,28 @@ class EngineBook:
             self._set(engine, state=EngineState.DEAD, reason=reason)
 
     def expect(self, engine: int, *, returns: bool) -> None:
-        """Note whether an engine is restarted when it is dead."""
+        """Note whether an engine is restarted after its death."""
         self._set(engine, returns=returns)
 
     def restart(self, engine: int, incarnation: int) -> None:
-        """Note that an engine's processes were started again."""
+        """Note that an engine's processes were restarted."""
         self._set(engine, incarnation=incarnation, state=EngineState.STARTING)
 
-    # --- how they are -------------------------------------------------------------------------
+    # --- their state --------------------------------------------------------------------------
 
     def in_state(self, state: EngineState, *others: EngineState) -> frozenset[int]:
         """Return the engines in one of these states."""
         return self._in_state[state].union(*(self._in_state[other] for other in others))
 
     def serves(self, unit: Unit) -> bool:
-        """Return whether every engine of the unit is well."""
+        """Return whether every engine of the unit serves."""
         return all(self._engines[engine].state is EngineState.SERVING for engine in unit.engines)
 
     def limits(self, unit: Unit) -> m.LayoutLimits:
         """Return what a unit's layout can hold.
 
         Raises:
-            LookupError: its leader is not ready, or does not know the layout.
+            LookupError: the unit's leader is not ready, or does not know the layout.
         """
         return self._limits(unit.leader, unit.layout)
 
@@ -143,7 +143,7 @@ class EngineBook:
         """Return what a layout can hold, as the first engine says.
 
         Raises:
-            LookupError: that engine is not ready, or does not know the layout.
+            LookupError: the first engine is not ready, or does not know the layout.
         """
         return self._limits(0, layout)
 
@@ -171,7 +171,7 @@ class EngineBook:
         return not unit.is_group or formed == self.incarnations(unit)
 
     def unformed(self, units: Iterable[Unit]) -> list[Unit]:
-        """Return those of these groups that are not formed; until an engine dies there is none."""
+        """Return those of these groups that are not formed; before any death there are none."""
         if not self._restarted:
             return []
         return [unit for unit in units if not self.is_formed(unit)]
@@ -185,5 +185,5 @@ class EngineBook:
         self._refused[unit] = reason
 
     def retry(self, unit: Unit) -> None:
-        """Note that they may try again: they are others."""
+        """Note that a group's members may try again, because they are other incarnations now."""
         self._refused.pop(unit, None)

@@ -1,4 +1,4 @@
-"""What a controller is given, as all of its parts need it."""
+"""What a controller is given, and hands to all of its parts."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from shoal.runtime.protocol.transport import ControllerTransport
 
 @dataclass(frozen=True)
 class Environment:
-    """The node's configuration, the way to everybody, and the time.
+    """The node's configuration, the transport to all processes, and the time.
 
     Attributes:
         config: the node.
-        transport: the way to engines, front ends and the supervisor.
-        clock: monotonic seconds; injected so that tests own it.
+        transport: carries messages to and from engines, front ends and the supervisor.
+        clock: monotonic seconds; injected so that tests control it.
         wall: seconds since the epoch, for people to read.
     """
 

@@ -1,4 +1,4 @@
-"""HTTP requests that became several engine requests: the task pool takes all of them, or none."""
+"""HTTP requests with several engine requests: the task pool takes all of these, or none."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 from shoal.runtime.protocol.messages import Outcome
 
 REFUSED_REMEMBERED = 256
-"""Refused families that are remembered: their last members may still be on their way."""
+"""Number of refused families to remember, because their last members may still be on the way."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Family:
     """The engine requests of one HTTP request.
 
     Attributes:
-        members: those that have come, by id.
-        started: a unit has had one of them, so the response may have begun.
-        refused: why the others are refused.
+        members: the ids of the requests that have come.
+        started: whether a unit has had one of them, so that the response may have begun.
+        refused: why the family is refused, if it is.
     """
 
     members: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Family:
 class Families:
     """The families that have a request on the node, and those that were refused lately.
 
-    A family is forgotten with the last of its requests: nothing has to say that it is over.
+    A family is forgotten with the last of its requests; no message has to end it.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class Families:
         """Return the family that a request belongs to, and count the request in.
 
         Args:
-            client: number of its front end.
-            number: what that calls the family; None: the request has none.
-            request_id: that.
+            client: number of the front end.
+            number: the front end's number for the family; None: the request has no family.
+            request_id: the request.
         """
         if number is None:
             return None
@@ -59,7 +59,7 @@ class Families:
         return family
 
     def refuse(self, family: Family | None, refusal: Refusal) -> None:
-        """Have the members of a family refused that are still to come."""
+        """Refuse the members of a family that are still to come."""
         if family is not None:
             family.refused = refusal
             self._refused.append(family)

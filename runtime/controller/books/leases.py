@@ -1,6 +1,6 @@
-"""Which blocks every engine has lent to which group, as it said itself, and how leases grow.
+"""Which blocks each engine says that it has lent to which group, and how leases grow.
 
-The engines hold the blocks; these books say what must be true of them, and ``audit.py`` compares.
+The engines hold the blocks. This book records what their state must be, and ``audit.py`` compares.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +16,19 @@ from shoal.runtime.protocol.transport import ControllerTransport
 
 
 class Growth(msgspec.Struct):
-    """A group's wish that its members are answering."""
+    """A group's wish for blocks, while its members are answering it."""
 
     epoch: int
     lent: dict[int, list[int]] = {}
 
 
 class Leases:
-    """The books of all leases, and the messages that move blocks outside a switch.
+    """The book of all leases; it also sends the messages that move blocks outside a switch.
 
     Args:
-        engines: which of them are gone.
-        units: the epochs of those that are bound.
-        transport: the way to the engines.
+        engines: knows which engines are gone.
+        units: has the epochs of bound units.
+        transport: carries messages to the engines.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Leases:
         self.opened: dict[Unit, int] = {}
         """Virtual blocks that each group's leader has been given and has not returned."""
         self.problems: list[str] = []
-        """What engines said that cannot be true."""
+        """Reports of engines that cannot be true."""
         self._audit: Audit | None = None
         self._engines = engines
         self._units = units
@@ -46,7 +46,7 @@ class Leases:
         self._growths: dict[Unit, Growth] = {}
 
     def follow(self, audit: Audit | None) -> None:
-        """Tell a running audit of every change from now on; None: there is none any more."""
+        """Tell a running audit of every change from now on; None: the audit is over."""
         self._audit = audit
 
     # --- books --------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class Leases:
         return {group: len(blocks) for group, blocks in self._lent[engine].items() if blocks}
 
     def holds(self, group: Unit) -> bool:
-        """Return whether a group's leader or a member has blocks of its lease in the books."""
+        """Return whether this book has any blocks of a group's lease, at its leader or a member."""
         return bool(self.opened.get(group)) or any(self._lent[e].get(group) for e in group.engines)
 
     def blocks_of(self, engine: int) -> set[int]:
@@ -88,7 +88,7 @@ class Leases:
         self.opened[group] = self.opened.get(group, 0) + blocks
 
     def close(self, group: Unit, returned: Mapping[int, Sequence[int]]) -> None:
-        """Note what a leader returned; the members have not got it yet."""
+        """Note the blocks that a leader returned; the members have not got them yet."""
         blocks = len(returned.get(group.leader, ()))
         self.opened[group] = self.opened.get(group, 0) - blocks
         if self._audit is not None:
@@ -97,7 +97,7 @@ class Leases:
             self.remove(engine, group, ids)
 
     def lose(self, engines: Iterable[int]) -> None:
-        """Forget dead engines; survivors take back what a dead leader held."""
+        """Forget dead engines; survivors take back the blocks that a dead leader held."""
         dead = set(engines)
         for engine in dead:
             self._lent[engine].clear()
@@ -120,7 +120,7 @@ class Leases:
     # --- growth -------------------------------------------------------------------------------
 
     def need(self, wish: m.NeedBlocks) -> bool:
-        """Ask the members of a bound group for blocks; False if the wish comes too late."""
+        """Ask a bound group's members for blocks; return False if the wish is stale or repeated."""
         if self._units.bound.get(wish.unit) != wish.epoch or wish.unit in self._growths:
             return False
         self._growths[wish.unit] = Growth(wish.epoch)
@@ -130,7 +130,7 @@ class Leases:
         return True
 
     def lent(self, answer: m.Lent) -> None:
-        """Take a member's answer; with the last one the lease grows by what all of them lent."""
+        """Take a member's answer; with the last answer the lease grows by what all members lent."""
         self.add(answer.engine, answer.unit, answer.blocks)
         growth = self._growths.get(answer.unit)
         if growth is None or growth.epoch != answer.epoch:
@@ -160,7 +160,7 @@ class Leases:
             self.give_back(engine, group, blocks)
 
     def even_out(self, group: Unit, lent: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        """Return the lease that all members back; what single members lent beyond goes back."""
+        """Return the lease that all members back, and give back what some members lent beyond it."""
         rows = min(len(blocks) for blocks in lent.values())
         for engine, blocks in lent.items():
             self.give_back(engine, group, blocks[rows:])

@@ -12,16 +12,16 @@ from shoal.runtime.config import AGING_SECONDS
 from shoal.runtime.controller.books.request import Request
 
 _Key = tuple[float, float]
-"""Rank, then order of coming in: unique, and in the order of service."""
+"""A request's rank and serial number. Keys are unique and sort in the order of service."""
 
 
 class TaskPool:
     """Waiting requests, in the order of service.
 
-    A request gains one class of priority for every ``aging_seconds`` that it waits. All of them age
-    alike, so which of two comes first never changes: the one with the lower ``priority *
-    aging_seconds + arrival``. It follows that a request is overtaken only by those that arrive
-    within ``aging_seconds`` times the difference in priority after it.
+    A request gains one class of priority for every ``aging_seconds`` that it waits. All requests
+    age alike, so the order of any two never changes: the one with the lower ``priority *
+    aging_seconds + arrival`` comes first. So a request can be overtaken only by requests that
+    arrive within ``aging_seconds`` times the difference in priority after it.
 
     Args:
         aging_seconds: the wait that makes up for one class; more than 0.
@@ -32,12 +32,12 @@ class TaskPool:
         self._serial = count()
         self._order: list[_Key] = []
         self._replaceable: list[_Key] = []
-        """Those that may be pushed out, in the order of service."""
+        """Requests that may be pushed out, in the order of service."""
         self._by_key: dict[_Key, Request] = {}
         self._keys: dict[str, _Key] = {}
         self._deadlines: dict[str, float] = {}
         self._due: list[tuple[float, str]] = []
-        """A heap of the deadlines, those of requests that have left included."""
+        """A heap of the deadlines. It may include those of requests that have left."""
         self._callers: Counter[str] = Counter()
         self._tokens = 0
 
@@ -57,15 +57,15 @@ class TaskPool:
         return self._callers[caller]
 
     def rank(self, request: Request) -> float:
-        """Return what decides a request's place: those with a lower one are served before."""
+        """Return a request's rank; requests with a lower rank are served first."""
         return request.seen.priority * self._aging_seconds + request.seen.arrival
 
     def add(self, request: Request, *, deadline: float | None = None) -> None:
-        """Queue a request; one that was here before gets the place that its arrival gives it.
+        """Queue a request. One that comes back gets its old place, since its arrival decides it.
 
         Args:
-            request: that.
-            deadline: when to give it up if it still waits; None lets it wait for ever.
+            request: the request.
+            deadline: when to give it up if it still waits; None: it may wait for ever.
         """
         key = (self.rank(request), next(self._serial))
         insort(self._order, key)
@@ -116,11 +116,11 @@ class TaskPool:
     # --- making room --------------------------------------------------------------------------
 
     def let_in(self, request_id: str) -> None:
-        """Note that a request which is here may be pushed out for more urgent ones."""
+        """Note that a waiting request may be pushed out for more urgent ones."""
         insort(self._replaceable, self._keys[request_id])
 
     def keep(self, request_id: str) -> None:
-        """Note that a request which is here may not be pushed out (any more)."""
+        """Note that a waiting request may no longer be pushed out."""
         self._keep(self._keys[request_id])
 
     def _keep(self, key: _Key) -> None:
@@ -129,11 +129,14 @@ class TaskPool:
             del self._replaceable[place]
 
     def behind(self, rank: float) -> int:
-        """Return the number of requests that are served after one of this rank."""
+        """Return the number of requests that are served after a request of this rank."""
         return len(self._order) - bisect_right(self._order, (rank, math.inf))
 
     def replaceable(self, rank: float) -> Iterator[Request]:
-        """Yield those of them that may be pushed out, the last one first; it may be kept then."""
+        """Yield the requests behind this rank that may be pushed out, the last one first.
+
+        The caller may call ``keep`` for a request that it gets.
+        """
         for key in reversed(self._replaceable):
             if key[0] <= rank:
                 return
@@ -143,11 +146,11 @@ class TaskPool:
         """Return the least urgent priority with which a request could push one out.
 
         Args:
-            now: when it would come.
-            kept: how many requests have to be behind it still.
+            now: when the request would come.
+            kept: how many requests must still be behind it.
 
         Returns:
-            None if no request could.
+            The priority; None if no request could push one out.
         """
         if not self._replaceable or len(self._order) <= kept:
             return None
@@ -158,13 +161,13 @@ class TaskPool:
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a request that is here."""
+        """The earliest deadline of a waiting request."""
         while self._due and self._deadlines.get(self._due[0][1]) != self._due[0][0]:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
 
     def take_expired(self, now: float) -> list[Request]:
-        """Take out the requests whose deadline is not after ``now``, the earliest first."""
+        """Take out the requests whose deadline has come by ``now``, the earliest first."""
         expired = []
         while (deadline := self.next_deadline) is not None and deadline <= now:
             request = self.remove(self._due[0][1])

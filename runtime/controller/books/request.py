@@ -19,53 +19,53 @@ class Request(msgspec.Struct, frozen=True):
     frames: list[bytes]
     """vLLM's own payload, as it came."""
     seen: PoolRequest
-    """What policies see of it."""
+    """What policies see of the request."""
     movable: bool
     """Whether it can be moved once it has begun (``wire.RequestView.movable``)."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
     family: Family | None = None
-    """The HTTP request that it came of, if others came of it, too."""
+    """The HTTP request of which it is a part, if that has several engine requests."""
     moved_at: float | None = None
     """When it was last taken out of a unit, seconds."""
     tokens: tuple[int, ...] = ()
-    """What other units have generated of it: for its next one they are part of the prompt."""
+    """Tokens that earlier units have generated for it; the next unit gets them in the prompt."""
     attempt: int = 0
-    """How often it was begun again because its engine died."""
+    """How often it was started again because its engine died."""
     deaths: int = 0
-    """Engines that died while they computed it."""
+    """How often it was blamed for an engine's death because the engine was computing it."""
     suspect: bool = False
-    """The last of them did, and no output of it has come since: it may be what they died of."""
+    """Whether it may have killed an engine: it was blamed, and has had no output since."""
     guilty: bool = False
-    """It is what its engine died of."""
+    """Whether it was a suspect and an engine died of it again."""
     counted: bool = False
-    """It is among the outcomes already: its last outputs were lost, and it had to go on."""
+    """Whether its outcome was counted already: it had ended, but its last outputs were lost."""
 
     @property
     def pooled_at(self) -> float:
-        """When it came into the task pool, or came back there."""
+        """When the request came into the task pool, or last came back."""
         return self.seen.arrival if self.moved_at is None else self.moved_at
 
     @property
     def payload(self) -> list[bytes]:
-        """What a unit is sent to begin it, or to go on with it."""
+        """The frames that a unit is sent to start the request, or to go on with it."""
         if not self.tokens and not self.attempt:
             return self.frames
         return wire.continue_request(self.frames, self.tokens, self.attempt)
 
     @property
     def can_continue(self) -> bool:
-        """Whether another unit can go on with it where it stands."""
+        """Whether another unit can continue the request."""
         return not self.tokens or self.movable
 
 
 def continued(request: Request, tokens: Sequence[int], now: float) -> Request:
-    """Return a request that was taken out of a unit, as one that waits again.
+    """Return a request that was taken out of a unit, ready to wait in the pool again.
 
     Args:
-        request: that.
-        tokens: every output token so far, whichever units generated them.
-        now: seconds.
+        request: the request.
+        tokens: all output tokens so far, whichever units generated them.
+        now: the clock, seconds.
     """
     prompt = request.seen.prompt_tokens - len(request.tokens) + len(tokens)
     total = max(request.seen.total_tokens, prompt + 1)
@@ -82,9 +82,9 @@ def pool_request(view: wire.RequestView, *, longest: int, now: float) -> PoolReq
 
     Args:
         view: the request as it came.
-        longest: tokens of the longest sequence that the node takes. A front end bounds a request
-            without ``max_tokens`` by what this leaves: such a bound asks for no room.
-        now: arrival, seconds.
+        longest: tokens of the longest sequence that the node takes. The front end derives the bound
+            of a request without ``max_tokens`` from it; such a bound reserves no room.
+        now: time of arrival, seconds.
     """
     sampling = view.sampling_params or wire.Sampling()
     bound = view.prompt_tokens + (sampling.max_tokens or 1)

@@ -1,6 +1,6 @@
-"""The book of requests: where every one is that has come and not left.
+"""The book of requests: where every request is that has come and not left.
 
-It waits in the task pool, is on a unit's core, or is interrupted: its engine died.
+A request waits in the task pool, is on a unit's core, or is interrupted because its engine died.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ class RequestBook:
     """All requests of one node.
 
     Args:
-        units: which units there are.
+        units: the book of units.
         pool: the task pool.
     """
 
@@ -32,17 +32,17 @@ class RequestBook:
         self._interrupted: dict[str, Request] = {}
         self._closed = False
         self.cores: Mapping[Unit, CoreBook] = self._cores
-        """The cores that have had a request, or said something, by unit, bound now or not."""
+        """Cores by unit, bound now or not, since their first request, report or look-up."""
         self.interrupted: Mapping[str, Request] = self._interrupted
         """Requests whose engines died, until their front ends say how far they have come."""
 
     @property
     def closed(self) -> bool:
-        """Whether the node is to end: it takes no requests."""
+        """Whether the node has been told to end, so that it takes no requests."""
         return self._closed
 
     def close(self) -> None:
-        """Note that the node is to end."""
+        """Note that the node has been told to end."""
         self._closed = True
 
     def __contains__(self, request_id: str) -> bool:
@@ -68,17 +68,17 @@ class RequestBook:
         return self._where.get(request_id)
 
     def find(self, request_id: str) -> Request | None:
-        """Return a request that was sent to a unit; None if it is not known (any more)."""
+        """Return a request that was sent to a unit; None if it is on no unit."""
         unit = self._where.get(request_id)
         return None if unit is None else self._cores[unit].requests[request_id]
 
     def remove(self, request_id: str, *, led_by: int | None = None) -> Request | None:
-        """Forget a request that was sent to a unit; None if it is not known (any more).
+        """Forget a request that was sent to a unit, and return it; None if it is on no unit.
 
         Args:
-            request_id: that.
-            led_by: only if this engine leads the unit. The request may have been begun again
-                elsewhere since the engine wrote of it.
+            request_id: the request.
+            led_by: forget it only if this engine leads its unit. The request may have been started
+                again elsewhere since the engine sent its message about it.
         """
         unit = self._where.get(request_id)
         if unit is None or led_by not in (None, unit.leader):
@@ -87,28 +87,28 @@ class RequestBook:
         return self._cores[unit].take(request_id)
 
     def remove_all(self, unit: Unit) -> list[Request]:
-        """Forget the requests of a core."""
+        """Forget the requests of a core, and return them."""
         core = self.core(unit)
         for request_id in core.requests:
             del self._where[request_id]
         return [core.take(request_id) for request_id in list(core.requests)]
 
     def report(self, load: m.Load) -> list[Request]:
-        """Note what a core says of itself; return the requests that have ended there."""
+        """Note a core's report; return the requests that have ended there."""
         self.core(load.unit).report(load)
         ended = (self.remove(request_id, led_by=load.engine) for request_id in load.finished)
         return [request for request in ended if request is not None]
 
     def forget_cores(self, leader: int) -> None:
-        """Forget the cores of an engine that is started again."""
+        """Forget the cores of an engine that is restarted."""
         for unit in [unit for unit in self._cores if unit.leader == leader]:
             del self._cores[unit]
 
     @property
     def paused(self) -> Counter[Unit]:
-        """Requests whose unit is not there, counted for the unit that its leader is in now.
+        """Number of requests whose unit is not bound, by the unit in which its leader is now.
 
-        They wait for their unit to come back, or are interleaved.
+        Such requests wait for their unit to come back, or are interleaved.
         """
         paused: Counter[Unit] = Counter()
         for core in self._cores.values():
@@ -117,7 +117,7 @@ class RequestBook:
         return paused
 
     def interleaved_in(self, unit: Unit) -> int:
-        """Return the requests that go on in turn with those of this unit."""
+        """Return the number of requests whose steps alternate with those of this unit."""
         if unit not in self._units.interleaving:
             return 0
         return sum(len(self.core(alone(engine)).requests) for engine in unit.engines)
@@ -130,7 +130,7 @@ class RequestBook:
         return not request.suspect or not any(other.suspect for other in others)
 
     def absolve(self, request_id: str) -> None:
-        """Note that a request runs on its unit: it is no suspect (any more)."""
+        """Note that a request runs on its unit, so that it is no longer a suspect."""
         unit = self._where.get(request_id)
         if unit is not None:
             core = self._cores[unit]
@@ -138,15 +138,15 @@ class RequestBook:
             core.replace(cleared)
 
     def interrupt(self, request: Request) -> None:
-        """Note that the engine of a request died, which is on no unit any more."""
+        """Note that the engine of a request died, so that the request is on no unit."""
         self._interrupted[request.id] = request
 
     def take_interrupted(self, request_id: str) -> Request | None:
-        """Forget an interrupted request; None if there is none of this id."""
+        """Forget an interrupted request, and return it; None if none has this id."""
         return self._interrupted.pop(request_id, None)
 
     def take_all_interrupted(self) -> list[Request]:
-        """Forget all interrupted requests."""
+        """Forget all interrupted requests, and return them."""
         taken = list(self._interrupted.values())
         self._interrupted.clear()
         return taken

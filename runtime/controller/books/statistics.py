@@ -1,4 +1,4 @@
-"""What the controller counts as things happen; what it can look up is in ``gauges.py``."""
+"""What the controller counts as events happen; ``gauges.py`` has what it can look up instead."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -21,7 +21,7 @@ MANUAL = "manual"
 PAUSED = "paused"
 """Reason of a switch that gives a turn to requests which were paused for long (``pauses.py``)."""
 OTHER = "other"
-"""Reason, in metrics, of a switch whose policy named none that is known."""
+"""Reason, in metrics, of a switch whose policy named no known reason."""
 REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, PAUSED, OTHER)
 
 SWITCH_OUTCOMES = ("done", "failed")
@@ -45,7 +45,7 @@ class SwitchStatistics:
     """Counters and histograms of the node's switches.
 
     Args:
-        layouts: names of those that the node has, DP first.
+        layouts: names of the node's layouts, DP first.
     """
 
     def __init__(self, layouts: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ class SwitchStatistics:
         self._drained.add(amount=view.drained)
 
     def phase(self, name: str, group: Unit, seconds: float) -> None:
-        """Count a phase (one of ``PHASES``) of a group's bind or release that went well."""
+        """Count a completed phase (one of ``PHASES``) of a group's bind or release."""
         self._phases.observe(max(0.0, seconds), name, group.name)
 
     def bound(self, outcome: str, reason: str) -> None:
@@ -116,12 +116,12 @@ class SwitchStatistics:
 
     @property
     def ended(self) -> dict[str, int]:
-        """Switches that have ended, by those outcomes that there were."""
+        """Number of switches that have ended, by outcome, without outcomes that never happened."""
         counts = {outcome: int(self._ended.total(outcome)) for outcome in SWITCH_OUTCOMES}
         return {outcome: count for outcome, count in counts.items() if count}
 
     def families(self) -> list[Family]:
-        """Return everything as it is now."""
+        """Return all metrics of switches as they are now."""
         return [metric.family() for metric in vars(self).values()]
 
 
@@ -129,7 +129,7 @@ class Statistics:
     """Counters and histograms of one controller.
 
     Args:
-        layouts: those that the node forms, DP first.
+        layouts: the layouts that the node forms, DP first.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
@@ -177,13 +177,13 @@ class Statistics:
         )
 
     def placed(self, request: Request, group: Unit, now: float) -> None:
-        """Count a request that is given to a unit; its wait counts the first time only."""
+        """Count a request that is given to a unit; its wait counts only the first time."""
         if request.moved_at is None:
             labels = priority_class(request.seen.priority), group.name
             self._queue.observe(now - request.seen.arrival, *labels)
 
     def left(self, request: Request, outcome: Outcome) -> None:
-        """Count a request that has left the node; one that had to go on after that counts once."""
+        """Count a request that has left the node; one that had to come back counts only once."""
         if not request.counted:
             self.requests.add(outcome)
 
@@ -192,7 +192,7 @@ class Statistics:
         self._deaths.add(cause)
 
     def families(self) -> list[Family]:
-        """Return everything as it is now."""
+        """Return all metrics as they are now."""
         own = [metric.family() for metric in vars(self).values() if metric is not self.switches]
         return self.switches.families() + own
 

@@ -1,4 +1,4 @@
-"""The book of units: who works with whom now."""
+"""The book of units: which engines work together now."""
 
 from collections.abc import Mapping, Set
 
@@ -10,7 +10,7 @@ class UnitBook:
     """The partition of one node's engines, and the epochs in which it changes.
 
     Args:
-        engines: how many there are; each begins alone.
+        engines: number of engines; each begins alone.
     """
 
     def __init__(self, engines: int) -> None:
@@ -20,18 +20,18 @@ class UnitBook:
         self._starting: Unit | None = None
         self._epoch = 0
         self.bound: Mapping[Unit, int] = self._bound
-        """Epoch of the bind of every unit of the partition with more than one engine."""
+        """The groups of the partition, each with the epoch of its bind."""
         self.interleaving: Set[Unit] = self._interleaving
         """Bound units whose members go on with requests of their own."""
 
     @property
     def partition(self) -> Partition:
-        """Every unit that there is."""
+        """All current units."""
         return self._partition
 
     @property
     def starting(self) -> Unit | None:
-        """A group that is formed anew and whose members are in its collectives already."""
+        """The group that is being formed again whose members are in its collectives already."""
         return self._starting
 
     def next_epoch(self) -> int:
@@ -44,11 +44,11 @@ class UnitBook:
         return next(unit for unit in self._partition if engine in unit.engines)
 
     def interleaves(self, unit: Unit) -> bool:
-        """Return whether a core's requests go on in turn with those of the unit it is in."""
+        """Return whether a single engine's requests go on in turn with those of its group."""
         return not unit.is_group and self.unit_of(unit.leader) in self._interleaving
 
     def runs(self, unit: Unit) -> bool:
-        """Return whether steps of a core are taken: its unit is there, or is interleaved."""
+        """Return whether a core takes steps: its unit is in the partition, or is interleaved."""
         return unit in self._partition or self.interleaves(unit)
 
     # --- changes ------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ class UnitBook:
         self._interleaving.discard(unit)
 
     def start(self, unit: Unit | None) -> None:
-        """Note whose members start its core now; None: nobody does (any more)."""
+        """Note the group whose members start its core now; None: no group does."""
         self._starting = unit
 
     def check_integrity(self, engines: int) -> list[str]:
         """Return one line per broken invariant.
 
         Args:
-            engines: how many there are.
+            engines: number of engines.
         """
         problems = []
         covered = sorted(engine for unit in self._partition for engine in unit.engines)

@@ -1,1 +1,1 @@
-"""Engines that are silent or dead: what they take with them, how they come back."""
+"""Engines that are silent or dead: what is lost with them, and how they come back."""

@@ -1,4 +1,4 @@
-"""What an engine's death takes with it: other engines, their units, blocks that were lent."""
+"""What is lost with a dead engine: other engines, their units, and blocks that were lent."""
 
 import logging
 from collections.abc import Collection
@@ -18,9 +18,9 @@ class Losses:
     """Takes dead engines out of the books.
 
     Args:
-        env: the way to the supervisor.
+        env: the transport to the supervisor.
         books: engines, units and leases; deaths are counted.
-        migration: takes the requests of dead engines to other ones.
+        migration: moves the requests of dead engines to other engines.
     """
 
     def __init__(self, env: Environment, books: Books, migration: Migration) -> None:
@@ -37,21 +37,21 @@ class Losses:
         """Go on without engines that died, and without those that died with them.
 
         Args:
-            engines: those; what is dead already is passed over.
-            reason: why, for people.
-            cause: the same for metrics.
+            engines: the engines that died; those known to be dead are skipped.
+            reason: why they died, for people.
+            cause: why they died, for metrics.
             switch: the switch in progress.
 
         Returns:
-            All that are dead by this.
+            All engines that this makes dead.
         """
         tied = {tied for engine in engines for tied in self._tied(engine, switch)}
         gone = frozenset(tied - self._engines.in_state(EngineState.DEAD))
         if not gone:
             return gone
         log.error("engines %s are lost: %s", sorted(gone), reason)
-        # Before the partition changes: what ran there.
-        # A process that was stopped by a signal did not stop because of what it computed.
+        # What ran there must be read before the partition changes.
+        # If a signal stopped a process, no request that it computed is to blame.
         blamed = set() if cause is DeathCause.STOPPED else self._migration.computed(gone)
         self._engines.die(gone, reason)
         for number in gone:
@@ -60,7 +60,7 @@ class Losses:
             if switch is None or not switch.is_released(group):
                 self._units.release(group)
         if switch is not None:
-            # First: what members lent to a bind that is aborted now they take back by themselves.
+            # This is first because members of an aborted bind take back their blocks by themselves.
             switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
         self._leases.lose(gone)
         self._migration.interrupt(gone, blamed)

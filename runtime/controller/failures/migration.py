@@ -1,15 +1,15 @@
-"""Requests whose engines died: where they go on, and which of them the engines may have died of.
+"""Requests whose engines died: where they go on, and which of them may have killed an engine.
 
-Engines send outputs straight to the front ends, so after a death only these know what clients
-have. A request that was on a dead engine is *interrupted*: its front end is asked how far it has
-come, and drops from then on what still arrives of that attempt. The answer decides: the request
-waits in the pool again, in its old place, with the tokens its client has at the end of its prompt;
-or it ends.
+Engines send outputs straight to the front ends, so after a death only the front ends know what
+clients have. A request that was on a dead engine is *interrupted*: its front end is asked how far
+the request has come, and from then on drops late outputs of that attempt. The answer decides what
+follows: either the request waits in the pool again, in its old place, with the tokens that its
+client has at the end of its prompt; or it ends.
 
-A request may be what the engine died of. Those that it computed are suspects. A unit is given no
-second suspect until the front end has an output of the first. If the unit dies before that, the
-suspect is guilty and nobody else in it is suspected; if it dies without one in it, all are that it
-computed.
+A request may have caused the engine's death. All requests that the engine computed are suspects. A
+unit gets no second suspect until the front end has an output of the first. If the unit dies before
+that, the suspect is guilty and no other request is suspected. If a unit dies that had no suspect,
+all requests that it computed become suspects.
 """
 
 import logging
@@ -31,15 +31,15 @@ from shoal.runtime.protocol.transport import front_identity
 log = logging.getLogger("shoal.controller")
 
 REMEMBERED_SECONDS = 10.0
-"""An engine that lives so long after a request's end has sent its last outputs."""
+"""An engine that still lives this long after a request's end has sent the last outputs."""
 
 
 class Migration:
-    """Takes requests of dead engines to other ones.
+    """Moves requests of dead engines to other engines.
 
     Args:
-        env: how many deaths a request is allowed, the way to everybody, and the time.
-        books: units and their requests; those that go on are counted.
+        env: how many deaths a request may survive, the transport, and the time.
+        books: units and their requests; requests that go on are counted.
         admission: lets requests wait again, or ends them.
     """
 
@@ -53,7 +53,7 @@ class Migration:
         self._statistics = books.statistics
         self._admission = admission
         self._finished: deque[tuple[float, int, Request]] = deque()
-        """Requests that have ended lately: when, and who led their unit."""
+        """Requests that ended lately: the time of each, the leader of its unit, and the request."""
 
     # --- deaths -------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Migration:
                 yield core
 
     def computed(self, gone: Collection[int]) -> set[str]:
-        """Return the requests that engines may have died of: suspects alone where there are any."""
+        """Return the requests that may have killed engines; of a core with suspects, only these."""
         found: set[str] = set()
         for core in self._cores(gone):
             computed = core.computed if self._units.runs(core.unit) else []
@@ -73,7 +73,7 @@ class Migration:
         return found
 
     def finished(self, request: Request, leader: int) -> None:
-        """Remember a request that has ended on a unit: its last outputs may not have left yet."""
+        """Remember a request that ended on a unit, because its last outputs may not be sent yet."""
         now = self._clock()
         while self._finished and self._finished[0][0] < now - REMEMBERED_SECONDS:
             self._finished.popleft()
@@ -92,7 +92,7 @@ class Migration:
 
         Args:
             gone: engines that died.
-            blamed: the requests that they may have died of.
+            blamed: the requests that may have killed them.
         """
         taken = list(self._take_finished(gone))
         for core in self._cores(gone):
@@ -119,7 +119,7 @@ class Migration:
     # --- front ends' answers ------------------------------------------------------------------
 
     def received(self, message: m.Received) -> None:
-        """Take a front end's word on how far its requests have come, asked for or not."""
+        """Take a front end's report on how far its requests have come, asked for or not."""
         for request_id in message.ended:
             request = self._requests.take_interrupted(request_id)
             if request is not None:
@@ -133,7 +133,7 @@ class Migration:
                 self._end_unknown(message.client, request_id)
 
     def _go_on(self, request: Request, progress: m.Progress) -> None:
-        """Let a request wait in its old place, to go on from there; or end it."""
+        """Put a request in its old place in the pool with its progress, or end it."""
         again = msgspec.structs.replace(
             continued(request, progress.tokens, self._clock()), attempt=progress.attempt
         )
@@ -154,7 +154,7 @@ class Migration:
     # --- requests whose tokens were lost on the way -------------------------------------------
 
     def _take_back(self, request_id: str, attempt: int) -> Request | None:
-        """Take a request back that a front end asks to begin again; None if that has been done."""
+        """Take back a request that a front end asks to restart; None if that was done already."""
         for entry in self._finished:
             if entry[2].id == request_id:
                 self._finished.remove(entry)
@@ -172,7 +172,7 @@ class Migration:
         return request_id in self._pool or self._requests.where(request_id) is not None
 
     def _end_unknown(self, client: int, request_id: str) -> None:
-        """End a request that has ended for everybody but its front end."""
+        """End a request that only its front end still knows."""
         log.warning("request %s ends with an error: %s", request_id, _TOKENS_LOST)
         note = m.Ended(request_id, Outcome.LOST, 500, _TOKENS_LOST)
         self._transport.to_control(front_identity(client), note)
@@ -182,7 +182,7 @@ class Migration:
     # --- suspects -----------------------------------------------------------------------------
 
     def clear(self, request_ids: Collection[str]) -> None:
-        """Take a front end's word that requests which were begun again have an output."""
+        """Take a front end's report that restarted requests have an output."""
         for request_id in request_ids:
             self._requests.absolve(request_id)
 

@@ -1,9 +1,8 @@
-"""A node of which no engine serves: requests wait for one to come back, but not for ever.
+"""A node without a serving engine: requests wait for one to come back, but not for ever.
 
-Engines that died together come back after the time that a start takes, which may be minutes for a
-large model. Until then a stream has nothing to show, and a request that has not begun may be served
-elsewhere. So after a while all that waits is handed back, and so is what comes before an engine
-serves.
+Engines that died together must start again, which may take minutes with a large model. Until then a
+stream gets no tokens, and a request that has not begun could be served elsewhere. So after a while
+all waiting requests are handed back, and so are newcomers until an engine serves again.
 """
 
 import logging
@@ -18,10 +17,10 @@ log = logging.getLogger("shoal.controller")
 
 
 class Outage:
-    """Ends what waits when no engine has served for too long.
+    """Ends waiting requests when no engine has served for too long.
 
     Args:
-        env: for how long requests wait for an engine when none serves, and the time.
+        env: how long requests wait while no engine serves, and the time.
         books: which engines serve, and which requests wait.
         admission: ends requests.
     """
@@ -37,13 +36,13 @@ class Outage:
 
     @property
     def deadline(self) -> float | None:
-        """When requests are to be ended; None: an engine serves, or they have been."""
+        """When requests are ended; None: an engine serves, or they were ended already."""
         if self._since is None or self._limit is None or self._is_over_limit:
             return None
         return self._since + self._limit
 
     def end_waiting(self) -> None:
-        """End what has waited for too long, newcomers included."""
+        """End all waiting requests, newcomers included, if no engine has served for too long."""
         if self._limit is None or not self._engines.started:
             return
         if self._engines.in_state(EngineState.SERVING):

@@ -1,4 +1,4 @@
-"""Whether the engines' loops run: each is asked again and again, and given up when it is silent."""
+"""Whether the engines' loops run: each is pinged regularly, and given up when it stays silent."""
 
 from collections.abc import Iterator
 
@@ -7,18 +7,18 @@ from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.protocol import messages as m
 
 PINGS = 4
-"""An engine is asked so often before it is given up."""
+"""Number of unanswered pings after which an engine is given up."""
 
 
 class Pulse:
-    """Asks the engines for a sign of life.
+    """Pings the engines.
 
-    Silence is counted only while the controller's own loop runs: after a long turn, or when the
-    whole machine was suspended, every engine has time to answer.
+    Silence counts only while the controller's own loop runs. So after a long turn, or after the
+    whole machine was suspended, every engine still has time to answer.
 
     Args:
-        env: after how much silence an engine is given up, the way to engines, and the time.
-        engines: which there are.
+        env: how long an engine may be silent, the transport to engines, and the time.
+        engines: the engines of the node.
     """
 
     def __init__(self, env: Environment, engines: EngineBook) -> None:
@@ -28,11 +28,11 @@ class Pulse:
         self._engines = engines
         self._checked_at = env.clock()
         self._unanswered: dict[int, int] = {}
-        """Engines that were asked, and how often in vain."""
+        """The number of unanswered pings, by engine."""
 
     @property
     def deadline(self) -> float | None:
-        """When the engines are to be asked next."""
+        """When the engines are pinged next."""
         return None if self._timeout is None else self._checked_at + self._timeout / PINGS
 
     def feel(self, engine: int) -> None:
@@ -40,7 +40,7 @@ class Pulse:
         self._unanswered.pop(engine, None)
 
     def check(self) -> Iterator[tuple[int, str]]:
-        """Ask every engine if it is time; yield those that are given up, and why."""
+        """Ping every engine if a ping is due; yield the engines that are given up, and why."""
         now, due = self._clock(), self.deadline
         if due is None or now < due:
             return

@@ -1,14 +1,14 @@
-"""How engines that were started again come back, and how their groups are formed anew.
+"""How restarted engines come back, and how their groups are formed again.
 
-An engine comes back alone. It serves as soon as nothing of its former life is out any more. The
-groups that it belongs to have lost their communicators with it: each is formed again by all of its
-members, when they are alone and no switch runs, narrow groups first, one at a time:
+An engine comes back alone. It serves as soon as no group holds blocks that it lent in its former
+life. Its death also broke the communicators of its groups. All members of a group form it again
+when they are alone and no switch runs. Narrow groups come first, one at a time:
 
     FORMING ──Formed from all──> STARTING ──Formed from all──> done
 
-While they form, members wait for each other for a bounded time, and one that cannot make its part
-says so: nobody is lost. A group that fails so is tried again later, a few times. While they start
-the group's core, members are in its collectives: they live or die together.
+In FORMING, members wait for each other for a bounded time, and one that cannot make its part says
+so; no engine is lost by that, and the group is tried again later, a few times. In STARTING, members
+start the group's core and are inside its collectives, so they live or die together.
 """
 
 import enum
@@ -31,27 +31,27 @@ log = logging.getLogger("shoal.controller")
 FORM_SECONDS = 120.0
 """How long members have to make their parts of a group."""
 START_SECONDS = 600.0
-"""How long they have to start its core: that may compile a large model."""
+"""How long members have to start a group's core, which may compile a large model."""
 ATTEMPTS = 3
 """How often the same members try to form a group."""
 RETRY_SECONDS = 5.0
-"""Pause after the first of these that fails; each further one is twice as long."""
+"""Pause after the first failed attempt; each further pause is twice as long."""
 
 
 class Stage(enum.Enum):
-    """Where a group stands that is formed anew."""
+    """How far the forming of a group has come."""
 
     FORMING = enum.auto()
     STARTING = enum.auto()
 
 
 class Formation(msgspec.Struct):
-    """A group that is formed anew."""
+    """A group that is being formed again."""
 
     unit: Unit
     epoch: int
     members: tuple[int, ...]
-    """Incarnations of the engines."""
+    """Incarnations of the unit's engines."""
     began: float
     stage: Stage
     awaiting: set[int]
@@ -60,7 +60,7 @@ class Formation(msgspec.Struct):
 
 
 class Failures(msgspec.Struct):
-    """Attempts of the same members that failed."""
+    """Failed attempts of the same members to form a group."""
 
     members: tuple[int, ...]
     count: int = 0
@@ -69,14 +69,14 @@ class Failures(msgspec.Struct):
 
 
 class Rejoin:
-    """Takes engines in again, and has their groups formed.
+    """Lets restarted engines serve again, and makes them form their groups again.
 
     Args:
-        env: the node, the way to its engines, and the time.
+        env: the node, the transport to its engines, and the time.
         books: engines, units, and the cores and leases of an engine's former life.
         lose: takes engines down.
-        greet: tells an engine what engines must know of the node.
-        give_up: ends the requests that the node can hold no more.
+        greet: tells an engine what engines must know about the node.
+        give_up: ends the requests that the node can no longer hold.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Rejoin:
         self._give_up = give_up
         self._early: list[Arrival] = []
         self._back: dict[int, m.EngineReady] = {}
-        """Engines that could serve again, and what they said of themselves."""
+        """Engines that are ready to serve again, with the message in which they said so."""
         self._formation: Formation | None = None
         self._generations: Counter[Unit] = Counter()
         self._failures: dict[Unit, Failures] = {}
@@ -109,10 +109,10 @@ class Rejoin:
     # --- engines ------------------------------------------------------------------------------
 
     def is_current(self, arrival: Arrival) -> bool:
-        """Return whether a message comes from the engine as the controller knows it.
+        """Return whether a message comes from the incarnation that the controller knows.
 
-        What an earlier incarnation left behind is stale. What comes from a later one waits until
-        the supervisor has told of it.
+        Messages of an earlier incarnation are stale. Those of a later one are kept until the
+        supervisor has announced that incarnation.
         """
         engine, sent = parse_engine_identity(arrival.peer)
         known = self._engines[engine].incarnation
@@ -123,7 +123,7 @@ class Rejoin:
         return sent == known
 
     def died(self, message: m.EngineDied) -> bool:
-        """Take the supervisor's word on a death; False if the engine has been restarted since."""
+        """Take the supervisor's report of a death; return False if the engine restarted since."""
         engine = self._engines[message.engine]
         if message.incarnation < engine.incarnation:
             return False
@@ -133,7 +133,7 @@ class Rejoin:
         return True
 
     def restarted(self, message: m.EngineStarting) -> list[Arrival]:
-        """Note that an engine's processes were started again; return what has come from them."""
+        """Note that an engine's processes were restarted; return what they have already sent."""
         self._engines.restart(message.engine, message.incarnation)
         self._requests.forget_cores(message.engine)
         self._transport.meet(message.engine, message.incarnation)
@@ -141,17 +141,17 @@ class Rejoin:
         return early
 
     def ready(self, message: m.EngineReady) -> None:
-        """Take in that an engine is up again: it serves when nothing holds it back."""
+        """Note that an engine is up again; ``tick`` lets it serve when it has no traces left."""
         former = self._engines[message.engine].ready
         assert former is not None
-        # It knows its own layout alone. The others will be what they were: KV bytes are agreed.
+        # It knows only its own layout. The others stay as they were, because KV bytes are agreed.
         self._back[message.engine] = msgspec.structs.replace(message, layouts=former.layouts)
 
     def tick(self, *, may_begin: bool) -> None:
         """Do what is due.
 
         Args:
-            may_begin: whether engines may be taken in, and groups begin to form.
+            may_begin: whether engines may serve again, and groups begin to form.
         """
         self._watch()
         if not may_begin:
@@ -179,12 +179,12 @@ class Rejoin:
 
     @property
     def engines(self) -> frozenset[int]:
-        """Engines whose runners are at forming a group."""
+        """Engines that are forming a group now."""
         return frozenset() if self._formation is None else frozenset(self._formation.unit.engines)
 
     @property
     def deadline(self) -> float | None:
-        """When something is due without a message."""
+        """When something is due even if no message comes."""
         if self._formation is not None:
             return self._formation.deadline
         due = [self._failures[g].retry_at for g in self._broken() if g in self._failures]
@@ -232,7 +232,7 @@ class Rejoin:
             return False
         failures = self._failures.get(group)
         if failures is not None and failures.members != engines.incarnations(group):
-            # Others than those that failed.
+            # These are other incarnations than those that failed.
             del self._failures[group]
             engines.retry(group)
             failures = None
@@ -301,7 +301,7 @@ class Rejoin:
             self._give_up()
 
     def _watch(self) -> None:
-        """See what has become of the members that have not answered."""
+        """Act on members that have died, or have not answered in time."""
         formation = self._formation
         if formation is None:
             return

@@ -1,4 +1,4 @@
-"""The node's metrics that are looked up when somebody asks, in the controller's books."""
+"""The node's metrics that are read from the controller's books on each request for metrics."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Gauges:
     """What the controller knows at one moment.
 
     Attributes:
-        busy: engines that a running switch regroups.
+        busy: engines that get no new requests, because they are regrouped or form a group.
         step_errors: see ``messages.LayoutView``.
-        now: the clock.
+        now: the time by the controller's clock.
     """
 
     config: NodeConfig
@@ -40,7 +40,7 @@ class Gauges:
     now: float
 
     def families(self) -> list[Family]:
-        """Return everything."""
+        """Return all metrics."""
         return [
             *self._node(),
             *self._engine_states(),
@@ -94,7 +94,7 @@ class Gauges:
         )
 
     def _unit_of_engines(self) -> Iterator[Family]:
-        """Yield what every engine's unit is."""
+        """Yield the metrics that describe the unit of every engine."""
         serves, units = self.books.engines.serves, self._units
         for name, documentation, values in (
             (
@@ -141,7 +141,7 @@ class Gauges:
         )
 
     def _requests_of(self, engine: int) -> dict[str, int]:
-        """Return the requests of the units that an engine leads, by what they do."""
+        """Return the number of requests of the units that an engine leads, by their state."""
         counts = {"running": 0, "waiting": 0, "paused": 0}
         for core in self.books.requests.cores.values():
             if core.unit.leader != engine:
@@ -174,7 +174,7 @@ class Gauges:
         return None if core is None else core.load
 
     def _kv_cache_usage(self, engine: int) -> float:
-        """Return which part of an engine's blocks requests hold, a group's requests included."""
+        """Return the fraction of an engine's blocks that requests hold, its groups' included."""
         total = self.books.engines.num_blocks(engine)
         lent = self.books.leases.lent_by(engine)
         free = self._free_blocks(alone(engine))
@@ -182,7 +182,7 @@ class Gauges:
         return min(1.0, max(0.0, 1 - free / total)) if total else 0.0
 
     def engines(self) -> list[EngineGauges]:
-        """Return what vLLM's gauges show; what waits in the pool is spread over the engines."""
+        """Return the values of vLLM's gauges; they spread the pool's requests over the engines."""
         serving = sorted(self.books.engines.in_state(EngineState.SERVING)) or [0]
         share, rest = divmod(len(self.books.requests.pool), len(serving))
         shares = {engine: share + (k < rest) for k, engine in enumerate(serving)}
@@ -251,11 +251,11 @@ class Gauges:
 
 
 def _labels(layout: str, mode: Mode) -> tuple[str, str]:
-    """Return the labels ``layout`` and ``mode`` of such steps."""
+    """Return the labels ``layout`` and ``mode`` of steps in this layout and mode."""
     return layout, layout if layout == "dp" else mode.value
 
 
 def _error_labels(steps: str) -> tuple[str, str, str]:
-    """Return the labels of steps that go by such a name (``messages.LayoutView.step_errors``)."""
+    """Return the labels for a name of steps as in ``messages.LayoutView.step_errors``."""
     layout, *mode, kind = steps.split()
     return *_labels(layout, Mode(*mode) if mode else Mode.TP), kind

@@ -19,7 +19,7 @@ from shoal.runtime.protocol.messages.views import (
 
 
 def engine_views(books: Books) -> list[EngineView]:
-    """Return every engine."""
+    """Return the view of every engine."""
     return [_engine_view(engine, books.leases) for engine in books.engines]
 
 
@@ -41,7 +41,7 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
 
 
 def unit_views(books: Books, busy: Collection[int]) -> list[UnitView]:
-    """Return every unit; ``busy`` are the engines that a switch regroups."""
+    """Return the view of every unit; ``busy`` are engines that are regrouped or form a group."""
     paused = books.requests.paused
     return [_unit_view(books, group, busy, paused[group]) for group in books.units.partition]
 
@@ -75,7 +75,7 @@ def unavailable_views(reasons: Mapping[Unit, str]) -> list[UnavailableView]:
 
 
 def lengths(engines: EngineBook) -> dict[str, int]:
-    """Return the tokens of the longest request that each layout holds, by its name."""
+    """Return the tokens of the longest request that each layout holds, by the layout's name."""
     ready = [engine.ready for engine in engines if engine.ready is not None]
     layouts = [limits for each in ready for limits in each.layouts]
     return {each.layout.name: each.max_model_len for each in layouts}
@@ -101,8 +101,8 @@ def refusal(books: Books, target: Partition, unavailable: Mapping[Unit, str]) ->
 
     Args:
         books: engines and units.
-        target: what is wanted.
-        unavailable: groups that engines' deaths have taken, and why.
+        target: the wanted partition.
+        unavailable: groups that cannot be formed because engines died, with the reasons.
     """
     silent = books.engines.in_state(EngineState.SILENT)
     for group in target:
@@ -116,11 +116,11 @@ def refusal(books: Books, target: Partition, unavailable: Mapping[Unit, str]) ->
 
 
 def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float) -> SwitchView:
-    """Return a finished switch.
+    """Return the view of a finished switch.
 
     Args:
-        switch: what happened.
-        after: the partition it left.
+        switch: the switch.
+        after: the partition after it.
         at: wall clock at its end, seconds.
         now: monotonic clock at its end, seconds.
     """
@@ -145,7 +145,7 @@ def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float)
 def switch_trace(
     books: Books, switch: Switch, done: SwitchView | None, *, now: float
 ) -> SwitchTrace:
-    """Return what front ends trace of a switch that begins (``done`` is None), or has ended."""
+    """Return what front ends trace when a switch begins (``done`` is None) or has ended."""
     return SwitchTrace(
         traceparent=switch.traceparent,
         at=switch.started if done is None else now,

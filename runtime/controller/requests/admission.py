@@ -1,9 +1,9 @@
-"""Who may wait in the task pool: requests come in, are refused, are dropped or withdrawn here.
+"""Which requests may wait in the task pool: here they come in, and are refused or withdrawn.
 
-A limit holds for what waits: a request that a unit can start at once is never refused. So the
-newcomers of a turn are checked against the ``limits`` when the policy has dispatched what it could.
-The front ends are told when a limit is reached and who is let in all the same, and refuse all
-others before they have worked on them.
+A limit holds only for waiting requests: one that a unit can start at once is never refused. So the
+newcomers of a turn are checked against the ``limits`` after the policy has dispatched all it can.
+When a limit is reached, the front ends are told so, and which priorities are still let in. They
+then refuse all other requests before they do any work on them.
 """
 
 import logging
@@ -24,22 +24,22 @@ from shoal.runtime.protocol.transport import front_identity
 log = logging.getLogger("shoal.controller")
 
 _QUIET = frozenset({Outcome.EXPIRED, Outcome.POOL_FULL, Outcome.CALLER_FULL})
-"""Ends that a busy node makes many of, and that their callers know about: not for the log. vLLM's
-front end logs every finish reason ``error``, so theirs is ``abort``."""
+"""Outcomes that are frequent on a busy node and known to their callers, so they are not logged.
+vLLM's front end logs every finish reason ``error``, so the finish reason of these is ``abort``."""
 _UNLOGGED = _QUIET | {Outcome.HANDED_BACK, Outcome.UNAVAILABLE}
-"""Ends that are not logged one by one. A stream that is handed back must not look complete, so the
-finish reason of these stays ``error``."""
+"""Outcomes that are not logged one by one. A stream that is handed back must not look complete, so
+the finish reason of the two that are added here stays ``error``."""
 
 _NO_ROOM = "no group of the engines that are left holds the request"
 _NO_GROUP = "no unit of the policy, which forms no groups, holds the request"
 
 
 class Admission:
-    """The way into the task pool, and every way out of it but to a unit.
+    """The way into the task pool, and every way out of it except to a unit.
 
     Args:
-        env: the limits, the way to engines and front ends, and the time.
-        books: where every request is; those that leave are counted.
+        env: the limits, the transport to engines and front ends, and the time.
+        books: where every request is; requests that leave are counted.
         capacity: what the node's groups can hold.
     """
 
@@ -60,13 +60,13 @@ class Admission:
     # --- in and out ---------------------------------------------------------------------------
 
     def add(self, frames: list[bytes]) -> int:
-        """Take a request of a front end in, or end it if no group can hold it.
+        """Take in a front end's request, or end it if no group can hold it.
 
         Returns:
             Its prompt tokens; 0 if it was not taken in.
 
         Raises:
-            msgspec.DecodeError: it is no ``EngineCoreRequest``.
+            msgspec.DecodeError: the frames are no ``EngineCoreRequest``.
         """
         view = wire.decode_request(frames)
         if view.request_id in self._requests:
@@ -93,11 +93,10 @@ class Admission:
         )
 
     def readmit(self, request: Request) -> bool:
-        """Let a request that a unit has had wait in its old place.
+        """Put a request that a unit has had back in its old place in the pool.
 
         Returns:
-            Whether it waits. The groups that hold it may have been lost meanwhile: it has ended
-            then, since no group will hold it any more.
+            Whether it waits. If all groups that could hold it have been lost, it has ended instead.
         """
         reason = self._reason_unheld(request)
         if reason is None:
@@ -107,7 +106,7 @@ class Admission:
         return reason is None
 
     def give_up_unholdable(self) -> None:
-        """End the waiting requests that no group will hold any more."""
+        """End the waiting requests that no group can hold now or later."""
         lost: defaultdict[str, list[Request]] = defaultdict(list)
         for request in self._pool.all():
             if reason := self._reason_unheld(request):
@@ -117,7 +116,10 @@ class Admission:
             self.fail(requests, Outcome.LOST, 500, reason)
 
     def _reason_unheld(self, request: Request) -> str | None:
-        """Return why no group will hold a request: the policy, if some could; None if one will."""
+        """Return why no group will hold a request; None if one will.
+
+        The policy is the reason if a group could hold the request but the policy does not form it.
+        """
         if self._capacity.holds(request.seen):
             return None
         return _NO_GROUP if self._capacity.holds(request.seen, formed=True) else _NO_ROOM
@@ -126,8 +128,8 @@ class Admission:
         """Forget requests wherever they are: their clients have gone, or have all they asked for.
 
         Args:
-            request_ids: those; what is not known has ended otherwise meanwhile.
-            outcome: what they count as.
+            request_ids: the requests; unknown ones have ended in the meantime.
+            outcome: the outcome that is counted.
         """
         by_leader: dict[int, list[str]] = {}
         for request_id in request_ids:
@@ -137,7 +139,7 @@ class Admission:
             waiting = self._pool.remove(request_id)
             waiting = waiting or self._requests.take_interrupted(request_id)
             if waiting is not None:
-                # A response that is held back until its request is placed goes on.
+                # The front end holds the response back until it gets ``Placed`` or ``Ended``.
                 note = m.Ended(request_id, outcome)
                 self._transport.to_control(front_identity(waiting.client), note)
             request = waiting or self._requests.remove(request_id)
@@ -154,13 +156,13 @@ class Admission:
         message: str,
         retry_after: int | None = None,
     ) -> None:
-        """End requests that are in no book (any more).
+        """End requests that are in no book, or have been taken out of it.
 
         Args:
-            requests: those.
-            outcome: why.
+            requests: the requests.
+            outcome: the outcome that is counted.
             status: HTTP status for the caller.
-            message: why, for the caller.
+            message: the reason, for the caller.
             retry_after: seconds after which the caller may try again, if that would help.
         """
         by_client: dict[int, list[str]] = {}
@@ -180,7 +182,7 @@ class Admission:
 
     @property
     def deadline(self) -> float | None:
-        """When a waiting request is to be dropped next."""
+        """When the next waiting request reaches its deadline."""
         return self._pool.next_deadline
 
     def expire(self) -> None:
@@ -193,7 +195,7 @@ class Admission:
     # --- limits -------------------------------------------------------------------------------
 
     def hold_limits(self, started: int) -> None:
-        """End the requests that may not wait (any more), and tell the front ends what is full.
+        """End the requests that exceed the limits, and tell the front ends which limits are full.
 
         Args:
             started: requests that have left the pool for a unit since the last call.

@@ -1,9 +1,9 @@
 """The end of the node: requests go on while there is time, and are handed back when there is none.
 
-The first half of the time the pool is served as ever. What still waits then is handed back: what
-starts so late would hardly be done in time, and its caller can have it elsewhere. So is, at the
-end, what still runs. Handed back means a 503 that says when to try again, or an error as the last
-event of a stream that has begun.
+For the first half of the time the pool is served as usual. Then all waiting requests are handed
+back: they would hardly be done in time, and their callers can send them elsewhere. At the end of
+the time the running requests are handed back, too. A caller whose request is handed back gets a 503
+that says when to try again, or, if its stream has begun, an error as the last event.
 """
 
 import logging
@@ -19,14 +19,14 @@ from shoal.runtime.protocol.messages import RETRY_SECONDS, SHUTTING_DOWN, Outcom
 log = logging.getLogger("shoal.controller")
 
 WAITING_SHARE = 0.5
-"""Part of the time that is left in which requests may leave the pool for a unit."""
+"""Share of the remaining time during which requests may still leave the pool for a unit."""
 
 
 class Closing:
-    """Hands requests back once the node is to end.
+    """Hands requests back once the node has been told to end.
 
     Args:
-        env: the way to engines, and the time.
+        env: the transport to engines, and the time.
         requests: where every request is.
         admission: ends requests.
     """
@@ -37,13 +37,13 @@ class Closing:
         self._requests = requests
         self._admission = admission
         self._last_start = math.inf
-        """From when on nothing leaves the pool for a unit."""
+        """Clock time from which no request leaves the pool for a unit."""
         self._end = math.inf
-        """From when on nothing runs."""
+        """Clock time from which no request runs."""
         self._looked_at = -math.inf
 
     def begin(self, seconds: float) -> None:
-        """Let requests go on for so long, or for less if less was left."""
+        """Let requests go on for ``seconds``, or for less if less time was left already."""
         now = self._clock()
         self._last_start = min(self._last_start, now + WAITING_SHARE * seconds)
         self._end = min(self._end, now + seconds)
@@ -51,12 +51,12 @@ class Closing:
 
     @property
     def deadline(self) -> float | None:
-        """When requests are to be handed back next."""
+        """When requests are handed back next."""
         times = (self._last_start, self._end)
         return min((at for at in times if self._looked_at < at < math.inf), default=None)
 
     def hand_back(self) -> None:
-        """Hand back what there is no time left for, newcomers included."""
+        """Hand back all requests that have no time left, newcomers included."""
         now = self._looked_at = self._clock()
         if self._last_start <= now:
             self._hand_back(self._requests.pool.take_all(), "waited")

@@ -1,4 +1,4 @@
-"""Requests from the task pool to units, as a policy plans it."""
+"""Sends requests from the task pool to units, as the policy's plan says."""
 
 import msgspec
 
@@ -17,8 +17,8 @@ class Dispatcher:
     """Sends requests to units.
 
     Args:
-        env: the node, the way to engines and front ends, and the time.
-        books: where every request is; what is sent is counted.
+        env: the node, the transport to engines and front ends, and the time.
+        books: where every request is; requests that are sent are counted.
         pauses: knows the units that were brought back for a while.
     """
 
@@ -32,12 +32,12 @@ class Dispatcher:
         self._pauses = pauses
 
     def send(self, plan: Plan, target: Partition | None) -> int:
-        """Do a plan's dispatches, but for those of requests that have to wait.
+        """Carry out a plan's dispatches, except those of requests that have to wait.
 
         Args:
-            plan: that.
-            target: what the node is about to switch to: requests that cannot be moved start on no
-                unit that it lacks, for the switch would be late.
+            plan: the policy's plan.
+            target: the partition that the node is about to switch to, if any. Requests that cannot
+                be moved start on no unit that it lacks, because they would make the switch late.
 
         Returns:
             The number of requests that have left the pool.

@@ -1,13 +1,13 @@
-"""How many requests may wait: which newcomers are refused, and which of those that wait make room.
+"""How many requests may wait, which newcomers are refused, and which requests make room for others.
 
-A newcomer that the full pool has no room for pushes out the request that would be served last, if
-that comes after the newcomer in the order of service. So of two requests of one priority the later
-is refused, and what has waited for long counts as more urgent here, too. What a unit has had is
-never pushed out; nor is a request whose response may have begun, since it could not become an
-error any more.
+When the pool is full, a newcomer pushes out the request that would be served last, if that request
+comes after the newcomer in the order of service. So of two requests of one priority the later one
+is refused, and a long wait makes a request more urgent here, too. A request that a unit has had is
+never pushed out. Nor is one whose response may have begun, because it can no longer become an error
+response.
 
-The engine requests of one HTTP request are let in, refused and pushed out together. Where a unit
-has one of them already, the others may wait beyond the limit.
+The engine requests of one HTTP request are let in, refused and pushed out together. Once a unit has
+had one of them, the others may wait beyond the limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Outcome
 
 KEPT_SHARE = 0.25
-"""Of what waits: so many requests at the end of the order are not pushed out. However many urgent
-ones come, the others then have a part of the pool in which they age and come to their turn."""
+"""Share of the waiting requests, at the end of the order, that urgent newcomers must leave there.
+However many urgent requests come, the others keep this part of the pool and age until served."""
 
 Party = list[Request]
-"""Newcomers of one family, or one that has none."""
+"""Newcomers of one family, or a single newcomer without a family."""
 
 
 class Limits:
-    """Keeps the task pool within its limits, and those of callers.
+    """Keeps the task pool within its own limits and those of callers.
 
     Args:
         env: the limits of the pool, and the time.
-        books: the task pool; what is pushed out is counted.
+        books: the task pool; requests that are pushed out are counted.
         families: which requests belong together.
     """
 
@@ -43,7 +43,7 @@ class Limits:
         self._statistics = books.statistics
         self._families = families
         self._allowances: dict[str, int] = {}
-        """Requests that callers with a limit may have waiting, by caller."""
+        """For each caller with a limit: how many of its requests may wait."""
 
     def hold(self, newcomers: Sequence[Request]) -> list[tuple[Request, Refusal]]:
         """Let newcomers wait as far as the limits allow.
@@ -52,7 +52,7 @@ class Limits:
             newcomers: requests that have come into the pool since the last call and still wait.
 
         Returns:
-            The requests that have been taken out of the pool, and why.
+            The requests that were taken out of the pool, and the reasons.
         """
         for request in newcomers:
             if request.terms.caller is not None and request.terms.max_waiting is not None:
@@ -64,10 +64,10 @@ class Limits:
         return [refused for party in parties for refused in self._admit(party)]
 
     def told(self, retry_after: int) -> m.PoolLimits:
-        """Return what the front ends are to refuse from now on.
+        """Return which requests the front ends must refuse from now on.
 
         Args:
-            retry_after: seconds after which those that are refused may try again.
+            retry_after: seconds after which refused callers may try again.
         """
         full = self._full(len(self._pool) + 1, self._pool.tokens + 1)
         callers = {
@@ -85,7 +85,7 @@ class Limits:
         return int(KEPT_SHARE * len(self._pool))
 
     def _full(self, requests: int, tokens: int) -> str | None:
-        """Return which limit so many waiting requests and prompt tokens break, if any."""
+        """Return an error that names the limit which these numbers exceed; None if none does."""
         limits = (
             ("requests", requests, self._config.max_waiting_requests),
             ("prompt tokens", tokens, self._config.max_waiting_tokens),
@@ -98,7 +98,7 @@ class Limits:
     # --- newcomers ----------------------------------------------------------------------------
 
     def _admit(self, party: Party) -> Iterator[tuple[Request, Refusal]]:
-        """Let newcomers wait, or refuse them; yield the requests that may not wait (any more)."""
+        """Let newcomers wait, or refuse them; yield each request that loses its place, and why."""
         family, room = party[0].family, self._room_for(party)
         refusal = self._refusal(party, room)
         if refusal is not None:
@@ -113,10 +113,10 @@ class Limits:
                 self._pool.let_in(request.id)
 
     def _refusal(self, party: Party, room: Sequence[Request] | None) -> Refusal | None:
-        """Return why newcomers may not wait, if they may not.
+        """Return why newcomers may not wait; None if they may.
 
         Args:
-            party: those.
+            party: the newcomers.
             room: the requests that they would push out; None: there is no room for them.
         """
         terms, family = party[0].terms, party[0].family
@@ -133,14 +133,14 @@ class Limits:
         return None
 
     def _with(self, party: Party) -> tuple[int, int]:
-        """Return the requests and prompt tokens that wait when newcomers do, too."""
+        """Return how many requests and prompt tokens wait once the newcomers wait, too."""
         tokens = sum(request.seen.prompt_tokens for request in party)
         return len(self._pool) + len(party), self._pool.tokens + tokens
 
     # --- making room --------------------------------------------------------------------------
 
     def _room_for(self, party: Party) -> list[Request] | None:
-        """Return the requests to push out for newcomers; None if that would not be enough."""
+        """Return the requests to push out for newcomers; None if these cannot make enough room."""
         requests, tokens = self._with(party)
         pushed_out: dict[str, Request] = {}
         if self._full(requests, tokens) is None:
@@ -161,7 +161,7 @@ class Limits:
         return None
 
     def _replaceable_with(self, request: Request, rank: float) -> list[Request]:
-        """Return a request and those that go with it; none if it must stay after all."""
+        """Return a request and the rest of its family; an empty list if they must stay."""
         if request.family is None:
             return [request]
         if request.family.started:
@@ -191,7 +191,7 @@ class Limits:
 
 
 def _parties(newcomers: Sequence[Request]) -> list[Party]:
-    """Return newcomers that belong together as one, in the order in which they came."""
+    """Group newcomers by family, in the order in which they came."""
     parties: dict[int, Party] = {}
     for request in newcomers:
         of_its_own = request if request.family is None else request.family

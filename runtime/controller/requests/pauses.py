@@ -1,11 +1,11 @@
 """Requests that a switch has paused, and whose unit does not come back: none waits for ever.
 
-A request resumes with its KV in place when its unit is back. Until then nobody computes it, and
-whether the unit comes back is up to an operator or a policy, who may have forgotten. So after a
-while it is moved to another unit, as a soft switch does. What cannot be moved without a change of
-its tokens (``wire.RequestView.movable``) is *pinned*. Under a policy it gets a turn: it goes on
-beside the group that its engine is in, or its unit is brought back for a while, again and again
-until it has ended. Where an operator decides the layout, it goes on waiting, and then ends.
+A paused request resumes with its KV in place when its unit is back. Until then no engine computes
+it, and the operator or policy that could bring the unit back may never do so. So after a while the
+request is moved to another unit, as in a soft switch. A request is *pinned* if a move could change
+its tokens (``wire.RequestView.movable``). Under a policy that decides the layout, pinned requests
+get turns until they end: they go on beside the group that their engine is in, or their unit is
+brought back for a while. Where an operator decides the layout, they wait until a limit, then end.
 """
 
 import math
@@ -25,38 +25,38 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Outcome
 
 PAUSE_SECONDS = 5.0
-"""How long a request waits for its unit under a policy that decides the layout, before it is moved
-to another; and one that is interleaved under any policy, when the group has left it no KV blocks to
-go on with."""
+"""How long a request waits for its unit, under a policy that decides the layout, before it is moved
+to another. An interleaved request that has no KV blocks to go on with waits as long under any
+policy."""
 MANUAL_PAUSE_SECONDS = 30.0
-"""The same where an operator decides it, who needs longer to bring a unit back."""
+"""The same wait where an operator decides the layout, who needs longer to bring a unit back."""
 
 TURN_SECONDS = 3.0
-"""How long a unit is kept that was brought back for the requests paused in it. Then the policy has
-its way for ``PAUSE_SECONDS`` at least, before one is brought back again."""
+"""How long a unit stays that was brought back for its paused requests. After that the policy
+decides for at least ``PAUSE_SECONDS`` before another unit is brought back."""
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A partition in which requests go on that were paused for long."""
+    """A partition in which long-paused requests go on."""
 
     target: Partition
     rebound: tuple[Unit, ...]
-    """Groups that stay, but are to let requests of their single engines go on beside them."""
+    """Groups that stay, and that from then on let requests of their single engines go on, too."""
 
 
 class _Pause(msgspec.Struct):
-    """One core whose requests nobody computes."""
+    """A core whose requests no engine computes."""
 
     since: float
     asked: float | None = None
-    """When it was last told to give its requests back."""
+    """When the core was last told to give back its requests."""
 
 
 class Pauses:
-    """Moves what has been paused for long, gives turns to what cannot be moved, or ends it.
+    """Moves long-paused requests; gives turns to those that cannot be moved, or ends them.
 
     Args:
-        env: when a request ends that cannot be moved, the way to engines, and the time.
+        env: how long pinned requests wait, the transport to engines, and the time.
         books: units and their requests.
         capacity: says whether requests may go on beside a group.
         admission: ends requests.
@@ -82,24 +82,24 @@ class Pauses:
 
     @property
     def deadline(self) -> float | None:
-        """When something is due without a message."""
+        """When something is due even if no message comes."""
         times = (at for item in self._pauses.items() for at in self._due(*item))
         return min((at for at in times if at > self._looked_at), default=None)
 
     def _due(self, group: Unit, pause: _Pause) -> Iterator[float]:
-        """Yield when requests of a core are to be moved, and when they are to end."""
+        """Yield when a core's movable requests are moved, and when its pinned ones end."""
         short = not self._manual or self._units.interleaves(group)
-        # Asked again only after as long a time: the answer is on its way.
+        # The core is asked again only after the same time, because its answer is on its way.
         last = pause.since if pause.asked is None else pause.asked
         yield last + (PAUSE_SECONDS if short else MANUAL_PAUSE_SECONDS)
         yield pause.since + self._limit
 
     def end_long_ones(self, *, manual: bool, switching: bool) -> None:
-        """Do what is due: no policy need remember whom it has paused.
+        """Move or end what has been paused for too long, so that no policy has to.
 
         Args:
             manual: whether an operator decides the layout, and not the policy.
-            switching: whether a switch is running, which may bring units back: then nothing is.
+            switching: whether a switch is running. It may bring units back, so nothing is done.
         """
         now = self._looked_at = self._clock()
         self._manual = manual
@@ -127,30 +127,30 @@ class Pauses:
 
     @property
     def is_turn(self) -> bool:
-        """Whether a unit that was brought back is to be kept for the requests of its turn."""
+        """Whether a unit that was brought back must stay for the requests of its turn."""
         return self._clock() < self._turn_ends and self.had_turn
 
     @property
     def had_turn(self) -> bool:
-        """Whether a unit is there that was brought back, and requests of its turn go on in it.
+        """Whether a unit that was brought back still exists, with requests of its turn in it.
 
-        A switch was late for them before: the next one need not wait.
+        An earlier switch has already been late for these requests, so the next one need not wait.
         """
         return any(
             self._requests.where(request_id) in self._units.partition for request_id in self._turn
         )
 
     def may_start(self, request: Request, group: Unit) -> bool:
-        """Return whether a unit may be given a request: in a turn, none that would need another."""
+        """Return whether a unit may get a request; a unit in its turn gets only movable ones."""
         is_there = any(self._requests.where(request_id) == group for request_id in self._turn)
         if not is_there or not self.is_turn:
             return True
         return request.movable
 
     def next_turn(self) -> Turn | None:
-        """Return what lets pinned requests go on that have been paused for long, if any have.
+        """Return a turn for pinned requests that have been paused for long, if there are any.
 
-        Call it when a switch can start, and start it.
+        Call this only when a switch can start, and then start the switch to the turn's partition.
         """
         now = self._clock()
         if self._manual or now < self._turn_ends + PAUSE_SECONDS:
@@ -180,7 +180,7 @@ class Pauses:
         for group, pause in sorted(self._pauses.items(), key=lambda item: item[1].since):
             if now < pause.since + PAUSE_SECONDS:
                 continue
-            # All engines that a switch would regroup: one that does not answer breaks its unit.
+            # A switch would regroup all of these units; an engine that does not answer breaks one.
             units = {self._units.unit_of(engine) for engine in group.engines}
             if self._engines.is_formed(group) and all(map(self._engines.serves, units)):
                 pinned = self._requests.core(group).pinned()
@@ -194,7 +194,7 @@ class Pauses:
             self._transport.to_engine(core.unit.leader, message)
 
     def _end(self, core: CoreBook) -> None:
-        """End the requests of a core that can only go on there."""
+        """End the pinned requests of a core."""
         ids = core.pinned()
         if not ids:
             return
@@ -210,7 +210,7 @@ class Pauses:
 
 
 def _with(partition: Partition, group: Unit) -> Partition:
-    """Return a partition that has the group; engines it takes units apart for are alone."""
+    """Return a partition with this group; other engines of the units that it splits are alone."""
     members, kept, rest = set(group.engines), [group], list[Unit]()
     for unit in partition:
         if not members.intersection(unit.engines):

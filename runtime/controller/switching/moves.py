@@ -1,4 +1,4 @@
-"""What the table of stages is made of: the node, one unit's bind or release, and a row."""
+"""The types of the table of stages: the node, one unit's bind or release, and a row."""
 
 import enum
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +15,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import Phase
 
 LoseEngines = Callable[[Collection[int], str], None]
-"""Called with engines that a broken unit takes down, and why."""
+"""Called with the engines that a broken unit takes down, and the reason."""
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -25,12 +25,12 @@ class Node(msgspec.Struct, frozen=True):
     books: Books
     """Engines, requests, and the units and leases that switches change."""
     capacity: Capacity
-    """How much a new unit's members are asked for, and whether their own requests leave it room."""
+    """Says how much new units are lent, and whether the members' own requests leave them room."""
     lose: LoseEngines
 
     @property
     def answer_timeout(self) -> float:
-        """Seconds that an engine has for an answer that waits for no request."""
+        """Seconds that an engine has to answer when it waits for no request."""
         return self.env.config.prepare_timeout_seconds
 
 
@@ -38,13 +38,13 @@ class Told(msgspec.Struct, frozen=True):
     """What the engines of a move are told to do with running requests."""
 
     treatment: m.Treatment
-    """The word for it in ``Prepare`` and ``Release``."""
+    """The treatment that ``Prepare`` and ``Release`` name."""
     waits: bool = False
     """Whether engines answer only when these requests have ended."""
     interleaves: bool = False
     """Whether the members' own requests go on beside those of the new unit."""
     detour: "Stage | None" = None
-    """A stage that a bind goes through before COMMITTING, or a release before RESUMING."""
+    """An extra stage before COMMITTING (for a bind) or before RESUMING (for a release)."""
 
 
 class Counts(msgspec.Struct):
@@ -53,7 +53,7 @@ class Counts(msgspec.Struct):
     paused: int = 0
     resumed: int = 0
     drained: int = 0
-    """Those that it has waited for."""
+    """Requests that the switch has waited for."""
     moved: int = 0
 
 
@@ -66,86 +66,83 @@ class Move(msgspec.Struct):
     told: Told
     counts: Counts
     tell_late: "Tell"
-    """What the engines are told when the switch waits no longer."""
+    """What the engines are told when the switch no longer waits."""
     moves_late: bool = False
-    """Whether requests of the unit are moved then, as far as they can go on elsewhere."""
+    """Whether the movable requests of the unit are moved then."""
     since: float = 0.0
-    """Clock time at which the stage began, once engines are waited for."""
+    """Clock time at which the current stage was entered."""
     deadline: float | None = None
     awaiting: set[int] = set()
     asked_blocks: int = 0
-    """Blocks that each member is to lend."""
+    """Blocks that each member is asked to lend."""
     lent: dict[int, list[int]] = {}
     """Blocks that each member has lent."""
     lend_seconds: float = 0.0
-    """What the slowest member took to lend."""
+    """Seconds that the slowest member took to lend."""
     returned: dict[int, list[int]] | None = None
     """Blocks that each member gets back, once the leader has released the unit."""
 
     @property
     def waits(self) -> bool:
-        """Whether running requests may hold it up now."""
+        """Whether the move may now be waiting for running requests."""
         return self.told.waits and self.stage.waits
 
 
 class Missing(enum.Enum):
-    """What it means that a member dies, or does not answer in time."""
+    """What happens when a member dies, or does not answer in time."""
 
     BREAKS = enum.auto()
     """The unit is lost: its members may be inside its collectives, so they live or die together."""
     UNDOES = enum.auto()
-    """The stage is undone, by those who are left."""
+    """The remaining members undo the stage."""
     SHRINKS = enum.auto()
     """The stage goes on, and ends, without that member."""
 
 
 Tell = Callable[[Node, Unit], Told]
-"""What the engines of a unit are told."""
+"""Returns what the engines of a unit are told."""
 Next = Callable[[Move], "Stage"]
-"""Another stage, or the one that the move is in."""
+"""Returns another stage, or the current stage of the move."""
 
 NO_ANSWER = "engines {late} did not answer within {seconds:g} s"
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One row: a stage of a bind or release. A cell that a row leaves out means that there is none.
-
-    The cells that are functions get the node and the move.
-    """
+    """One row: a stage of a bind or release. A cell that is left out does nothing."""
 
     name: str
     begin: Callable[[Node, Move], None] | None = None
-    """What is done before engines are asked, every time that they are."""
+    """What is done each time before engines are asked."""
     ask: Callable[[Node, Move, int], m.Message] | None = None
-    """What an engine is sent."""
+    """The message that is sent to an engine."""
     whom: Callable[[Node, Move], Collection[int]] = lambda *_: ()
     """Engines that are asked."""
     awaited: Callable[[Node, Move], Collection[int]] | None = None
-    """Those of them whose answers are awaited, if not all are."""
+    """Those of them whose answers the stage awaits; None: all of them."""
     answers: Mapping[type[m.Message], Callable[[Node, Move, Any], None]] = {}
-    """Answers that count, and what each does. An answer that is not here is stale."""
+    """The types of answers that the stage takes, and what each does. All others are stale."""
     until: Callable[[Node, Move], bool] | None = None
-    """What a stage waits for that asks nobody."""
+    """For a stage that asks no engine: whether what it waits for has happened."""
     phases: Callable[[Move, float], list[Phase]] | None = None
-    """How its time is counted, given the clock when all have answered."""
+    """How the stage's time is counted, given the clock when all have answered."""
     end: Callable[[Node, Move], None] | None = None
-    """What is done when no answer is awaited any more."""
+    """What is done when all answers have come."""
     then: Next = lambda move: move.stage
     """The stage that follows this one."""
     missing: Missing | None = None
-    """What a death or a time-out means."""
+    """What happens after a death or a time-out."""
     undo: Next = lambda move: move.stage
-    """The stage that follows if the switch fails, here or in another move."""
+    """The stage that follows if the switch fails, in this move or in another."""
     waits: bool = False
-    """Whether it takes until requests have ended if engines are told to wait for them."""
+    """Whether the stage lasts until requests have ended if engines are told to wait for them."""
     unended: str = NO_ANSWER
-    """Error if these take too long."""
+    """The error if these requests take too long."""
     overdue: str = NO_ANSWER
-    """Error if engines do not answer in time where no request is waited for."""
+    """The error if engines do not answer in time although they wait for no request."""
     count: Callable[[SwitchStatistics, str, str], None] | None = None
     """Counts the move if it ends with this stage."""
     outcome: str = "done"
-    """As what, unless the unit is lost."""
+    """The outcome that is counted, unless the unit is lost."""
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Which steps run in SP: the threshold that the node is set to, told to every engine."""
+"""The node's threshold for SP, which every engine is told: larger steps run in SP."""
 
 from functools import cached_property
 
@@ -15,11 +15,11 @@ class Shifting:
     """Keeps the threshold of the shift between TP and SP.
 
     Args:
-        env: the node, and the way to its engines.
-        engines: which of them there are, and which layouts of theirs can run SP.
+        env: the node, and the transport to its engines.
+        engines: the engines, and which of their layouts can run SP.
 
     Raises:
-        ShiftThresholdError: the threshold is to come from a cost model that the node lacks.
+        ShiftThresholdError: the threshold needs a cost model, and the node has none.
     """
 
     def __init__(self, env: Environment, engines: EngineBook) -> None:
@@ -35,7 +35,7 @@ class Shifting:
         """Change the threshold for all steps that are scheduled from now on.
 
         Raises:
-            ShiftThresholdError: the node has no SP, or no cost model to take a threshold from.
+            ShiftThresholdError: the node has no SP, or lacks the cost model that it needs.
         """
         if self._config.max_sp == 1:
             raise ShiftThresholdError("this node was started without SP (--max-sp)")
@@ -48,7 +48,7 @@ class Shifting:
         self._tell_all()
 
     def greet(self, engine: int) -> None:
-        """Tell an engine that has just started: until then it runs no step in SP."""
+        """Send an engine the threshold; before it has one, the engine runs no step in SP."""
         if self._config.max_sp > 1:
             self._transport.to_engine(engine, SetShift(list(self._wanted.items())))
 
@@ -83,7 +83,7 @@ class Shifting:
 
     @property
     def view(self) -> ShiftView:
-        """Return what the node is set to, and what comes of it."""
+        """Return the node's setting, and the thresholds that follow from it."""
         above = self.sp_above if self._engines.started else ()
         by_name = {layout.name: tokens for layout, tokens in above}
         return ShiftView(self._threshold, self._config.max_sp, by_name)

@@ -1,4 +1,4 @@
-"""The protocol of a switch, as a table: one row for each stage of a bind or release.
+"""The protocol of a switch as a table: one row for each stage of a bind or release.
 
     release:  RELEASING ──Released──> RESUMING ──Resumed from all──> DONE
                   └─undone─> KEEPING ──Committed──> DONE
@@ -7,8 +7,8 @@
     bind:     WAITING ──members alone──> PREPARING ──Prepared from all──> COMMITTING ──> DONE
                                              └─undone─> ABORTING ──Resumed──> DONE
 
-The rows stand from the last stage to the first, as a row names those that follow it. Above them are
-the functions that their cells name. ``switch.py`` does what they say.
+The last stage is the first row, because a row names the stages that follow it. The functions that
+the cells name stand above the rows. ``switch.py`` executes the table.
 """
 
 from collections.abc import Callable, Collection
@@ -51,7 +51,7 @@ def are_alone(node: Node, move: Move) -> bool:
     return all(alone(engine) in node.books.units.partition for engine in move.unit.engines)
 
 
-# --- what they are sent ---
+# --- messages to engines ---
 
 
 def prepare(_: Node, move: Move, __: int) -> m.Message:
@@ -81,38 +81,38 @@ def keep(_: Node, move: Move, __: int) -> m.Message:
 
 
 def resume(_: Node, move: Move, engine: int) -> m.Message:
-    """To a member: serve alone again, and take these blocks back."""
+    """To a member: serve alone again, and take back these blocks."""
     return m.Resume(move.epoch, move.unit, (move.returned or {}).get(engine, []))
 
 
-# --- before they are ---
+# --- what happens before they are sent ---
 
 
 def size_lease(node: Node, move: Move) -> None:
-    """Decide what the members are to lend."""
+    """Decide how many blocks each member is asked to lend."""
     move.asked_blocks = node.capacity.lease_for(move.unit)
 
 
 def open_lease(node: Node, move: Move) -> None:
-    """Make a lease of what all members have lent."""
+    """Make a lease of the blocks that the members have lent."""
     move.lent = node.books.leases.even_out(move.unit, move.lent)
     node.books.leases.open(move.unit, len(move.lent[move.unit.leader]))
 
 
 def forget_lent(node: Node, move: Move) -> None:
-    """Forget what was lent in ``Prepare``: each engine takes it back by itself."""
+    """Forget the blocks lent after ``Prepare``; each engine takes its own back by itself."""
     for engine, blocks in move.lent.items():
         node.books.leases.remove(engine, move.unit, blocks)
 
 
 def move_late(node: Node, move: Move) -> None:
-    """Move what can be moved of a unit whose requests are not waited for (any more)."""
+    """Move the movable requests of a unit if the switch does not, or no longer, wait for them."""
     if move.moves_late and not move.told.waits:
         move.counts.moved += move_out(node, node.books.requests.core(move.unit))
 
 
 def move_out(node: Node, core: CoreBook) -> int:
-    """Have those of a core's requests given back that can go on elsewhere; return how many."""
+    """Ask a core to give back its movable requests; return how many there are."""
     movable = core.movable()
     if movable:
         node.env.transport.to_engine(core.unit.leader, m.MoveOut(core.unit, movable))
@@ -123,7 +123,7 @@ def move_out(node: Node, core: CoreBook) -> int:
 
 
 def take_loan(node: Node, move: Move, answer: m.Prepared) -> None:
-    """Note what a member has lent."""
+    """Note the blocks that a member has lent."""
     node.books.leases.add(answer.engine, move.unit, answer.blocks)
     move.lent[answer.engine] = answer.blocks
     move.lend_seconds = max(move.lend_seconds, answer.lend_seconds)
@@ -137,7 +137,7 @@ def take_word(_: Node, move: Move, answer: m.Committed) -> None:
 
 
 def take_lease(node: Node, move: Move, answer: m.Released) -> None:
-    """Note what the leader has returned."""
+    """Note the blocks that the leader has returned."""
     node.books.leases.cancel(move.unit)
     node.books.leases.close(move.unit, answer.returned)
     move.returned = answer.returned
@@ -171,26 +171,26 @@ def lasted(name: str) -> Callable[[Move, float], list[Phase]]:
 
 
 def drained_and_lent(move: Move, now: float) -> list[Phase]:
-    """Count what the slowest member took to lend, and before it the wait for requests."""
+    """Count the slowest member's time to lend, and the wait for requests before it."""
     began = max(move.since, now - move.lend_seconds)
     return [Phase("drain", move.unit, move.since, began), Phase("lease", move.unit, began, now)]
 
 
-# --- what follows ---
+# --- the next stage ---
 
 
 def or_detour(stage: Stage) -> Next:
-    """Return a cell for a stage that may have another before it."""
+    """Return a cell that names the move's detour if there is one, otherwise ``stage``."""
     return lambda move: move.told.detour or stage
 
 
 def resume_if_released(move: Move) -> Stage:
-    """Return what follows KEEPING: the leader may have released the unit before it was asked."""
+    """Return what follows KEEPING: the leader may have released the unit before it got ``keep``."""
     return DONE if move.returned is None else RESUMING
 
 
 def while_waiting(stage: Stage) -> Next:
-    """Return a cell for what can be undone only while requests are waited for."""
+    """Return a cell that names ``stage`` only while the move waits for requests."""
     return lambda move: stage if move.told.waits else move.stage
 
 
@@ -220,7 +220,7 @@ KEEPING = Stage(
     count=SwitchStatistics.released,
     outcome="kept",
 )
-"""A release that waited for requests is taken back."""
+"""A release that waited for requests is cancelled."""
 
 RELEASING = Stage(
     "releasing",

@@ -1,12 +1,12 @@
-"""A switch from one partition to another: the engine that goes through the table of stages.
+"""A switch from one partition to another, which executes the table of stages.
 
-A switch dissolves the groups that the target does not have, then forms those that are new, disjoint
-ones side by side. What each group goes through is in ``stages.py``, what becomes of running
-requests in ``treatments.py``.
+A switch dissolves the groups that the target does not have, then forms the new ones; disjoint
+groups proceed side by side. ``stages.py`` has the stages of each group, ``treatments.py`` says what
+happens to running requests.
 
-The partition changes when a group is DONE, never before. If anything fails, what can be undone is:
-the switch turns round and restores the partition it started from, as far as its engines are alive.
-A failure after ``Commit`` cannot be undone: members may be inside a collective, the group is lost.
+The partition changes when a group is DONE, never before. If anything fails, the switch undoes what
+it can: it turns round and restores the partition before, as far as its engines are alive. A failure
+after ``Commit`` cannot be undone: members may be inside a collective, so the group is lost.
 """
 
 import enum
@@ -38,20 +38,20 @@ class SwitchOutcome(enum.StrEnum):
 
     DONE = "done"
     FAILED = "failed"
-    """It turned round: the partition is the one before, without engines that were lost."""
+    """It turned round: the partition is the one before, except for groups that lost an engine."""
 
 
 class Switch:
     """One switch.
 
     Args:
-        node: what it works on.
+        node: what the switch works on.
         target: canonical partition to reach.
         treatment: what happens to running requests.
-        reason: why, for the log and the metrics.
-        wait: seconds that requests have to end where they are waited for.
-        gives_up: whether it turns round if a stage takes longer; else it goes on without waiting
-            for them, so long after its start.
+        reason: why the switch happens, for the log and the metrics.
+        wait: seconds for which the switch waits for requests to end.
+        gives_up: whether the switch turns round if a stage waits longer than that. Otherwise it
+            stops waiting this long after its start, and goes on.
         rebound: groups of both partitions that are released and bound again, so that requests that
             are paused on their single engines go on beside them.
     """
@@ -79,11 +79,11 @@ class Switch:
         """HTTP status of the outcome."""
         self.started = node.env.clock()
         self.late = False
-        """Whether requests that it waited for did not end in time."""
+        """Whether requests that the switch waited for did not end in time."""
         self.counts = Counts()
         self.phases: list[Phase] = []
         self.answers = 0
-        """That engines have given to it."""
+        """Number of engines' answers that the switch has taken."""
         self._node = node
         self._wait = wait
         self._gives_up = gives_up
@@ -103,27 +103,27 @@ class Switch:
 
     @cached_property
     def traceparent(self) -> str:
-        """W3C context of its trace, which several front ends refer to."""
+        """W3C context of the switch's trace, to which several front ends refer."""
         return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the switch is over, successfully or not."""
         return all(move.stage is DONE for move in self._moves)
 
     @property
     def outcome(self) -> SwitchOutcome:
-        """How it ended, once it is done."""
+        """How the switch ended, once it is done."""
         return SwitchOutcome.DONE if self.error is None else SwitchOutcome.FAILED
 
     @property
     def engines(self) -> frozenset[int]:
-        """Engines that it regroups: they get no new requests until it is over."""
+        """Engines that the switch regroups; they get no new requests until it is over."""
         return frozenset(engine for move in self._moves for engine in move.unit.engines)
 
     @property
     def deadline(self) -> float | None:
-        """Clock time of the next time-out."""
+        """Clock time of the next time-out, if there is one."""
         due = (move.deadline for move in self._moves)
         return min((d for d in due if d is not None), default=None)
 
@@ -135,7 +135,7 @@ class Switch:
         return frozenset({engine})
 
     def is_released(self, unit: Unit) -> bool:
-        """Return whether a unit of the partition is dissolved but for its members' answers."""
+        """Return whether a unit is dissolved except that its members have not yet answered."""
         return any(move.unit == unit and move.stage is RESUMING for move in self._moves)
 
     # --- start --------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Switch:
     def _plan(
         self, target: Partition, release: Tell, bind: Tell, rebound: Collection[Unit] = ()
     ) -> None:
-        """Add the moves that lead to a partition."""
+        """Add the moves that lead from the current partition to the target."""
         node, rules, units = self._node, self.rules, self._node.books.units
         before = units.partition
         stays = {unit for unit in before if unit in target and unit not in rebound}
@@ -159,7 +159,7 @@ class Switch:
                 self._moves.append(Move(unit, epoch, WAITING, told, self.counts, rules.late_bind))
 
     def _free_engines(self, *, waits: bool) -> None:
-        """Move requests that are to be moved first, and count those that are waited for."""
+        """Move the requests that the treatment moves first; count those that the switch awaits."""
         rules, books, engines = self.rules, self._node.books, self.engines
         for core in books.requests.cores.values():
             if core.unit in self.target or not engines.intersection(core.unit.engines):
@@ -178,7 +178,7 @@ class Switch:
     def _restore(self) -> None:
         """Go back to the partition before, as far as its engines are alive.
 
-        A unit that is released for that held no request: nothing was sent to it.
+        A unit that this releases held no request, because none was sent to it.
         """
         self._restoring = True
         self._plan(whole(self.before, self._node.books.engines), always(PAUSE), self._bind_again)
@@ -206,7 +206,7 @@ class Switch:
             self._end(move)
 
     def _patience(self, move: Move) -> float:
-        """Return how long the engines of a move may take for what they are told."""
+        """Return how long the engines of a move may take to answer."""
         if not move.waits:
             return self._node.answer_timeout
         return self._wait if self._gives_up else self.started + self._wait - self._node.env.clock()
@@ -232,13 +232,13 @@ class Switch:
         move.awaiting.clear()
 
     def _end_waits(self) -> None:
-        """End the stages that wait for other moves."""
+        """End the stages that waited for other moves, where these are done."""
         for move in self._moves:
             if move.stage.until is not None and move.stage.until(self._node, move):
                 self._end(move)
 
     def _settle(self) -> None:
-        """After every change: go on to the next binds, or to the restoration of a failed switch."""
+        """Start the next binds, or the restoration of a failed switch. Call it after any change."""
         if self.error is None or self._restoring:
             self._end_waits()
         elif self.done:
@@ -247,7 +247,7 @@ class Switch:
     # --- answers ------------------------------------------------------------------------------
 
     def handle(self, message: m.SwitchAnswer) -> bool:
-        """Take an engine's answer; False when it is about nothing that is going on."""
+        """Take an engine's answer; return False if no open move expects it."""
         move = next((move for move in self._open_moves() if move.epoch == message.epoch), None)
         take = None if move is None else move.stage.answers.get(type(message))
         if move is None or take is None:
@@ -279,7 +279,7 @@ class Switch:
         self._settle()
 
     def lost(self, engines: Collection[int], reason: str) -> None:
-        """Go on without engines that have died; the book says already that they are dead."""
+        """Go on without engines that have died; the book already says that they are dead."""
         touched = [m for m in self._open_moves() if not set(engines).isdisjoint(m.unit.engines)]
         for move in touched:
             if move.stage.missing is Missing.BREAKS:
@@ -310,7 +310,7 @@ class Switch:
             self._fail(504, error)
 
     def _wait_no_longer(self) -> None:
-        """Wait for no request any more: the switch is late."""
+        """Stop waiting for requests: the switch is late."""
         self.late = True
         deadline = self._node.env.clock() + self._node.answer_timeout
         for move in self._open_moves():
@@ -321,13 +321,13 @@ class Switch:
                     self._ask(move)
 
     def _go_without(self, move: Move, engines: Collection[int]) -> None:
-        """Expect nothing of engines any more."""
+        """Stop waiting for answers of these engines."""
         move.awaiting.difference_update(engines)
         if move.stage.missing is Missing.SHRINKS and not move.awaiting:
             self._end(move)
 
     def _fail(self, status: int, error: str) -> None:
-        """Turn round: stop what has not happened, undo what is half done."""
+        """Turn round: undo every open move whose stage can be undone."""
         if self.error is None:
             self.error, self.status = error, status
         for move in self._open_moves():
@@ -337,7 +337,7 @@ class Switch:
 
 
 def whole(partition: Partition, engines: EngineBook) -> Partition:
-    """Return a partition whose groups that have lost an engine are taken apart."""
+    """Return a partition in which every group that has lost an engine is split up."""
     units: list[Unit] = []
     for unit in partition:
         is_whole = not unit.is_group or engines.serves(unit)

@@ -1,7 +1,7 @@
 """What a switch does with running requests: one row for each treatment.
 
-While requests are waited for, their engines start no others. So the wait is bounded. At its end an
-operator's switch is given up. A policy's switch waits no longer: it is *late*.
+While a switch waits for requests, their engines start no others, so the wait is bounded. At the end
+of the wait an operator's switch gives up. A policy's switch goes on without waiting: it is *late*.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,29 +20,29 @@ BESIDE = Told(Treatment.INTERLEAVE, interleaves=True)
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """One row: a treatment. Cells that say what is told are asked for every unit."""
+    """One row: a treatment. The cells of type ``Tell`` are called for every unit."""
 
     release: Tell
-    """What the leader of a unit that is dissolved is told."""
+    """What the leader of a dissolved unit is told."""
     bind: Tell
     """What the members of a new unit are told."""
     late_bind: Tell
-    """The same if the switch does not wait for requests, or no longer."""
+    """What they are told if the switch does not, or no longer, wait for requests."""
     waits_for: Callable[[UnitBook, CoreBook], bool]
-    """Whether it is the requests of this core that are waited for, if it is not in the target."""
+    """Whether the switch waits for the requests of this core, whose unit the target lacks."""
     late_release: Tell = always(PAUSE)
-    """What a leader is told if the switch does not wait for requests, or no longer."""
+    """What a leader is told if the switch does not, or no longer, wait for requests."""
     moves_first: bool = False
-    """Whether requests on the engines of the switch are moved at its start, as far as they can go
-    on elsewhere: those that are paused for another unit, too."""
+    """Whether the switch begins by moving all movable requests on its engines, including those that
+    are paused for another unit."""
     moves_late: bool = False
-    """Whether requests of dissolved units are moved when the switch waits no longer."""
+    """Whether the switch moves requests of dissolved units when it no longer waits for them."""
     lasts: bool = False
     """Whether a switch takes as long as requests run."""
 
 
 def beside_or_pause(node: Node, unit: Unit) -> Told:
-    """Let requests go on beside the unit if they leave it blocks to work with."""
+    """Let requests go on beside the unit if they leave it enough blocks, otherwise pause them."""
     return BESIDE if node.capacity.leaves_room(unit) else PAUSE
 
 
@@ -57,12 +57,12 @@ def everybody(_: UnitBook, __: CoreBook) -> bool:
 
 
 def who_runs(units: UnitBook, core: CoreBook) -> bool:
-    """Wait for requests that are not paused."""
+    """Wait for all requests that are not paused."""
     return units.runs(core.unit)
 
 
 def groups_that_run(units: UnitBook, core: CoreBook) -> bool:
-    """Wait for requests of several engines that are not paused."""
+    """Wait for requests of groups that are not paused."""
     return core.unit.is_group and units.runs(core.unit)
 
 
@@ -75,7 +75,7 @@ TREATMENTS: Mapping[Treatment, Rules] = {
         moves_late=True,
         lasts=True,
     ),
-    # What cannot be moved is waited for.
+    # The switch waits for the requests that cannot be moved.
     Treatment.SOFT: Rules(
         release=always(WAIT),
         bind=always(WAIT),

@@ -1,6 +1,6 @@
 """Every message that crosses a process boundary outside an engine: one tagged union per direction.
 
-Encoded with msgpack.
+Messages are encoded with msgpack.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""What front ends and the supervisor ask of the controller, and what it tells them."""
+"""Messages between the controller and the front ends or the supervisor."""
 
 import msgspec
 
@@ -31,96 +31,96 @@ class GetMetrics(Message, frozen=True):
 
 
 class SetLayout(Message, frozen=True):
-    """Ask for a partition; answered with ``SwitchDone`` or ``CallFailed`` when it is over."""
+    """Ask for a partition; the answer is ``SwitchDone`` or ``CallFailed``, after the switch."""
 
     call: int
     units: list[list[int]]
     treatment: Treatment
     timeout_seconds: float
     wait_seconds: float | None = None
-    """After so long, if that is sooner, the switch goes on without waiting for requests."""
+    """If less than the time-out: seconds after which the switch stops waiting for requests."""
 
 
 class SetPolicy(Message, frozen=True):
-    """Ask for another policy; answered with a ``LayoutView`` or ``CallFailed``."""
+    """Ask for another policy; the answer is a ``LayoutView`` or ``CallFailed``."""
 
     call: int
     policy: str
 
 
 class SetShiftThreshold(Message, frozen=True):
-    """Ask for another threshold of the shift; answered with a ``LayoutView`` or ``CallFailed``."""
+    """Ask for another threshold for SP; the answer is a ``LayoutView`` or ``CallFailed``."""
 
     call: int
     threshold: ShiftThreshold
 
 
 class AuditNode(Message, frozen=True):
-    """Ask every engine and the controller to check their books; answered with ``AuditDone``."""
+    """Ask every engine and the controller to check their books; the answer is ``AuditDone``."""
 
     call: int
 
 
 class EngineDied(Message, frozen=True):
-    """From the supervisor: a process of this engine ended, or will not go on."""
+    """From the supervisor: a process of this engine ended, or cannot go on."""
 
     engine: int
     reason: str
     cause: DeathCause = DeathCause.ENDED
     incarnation: int = 0
-    """How often it had been restarted."""
+    """How often the engine had been restarted before."""
     restarts: bool = False
     """Whether it will be restarted again."""
 
 
 class EngineStarting(Message, frozen=True):
-    """From the supervisor: the processes of an engine that died were started again."""
+    """From the supervisor: the processes of a dead engine were restarted."""
 
     engine: int
     incarnation: int
 
 
 class EndNode(Message, frozen=True):
-    """From the supervisor: the node is to end; a later word that leaves less time counts, too."""
+    """From the supervisor: the node will end. A later message may shorten the time."""
 
     seconds: float
-    """How long requests may go on; what is not done by then is handed back to its caller."""
+    """How long requests may go on. Requests that are not done by then are handed back."""
 
 
 class CountRefused(Message, frozen=True):
-    """From a front end: it refused a request that the pool would have refused; to be counted."""
+    """From a front end: count a request that it refused because the pool would have."""
 
     outcome: Outcome
 
 
 class Stopped(Message, frozen=True):
-    """From a front end: these ended at a stop string, which only it sees; engines forget them."""
+    """From a front end, which alone sees stop strings: these requests ended at one; forget them."""
 
     request_ids: list[str]
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far a request has come in front of its client."""
+    """How far a request has come as its client sees it."""
 
     attempt: int
-    """What the front end takes outputs of from now on: those of earlier ones are dropped."""
+    """The attempt whose outputs the front end takes from now on; it drops those of earlier ones."""
     tokens: list[int]
-    """Every output token that it has taken in."""
+    """Every output token that the front end has taken in."""
 
 
 class Received(Message, frozen=True):
-    """Answer to ``Interrupted``; also unasked, of requests whose next tokens will never come."""
+    """Answer to ``Interrupted``; also sent unasked for requests whose next tokens were lost."""
 
     client: int
     """Number of the front end."""
     progress: dict[str, Progress]
-    """By request; where it is no word of the controller's it asks to begin the request again."""
+    """Progress by request. For a request that was not interrupted, it asks to start it again."""
     ended: list[str] = msgspec.field(default_factory=list)
-    """Those that are over: every token was there, or their client has gone."""
+    """Requests that are over: every token has come, or their client has gone."""
 
 
 class GoesOn(Message, frozen=True):
-    """From a front end: the first outputs of the latest attempts at these requests have come."""
+    """From a front end: these requests have had a first output of their latest attempt."""
 
     request_ids: list[str]
 
@@ -161,12 +161,12 @@ class LayoutView(Message, frozen=True):
     switches_total: dict[str, int] = msgspec.field(default_factory=dict)
     """Switches since the start, by outcome."""
     policy_errors: int = 0
-    """Times that the policy raised or returned a plan that could not be done."""
+    """How often the policy raised an exception or returned an invalid plan."""
     moves_total: int = 0
     """Requests taken out of a unit and recomputed on another."""
     step_errors: dict[str, float] = msgspec.field(default_factory=dict)
     """Smoothed relative error of the predicted step times, by layout and kind of step, such as
-    ``dp decode``, ``tp2 prefill`` and, of steps in SP, ``tp2 sp prefill``."""
+    ``dp decode``, ``tp2 prefill`` and, for steps in SP, ``tp2 sp prefill``."""
     shift: ShiftView = ShiftView()
     unavailable: list[UnavailableView] = msgspec.field(default_factory=list)
     """Groups that cannot be formed now."""
@@ -210,46 +210,46 @@ class Placed(Message, frozen=True, omit_defaults=True):
     request_id: str
     unit: Unit
     waited: tuple[float, float] | None = None
-    """When it came into the task pool (again) and when it left it, monotonic seconds: told where
+    """When it last came into the task pool and when it left, in monotonic seconds; None unless
     requests are traced."""
 
 
 class Ended(Message, frozen=True):
     """The controller ended a request of this front end; its finish reason follows in vLLM's format.
 
-    Every request has a note before its first output or its end: ``Placed`` or this one.
+    The front end gets ``Placed`` or ``Ended`` for every request before its first output or its end.
     """
 
     request_id: str
     outcome: Outcome
     status: int | None = None
-    """HTTP status for the caller; None: as the finish reason says."""
+    """HTTP status for the caller; None: the finish reason decides it."""
     message: str = ""
     retry_after: int | None = None
     """Seconds after which the caller may try again; None: that would not help."""
 
 
 class Interrupted(Message, frozen=True):
-    """The engines of these requests died: say how far they have come (``Received``).
+    """The engines of these requests died; the front end answers with ``Received``.
 
-    Each has another note for it then, ``Placed`` or ``Ended``.
+    After that it gets ``Placed`` or ``Ended`` for each request that goes on.
     """
 
     attempts: dict[str, int]
-    """By request, how often it will have been begun again."""
+    """The number of each request's next attempt, by request."""
 
 
 class PoolLimits(Message, frozen=True):
-    """What new requests are to be refused for, from now until the next such note."""
+    """Why the front ends must refuse new requests, until the next note of this type."""
 
     full: str | None = None
-    """Which limit of the task pool is reached, for the caller to read."""
+    """The error for callers if the task pool has reached a limit; None: it has not."""
     callers: dict[str, str] = msgspec.field(default_factory=dict)
-    """The same for callers who have reached their own limit, by caller."""
+    """The error for each caller that has reached its own limit, by caller."""
     retry_after: int = 1
-    """Seconds after which those who are refused may try again."""
+    """Seconds after which refused callers may try again."""
     let_in: int | None = None
-    """The least urgent priority that comes in all the same: it pushes another one out of
+    """The least urgent priority that still comes in, because it pushes another request out of
     the full pool. None: no priority does."""
 
     def lets_in(self, priority: int) -> bool:
@@ -258,23 +258,23 @@ class PoolLimits(Message, frozen=True):
 
 
 class Switching(Message, frozen=True, omit_defaults=True):
-    """A switch begins, or has ended, to regroup these engines."""
+    """A switch that regroups these engines begins, or is over."""
 
     engines: list[int]
     over: bool
     trace: SwitchTrace | None = None
-    """Told where requests are traced."""
+    """What to trace; None unless requests are traced."""
 
 
 class KillEngines(Message, frozen=True):
     """To the supervisor: these engines are lost; end their processes."""
 
     engines: dict[int, int]
-    """And how often each was restarted, as far as the controller knows: later ones live."""
+    """Engines, each with the incarnation that the controller knows. A later one stays alive."""
     reason: str
 
 
 Note = Placed | Ended | Interrupted | PoolLimits | Switching
-"""What the controller tells a front end unasked."""
+"""Messages that the controller sends a front end unasked."""
 
 FromController = LayoutView | NodeMetrics | SwitchDone | AuditDone | CallFailed | Note | KillEngines

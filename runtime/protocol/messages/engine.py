@@ -1,10 +1,10 @@
-"""What the controller and an engine tell each other, over a DEALER (engine) and a ROUTER.
+"""Messages between the controller (on a ROUTER) and an engine (on a DEALER).
 
 ``AddRequest`` and ``Utility`` are followed by the raw frames of vLLM's own message, which the
 controller forwards without re-encoding.
 
-Every switch message carries the epoch of its bind or release. The controller hands epochs out in
-ascending order; a receiver drops and counts a message of an older epoch than it expects.
+Every switch message carries the epoch of its bind or release. The controller hands out epochs in
+ascending order. A receiver drops and counts a message whose epoch is older than the one it expects.
 """
 
 import msgspec
@@ -23,7 +23,7 @@ from shoal.runtime.protocol.messages.values import (
 
 
 class AddRequest(Message, frozen=True):
-    """Start a request on ``unit`` (this engine leads it). Raw request frames follow."""
+    """Start a request on ``unit``, which this engine leads. Raw request frames follow."""
 
     unit: Unit
     request_id: str
@@ -36,7 +36,7 @@ class AbortRequests(Message, frozen=True):
 
 
 class MoveOut(Message, frozen=True):
-    """Take these requests of the core of ``unit`` out at its next safe point; answer ``Moved``."""
+    """Take these requests out of the core of ``unit`` at its next safe point; answer ``Moved``."""
 
     unit: Unit
     request_ids: list[str]
@@ -45,9 +45,9 @@ class MoveOut(Message, frozen=True):
 class Prepare(Message, frozen=True):
     """Phase one of a bind: reach a safe point, lend ``blocks`` KV blocks, answer ``Prepared``.
 
-    Under ``INTERLEAVE`` the engine's own requests go on, before and after ``Commit``. A second one
-    of the same epoch, ``HARD`` or ``INTERLEAVE``, ends the wait of a ``SEQUENTIAL`` one; a member
-    that has answered does not answer again.
+    Under ``INTERLEAVE`` the engine's own requests go on before and after ``Commit``. A second
+    ``Prepare`` of the same epoch, ``HARD`` or ``INTERLEAVE``, ends the wait of a ``SEQUENTIAL``
+    one. A member that has answered does not answer again.
     """
 
     epoch: int
@@ -57,10 +57,10 @@ class Prepare(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """Phase two of a bind: every member is prepared, the group exists from now on.
+    """Phase two of a bind: every member is prepared, and the group exists from now on.
 
-    ``lease`` maps each member to the physical block ids it lent, all of the same length: the
-    k-th id of every member together back the k-th virtual block that the leader opens.
+    ``lease`` maps each member to the physical block ids that it lent. All lists have the same
+    length: the k-th ids of all members together back the k-th virtual block that the leader opens.
     """
 
     epoch: int
@@ -79,7 +79,7 @@ class AbortBind(Message, frozen=True):
 class Release(Message, frozen=True):
     """To the leader: dissolve the group that was bound in ``epoch``; answer ``Released``.
 
-    A second, ``HARD`` one ends the wait of a ``SEQUENTIAL`` one.
+    A second ``Release`` that is ``HARD`` ends the wait of a ``SEQUENTIAL`` one.
     """
 
     epoch: int
@@ -90,7 +90,7 @@ class Release(Message, frozen=True):
 class KeepBound(Message, frozen=True):
     """To the leader: forget a sequential ``Release`` that still waits; answer ``Committed``.
 
-    A leader that has released the group meanwhile does not answer: its ``Released`` is on the way.
+    A leader that has already released the group does not answer: its ``Released`` is on the way.
     """
 
     epoch: int
@@ -109,10 +109,10 @@ class Resume(Message, frozen=True):
 
 
 class Lend(Message, frozen=True):
-    """To a member of a bound group: lend up to ``blocks`` more; answer ``Lent``.
+    """To a member of a bound group: lend up to ``blocks`` more blocks; answer ``Lent``.
 
-    ``urgent``: preempt this member's own paused requests (they are recomputed later) rather than
-    lend too little. One that interleaves lends what its requests will not need: they will end.
+    ``urgent``: preempt this member's own paused requests, which are recomputed later, rather than
+    lend too little. A member that interleaves lends only blocks that its requests will not need.
     """
 
     epoch: int
@@ -138,9 +138,9 @@ class TakeBack(Message, frozen=True):
 
 
 class SetShift(Message, frozen=True):
-    """From the next step on, run steps in SP that batch more than so many tokens.
+    """From the next step on, run steps in SP if they batch more tokens than the threshold.
 
-    ``thresholds`` has them by layout; a layout that is not in it runs in TP only.
+    ``thresholds`` has a number of tokens for each layout; a layout without one runs in TP only.
     """
 
     thresholds: list[tuple[Layout, int]]
@@ -162,9 +162,9 @@ class CheckIntegrity(Message, frozen=True):
 
 
 class FormGroup(Message, frozen=True):
-    """Make your part of a group whose communicators are broken; answer ``Formed``.
+    """To every member, while each is alone: make your part of a broken group; answer ``Formed``.
 
-    To every member, while each is alone. ``generation`` says how often the group was made before.
+    ``generation`` says how often the group was made before.
     """
 
     epoch: int
@@ -173,14 +173,14 @@ class FormGroup(Message, frozen=True):
 
 
 class StartGroup(Message, frozen=True):
-    """To the members, who have all made their parts: start the group's core; answer ``Formed``."""
+    """To the members, after all have made their parts: start the group's core; answer ``Formed``."""
 
     epoch: int
     unit: Unit
 
 
 class Ping(Message, frozen=True):
-    """Say that the engine's loop runs: answer ``Pong``."""
+    """Answer ``Pong``, which shows that the engine's loop runs."""
 
 
 ToEngine = (
@@ -221,17 +221,17 @@ class LayoutLimits(msgspec.Struct, frozen=True):
 
 
 class Startup(msgspec.Struct, frozen=True):
-    """What an engine's start took, by phase."""
+    """The time and memory that an engine's start took, by phase."""
 
     seconds: dict[str, float] = {}
     device_bytes: dict[str, int] = {}
-    """Of its device, as the driver sees it; empty where it has none to itself."""
+    """Memory of its device, as the driver counts it; empty if the engine has no device to itself."""
 
 
 class EngineReady(Message, frozen=True):
     """The engine can serve. ``ready_response`` is vLLM's encoded ``EngineCoreReadyResponse``.
 
-    One that was restarted knows its own layout alone.
+    A restarted engine knows only its own layout, DP.
     """
 
     engine: int
@@ -250,7 +250,7 @@ class Prepared(Message, frozen=True):
     blocks: list[int]
     paused: int
     lend_seconds: float = 0.0
-    """What lending took."""
+    """How long lending took."""
 
 
 class Committed(Message, frozen=True):
@@ -263,8 +263,8 @@ class Committed(Message, frozen=True):
 class Released(Message, frozen=True):
     """Answer to ``Release``: no further step of the group will be sent.
 
-    ``returned`` maps each member to the physical ids that come back (see ``Commit``); blocks of
-    requests paused in the group (``paused``) stay lent.
+    ``returned`` maps each member to the physical ids that come back (see ``Commit``). Blocks of the
+    ``paused`` requests, which are paused in the group, stay lent.
     """
 
     epoch: int
@@ -282,7 +282,7 @@ class Resumed(Message, frozen=True):
 
 
 class NeedBlocks(Message, frozen=True):
-    """A leader's wish for ``blocks`` more virtual blocks (each takes one block of every member)."""
+    """A leader wants ``blocks`` more virtual blocks; each takes one block of every member."""
 
     epoch: int
     unit: Unit
@@ -300,7 +300,7 @@ class Lent(Message, frozen=True):
 
 
 class Returning(Message, frozen=True):
-    """A leader shrinks its idle group's lease: give these back to the members."""
+    """A leader shrinks its idle group's lease: give these blocks back to the members."""
 
     epoch: int
     unit: Unit
@@ -308,7 +308,7 @@ class Returning(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """State of one unit of an engine, sent when it changed and no step is skipped for it."""
+    """State of one unit of an engine; sent after changes, when this delays no step."""
 
     engine: int
     unit: Unit
@@ -316,12 +316,13 @@ class Load(Message, frozen=True):
     waiting: int
     free_blocks: int
     added: int
-    """``AddRequest`` messages for this unit that the engine has taken in since it started: what
-    was sent to it later is not in the counts above."""
+    """``AddRequest`` messages for this unit that the engine has taken in since it started. The
+    counts above include no later ones."""
     finished: list[str]
-    """Requests that ended since the last report, for any reason but ``AbortRequests``."""
+    """Requests that ended since the last report, for any reason except ``AbortRequests``."""
     work: dict[Mode, ModeWork] = msgspec.field(default_factory=dict)
-    """What the steps of each mode computed since the unit started; as far as there were any."""
+    """What the steps of each mode computed since the unit started; modes without steps are left
+    out."""
 
     def done(self, mode: Mode) -> ModeWork:
         """Return what the steps of a mode computed."""
@@ -331,8 +332,8 @@ class Load(Message, frozen=True):
 class Integrity(Message, frozen=True):
     """Answer to ``CheckIntegrity``: one line per broken invariant, none when all hold.
 
-    ``lent`` (physical ids) and ``leases`` (virtual blocks of each group led, by group) are what the
-    controller holds against its own books.
+    The controller compares ``lent`` (physical ids) and ``leases`` (virtual blocks of each group
+    that this engine leads, by group) with its own books.
     """
 
     call: int
@@ -343,9 +344,9 @@ class Integrity(Message, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """Answer to ``MoveOut``: tokens that each request has generated here; it is forgotten.
+    """Answer to ``MoveOut``: the tokens that each request has generated here, by request.
 
-    Requests that had ended are not in it.
+    The engine forgets these requests. Requests that had ended before are not in the answer.
     """
 
     engine: int
@@ -353,7 +354,7 @@ class Moved(Message, frozen=True):
 
 
 class EngineFailed(Message, frozen=True):
-    """The engine met an error it cannot go on from; it ends after this message."""
+    """The engine met an error after which it cannot go on; it ends after this message."""
 
     engine: int
     error: str
@@ -375,7 +376,7 @@ class Pong(Message, frozen=True):
 
 
 SwitchAnswer = Prepared | Committed | Released | Resumed
-"""What engines answer in a switch."""
+"""The answers of engines in a switch."""
 
 ToController = (
     EngineReady

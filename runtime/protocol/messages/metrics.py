@@ -1,4 +1,4 @@
-"""Counters and histograms of a process without ``prometheus_client``, and how they travel.
+"""Counters and histograms without ``prometheus_client``, and the form in which they are sent.
 
 Recording one value is a dictionary look-up and an addition. A front end turns families into
 Prometheus' text (``server/operator/metrics_page.py``); ``docs/metrics.md`` lists their names.
@@ -43,23 +43,23 @@ class Sample(msgspec.Struct, frozen=True):
 
     labels: Labels
     value: float
-    """Of a histogram: the sum of its observations."""
+    """The value; for a histogram, the sum of its observations."""
     counts: tuple[int, ...] = ()
-    """Observations of a histogram up to each bound and above the one before, then those above."""
+    """For a histogram: the number of observations in each bucket, the one without bound last."""
 
 
 class Family(msgspec.Struct, frozen=True):
     """All series of one metric."""
 
     name: str
-    """As on the page, but for the endings of the series of a histogram."""
+    """The name as on the metrics page, without the endings of a histogram's series."""
     kind: Kind
     documentation: str
     labels: Labels
     """Names of the labels."""
     samples: list[Sample]
     bounds: tuple[float, ...] = ()
-    """Of a histogram: inclusive upper bounds of its buckets, ascending."""
+    """For a histogram: inclusive upper bounds of its buckets, ascending."""
 
 
 class EngineGauges(msgspec.Struct, frozen=True):
@@ -68,20 +68,20 @@ class EngineGauges(msgspec.Struct, frozen=True):
     engine: int
     running: int
     waiting: int
-    """For capacity: in the engine's own queue, and its share of the task pool."""
+    """Requests that wait for capacity: those in the engine's queue, and its share of the pool's."""
     deferred: int
-    """Paused."""
+    """Paused requests."""
     kv_cache_usage: float
-    """Part of the engine's KV blocks that requests hold, from 0 to 1."""
+    """Fraction of the engine's KV blocks that requests hold, from 0 to 1."""
 
 
 class Counter:
     """A counter with labels.
 
     Args:
-        name: ending in ``_total``.
+        name: its name, which ends in ``_total``.
         documentation: one sentence.
-        labels: the values of each label, by its name: every combination has a series from the
+        labels: the values of each label, by its name. Every combination has a series from the
             start. Further values may be counted.
     """
 
@@ -94,7 +94,7 @@ class Counter:
         self._values: dict[Labels, float] = dict.fromkeys(product(*labels.values()), 0)
 
     def add(self, *labels: str, amount: float = 1) -> None:
-        """Count something."""
+        """Add ``amount`` to the series with these label values."""
         self._values[labels] = self._values.get(labels, 0) + amount
 
     def total(self, *labels: str) -> float:
@@ -111,10 +111,10 @@ class Histogram:
     """A histogram with labels and fixed buckets.
 
     Args:
-        name: ending in a base unit, such as ``_seconds``.
+        name: its name, which ends in a base unit, such as ``_seconds``.
         documentation: one sentence.
         bounds: inclusive upper bounds of the buckets, ascending, without infinity.
-        labels: as those of a ``Counter``.
+        labels: as for a ``Counter``.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class Histogram:
 def gauge(
     name: str, documentation: str, labels: Sequence[str], values: Mapping[L, float]
 ) -> Family:
-    """Return a gauge with these values, by the values of its labels."""
+    """Return a gauge; ``values`` are its values by the values of its labels."""
     return _family(name, Kind.GAUGE, documentation, labels, values)
 
 
 def counter(
     name: str, documentation: str, labels: Sequence[str], values: Mapping[L, float]
 ) -> Family:
-    """Return a counter that is kept elsewhere, as it is now."""
+    """Return a counter whose current values are kept elsewhere; see ``gauge``."""
     return _family(name, Kind.COUNTER, documentation, labels, values)
 
 

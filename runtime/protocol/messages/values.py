@@ -1,4 +1,4 @@
-"""What messages of both directions are made of."""
+"""Values that messages of both directions contain."""
 
 import enum
 
@@ -21,11 +21,11 @@ __all__ = [
 
 
 SHUTTING_DOWN = "the server is shutting down"
-"""Why a node that is to end takes no requests, for the caller to read."""
+"""Tells callers why a node that has been told to end takes no requests."""
 RETRY_SECONDS = 1
-"""When to try again what it hands back: elsewhere at once, or here when it is back."""
+"""When callers may retry handed-back requests: elsewhere at once, or here after a restart."""
 UNAVAILABLE_RETRY_SECONDS = 10
-"""When to try again what a node cannot serve for the time being: it does not recover at once."""
+"""When callers may retry requests that the node cannot serve now; it needs time to recover."""
 
 
 class Treatment(enum.StrEnum):
@@ -34,56 +34,56 @@ class Treatment(enum.StrEnum):
     SEQUENTIAL = "sequential"
     """Wait until they are done (Flying Serving, 5: sequential)."""
     SOFT = "soft"
-    """Take them out at the next safe point and recompute them on another unit, their tokens so far
-    included (Flying Serving, 5: soft preempt); wait for those that cannot go on elsewhere."""
+    """Take them out at the next safe point and recompute them on another unit, with their tokens so
+    far (Flying Serving, 5: soft preempt). Wait for those that cannot go on elsewhere."""
     HARD = "hard"
-    """Pause them at the next safe point; their KV stays; they resume when their unit is back
+    """Pause them at the next safe point. Their KV stays, and they resume when their unit is back
     (Flying Serving, 5: hard preempt)."""
     INTERLEAVE = "interleave"
-    """Let them go on where they are, each member's own steps in turn with those of the new group.
-    Those of a group that is dissolved are waited for."""
+    """Let them go on where they are: each member's own steps alternate with those of the new group.
+    The switch waits for the requests of a group that it dissolves."""
 
 
 class Outcome(enum.StrEnum):
     """How a request left the node."""
 
     FINISHED = "finished"
-    """By its engine: done, or refused there with an error."""
+    """Its engine ended it: it was done, or the engine refused it with an error."""
     ABORTED = "aborted"
-    """By its client."""
+    """Its client aborted it."""
     TOO_LONG = "too_long"
     """No group that this node can form holds it."""
     LOST = "lost"
     """Its engine died, and it could not go on elsewhere."""
     POISONED = "poisoned"
-    """Engines died of it."""
+    """It killed engines."""
     EXPIRED = "expired"
     """It still waited in the task pool at its deadline."""
     POOL_FULL = "pool_full"
-    """As many requests, or prompt tokens, waited as may."""
+    """The task pool had reached its limit of waiting requests or prompt tokens."""
     CALLER_FULL = "caller_full"
-    """Its caller had as many requests waiting as it may."""
+    """Its caller had reached its limit of waiting requests."""
     HANDED_BACK = "handed_back"
-    """The node was to end, and had no time left for it."""
+    """The node was about to end, and had no time left for it."""
     UNAVAILABLE = "unavailable"
     """No engine served, or the controller did not answer, for too long."""
 
 
 class DeathCause(enum.StrEnum):
-    """How it was found out that an engine is to be counted as dead."""
+    """How the node found out that an engine counts as dead."""
 
     ENDED = "ended"
     """A process of it ended: it crashed or was killed."""
     FAILED = "failed"
-    """It reported an error that it cannot go on from."""
+    """It reported an error after which it cannot go on."""
     HUNG = "hung"
-    """A step of it took too long."""
+    """One of its steps took too long."""
     STOPPED = "stopped"
-    """A process of it was stopped by a signal, and stayed so."""
+    """A signal stopped one of its processes, which did not continue."""
     SILENT = "silent"
-    """It did not answer, for too long."""
+    """It did not answer for too long."""
     GROUP = "group"
-    """It was in a group that broke: a collective of which a member is gone cannot be left."""
+    """It was in a group that broke: no member can leave a collective after another has died."""
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
@@ -91,22 +91,22 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What the ended steps of a unit computed and how long they took, summed over them."""
+    """Sums over the finished steps of a unit: what they computed, and how long they took."""
 
     steps: int = 0
     seconds: float = 0.0
     decodes: int = 0
     """Requests that got one more token."""
     context_tokens: int = 0
-    """Tokens whose KV these read."""
+    """Tokens whose KV these decodes read."""
     prefill_tokens: int = 0
-    """Prompt tokens computed, those computed again included."""
+    """Prompt tokens that were computed; a token that is computed again counts again."""
     prefill_pairs: int = 0
-    """Tokens that these attend to, summed over them."""
+    """For each computed prompt token the number of tokens that it attends to, summed up."""
 
     @property
     def mean(self) -> Batch:
-        """The work of the mean step; there must be one."""
+        """The work of the mean step; there must be at least one step."""
         return Batch(
             decodes=round(self.decodes / self.steps),
             context_tokens=self.context_tokens // self.steps,
@@ -131,10 +131,10 @@ class ModeWork(msgspec.Struct, frozen=True):
     decoding: Work = Work()
     """Steps that computed no prompt token."""
     prefilling: Work = Work()
-    """All others."""
+    """Steps that computed prompt tokens."""
     total: Work = Work()
-    """Every step, those of unknown time, in neither of the above, included."""
+    """All steps. It includes steps of unknown time, which the other two leave out."""
 
 
 NOTHING_DONE = ModeWork()
-"""Before the first step."""
+"""The work before the first step."""

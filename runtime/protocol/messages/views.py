@@ -1,4 +1,4 @@
-"""What the controller shows of the node: engines, units and past switches, as plain values."""
+"""How the controller shows the node: engines, units and past switches, as plain values."""
 
 from collections.abc import Iterable
 
@@ -15,13 +15,13 @@ class EngineView(msgspec.Struct, frozen=True):
     state: str
     num_blocks: int
     lent_blocks: dict[str, int]
-    """Blocks lent, by group, written like ``0,1``."""
+    """Number of lent blocks, by group, where a group is written like ``0,1``."""
     startup_seconds: dict[str, float] = {}
-    """What its start took, by phase; empty until it is ready (see ``messages.Startup``)."""
+    """How long its start took, by phase; empty until it is ready (see ``messages.Startup``)."""
     startup_bytes: dict[str, int] = {}
-    """What it took of its device."""
+    """How much memory of its device the start took, by phase."""
     restarts: int = 0
-    """How often it was started again."""
+    """How often it was restarted."""
     reason: str | None = None
     """Why it does not serve, if it does not."""
 
@@ -37,7 +37,7 @@ class UnitView(msgspec.Struct, frozen=True):
     lease_blocks: int
     paused_requests: int
     interleaved_requests: int = 0
-    """Requests of its single engines that go on in turn with its own."""
+    """Requests of its single engines whose steps alternate with its own."""
 
 
 class UnavailableView(msgspec.Struct, frozen=True):
@@ -48,18 +48,18 @@ class UnavailableView(msgspec.Struct, frozen=True):
 
 
 class ShiftView(msgspec.Struct, frozen=True):
-    """How steps are shared out between TP and SP, in ``GET /admin/layout``."""
+    """How steps are divided between TP and SP, in ``GET /admin/layout``."""
 
     threshold: ShiftThreshold = ShiftRule.OFF
-    """What the node is set to."""
+    """The node's setting."""
     max_sp: int = 1
     """See ``NodeConfig.max_sp``."""
     sp_above: dict[str, int] = {}
-    """What comes of it: the tokens above which a step is run in SP, by the name of its layout."""
+    """The result: the number of tokens above which a step runs in SP, by the name of its layout."""
 
 
 class SwitchView(msgspec.Struct, frozen=True):
-    """One past switch: what, when, why, how long, and what it did to running requests."""
+    """One past switch: when and why it happened, how long it took, what it did to requests."""
 
     epoch: int
     at: float
@@ -76,9 +76,9 @@ class SwitchView(msgspec.Struct, frozen=True):
     drained: int
     moved: int = 0
     reason: str = ""
-    """See ``shoal.policies.values.plan.SwitchReason``; empty: none was given."""
+    """See ``shoal.policies.values.plan.SwitchReason``; empty: no reason was given."""
     late: bool = False
-    """Whether requests that it waited for did not end in time, and it went on without waiting."""
+    """Whether the switch went on without waiting, because requests did not end in time."""
 
     def line(self) -> str:
         """Return the switch in one line, for people to read."""
@@ -99,7 +99,7 @@ class SwitchView(msgspec.Struct, frozen=True):
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A phase of one group's bind or release (``controller.statistics.PHASES``)."""
+    """A phase of one group's bind or release (``statistics.PHASES``)."""
 
     name: str
     unit: Unit
@@ -109,25 +109,25 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class SwitchTrace(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What front ends that trace are told of a switch, at its beginning and at its end."""
+    """What tracing front ends are told about a switch, at its beginning and at its end."""
 
     traceparent: str
     """W3C context of the switch's own trace."""
     at: float
-    """When it began, or ended: monotonic seconds."""
+    """When it began or ended, in monotonic seconds."""
     epoch: int
     treatment: str
     """A ``messages.Treatment``."""
     reason: str
     units: list[Unit]
-    """The partition that it is to make."""
+    """The partition that it leads to."""
     done: SwitchView | None = None
-    """At its end: what has come of it."""
+    """At its end: its result."""
     phases: list[Phase] = []
     paused: list[Unit] = []
-    """At its end: units whose requests nobody computes until they are back."""
+    """At its end: units whose requests stay paused until the unit is back."""
 
 
 def units_text(units: Iterable[Engines]) -> str:
-    """Return units, or a partition, for people to read."""
+    """Return units, or a partition, as text for people."""
     return " ".join(f"[{','.join(map(str, unit))}]" for unit in units)
