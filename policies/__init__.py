@@ -1,1 +1,1 @@
-"""Pure policies: from a frozen snapshot of the node to a frozen plan. No vLLM, no torch, no I/O."""
+"""Policies: pure functions from a frozen snapshot of the node to a plan, without vLLM or I/O."""

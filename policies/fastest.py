@@ -1,8 +1,8 @@
 """The layout for the whole node in which requests take the least time, by the cost model.
 
-``forecast.py`` says how long they take, what a move has to compute again included. A prediction has
-its error and the rate of arrivals its noise: a layout is left for one that is faster by a margin,
-and by a larger one soon after a switch.
+``forecast.py`` predicts how long they take, including what a move computes again. Predictions have
+errors and arrival rates have noise. So the node changes its layout only if another is faster by a
+margin, and the margin is larger soon after a switch.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.snapshot import Snapshot
 
 MARGIN = 0.1
-"""Part of the time that a switch must save."""
+"""Share of the time that a switch must save if the last one was long ago."""
 SETTLE_SECONDS = 20.0
-"""A switch so long after the last one must save twice the margin, an earlier one more."""
+"""A switch this long after the last one must save twice the margin; an earlier one even more."""
 LEAST_SECONDS = 1.0
-"""No switch comes sooner after the last one."""
+"""Least time between two switches."""
 
 
 def uniform(snapshot: Snapshot) -> tuple[Partition, ...]:
-    """Return the partitions into groups of one size, narrowest first, as far as they can be."""
+    """Return the partitions into groups of one size, as far as these can form, narrowest first."""
     every = (units_of(snapshot.engines, layout) for layout in layouts_up_to(snapshot.max_group))
     return tuple(dict.fromkeys(with_singles(snapshot, groups) for groups in every))
 
@@ -33,13 +33,13 @@ def fastest(
     now: Partition,
     candidates: Iterable[Partition],
 ) -> Partition:
-    """Return the fastest candidate, or ``now`` where that gains too little.
+    """Return the fastest candidate, or ``now`` if that candidate gains too little.
 
     Args:
         snapshot: the node.
-        forecast: of this snapshot.
-        now: the partition that is left for a faster one.
-        candidates: what it may be left for.
+        forecast: the forecast for this snapshot.
+        now: the current partition.
+        candidates: the partitions that may replace it.
     """
     if snapshot.since_switch < LEAST_SECONDS:
         return now

@@ -1,20 +1,21 @@
-"""DP under load, TP when quiet, and a group for those who need one (Flying Serving, 5 and 6).
+"""DP under load, TP when quiet, and a group for requests that need one (Flying Serving, 5 and 6).
 
-Three questions, in this order: is the node so loaded that only DP keeps up, or so quiet that every
-request can have many engines; does an urgent request want a fast group; does a long one want a wide
-group. Load moves the whole node, and what runs is recomputed on its new unit (soft preempt). A need
-takes no more engines than it must, whose requests pause (hard preempt); the rest goes on in DP.
+The policy asks three questions in this order. Is the node so loaded that only DP keeps up, or so
+quiet that every request can have many engines? Does an urgent request want a fast group? Does a
+long request want a wide group? Load changes the layout of the whole node, and running requests are
+recomputed on their new units (soft preempt). A group for an urgent or long request takes as few
+engines as possible. Requests on these pause (hard preempt), and the other engines go on in DP.
 
-Load is seen early or it costs much: every request that is there when the layout changes is computed
-again. So what counts is that requests *grow*, long before they are many. And as the same load means
-more requests under DP, where each takes longer, the way back has the higher threshold. Where the
-node knows its hardware, the prompts that arrive count as well: many long ones with short
-answers are a load that the number of requests does not show.
+It pays to notice load early, because a change of layout recomputes every request on the node. So
+the policy reacts when the number of requests *grows*, long before it is large. The threshold for
+the way back is higher, because under DP each request takes longer and the same load means more
+requests. If the node knows its hardware, the policy also counts arriving prompt tokens: many long
+prompts with short answers are a load that the number of requests does not show.
 
-Groups that run long steps in SP can do nearly what DP can where prompts are most of the work, and
-are much faster until they are full. So there the node keeps the widest layout until the requests
-that come would take nearly all of its time, by their rate and lengths. It leaves it only if DP
-serves them faster by a good part: else all that runs would be computed again for little.
+Where prompts are most of the work, groups that run long steps in SP can do nearly as much as DP,
+and are much faster until they are full. Such a node keeps the widest layout until the arriving
+requests, by their rate and lengths, would take nearly all of its time. Even then it changes to DP
+only if DP is clearly faster; otherwise it would recompute all running requests for little gain.
 """
 
 from dataclasses import dataclass
@@ -34,42 +35,44 @@ from shoal.policies.values.snapshot import (
 )
 
 PROMPT = Batch(prefill_tokens=2048, prefill_context=1024)
-"""Work whose time says what a prompt token costs."""
+"""A step whose predicted time gives the cost of a prompt token."""
 STEADY = 1.1
-"""Requests that are less than so many times their smoothed number have stopped growing."""
+"""Load has stopped growing when requests are fewer than this factor times their smoothed number."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlyingSettings:
-    """Where the policy changes its mind. Requests are counted per engine of the node."""
+    """The thresholds of the policy. Requests are counted per live engine of the node."""
 
     dp_above: float = 3.0
-    """Requests from which on the node goes to DP if they grow: a burst must not queue."""
+    """Above so many requests the node goes to DP if they grow, so that a burst does not queue."""
     growth: float = 2.0
-    """They grow when they are so many times their smoothed number."""
+    """Requests grow when they are more than so many times their smoothed number."""
     jam_above: float = 12.0
-    """Requests from which on it goes to DP in any case."""
+    """Above so many requests the node goes to DP in any case."""
     tp_below: float = 7.0
-    """Requests under which it goes back to TP if they do not grow any more."""
+    """Below so many requests the node goes back to TP if they have stopped growing."""
     busy_above: float = 0.7
-    """Part of the widest layout's time that the prompts which arrive may take before DP."""
+    """The node goes to DP if arriving prompts would take more than this share of the widest
+    layout's time."""
     busy_below: float = 0.25
-    """The same on the way back."""
+    """The node goes back only if that share is below this."""
     sp_gain: float = 1.3
-    """Where steps are run in SP: requests of DP to one of the widest layout, in the same time and
-    each in the batch that serves most, that make it worth while to go to DP for load."""
+    """With SP: the node goes to DP for load only if DP serves more than so many times as many
+    requests in the same time as the widest layout, each in the batch that serves most."""
     sp_full_above: float = 0.85
-    """There: part of the widest layout's time that the requests which come may take before DP."""
+    """With SP: the node goes to DP if arriving requests would take more than this share of the
+    widest layout's time."""
     sp_filling_above: float = 0.7
-    """The same while requests grow: more are to come."""
+    """That share while requests grow, because more will come."""
     sp_full_below: float = 0.7
-    """The same on the way back."""
+    """With SP: the node goes back if the share is below this, or if DP is not clearly faster."""
     settle_seconds: float = 3.0
     """How long a layout is kept before quiet may change it."""
     linger_seconds: float = 3.0
     """How long a group for urgent requests waits for the next one."""
     urgent_share: int = 2
-    """An urgent request gets one in so many engines."""
+    """An urgent request gets one in every ``urgent_share`` engines."""
 
 
 def flying_policy(name: str, settings: FlyingSettings) -> Policy:
@@ -101,12 +104,15 @@ def _plan(snapshot: Snapshot, settings: FlyingSettings) -> Plan:
 
 
 def _preference(request: PoolRequest) -> int:
-    """Urgent requests go to the widest unit, all others leave it to them."""
+    """Return -1 (widest unit) for urgent requests and 1 (narrowest unit) for all others."""
     return -1 if request.priority < NORMAL_PRIORITY else 1
 
 
 def _treatment(snapshot: Snapshot, target: Partition) -> TreatmentName:
-    """Return hard when groups are only added, for a need: its engines' requests can come back."""
+    """Return hard if the target only adds groups on some engines; else soft.
+
+    In the first case the requests that pause on these engines can resume there later.
+    """
     only_added = all(unit in target for unit in snapshot.partition if unit.is_group)
     few = sum(unit.size for unit in target if unit.is_group) < snapshot.engines
     return "hard" if only_added and few else "soft"
@@ -167,7 +173,7 @@ def _grows(snapshot: Snapshot, factor: float) -> bool:
 
 
 def _busy(snapshot: Snapshot) -> float:
-    """Return the part of its time that the widest layout would need for the arriving prompts."""
+    """Return the share of its time that the widest layout would need for the arriving prompts."""
     model = snapshot.cost_model
     if model is None:
         return 0.0
@@ -178,12 +184,12 @@ def _busy(snapshot: Snapshot) -> float:
 
 
 def _sp_model(snapshot: Snapshot) -> StepPredictor | None:
-    """Return what predicts step times, if the widest layout runs steps in SP; else None."""
+    """Return the cost model if the widest layout runs steps in SP, otherwise None."""
     return snapshot.cost_model if snapshot.widest in dict(snapshot.sp_above) else None
 
 
 def _fullness(snapshot: Snapshot, model: StepPredictor) -> float:
-    """Return the part of its time that the widest layout would need for all that arrives."""
+    """Return the share of its time that the widest layout would need for all arriving requests."""
     each = _engine_seconds(snapshot, model, snapshot.widest)
     return snapshot.arrival_rate * each / _alive(snapshot)
 
@@ -196,12 +202,12 @@ def _dp_is_better(snapshot: Snapshot, model: StepPredictor, settings: FlyingSett
 
 
 def _engine_seconds(snapshot: Snapshot, model: StepPredictor, layout: Layout) -> float:
-    """Return the time that the mean request takes of one engine in the batch that serves most.
+    """Return the engine seconds that the mean request takes in the batch that serves most.
 
-    That is a full one, though none is yet: a load is to be met before it is there, and as few
-    requests as there are when it begins to rise say next to nothing of which layout will carry it.
-    But where a prompt would have it run in SP, which is slower for short steps, it may be the
-    largest batch that a prompt leaves in TP.
+    This is usually a full batch, even if no batch is full yet: the policy must act before the load
+    is there, and the few requests at its beginning say little about which layout can carry it. But
+    if a prompt makes a full batch run in SP, which is slower for short steps, the best batch may be
+    the largest one that still runs in TP with a prompt.
     """
 
     def seconds(batch: Batch) -> float:
@@ -220,7 +226,7 @@ def _engine_seconds(snapshot: Snapshot, model: StepPredictor, layout: Layout) ->
 
 
 def _seats(snapshot: Snapshot, layout: Layout, tokens: float) -> int:
-    """Return how many requests of so many tokens each a unit of this layout has room for."""
+    """Return how many requests of ``tokens`` tokens each fit a unit of this layout."""
     state = snapshot.layout(layout)
     if state is not None:
         return int(state.seats(tokens))
@@ -228,13 +234,13 @@ def _seats(snapshot: Snapshot, layout: Layout, tokens: float) -> int:
 
 
 def _has_room(unit: UnitState, request: PoolRequest) -> bool:
-    """Return whether the unit is no reason to call the node full."""
+    """Return whether the unit can start the request, or cannot be expected to."""
     fits = unit.free_slots > 0 and unit.blocks_for(request) <= unit.free_blocks
     return not unit.serving or fits or not unit.can_hold(request)
 
 
 def _urgent_layout(snapshot: Snapshot, settings: FlyingSettings) -> Layout:
-    """Return the layout that urgent requests want, DP when there are none."""
+    """Return the layout that urgent requests want; DP if there were none lately."""
     if snapshot.since_urgent > settings.linger_seconds:
         return DP
     widest = max(1, min(snapshot.max_group, snapshot.engines // settings.urgent_share))
@@ -242,7 +248,7 @@ def _urgent_layout(snapshot: Snapshot, settings: FlyingSettings) -> Layout:
 
 
 def _long_layout(snapshot: Snapshot) -> Layout:
-    """Return the narrowest layout that holds every request there is, DP if nothing is known."""
+    """Return the narrowest layout that holds every request; DP if no layout is known."""
     tokens = max((unit.longest_tokens for unit in snapshot.units), default=0)
     for state in snapshot.layouts:
         running = tokens <= min(state.max_model_len, state.total_blocks * state.block_tokens)

@@ -1,12 +1,13 @@
-"""What requests meet with in a partition, by the cost model: broken promises, and its time.
+"""Predicts for a partition, with the cost model, its broken promises and the time of requests.
 
-A unit computes a step for its decoding requests over and over; each prompt that comes in between
-makes one of these steps longer. With ``load`` the part of the time that prompts and the growth of
-the batch take, a token takes ``step / (1 - load)``. What waits and what is computed again after a
-move comes first: it drains at the speed of the unit's prompts.
+A unit computes one step after another for its decoding requests, and each prompt makes one of these
+steps longer. If ``load`` is the share of the time that prompts and the growth of the batch take, a
+token takes ``step / (1 - load)``. Waiting requests, and those that a move computes again, come
+first; they drain at the speed at which the unit computes prompts.
 
-A step in SP costs the host the same for one prompt as for many. So a prompt takes more alone than
-its part of a full step: the one counts until every step has a prompt, the other for full units.
+A step in SP costs the host the same for one prompt as for many. So a prompt that is alone in a step
+takes longer than its share of a full step. The former time counts until every step has a prompt,
+the latter for full units.
 """
 
 import math
@@ -20,27 +21,29 @@ from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import Snapshot, StepPredictor, Target
 
 NO_PROMISE = Target(0, math.inf, math.inf)
-"""What requests are promised that are promised nothing."""
+"""The target of requests without a promise."""
 HORIZON_SECONDS = 10.0
-"""How long the load is taken to stay as it is."""
+"""How long the load is assumed to stay as it is."""
 SURGES = ((1.0, 1.0), (2.0, 0.3), (4.0, 0.2), (8.0, 0.1))
-"""By what the load may be multiplied, and what that counts for: a layout should be ready for it."""
+"""Factors by which the load may rise, and their weights. A layout should be ready for a rise."""
 USUAL = 16
-"""Requests of the usual length that are added to those there are: a few say little of the next."""
+"""Requests of the usual length that are added to the present ones, because a few requests say
+little about the next ones."""
 FULL = 0.95
-"""Load from which on a queue grows."""
+"""Load above which a queue grows."""
 TTFT_SHARPNESS, TPOT_SHARPNESS = 4, 16
-"""How suddenly a promise gets unsafe as the mean that is predicted comes near it: TTFT differs much
-more from one request to the next than TPOT."""
+"""How suddenly a promise becomes unsafe as the predicted mean comes near the target. TTFT varies
+much more between requests than TPOT."""
 LASTS_SECONDS = 60.0
-"""How long a load is taken to last that a layout is to be fast for: moving what runs must have paid
-for itself by then."""
+"""How long the load is assumed to last when layouts are compared by speed. A move of running
+requests must pay for itself in this time."""
 TICKS = tuple(0.4 * 1.26**k for k in range(16))
-"""Steps in which that time is gone through: what is here now is most of what happens first."""
+"""The steps that divide this time. The first are the shortest, because the requests that are
+present decide what happens first."""
 CHUNK_TOKENS = 8192
-"""Prompt tokens that a step computes at most, about: vLLM's usual bound."""
+"""Approximate limit of prompt tokens in one step: vLLM's usual bound."""
 FEW, MANY = 8, 64
-"""Batches by which steps are told from what each request adds to them."""
+"""Sizes of two batches whose times tell the time of a step from what each request adds to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,21 @@ class Pace:
     """How fast a unit of one layout is, in seconds."""
 
     step: float
-    """A step of no request."""
+    """The time of a step without requests."""
     decode: float
-    """What each request adds to it."""
+    """The time that each decoding request adds to a step."""
     prompt: float
-    """What the mean prompt adds to it, alone."""
+    """The time that the mean prompt adds to a step if it is the only prompt."""
     batched: float
-    """The same, where a step in SP batches as many as it can."""
+    """The time that the mean prompt adds if a step in SP batches as many prompts as it can."""
 
     def room(self, step: float, rate: float, growth: float = 0.0) -> float:
-        """Return the part of the time that is left to decode; not above 0: of none.
+        """Return the share of the time that is left to decode; none is left if it is 0 or less.
 
         Args:
-            step: one that computes no prompt, seconds.
-            rate: prompts per second. Once there is one for every step, more share it.
-            growth: part of the time that the growth of the batch takes.
+            step: time of a step that computes no prompt, in seconds.
+            rate: prompts per second. If there are more prompts than steps, they share steps.
+            growth: share of the time that the growth of the batch takes.
         """
         alone = max(1 - (rate * self.prompt + growth), step / (step + self.prompt))
         return min(1 - (rate * self.batched + growth), alone)
@@ -79,22 +82,23 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of some equal units has to do."""
+    """The work of each of several equal units."""
 
     pace: Pace
     classes: Sequence[Class]
     part: float
-    """Of the node's load."""
+    """One unit's share of the node's load."""
     requests: float
-    """Part of the classes' requests that all of these units have."""
+    """Share of the classes' requests that all of these units have together."""
     queued: float
-    """Prompts of the usual length that it computes first."""
+    """What one unit computes first, in prompts of the usual length. For moved requests this
+    includes their outputs so far."""
     waiting: float
-    """Requests whose they are: of what is moved, outputs are computed again too."""
+    """Number of requests for which it computes that."""
     units: int
-    """How many of them there are."""
+    """Number of these units."""
     seats: float
-    """Requests of the usual length that it decodes at once."""
+    """Requests of the usual length that one unit decodes at once."""
 
 
 class Forecast:
@@ -112,20 +116,20 @@ class Forecast:
         units = snapshot.units
         layouts = {state.unit.layout for state in units} | set(layouts_up_to(snapshot.max_group))
         self._paces = {layout: self._pace(model, layout) for layout in layouts}
-        # What runs has to be decoded, also when no more comes.
+        # Running requests must be decoded even if no more arrive.
         coming = snapshot.arrival_rate * snapshot.output_tokens
         self._decodes = max(coming, self._produced())
         self._queued = snapshot.waiting_tokens + sum(unit.prefill_tokens for unit in units)
 
     @property
     def affected(self) -> float:
-        """Requests that are here, or come before the horizon ends."""
+        """Number of requests that are on the node, or arrive before the horizon ends."""
         return self._snapshot.requests + self._snapshot.arrival_rate * HORIZON_SECONDS
 
     def broken(self, candidate: Partition) -> float:
-        """Return how many promises a partition breaks, those that it would in a surge included.
+        """Return how many promises a partition breaks, including weighted ones in case of a surge.
 
-        The requests of units that are not in it are moved: all their tokens are computed again.
+        Requests of units that are not in the partition are moved: all their tokens are recomputed.
         """
         shares = list(self._shares(candidate))
         return sum(
@@ -135,9 +139,9 @@ class Forecast:
         )
 
     def seconds(self, candidate: Partition) -> float:
-        """Return the seconds that requests spend on the node while its load lasts, in sum.
+        """Return the sum of the seconds that requests spend on the node while its load lasts.
 
-        At least one is taken to come, so that there is a fastest partition for an idle node.
+        At least one request is assumed to arrive, so that an idle node has a fastest partition.
         """
         return sum(share.units * self._seconds_by(share) for share in self._shares(candidate))
 
@@ -153,7 +157,7 @@ class Forecast:
         decode = (many - few) / (MANY - FEW)
 
         def added(prompts: int) -> float:
-            """Return what each of so many prompts adds to a step."""
+            """Return the time that each of ``prompts`` prompts adds to a step."""
             mixed = seconds(Batch(FEW, FEW * context, prompts * prompt, prompt // 2))
             return max(0.0, mixed - few) / prompts
 
@@ -163,7 +167,7 @@ class Forecast:
         return Pace(few - FEW * decode, decode, alone, batched)
 
     def _produced(self) -> float:
-        """Return the tokens per second that the units there are decode."""
+        """Return the tokens per second that the current units decode."""
         rate, produced = self._snapshot.arrival_rate / self._snapshot.engines, 0.0
         for unit in self._snapshot.units:
             pace = self._paces[unit.unit.layout]
@@ -199,12 +203,12 @@ class Forecast:
         return math.inf if state is None else state.seats(tokens)
 
     def _seconds_by(self, share: Share) -> float:
-        """Return the seconds that requests spend on each of these units: a fluid in small steps.
+        """Return the seconds that requests spend on one of these units, by a fluid model.
 
-        Prompts flow in and wait, then decode; a token takes a step, which prompts make longer.
+        Requests flow in, wait and then decode. A token takes one step, which prompts make longer.
         """
         if not share.part:
-            return 0.0  # nobody is sent to these units
+            return 0.0  # no request is sent to these units
         pace, output = share.pace, self._snapshot.output_tokens
         rate = share.part * max(self._snapshot.arrival_rate, 1 / LASTS_SECONDS)
         chunk = max(1.0, CHUNK_TOKENS / self._prompt)
@@ -226,7 +230,7 @@ class Forecast:
         return spent
 
     def _broken_by(self, share: Share, surge: float) -> float:
-        """Return the promises that are broken if all requests were on units with this share."""
+        """Return how many promises would be broken if all requests were on units of this share."""
         pace, output = share.pace, self._snapshot.output_tokens
         rate = surge * share.part * self._snapshot.arrival_rate
         growth = surge * share.part * self._decodes * pace.decode
@@ -237,7 +241,7 @@ class Forecast:
         growing = max(0.0, load - FULL) * HORIZON_SECONDS / 2
         ttft = growing + pace.prompt * (1 + rate * pace.prompt / 2 / room) + 1.5 * tpot
         stalled = tpot + drain / 2 / output
-        # What is left over when the horizon ends breaks the promises of those who come then.
+        # The promises of requests that are left over at the end of the horizon are broken.
         left_over = HORIZON_SECONDS * max(0.0, 1 - FULL / max(FULL, load))
         broken, node_rate = 0.0, self._snapshot.arrival_rate / self._snapshot.requests
         for members in share.classes:
@@ -252,7 +256,7 @@ class Forecast:
 
 
 def usual_prompt(snapshot: Snapshot) -> float:
-    """Return the prompt tokens of the mean request, by those that are here and the latest ones."""
+    """Return the prompt tokens of the mean request, from the present and the latest requests."""
     here = snapshot.waiting_tokens + sum(unit.context_tokens for unit in snapshot.units)
     return (here + USUAL * snapshot.prompt_tokens) / (snapshot.requests + USUAL)
 
@@ -260,7 +264,10 @@ def usual_prompt(snapshot: Snapshot) -> float:
 def served(
     partition: Partition, classes: Sequence[Class]
 ) -> Iterator[tuple[Sequence[Unit], Sequence[Class]]]:
-    """Yield units and whom they serve: the most urgent class has the widest ones to itself."""
+    """Yield units and the classes that they serve.
+
+    If units differ in size, the most urgent class has the widest ones to itself.
+    """
     widest = max(unit.size for unit in partition)
     wide = [unit for unit in partition if unit.size == widest]
     rest = [unit for unit in partition if unit.size < widest]
@@ -278,18 +285,18 @@ def _classes(snapshot: Snapshot, targets: Sequence[Target]) -> list[Class]:
             running[_class_of(priority, targets)] += count
     for priority, count in Counter(request.priority for request in snapshot.pool).items():
         waiting[_class_of(priority, targets)] += count
-    # The pool is seen in part: what is not seen is of its last class.
+    # The snapshot has only the head of the pool; the rest counts as the least urgent class.
     waiting[-1] += max(0, snapshot.waiting - len(snapshot.pool))
     return [Class(*each) for each in zip(targets, running, waiting, strict=True)]
 
 
 def _class_of(priority: int, targets: Sequence[Target]) -> int:
-    """Return the first class that is no more urgent than the priority, else the last."""
+    """Return the first class that is not more urgent than the priority, otherwise the last."""
     return next((k for k, t in enumerate(targets) if priority <= t.priority), len(targets) - 1)
 
 
 def _risk(ttft: float, tpot: float, target: Target) -> float:
-    """Return how likely one of both promises is broken, by the means that are predicted."""
+    """Return how likely it is, given the predicted means, that at least one target is missed."""
     late = min(9.0, ttft / target.ttft_seconds) ** TTFT_SHARPNESS
     slow = min(9.0, tpot / target.tpot_seconds) ** TPOT_SHARPNESS
     return 1 - 1 / (1 + late) / (1 + slow)

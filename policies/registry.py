@@ -1,4 +1,4 @@
-"""Policies by the name that ``--policy`` takes."""
+"""All policies, by the names that ``--policy`` accepts."""
 
 from shoal.policies.flying import FLYING
 from shoal.policies.shift import SHIFT
@@ -12,14 +12,14 @@ POLICIES: dict[str, Policy] = {
 
 
 class UnknownPolicyError(ValueError):
-    """No policy has this name; the message lists those there are."""
+    """No policy has this name; the message lists the existing ones."""
 
 
 def get_policy(name: str) -> Policy:
-    """Return a policy.
+    """Return the policy of this name.
 
     Raises:
-        UnknownPolicyError: there is none of this name.
+        UnknownPolicyError: no policy has this name.
     """
     if name not in POLICIES:
         raise UnknownPolicyError(f"no policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")

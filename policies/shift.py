@@ -1,13 +1,14 @@
-"""From how many tokens on a group runs its steps in SP, and the policy that does nothing else.
+"""The number of tokens above which a group's step runs in SP, and the policy that only shifts.
 
-Shift Parallelism (3.3) takes one fixed number of tokens. Where the node knows its hardware, that
-number can come from the cost model: the step from which on SP is the faster one. It is the roofline
-that says so, without its corrections: each mode is measured only on its own side of the threshold,
-so a correction would confirm the threshold that there is.
+Shift Parallelism (3.3) uses one fixed number of tokens. If the node knows its hardware, the cost
+model can give the number: the size from which SP is faster. This uses the roofline without its
+corrections. Each mode is measured only on its own side of the threshold, so corrections would
+confirm the current threshold.
 
-Nor does the host count, which the model knows of steps in SP alone: these replay CUDA graphs
-between two layers' attention, while steps in TP of as many tokens have none, and wait longer for
-it. Where graphs are turned off, SP may need more tokens to be faster: set a number there.
+The time of the host does not count either, because the model knows it only for steps in SP. These
+replay CUDA graphs between the attention of two layers, while steps in TP with as many tokens have
+no graphs and wait longer for the host. If graphs are turned off, SP may need more tokens to be
+faster, so set a number in that case.
 """
 
 import enum
@@ -20,9 +21,9 @@ from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Policy
 
 DEFAULT_THRESHOLD = 256
-"""Shoal's own choice: the paper takes a number, and does not say which."""
+"""Shoal's own choice, because the paper does not state its number."""
 MOST_TOKENS = 1 << 20
-"""No step batches more, so no threshold is higher."""
+"""Highest threshold; no step batches more tokens."""
 _SHOWN = 40
 """Characters of a wrong value that its error message repeats."""
 
@@ -31,29 +32,29 @@ class ShiftRule(enum.StrEnum):
     """What a threshold may be instead of a number of tokens."""
 
     AUTO = "auto"
-    """What the cost model says that devices and links take."""
+    """The number comes from the cost model's times of devices and links."""
     OFF = "off"
-    """Every step is run in TP."""
+    """Every step runs in TP."""
 
 
 ShiftThreshold = int | ShiftRule
-"""Tokens of a step above which it is run in SP, or where to take them from."""
+"""The number of tokens above which a step runs in SP, or a rule for it."""
 
 
 class ShiftThresholdError(ValueError):
-    """A threshold that cannot be; the message is one line."""
+    """A threshold that is not possible; the message is one line."""
 
 
 def parse_threshold(value: int | str) -> ShiftThreshold:
     """Return the threshold that a user means.
 
     Raises:
-        ShiftThresholdError: it is neither a number of tokens, ``auto`` nor ``off``.
+        ShiftThresholdError: the value is neither a number of tokens nor ``auto`` nor ``off``.
     """
     if value in tuple(ShiftRule):
         return ShiftRule(value)
     text = str(value)
-    # Python raises for thousands of digits, before there is a number to compare.
+    # For thousands of digits ``int`` raises an error, so the length is checked first.
     if not text.isdecimal() or len(text) > _SHOWN or int(text) > MOST_TOKENS:
         raise ShiftThresholdError(
             f"{text[:_SHOWN]!r} is no threshold: give 0 to {MOST_TOKENS} tokens, auto or off"
@@ -64,15 +65,15 @@ def parse_threshold(value: int | str) -> ShiftThreshold:
 def tokens_for(
     threshold: ShiftThreshold, model: CostModel | None, layouts: Iterable[Layout]
 ) -> dict[Layout, int]:
-    """Return the tokens above which steps run in SP, by layout; without those that never do.
+    """Return the tokens above which steps run in SP, by layout. Layouts without SP are left out.
 
     Args:
-        threshold: what the node is set to.
-        model: tells what ``AUTO`` means.
-        layouts: those that can run SP.
+        threshold: the node's setting.
+        model: the cost model that ``AUTO`` needs.
+        layouts: the layouts that can run SP.
 
     Raises:
-        ShiftThresholdError: ``AUTO`` without a model.
+        ShiftThresholdError: the threshold is ``AUTO`` and there is no model.
     """
     if threshold is ShiftRule.OFF:
         return {}
@@ -85,10 +86,10 @@ def tokens_for(
 
 
 def _crossover(model: CostModel, layout: Layout) -> int | None:
-    """Return the most tokens of a step that TP computes at least as fast; None: any number.
+    """Return the most tokens of a step that TP computes at least as fast as SP; None: any number.
 
-    By what devices and links take alone (see above). What SP saves never shrinks as a step gets
-    longer, but for a member's padding.
+    Only the times of devices and links count (see the module). Apart from the padding of a member,
+    the time that SP saves never shrinks as a step gets longer.
     """
 
     def sp_is_faster(tokens: int) -> bool:
@@ -106,4 +107,4 @@ def _crossover(model: CostModel, layout: Layout) -> int | None:
 
 
 SHIFT = Policy("shift", STATIC_TP.plan, decides_layout=True, shifts=True)
-"""The system of Shift Parallelism: fixed groups of the largest size, each step in TP or SP."""
+"""Shift Parallelism's system: fixed groups of the largest size, with each step in TP or SP."""

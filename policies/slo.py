@@ -1,12 +1,13 @@
 """The partition that is predicted to break the fewest promises.
 
-Given a target of TTFT and TPOT per priority class and the node's cost model, every candidate
-partition is judged by what it would do (``forecast.py``): one layout for all, or one group beside
-narrower units, which then serves the most urgent class alone. Moving what runs has its price, and
-a prediction its error: a switch must save enough, the more so soon after another. Where promises
-are as safe in another layout for all engines, bursts included, while no load grows and nothing had
-to be moved for a while, it takes the one in which requests take the least time (``fastest.py``).
-With nothing promised that is all it does. Without a cost model it does what ``flying`` does.
+A promise is the TTFT and TPOT target of a request's priority class. With the node's cost model the
+policy predicts the effect of every candidate partition (``forecast.py``). A candidate has one
+layout for all engines, or one wide group, which serves the most urgent class alone, beside narrower
+units. Moving running requests has a price and predictions have errors, so a switch must save
+enough, and more soon after another switch. If the load does not grow, the last switch was long ago
+and several layouts for all engines are equally safe, also in bursts, the policy takes the one in
+which requests take the least time (``fastest.py``). Without targets this is all that it does.
+Without a cost model it does the same as ``flying``.
 """
 
 import math
@@ -22,16 +23,18 @@ from shoal.policies.values.plan import Plan, Policy
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, StepPredictor
 
 GAIN = 0.02
-"""Part of the requests that a switch must save: less is within the model's error."""
+"""Share of the requests whose promises a switch must save. Less is within the model's error."""
 WORTH = 0.2
-"""Part of the broken promises that it must save: where all is lost, a switch only adds to it."""
+"""Share of the broken promises that a switch must save. If most are lost anyway, a switch only adds
+to the loss."""
 TIE = 0.001
-"""Part of the requests whose promises a partition may break more than another and be as good."""
+"""A partition counts as equally good if it breaks the promises of at most this share of the
+requests more."""
 SETTLE_SECONDS = 60.0
-"""A switch so long after the last one must save twice ``GAIN``, an earlier one more. None for speed
-alone comes earlier: after it promises are kept by the next switch, if load comes."""
+"""A switch this long after the last one must save twice ``GAIN``; an earlier one even more. No
+switch for speed alone comes earlier, so that the next switch can keep promises if load comes."""
 LEAST_SECONDS = 1.0
-"""No switch comes sooner after the last one, unless a request fits nowhere."""
+"""Least time between two switches, unless the current units are too small for a request."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -55,7 +58,7 @@ def _plan(snapshot: Snapshot, /) -> Plan:
 
 
 def _target(snapshot: Snapshot, model: StepPredictor) -> Partition:
-    """Return the best candidate, or the partition there is when that gains too little."""
+    """Return the best candidate, or the current partition if that candidate gains too little."""
     needed = _size_for_all(snapshot)
     candidates = dict.fromkeys(_candidates(snapshot))
     fitting = [c for c in candidates if max(unit.size for unit in c) >= needed]
@@ -86,7 +89,7 @@ def _target(snapshot: Snapshot, model: StepPredictor) -> Partition:
 
 
 def _candidates(snapshot: Snapshot) -> Iterator[Partition]:
-    """Yield what there is, one layout for all, and a group of every width beside narrower ones."""
+    """Yield the current partition, each layout for all engines, and groups beside narrower ones."""
     yield snapshot.partition
     for wide in layouts_up_to(snapshot.max_group):
         yield with_singles(snapshot, units_of(snapshot.engines, wide))
@@ -99,7 +102,7 @@ def _candidates(snapshot: Snapshot) -> Iterator[Partition]:
 
 
 def _size_for_all(snapshot: Snapshot) -> int:
-    """Return of how many engines a unit must be that holds every request, if any does."""
+    """Return the size of the smallest unit that holds every request; 1 if none does."""
     running = max((unit.longest_tokens for unit in snapshot.units), default=0)
     for state in snapshot.layouts:
         if running <= state.max_model_len and all(map(state.can_hold, snapshot.pool)):

@@ -1,4 +1,4 @@
-"""Policies that keep one layout and hand each request to the least loaded unit that can start."""
+"""Policies that keep one layout and give each request to the least loaded unit that can start."""
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -9,9 +9,9 @@ from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
 from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, UnitState
 
 Preference = Callable[[PoolRequest], int]
-"""1 for a request that is to go to the narrowest unit there is, -1 to the widest, 0 to any."""
+"""Returns 1 if a request should go to the narrowest unit, -1 to the widest, 0 to any."""
 Hold = Callable[[PoolRequest], bool]
-"""Whether a request is left in the pool, for a unit that is being formed."""
+"""Returns whether a request stays in the pool, for a unit that is being formed."""
 
 
 def dispatch_least_loaded(
@@ -19,16 +19,16 @@ def dispatch_least_loaded(
 ) -> tuple[Dispatch, ...]:
     """Return the dispatches that can start now, in the pool's order.
 
-    A request that fits a unit in principle but not now keeps that unit's room: a later, smaller one
-    must not overtake it for ever. One that no unit can hold waits aside and blocks nobody. One too
-    long for an engine alone goes to the smallest group that can start it, whatever is preferred:
-    wider ones are scarcer.
+    A request that fits a unit, but not now, reserves that unit's room, so that smaller requests do
+    not overtake it for ever. A request that no unit can hold blocks no others. A request that is
+    too long for a single engine goes to the smallest group that can start it, whatever ``prefer``
+    says, because wider groups are scarcer.
 
     Args:
         snapshot: the node.
-        prefer: which width each request that fits one engine is for; among equal units the least
-            loaded is taken.
-        hold: which requests are left in the pool.
+        prefer: the preferred width for requests that fit one engine; among units of equal width the
+            least loaded one is taken.
+        hold: whether a request stays in the pool.
     """
     rooms = [Room(unit) for unit in snapshot.units if unit.serving]
     dispatches = []
@@ -47,7 +47,7 @@ def dispatch_least_loaded(
 
 
 def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
-    """Return whether the request is too long for the narrowest layout there is."""
+    """Return whether the request is too long for the narrowest layout."""
     narrowest: LayoutState | UnitState
     if snapshot.layouts:
         narrowest = snapshot.layouts[0]
@@ -57,7 +57,7 @@ def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
 
 
 def _choose(rooms: list[Room], request: PoolRequest, sign: int) -> Room | None:
-    """Return the room to take, by ``sign`` as a ``Preference`` means it; None to wait."""
+    """Return the room to take; None: the request waits. ``sign`` is as in ``Preference``."""
     ranked = sorted(rooms, key=_load)
     if sign:
         ranked.sort(key=lambda room: sign * room.unit.unit.size)
@@ -78,7 +78,7 @@ def _keep(snapshot: Snapshot) -> Plan:
 
 
 def with_singles(snapshot: Snapshot, groups: Iterable[Unit]) -> Partition:
-    """Return the partition of these groups as far as they can be, all other engines alone."""
+    """Return the partition with those of these groups that can be formed; other engines alone."""
     formed = [group for group in groups if snapshot.can_form(group)]
     covered = {engine for group in formed for engine in group.engines}
     rest = [alone(engine) for engine in range(snapshot.engines) if engine not in covered]
@@ -86,7 +86,10 @@ def with_singles(snapshot: Snapshot, groups: Iterable[Unit]) -> Partition:
 
 
 def place_group(snapshot: Snapshot, layout: Layout) -> tuple[Unit, ...]:
-    """Return one group of at least so many engines: one there is, else the least loaded."""
+    """Return one group of at least this layout's size: an existing one, or the least loaded.
+
+    An existing group of all engines does not count. If no group can be formed, the result is empty.
+    """
     groups = [group for group in units_of(snapshot.engines, layout) if snapshot.can_form(group)]
     sizes = range(layout.world_size, snapshot.engines)
     wide = [unit for unit in snapshot.partition if unit.size in sizes]
@@ -101,7 +104,7 @@ def _requests_of(snapshot: Snapshot, group: Unit) -> float:
 
 
 def _towards(snapshot: Snapshot, wanted: Partition) -> Plan:
-    """Return a plan that dispatches and moves to ``wanted``, dead engines left alone."""
+    """Return a plan that dispatches, and switches to ``wanted`` as far as it can be formed."""
     target = with_singles(snapshot, wanted)
     return Plan(
         dispatches=dispatch_least_loaded(snapshot),
@@ -121,7 +124,7 @@ MANUAL = Policy("manual", _keep, decides_layout=False)
 """Keeps the partition that an operator sets."""
 
 STATIC_DP = Policy("static-dp", _all_dp, decides_layout=True, forms_groups=False)
-"""Every engine alone."""
+"""Keeps every engine alone."""
 
 STATIC_TP = Policy("static-tp", _all_tp, decides_layout=True, shifts=False)
-"""Groups of the largest size, every step in TP."""
+"""Keeps groups of the largest size, with every step in TP."""

@@ -1,1 +1,1 @@
-"""How long steps take: what predictions of policies are made from."""
+"""How long steps take, from which policies predict."""

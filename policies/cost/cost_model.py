@@ -1,21 +1,21 @@
-"""How long a step takes under each layout: a roofline, corrected by what was measured.
+"""How long a step takes in each layout: a roofline, corrected by measured steps.
 
-The roofline is that of Seesaw's Appendix A. A step reads the weights once and computes its tokens
-through them, whichever is slower; reads its context's KV and attends to it, whichever is slower;
-and reduces its activations twice a layer among the engines of a group. Every term but the last
-shrinks with the degree. A fixed overhead stands for what no roofline sees: launches, scheduling,
-sampling.
+The roofline is that of Seesaw's Appendix A. A step has three parts. It reads the weights once and
+computes its tokens with them, and the slower of the two counts. It reads the KV of its context and
+attends to it, and again the slower counts. It reduces its activations twice a layer among the
+engines of a group. The first two parts shrink with the degree. A fixed overhead stands for what no
+roofline sees: launches, scheduling and sampling.
 
 In SP (Arctic Ulysses; Shift Parallelism, 2.4 and Table 2) a member computes its part of the tokens
-with all the weights. So it reads more where a step has few tokens, and where it has many its share
-of the arithmetic is that of TP; but what it exchanges, the heads of its own tokens, shrinks with
-the degree, while an all-reduce carries all tokens through every member.
+with all the weights. So it reads more, which counts if a step has few tokens. Its share of the
+arithmetic is the same as in TP. It exchanges only the heads of its own tokens, so this data shrinks
+with the degree, while an all-reduce carries all tokens through every member.
 
-The host launches the exchanges of such a step one by one, without CUDA graphs, and takes as long
-for a layer whatever the number of tokens. Launches run ahead of the device, so the longer of the
-two counts, over all layers; the overhead lies before the first and after the last one, and is part
-of both. A step in TP above the largest CUDA graph waits for its host too, which is not modelled: so
-``shoal.policies.shift`` compares the modes by ``device_seconds``, which leaves out every host.
+The host launches the exchanges of a step in SP one by one, without CUDA graphs. A layer takes the
+host the same time for any number of tokens. Launches run ahead of the device, so over all layers
+the longer of the two times counts. The overhead lies before the first and after the last layer and
+is added to both. A step in TP above the largest CUDA graph also waits for its host, which is not
+modelled. So ``shoal.policies.shift`` compares the modes by ``device_seconds``, without any host.
 """
 
 import math
@@ -27,14 +27,16 @@ from shoal.policies.values.layouts import Layout
 SMOOTHING = 0.1
 """Weight of a new measurement in a correction."""
 SPREAD = 0.1
-"""Relative standard deviation from which on steps of one kind tell a part from a constant."""
+"""Relative standard deviation of steps that is enough to tell a proportional error from a constant.
+"""
 MAX_CORRECTION = 10.0
-"""Bound on a correction, and its inverse: one absurd measurement must not decide anything."""
+"""Upper bound of the factor of a correction; its inverse is the lower bound. So a single absurd
+measurement has little effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a decoder-only transformer decides its step times."""
+    """The properties of a decoder-only transformer that decide its step times."""
 
     layers: int
     hidden: int
@@ -42,11 +44,11 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     parameters: float
-    """Of all linear layers, those that one token passes through."""
+    """Parameters of all linear layers that one token passes through."""
     weight_bytes: float = 2.0
-    """Of one parameter."""
+    """Bytes of one parameter."""
     kv_bytes: float = 2.0
-    """Of one element of a key or a value."""
+    """Bytes of one element of a key or a value."""
     activation_bytes: float = 2.0
 
     @property
@@ -62,41 +64,42 @@ class Hardware:
     memory_bytes_per_second: float
     flops_per_second: float
     link_bytes_per_second: float
-    """Of an all-reduce, per engine; an all-to-all is taken to reach the same."""
+    """Rate of an all-reduce per engine; an all-to-all is assumed to reach the same rate."""
     allreduce_seconds: float = 0.0
-    """What an all-reduce, or all-to-all, of no bytes takes."""
+    """Time of an all-reduce or all-to-all of zero bytes."""
     overhead_seconds: float = 0.0
-    """What a step of no work takes."""
+    """Time of a step without work."""
     sp_layer_host_seconds: float = 0.0
-    """What one layer of a step by sequence takes of a member's host: no such step is faster."""
+    """Host time of one layer of a step in SP; a step's layers take at least this time each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How measured times of one kind and mode of steps, of a layout, compare with the roofline.
+    """How measured times of one layout's steps, of one kind and mode, differ from the roofline.
 
-    A line through them, by least squares: some of what the roofline misses is a part of it, such as
-    arithmetic that does not reach the peak, and some is the same in every step, such as launches.
-    Steps that are all about equally long cannot tell; it is taken for the latter until they differ.
+    A line is fitted to them by least squares. A part of the error is proportional to the roofline,
+    such as arithmetic below peak speed, and the rest is the same in every step, such as launches.
+    Steps of about equal length cannot separate the two; until lengths differ, the error counts as
+    constant.
     """
 
     layout: Layout
     kind: StepKind
     mode: Mode = Mode.TP
     error: float = 0.0
-    """Smoothed relative error of the predictions, before each one corrected the next."""
+    """Smoothed relative error of the predictions, each made before its measurement was learned."""
     samples: int = 0
     roofline: float = 0.0
     """Smoothed seconds by the roofline."""
     missed: float = 0.0
-    """Smoothed seconds that were measured beyond those."""
+    """Smoothed difference of the measured seconds and the roofline's."""
     variance: float = 0.0
-    """Of the former."""
+    """Smoothed variance of the roofline's seconds."""
     covariance: float = 0.0
-    """Of the two."""
+    """Smoothed covariance of the roofline's seconds and the difference."""
 
     def apply(self, roofline: float) -> float:
-        """Return the seconds that a step takes which has so many by the roofline."""
+        """Return the corrected seconds of a step to which the roofline gives ``roofline``."""
         if not self.samples:
             return roofline
         doubt = (SPREAD * self.roofline) ** 2
@@ -105,7 +108,7 @@ class Correction:
         return _bounded(roofline + self.missed + slope * (roofline - self.roofline), roofline)
 
     def learn(self, roofline: float, seconds: float) -> "Correction":
-        """Return it with one more measurement."""
+        """Return the correction after one more measurement."""
         weight = max(SMOOTHING, 1 / (self.samples + 1))
         error = abs(self.apply(roofline) - seconds) / seconds
         missed = _bounded(seconds, roofline) - roofline
@@ -127,16 +130,16 @@ def _bounded(seconds: float, roofline: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts step times; a new one comes of every measurement."""
+    """Predicts step times; every measurement makes a new one."""
 
     shape: ModelShape
     hardware: Hardware
     corrections: tuple[Correction, ...] = ()
     max_sp: int = 1
-    """Largest degree of SP: a wider group combines it with TP."""
+    """Largest degree of SP; a wider group combines SP with TP."""
 
     def correction(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
-        """Return the correction of such steps; the neutral one before the first measurement."""
+        """Return the correction of these steps; before any measurement it changes nothing."""
         for known in self.corrections:
             if (known.layout, known.kind, known.mode) == (layout, kind, mode):
                 return known
@@ -148,9 +151,10 @@ class CostModel:
         return correction.apply(self.roofline_seconds(layout, batch, mode))
 
     def _nearest(self, layout: Layout, kind: StepKind, mode: Mode) -> Correction:
-        """Return the correction of such steps; before any was measured, of the most similar ones.
+        """Return the correction of these steps, or of the most similar measured ones.
 
-        Layouts are compared: were only that corrected which runs, all others would seem faster.
+        Policies compare layouts. If only the running layout were corrected, the others would seem
+        faster.
         """
 
         def distance(known: Correction) -> float:
@@ -163,14 +167,14 @@ class CostModel:
         return min(same, key=distance, default=Correction(layout, kind, mode))
 
     def roofline_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the time before any correction, in seconds: no less than a host in SP takes."""
+        """Return the uncorrected time in seconds, at least the host's time if it runs in SP."""
         host = self._host_seconds(self._sp_degree(layout, mode))
         return max(self.device_seconds(layout, batch, mode), host) + self.hardware.overhead_seconds
 
     def device_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return what devices and links take, in seconds, before any correction.
+        """Return the uncorrected time of devices and links, in seconds.
 
-        Without any host's time and the overhead (Seesaw, A.1, times the number of layers).
+        It includes neither host time nor overhead (Seesaw, A.1, times the number of layers).
         """
         shape, hardware = self.shape, self.hardware
         sp = self._sp_degree(layout, mode)
@@ -181,7 +185,7 @@ class CostModel:
             weights / hardware.memory_bytes_per_second,
             2 * shape.parameters * tokens / hardware.flops_per_second,
         )
-        # A group wider than the KV heads holds copies of them: reading gets no faster.
+        # A group with more members than KV heads holds copies of heads, so reading gets no faster.
         kv_share = min(degree, shape.kv_heads)
         read = batch.context_tokens * shape.kv_bytes_per_token
         pairs = batch.context_tokens + batch.prefill_tokens * batch.prefill_context
@@ -194,15 +198,15 @@ class CostModel:
         return linear / tp + attention + network
 
     def _sp_degree(self, layout: Layout, mode: Mode) -> int:
-        """Return among how many members such a step's tokens are divided."""
+        """Return the number of members among which a step's tokens are divided."""
         return min(layout.tp, self.max_sp) if mode is Mode.SP else 1
 
     def _host_seconds(self, sp: int) -> float:
-        """Return the time in which the host launches the layers of a step by sequence."""
+        """Return the time in which the host launches the layers of a step in SP; 0 for TP."""
         return self.shape.layers * self.hardware.sp_layer_host_seconds if sp > 1 else 0.0
 
     def _reduce_seconds(self, tp: int, tokens: int) -> float:
-        """Return the time of two all-reduces a layer of so many tokens' hidden states."""
+        """Return the time of two all-reduces per layer, of the hidden states of ``tokens``."""
         if tp == 1:
             return 0.0
         shape, hardware = self.shape, self.hardware
@@ -211,9 +215,9 @@ class CostModel:
         return 2 * shape.layers * reduce
 
     def _exchange_seconds(self, sp: int, tp: int, tokens: int) -> float:
-        """Return the time of two all-to-alls a layer: of queries, keys and values; of the outputs.
+        """Return the time of two all-to-alls per layer: of queries, keys and values; of outputs.
 
-        ``tokens`` are one member's. Every member gets a KV head, if need be a copy.
+        ``tokens`` are one member's. Every member gets a KV head, which may be a copy.
         """
         if sp == 1:
             return 0.0

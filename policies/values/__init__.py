@@ -1,1 +1,1 @@
-"""What policies are told and what they answer, as frozen values."""
+"""The frozen values that policies take and return."""

@@ -8,19 +8,19 @@ class Mode(enum.StrEnum):
     """How a group executes one step, on the same KV cache either way."""
 
     TP = "tp"
-    """Every member computes all tokens with its part of the weights. The one mode of an engine."""
+    """Every member computes all tokens with its part of the weights. Single engines always do."""
     SP = "sp"
     """Every member computes its part of the tokens with all the weights, and its heads of attention
     (Arctic Ulysses; combined with TP where the group is wider than the SP degree)."""
 
 
 class StepKind(enum.StrEnum):
-    """What steps are corrected apart: arithmetic and memory miss the roofline differently."""
+    """Kinds of steps that are corrected separately, because their errors differ."""
 
     DECODE = "decode"
     """Steps that compute no prompt token."""
     PREFILL = "prefill"
-    """All others."""
+    """Steps that compute prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Batch:
     decodes: int = 0
     """Requests that get one more token."""
     context_tokens: int = 0
-    """Tokens whose KV the decodes read, summed over them."""
+    """Tokens whose KV the decodes read, summed over the decodes."""
     prefill_tokens: int = 0
-    """Prompt tokens computed."""
+    """Prompt tokens that are computed."""
     prefill_context: int = 0
     """Mean number of tokens that a prompt token attends to."""
 
@@ -43,5 +43,5 @@ class Batch:
 
     @property
     def kind(self) -> StepKind:
-        """Which correction it takes."""
+        """The kind of step, which decides its correction."""
         return StepKind.PREFILL if self.prefill_tokens else StepKind.DECODE

@@ -1,4 +1,4 @@
-"""How much of the KV cache one block holds in each layout: the same bytes, divided otherwise.
+"""How much of the KV cache one block holds in each layout: the same bytes, divided differently.
 
 All layouts of an engine share one KV buffer, and a block is the same bytes of it in each of them
 (the KV cache adaptor of Flying Serving, 4.2). A member that holds fewer heads, or fewer layers,
@@ -22,12 +22,12 @@ class KvBlock(NamedTuple):
 
 
 class KvGeometry(msgspec.Struct, frozen=True):
-    """The blocks of one KV group of a model: of the layers that share their block tables."""
+    """The blocks of one KV group of a model, that is, of layers that share their block tables."""
 
     layers: int
     """All layers of the group, in every stage."""
     heads: int
-    """KV heads of each of these layers, of all members together."""
+    """KV heads of each layer, in all members together."""
     tokens: int
     """Tokens of a block in DP."""
 

@@ -1,4 +1,4 @@
-"""Layouts and units: how engines share one model's work, and which engines do.
+"""Layouts and units: how engines share one model's work, and which engines share it.
 
 Both are frozen values: they are compared, hashed, sorted, sent between processes and used as keys.
 """
@@ -17,9 +17,9 @@ class Place(NamedTuple):
     """Where one member of a unit stands in the unit's layout."""
 
     stage: int
-    """Which pipeline stage it belongs to."""
+    """The member's pipeline stage."""
     rank: int
-    """Its tensor parallel rank within that stage."""
+    """The member's tensor parallel rank within that stage."""
 
 
 class Layout(
@@ -40,7 +40,7 @@ class Layout(
 
     @property
     def world_size(self) -> int:
-        """Number of engines that it takes, by vLLM's name for it."""
+        """Number of engines in the layout; vLLM uses the same name."""
         return self.tp * self.pp
 
     @property
@@ -49,10 +49,10 @@ class Layout(
         return _name_of(self)
 
     def place(self, member: int) -> Place:
-        """Return where a member stands.
+        """Return the place of a member.
 
         Args:
-            member: its number among the unit's engines, from 0.
+            member: the member's number among the unit's engines, from 0.
         """
         return Place(*divmod(member, self.tp))
 
@@ -76,7 +76,7 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=
     """Engines that serve requests as one."""
 
     engines: Engines
-    """Their numbers, adjacent: a group is aligned to its size."""
+    """Their numbers, which are adjacent; a group is aligned to its size."""
     layout: Layout = DP
 
     @property
@@ -106,7 +106,7 @@ def alone(engine: int) -> Unit:
 
 
 def tensor_parallel(engines: Iterable[int]) -> Unit:
-    """Return the unit in which all these engines divide every layer; of one engine, its own."""
+    """Return the unit in which these engines divide every layer; one engine is a unit by itself."""
     members = tuple(engines)
     return Unit(members, Layout(tp=len(members)))
 

@@ -34,7 +34,7 @@ def parse_partition(units: Iterable[Iterable[int]], *, engines: int, max_group: 
     Args:
         units: one list of engine numbers per unit, in any order.
         engines: number of engines of the node.
-        max_group: largest group the node was started with.
+        max_group: size of the largest group of the node.
 
     Raises:
         PartitionError: a unit is empty, too large, not aligned or not adjacent, or the units do

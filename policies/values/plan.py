@@ -1,4 +1,4 @@
-"""What a policy wants, frozen, and the check that it can be done."""
+"""The frozen plan that a policy returns, and the check that it can be carried out."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
@@ -8,14 +8,15 @@ from shoal.policies.values.partition import Partition, PartitionError, parse_par
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
 
 TreatmentName = Literal["sequential", "soft", "hard", "interleave"]
-"""What happens to the requests that run on the units of a switch: wait until they end; take them
-out and recompute them on another unit; pause them, KV in place, until their unit is back; or let
-those of single engines go on in turn with their new group, and wait for those of groups."""
+"""What happens to the requests that run on the units of a switch. ``sequential``: wait until they
+end. ``soft``: recompute them on another unit. ``hard``: pause them, with their KV in place, until
+their unit is back. ``interleave``: let those of single engines go on in turn with their new group,
+and wait for those of groups."""
 
 
 SwitchReason = Literal["", "load", "quiet", "urgent", "long", "slo", "start"]
-"""Why a policy wants another partition, for the log and the metrics: there is much to do, or
-little; an urgent request, or a long one; a promise at risk; what the policy begins with."""
+"""Why a policy wants another partition, for the log and the metrics: high or low load, an urgent or
+a long request, a promise at risk, or the policy's first layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,14 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a policy wants done now; the empty plan keeps all as it is."""
+    """What a policy wants to be done now; the empty plan changes nothing."""
 
     dispatches: tuple[Dispatch, ...] = ()
     target: Partition | None = None
-    """Partition to switch to; None keeps the one there is."""
+    """Partition to switch to; None keeps the current one."""
     treatment: TreatmentName = "sequential"
     reason: SwitchReason = ""
-    """Of the target."""
+    """Why the policy wants the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,27 @@ class Policy:
     name: str
     plan: "PlanFunction"
     decides_layout: bool
-    """Whether the policy sets targets: then nobody else may."""
+    """Whether the policy sets targets. If it does, operators may not."""
     shifts: bool = True
-    """Whether groups run steps in SP under it, if the node can at all."""
+    """Whether groups run steps in SP under this policy, if the node can."""
     forms_groups: bool = True
-    """Whether engines ever work together under it: else no request may need more than one."""
+    """Whether the policy ever forms groups. If not, every request must fit one engine."""
 
 
 class PlanFunction(Protocol):
-    """Pure: the same snapshot gives the same plan."""
+    """A pure function: the same snapshot gives the same plan."""
 
     def __call__(self, snapshot: Snapshot, /) -> Plan:
         """Return what to do now."""
 
 
 class PlanError(ValueError):
-    """A plan that cannot be done in the snapshot it was made for; the message says why."""
+    """A plan that cannot be carried out in its snapshot; the message says why."""
 
 
 @dataclass(slots=True)
 class Room:
-    """What is left of a unit while a plan's dispatches are added up."""
+    """The capacity that is left in a unit while a plan's dispatches are added up."""
 
     unit: UnitState
     slots: int = field(init=False)
@@ -79,7 +80,7 @@ class Room:
         self.blocks = self.unit.free_blocks
 
     def takes(self, request: PoolRequest) -> bool:
-        """Return whether the unit can start the request after what it was given already."""
+        """Return whether the unit can still start the request."""
         unit = self.unit
         return (
             self.slots > 0
@@ -88,7 +89,7 @@ class Room:
         )
 
     def take(self, request: PoolRequest) -> None:
-        """Count the request in."""
+        """Take the request's share of the capacity."""
         self.slots -= 1
         self.load += 1 / self.unit.unit.size
         self.blocks -= self.unit.blocks_for(request)
@@ -98,7 +99,7 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
     """Check that every dispatch can start at once and that the target can be formed.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: a dispatch cannot start, the target cannot form, or the treatment is unknown.
     """
     requests = {request.request_id: request for request in snapshot.pool}
     rooms = {unit.unit: Room(unit) for unit in snapshot.units}

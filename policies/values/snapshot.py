@@ -1,6 +1,6 @@
-"""What a policy sees: the node at one instant, frozen.
+"""What a policy sees: the node at one instant, as frozen values.
 
-The controller and the simulator build the same types, so a policy cannot tell them apart.
+The simulator runs the real controller, so a policy cannot tell it from a real node.
 """
 
 import math
@@ -13,11 +13,11 @@ from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition
 
 NORMAL_PRIORITY = 0
-"""The priority of requests that ask for none; lower ones are urgent."""
+"""The priority of requests that do not name one; lower numbers are urgent."""
 SMOOTHING_SECONDS = 2.0
 """Time constant of the smoothed figures."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000.0, 200.0
-"""Of a request, before any has ended."""
+"""Assumed lengths of a request before any has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class PoolRequest:
     request_id: str
     prompt_tokens: int
     total_tokens: int
-    """Tokens it must be able to reach: prompt and output bound, or, when the bound is no more than
-    what the model's length leaves, the prompt and one token."""
+    """Tokens that it must be able to reach: its prompt and its bound on output. If that bound only
+    comes from the model's length, it is the prompt and one token."""
     priority: int
-    """Lower is earlier."""
+    """Lower numbers are served earlier."""
     arrival: float
     """Seconds of the snapshot's clock."""
 
@@ -41,11 +41,11 @@ class UnitState:
 
     unit: Unit
     serving: bool
-    """False while its engines switch, do not answer or are dead: nothing can be dispatched."""
+    """False while its engines switch, do not answer or are dead. It then gets no requests."""
     requests: int
-    """Requests dispatched to it and not ended."""
+    """Requests that were dispatched to it and have not ended."""
     free_slots: int
-    """Further requests that its batch can take, and the one that it may be given ahead."""
+    """Further requests that its batch can take, including those that it may get ahead."""
     free_blocks: int
     """KV blocks that a request could get now, in blocks of this unit's layout."""
     total_blocks: int
@@ -55,21 +55,21 @@ class UnitState:
     running: int = 0
     """Requests in its batch at the last report."""
     waiting: int = 0
-    """Requests it was given that are in no batch yet, those on their way included."""
+    """Its requests that are in no batch yet, including those still on their way to it."""
     context_tokens: int = 0
-    """Prompt tokens of its requests, those generated before a move included."""
+    """Prompt tokens of its requests, including tokens that were generated before a move."""
     prefill_tokens: int = 0
     """Prompt tokens of its ``waiting`` requests."""
     by_priority: tuple[tuple[int, int], ...] = ()
-    """Priorities of its requests, ascending, and how many have each."""
+    """The priorities of its requests, ascending, each with its number of requests."""
     longest_tokens: int = 0
     """Tokens that the longest of its requests must be able to reach."""
     paused: int = 0
-    """Requests on its engines that are not its own: they wait until these are grouped otherwise
-    again, or, interleaved, go on in turn with its own."""
+    """Requests of other units on its engines. They wait until their unit is back, or, if they are
+    interleaved, go on in turn with the unit's own."""
 
     def blocks_for(self, request: PoolRequest) -> int:
-        """Return the KV blocks a request needs to produce its first token here."""
+        """Return the KV blocks that a request needs to produce its first token here."""
         return -(-(request.prompt_tokens + 1) // self.block_tokens)
 
     def can_hold(self, request: PoolRequest) -> bool:
@@ -81,13 +81,13 @@ class UnitState:
 
 
 def requests_on(waiting: int, units: Iterable[UnitState]) -> int:
-    """Return the requests on a node where so many wait in the pool."""
+    """Return the number of requests on a node: those in the pool and those of its units."""
     return waiting + sum(unit.requests + unit.paused for unit in units)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutState:
-    """What one unit of idle engines can take in this layout."""
+    """What one unit in this layout can take while its engines are idle."""
 
     layout: Layout
     slots: int
@@ -96,19 +96,19 @@ class LayoutState:
     max_model_len: int
 
     def can_hold(self, request: PoolRequest) -> bool:
-        """Return whether a group of this size holds the request at all."""
+        """Return whether a unit in this layout holds the request at all."""
         return (
             request.total_tokens <= self.max_model_len
             and request.prompt_tokens + 1 <= self.total_blocks * self.block_tokens
         )
 
     def seats(self, tokens: float) -> float:
-        """Return how many requests of so many tokens each it decodes at once, at least one."""
+        """Return how many requests of ``tokens`` tokens each it decodes at once, at least one."""
         return max(1.0, min(self.slots, self.total_blocks * self.block_tokens / tokens))
 
 
 class StepPredictor(Protocol):
-    """Says how long steps take (``policies.cost``)."""
+    """Predicts how long steps take (``policies.cost``)."""
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step of a unit in this layout."""
@@ -116,10 +116,11 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a priority class was promised."""
+    """The promise to a priority class."""
 
     priority: int
-    """Requests of this priority or a more urgent one, down to the next target's."""
+    """The class has requests of this priority, and more urgent ones that no earlier target covers.
+    """
     ttft_seconds: float
     tpot_seconds: float
 
@@ -133,28 +134,28 @@ class Snapshot:
     engines: int
     max_group: int
     dead: frozenset[int]
-    """Engines that no group can be formed with."""
+    """Engines with which no group can be formed."""
     partition: Partition
     switching: bool
-    """A switch is running: a target in the plan would not be taken."""
+    """Whether no switch can start now, so that the controller ignores the plan's target."""
     units: tuple[UnitState, ...]
     """One per unit of ``partition``, in its order."""
     pool: tuple[PoolRequest, ...]
     """The head of the task pool, in the order of service: by priority, aged, then arrival."""
     broken: frozenset[Unit] = frozenset()
-    """Units of live engines that cannot be formed: one of them was restarted since they were."""
+    """Groups that must be formed again first, because one of their engines was restarted."""
     pending: Partition | None = None
-    """Partition that a running switch leads to."""
+    """Target of the running switch."""
     waiting: int = 0
     """Requests in the whole pool."""
     waiting_tokens: int = 0
     """Prompt tokens of the whole pool."""
     arrival_rate: float = 0.0
-    """Requests per second: an average of steady arrivals, of a burst what the last seconds say."""
+    """Requests per second: with steady arrivals a long average, in a burst the latest rate."""
     prompt_tokens: float = PROMPT_TOKENS
-    """Prompt tokens that are computed for a request, on average over the latest ones."""
+    """Prompt tokens that are computed per request, on average over the latest requests."""
     output_tokens: float = OUTPUT_TOKENS
-    """Tokens that a request is given, on average over the latest ones."""
+    """Output tokens per request, on average over the latest requests."""
     prompt_rate: float = 0.0
     """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``."""
     smoothed_requests: float = 0.0
@@ -166,11 +167,11 @@ class Snapshot:
     layouts: tuple[LayoutState, ...] = ()
     """Every layout that the node forms, narrowest first."""
     cost_model: StepPredictor | None = None
-    """Predicts step times; None when the node was given no shape of its model."""
+    """Predicts step times; None if the node does not know the shape of its model."""
     targets: tuple[Target, ...] = ()
-    """Most urgent class first."""
+    """The targets, the most urgent class first."""
     sp_above: tuple[tuple[Layout, int], ...] = ()
-    """Layouts that run steps in SP, ascending, and the tokens that such a step exceeds."""
+    """Layouts that run steps in SP, ascending, each with the tokens above which a step does."""
 
     def can_form(self, unit: Unit) -> bool:
         """Return whether the engines of a unit can work as one."""
@@ -183,14 +184,14 @@ class Snapshot:
 
     @property
     def widest(self) -> Layout:
-        """The layout of the most engines that the node forms."""
+        """The layout with the most engines that the node forms."""
         return layouts_up_to(self.max_group)[-1]
 
     def layout(self, layout: Layout) -> LayoutState | None:
-        """Return what a unit of this layout can take; None if nothing is known of it."""
+        """Return what a unit of this layout can take; None if the layout is unknown."""
         return next((state for state in self.layouts if state.layout == layout), None)
 
     def mode(self, layout: Layout, batch: Batch) -> Mode:
-        """Return how a unit of this layout runs such a step."""
+        """Return the mode in which a unit of this layout runs a step."""
         above = dict(self.sp_above).get(layout)
         return Mode.TP if above is None or batch.tokens <= above else Mode.SP

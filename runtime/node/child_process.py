@@ -1,9 +1,9 @@
 """A child process of the node: how it starts, what it tells its parent, how it ends.
 
-Children ignore SIGINT (a terminal sends it to all of them; the supervisor decides), end on SIGTERM
-by ``SystemExit`` so that their clean-up runs, and are killed by the kernel if the supervisor dies.
-Each leads a process group: what it has started itself, such as a compiler, is killed when it has
-ended, however it has.
+Children ignore SIGINT, because a terminal sends it to all of them and the supervisor decides. They
+end on SIGTERM by ``SystemExit``, so that their clean-up runs. The kernel kills them if the
+supervisor dies. Each child leads a process group: when it has ended, in whatever way, all processes
+that it has started itself, such as a compiler, are killed.
 """
 
 import atexit
@@ -33,14 +33,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _HELPER_SECONDS = 2.0
 
 READY = ""
-"""What a child reports when it can work; anything else is the cause of its end."""
+"""What a child reports when it can work. Any other report is the cause of its end."""
 
 Target = Callable[[Callable[[], None]], None]
-"""What a child runs: given a function to call when it is ready. Picklable."""
+"""What a child runs. Its argument is a function to call when it is ready. It is picklable."""
 
 
 def choose_context() -> BaseContext:
-    """Return how children start: forked if that is safe, else spawned.
+    """Return how children start: by fork if that is safe, otherwise by spawn.
 
     A fork shares what the parent has imported, which saves seconds per process. It is safe while
     the parent has a single thread and CUDA is not initialised.
@@ -53,7 +53,7 @@ def choose_context() -> BaseContext:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back, so that none meets a child that is not set up for it yet."""
+    """Hold back SIGINT and SIGTERM, so that neither reaches a child that is not yet set up."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -62,13 +62,13 @@ def signals_held() -> Iterator[None]:
 
 
 class Child:
-    """A process of the node. Starts at once; ``signals_held`` must be in effect.
+    """A process of the node. It starts at once; ``signals_held`` must be in effect.
 
     Args:
         context: see ``choose_context``.
         name: name for the user, such as ``engine 1 runner``.
-        target: what it runs.
-        engine: the engine it belongs to, if any.
+        target: what the process runs.
+        engine: the engine that it belongs to, if any.
         log_format: how it writes its log.
     """
 
@@ -87,11 +87,11 @@ class Child:
         self._reported: str | None = None
         self.reports, writer = context.Pipe(duplex=False)
         if context.get_start_method() == "spawn":
-            # Beside the first process that it spawns, multiprocessing starts one of its own, and
-            # then lets SIGINT and SIGTERM in, whatever was held before.
+            # With the first process that it spawns, multiprocessing starts a helper process and
+            # then unblocks SIGINT and SIGTERM, even if they were held before.
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        # Typed by multiprocessing for each context class only.
+        # multiprocessing declares the type of ``Process`` only for each context class.
         make: Any = context
         self._process: multiprocessing.process.BaseProcess = make.Process(
             target=_child_main,
@@ -99,7 +99,7 @@ class Child:
             name=f"shoal {name}",
         )
         self._process.start()
-        # Before each start it asks all that it knows for their exit codes (see ``is_alive``).
+        # Before each start multiprocessing collects exit codes of known children: see ``is_alive``.
         known: Any = multiprocessing.process
         known._children.discard(self._process)
         writer.close()
@@ -117,40 +117,40 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs; what one that has ended has left is killed."""
+        """Whether the process runs. If it has ended, the rest of its process group is killed."""
         try:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return self._process.is_alive()
         if ended is None:
-            return True  # nobody may ask for its exit code: it might have ended just now
-        # Before anybody does: from then on its id may be another's.
+            return True  # its exit code must not be collected: it may have ended just now
+        # This comes before the exit code is collected: after that the id may be another process's.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         return self._process.is_alive()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process: it lives, and does nothing."""
+        """Whether a signal has stopped the process, so that it lives but does nothing."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             return False
-        # The name before it, in parentheses, may hold anything.
+        # The process name before the state, in parentheses, may hold anything.
         return status.rpartition(") ")[2].startswith("T")
 
     def read_report(self) -> None:
         """Take what the process has reported, without blocking."""
         try:
             while self.reports.poll():
-                # Bytes, not a pickle: a front end, which strangers speak to, must not speak in it.
+                # Reports are no pickles, because front ends, which talk to strangers, send them.
                 report = self.reports.recv_bytes().decode()
                 if report == READY:
                     self.is_ready = True
                 else:
                     self._reported = report
         except EOFError:
-            return  # it has ended, or closed its side
+            return  # the process has ended, or closed its side
 
     @property
     def cause(self) -> str:
@@ -176,19 +176,19 @@ class Child:
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the process to end, and return whether it has."""
         if wait([self.sentinel], timeout):
-            # It closes its end of the sentinel a moment before it has ended.
+            # The process closes its end of the sentinel a moment before it has ended.
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         return not self.is_alive
 
 
 def end_helper() -> None:
-    """End the process that ``multiprocessing`` has started beside spawned ones, if there are any.
+    """End the helper process that ``multiprocessing`` starts with spawned children, if any.
 
-    It would end by itself, but after this process: an orphan for a moment.
+    It would end by itself, but only after this process, and so be an orphan for a moment.
     """
     tracker: Any = resource_tracker._resource_tracker
-    # It ends when nobody has its pipe any more; what a killed child has left behind may.
+    # It ends when no process has its pipe open; one that a killed child has left behind may.
     ending = threading.Thread(target=tracker._stop, daemon=True)
     ending.start()
     ending.join(_HELPER_SECONDS)
@@ -200,23 +200,23 @@ def named_target(path: str, *args: object) -> Target:
 
 
 class NamedTarget:
-    """A target given by name, so that only the process that runs it imports its module."""
+    """A target that is given by name, so that only the process that runs it imports its module."""
 
     def __init__(self, path: str, args: tuple[object, ...]) -> None:
         self._path = path
         self._args = args
 
     def __call__(self, ready: Callable[[], None]) -> None:
-        """Import and run the function; it says by its own protocol when it is ready."""
+        """Import and run the function, which reports by its own protocol when it is ready."""
         del ready
         module, _, function = self._path.partition(":")
         getattr(importlib.import_module(module), function)(*self._args)
 
 
 def exit_without_teardown(code: int) -> None:
-    """Have the interpreter leave its modules as they are when it exits, with ``code``.
+    """Make the interpreter exit with ``code`` and without tearing down its modules.
 
-    Taking vLLM's modules apart takes seconds, and Triton's then report leaks to the user. A forked
+    Tearing down vLLM's modules takes seconds, and Triton's then report leaks to the user. A forked
     process exits like this in any case.
     """
 
@@ -235,8 +235,8 @@ def _child_main(
     os.setpgid(0, 0)
     Path("/proc/self/comm").write_text(name)  # for `ps` and `top`; the kernel keeps 15 characters
     configure_logging(name, log_format)
-    # A spawned process would name the semaphores that its libraries make, and leave them behind if
-    # it is killed; those of a forked one have no name from the first moment on.
+    # With the start method "spawn", semaphores of libraries have names, and stay behind if this
+    # process is killed. With "fork" they have no names from the beginning.
     multiprocessing.set_start_method("fork", force=True)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -270,4 +270,4 @@ def _die_with(parent: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
-        sys.exit(1)  # it was too late
+        sys.exit(1)  # the parent had already ended

@@ -9,11 +9,11 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EndSignals:
-    """Counts SIGINT and SIGTERM, and wakes up who waits for sockets.
+    """Counts SIGINT and SIGTERM, and wakes up code that waits for sockets.
 
     Attributes:
-        count: how many have come while they were caught.
-        wakeup: readable once one has come, until ``rest``; to be waited for while they are caught.
+        count: number of signals that have come inside ``caught``.
+        wakeup: a socket to wait for inside ``caught``. A signal makes it readable, until ``rest``.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class EndSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch them for as long as this lasts."""
+        """Catch the signals while this context lasts."""
         self.wakeup, write_end = socket.socketpair()
         self.wakeup.setblocking(False)
         write_end.setblocking(False)
@@ -38,7 +38,7 @@ class EndSignals:
             write_end.close()
 
     def rest(self) -> None:
-        """Wake nobody up before the next one comes."""
+        """Make ``wakeup`` unreadable until the next signal comes."""
         with suppress(BlockingIOError):
             self.wakeup.recv(64)
 

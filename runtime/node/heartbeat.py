@@ -1,7 +1,7 @@
-"""Whether the controller's loop turns, for the processes that depend on it.
+"""Lets processes that depend on the controller see whether its loop runs.
 
-The loop counts its turns in shared memory. That costs it nothing, and unlike messages the count
-does not pile up where a reader is stopped. Readers look whether the count has changed.
+The loop counts its turns in shared memory. This costs next to nothing, and unlike messages the
+count does not pile up when a reader is stopped. Readers check whether the count has changed.
 """
 
 import mmap
@@ -11,13 +11,13 @@ from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.node.runtime_dir import shared_segment
 
 LOOKS = 4
-"""The loop counts as silent when so many looks in a row have found no further turn."""
+"""The loop counts as silent after so many looks in a row that found no further turn."""
 
 _COUNT_BYTES = 8
 
 
 def heartbeat_path(runtime_dir: str | Path) -> Path:
-    """Return where a node's controller counts its turns: an unsigned integer of 8 bytes."""
+    """Return the file in which a controller counts its turns, as an unsigned 8-byte integer."""
     return shared_segment(runtime_dir, "turns")
 
 
@@ -28,7 +28,7 @@ class Heartbeat:
         path: see ``heartbeat_path``.
 
     Raises:
-        FileExistsError: another controller counts there.
+        FileExistsError: another controller uses this file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,14 +45,14 @@ class Heartbeat:
 class HeartbeatMonitor:
     """A reader's side: knows whether the controller has been silent for too long.
 
-    Silence is counted by looks and not by time alone: while the reader itself does not run, as when
-    the whole machine is suspended, it does not look, and the controller need not turn. The start
-    does not count either: until the first turn the controller is not silent.
+    Silence is measured in looks and not in time alone. So time in which the reader itself does not
+    run, for example because the machine is suspended, does not count as silence. Neither does the
+    start: the controller is not silent before its first turn.
 
     Args:
         path: see ``heartbeat_path``.
-        timeout: seconds of silence that are too long. They may become a quarter more, and what the
-            reader takes from one look to the next; None: no silence is too long.
+        timeout: seconds of silence that are too long. Silence may be noticed later, by a quarter of
+            that and the reader's time from one look to the next. None: no silence is too long.
         clock: monotonic seconds.
     """
 
@@ -66,11 +66,11 @@ class HeartbeatMonitor:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the controller was silent for too long when it was last looked at."""
+        """Whether the controller had been silent for too long at the last look."""
         return self._in_vain >= LOOKS
 
     def look(self) -> None:
-        """Look whether the controller has turned; to be called several times within the limit."""
+        """Check whether the controller has turned; call this several times within the limit."""
         if self._timeout is None:
             return
         count, now = self._read(), self._clock()
@@ -84,4 +84,4 @@ class HeartbeatMonitor:
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
-            return b""  # it has not begun
+            return b""  # the controller has not begun

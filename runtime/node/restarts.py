@@ -1,4 +1,4 @@
-"""When a dead engine is started again: after a pause that doubles, and not for ever."""
+"""When a dead engine is restarted: after a pause that doubles each time, and only so often."""
 
 import random
 from collections.abc import Callable
@@ -6,15 +6,16 @@ from collections.abc import Callable
 import msgspec
 
 WINDOW_SECONDS = 600.0
-"""Restarts that lie further back are forgotten."""
+"""Older restarts are forgotten."""
 LONGEST_BACKOFF_SECONDS = 60.0
-"""Of the pauses before a restart, but for the jitter."""
+"""Longest pause before a restart, without the jitter."""
 JITTER = 0.25
-"""Part of a pause that is added at most: engines that died together do not start together."""
+"""Largest share of a pause that is added to it, so that engines that died together do not start
+together."""
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """A restart to come."""
+    """A planned restart."""
 
     engine: int
     incarnation: int
@@ -26,9 +27,9 @@ class Restarts:
     """The restarts of one node's engines.
 
     Args:
-        limit: restarts of one engine within the window; 0: none.
-        backoff_seconds: pause before the first of these; each further one is twice as long.
-        rng: where the jitter comes from.
+        limit: most restarts of one engine within the window; 0: none.
+        backoff_seconds: pause before the first restart; each further pause is twice as long.
+        rng: the source of the jitter.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Restarts:
         return self._incarnations.get(engine, 0)
 
     def plan(self, engine: int, now: float) -> Restart | None:
-        """Return when an engine that has died is to be restarted; None: not any more."""
+        """Plan and return the restart of a dead engine; None: it has had too many."""
         past = [at for at in self._past.get(engine, []) if at > now - WINDOW_SECONDS]
         if len(past) >= self._limit:
             return None
@@ -58,11 +59,11 @@ class Restarts:
 
     @property
     def pending(self) -> bool:
-        """Whether a restart is to come."""
+        """Whether a restart is planned."""
         return bool(self._due)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long it is until the next restart; None: none is planned."""
+        """Return the time until the next restart; None: none is planned."""
         return min((max(0.0, restart.at - now) for restart in self._due.values()), default=None)
 
     def due(self, now: float) -> list[Restart]:

@@ -1,7 +1,7 @@
-"""A node's private directory: made at its start, gone at its end, and swept if nobody was left to.
+"""A node's private directory: made at its start and removed at its end, or by a later node.
 
-The process that makes one holds a lock on it, which the kernel lets go of when that process ends,
-however it ends. So a directory whose lock can be had belongs to a node that was killed.
+The process that makes the directory holds a lock on it. The kernel releases the lock when that
+process ends, in whatever way. So a directory whose lock is free belongs to a node that was killed.
 """
 
 import fcntl
@@ -25,10 +25,10 @@ _held: dict[Path, IO[bytes]] = {}
 def make_runtime_dir() -> Path:
     """Make a directory, and remove those that killed nodes have left.
 
-    Short: a Unix socket's path has at most 107 bytes.
+    Its path is short, because a Unix socket's path has at most 107 bytes.
     """
     path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    # Under another name until it is locked: nobody can have it in between.
+    # The file has another name until it is locked, so that no other process takes the lock first.
     lock = (path / "new-lock").open("wb")
     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (path / "new-lock").rename(path / _LOCK)
@@ -41,13 +41,13 @@ def make_runtime_dir() -> Path:
 
 
 def shared_segment(path: str | Path, name: str) -> Path:
-    """Return the path of a node's segment of shared memory, which goes with its directory."""
+    """Return the path of a node's shared memory segment; it is removed with the directory."""
     return _SHARED_MEMORY / f"{Path(path).name}-{name}"
 
 
 def remove_runtime_dir(path: Path) -> None:
     """Remove a directory, and the shared memory that killed processes of its node have left."""
-    # Such segments carry the directory's name.
+    # The names of such segments contain the directory's name.
     for segment in _SHARED_MEMORY.glob(f"*{path.name}*"):
         segment.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
@@ -57,23 +57,23 @@ def remove_runtime_dir(path: Path) -> None:
 
 
 def remove_former(path: Path) -> None:
-    """Remove what earlier generations of a group have left: processes that died did not.
+    """Remove files of a group's earlier generations, which processes that died did not remove.
 
     Args:
-        path: of the generation that is there now, which its name ends with after a dot.
+        path: file of the current generation, whose number is the suffix of the name.
     """
     for generation in range(int(path.suffix[1:])):
         path.with_suffix(f".{generation}").unlink(missing_ok=True)
 
 
 def _is_stale(lock: Path) -> bool:
-    """Return whether a lock is this user's and nobody holds it."""
+    """Return whether a lock is this user's and no process holds it."""
     try:
         if lock.stat().st_uid != os.geteuid():
             return False
         with lock.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        # Held, or gone meanwhile, or in a directory that is none of ours.
+        # The lock is held, or gone by now, or in another user's directory.
         return False
     return True

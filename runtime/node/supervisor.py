@@ -1,8 +1,8 @@
-"""The node's main process: starts every other one, watches them, and leaves nothing behind.
+"""The node's main process: it starts all others, watches them, and leaves nothing behind.
 
-A front end or the controller that ends takes the node with it, and so does a controller that hangs.
-An engine's scheduler or runner that ends takes its twin with it. The node goes on with the engines
-it has left, and the dead one is started again, a few times (``restarts.py``).
+If a front end or the controller ends, or the controller hangs, the node ends. If an engine's
+scheduler or runner ends, its other process is killed. The node goes on with the remaining engines,
+and the dead engine is restarted a few times (``restarts.py``).
 """
 
 import enum
@@ -49,14 +49,15 @@ Say = Callable[[str], None]
 """Prints one line for the user."""
 
 _POLL_SECONDS = 0.1
-"""How often the controller is asked whether the engines are up, during the start."""
+"""How often the supervisor asks the controller during the start whether the engines are up."""
 _LOOK_SECONDS = 0.5
-"""How often processes are looked at: an engine is given up that has one stopped at two looks."""
+"""Time between looks at the processes. An engine is given up if a process of it is stopped at two
+looks in a row."""
 _MOST_TIMEOUTS = 3.0
-"""The node ends when the controller has been silent for so many times its time-out: until then it
-may come back."""
+"""The node ends when the controller has been silent for so many times its time-out. Until then the
+controller may come back."""
 _EXIT_SECONDS = 5.0
-"""How long a process may take to end in order."""
+"""How long a process may take to end in an orderly way."""
 _HURRY_SECONDS = 3.0
 """How long front ends may take to tell their clients that the node ends at once."""
 
@@ -78,7 +79,7 @@ class StopRequestedError(Exception):
 
 
 class _Stage(enum.Enum):
-    """What the supervisor is doing, which decides what the end of a process means."""
+    """What the supervisor is doing; this decides what the end of a process means."""
 
     STARTING = enum.auto()
     SERVING = enum.auto()
@@ -93,7 +94,7 @@ class Supervisor:
         frontends: what each front end runs.
         say: prints a line of the start-up report.
         shutdown_seconds: how long front ends may take to finish their requests.
-        elapsed: seconds since the node's start began, for the report of it.
+        elapsed: returns the seconds since the node's start began, for the start-up report.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Supervisor:
             for index, target in enumerate(self._frontend_targets):
                 self._frontends.append(child(f"front end {index}", target))
             self._children += self._frontends
-        # Only now: a ZMQ context starts threads, and must not be inherited.
+        # This comes after the children: a ZMQ context starts threads, and must not be inherited.
         self._control = open_socket(zmq.Context(), zmq.DEALER, identity=SUPERVISOR.encode())
         self._control.connect(Addresses(config.runtime_dir).control)
 
@@ -212,7 +213,7 @@ class Supervisor:
     # --- watch ---
 
     def _turn(self, timeout: float) -> None:
-        """Wait for something to happen, at most ``timeout`` seconds, and deal with it.
+        """Wait at most ``timeout`` seconds for something to happen, and deal with it.
 
         Raises:
             StopRequestedError: a signal has come.
@@ -229,7 +230,7 @@ class Supervisor:
 
     def _watch(self, timeout: float) -> None:
         assert self._control is not None
-        # A ZMQ file descriptor tells of changes only: what is there already is read first.
+        # A ZMQ file descriptor signals only changes, so present messages are read first.
         if not self._read_control():
             left = self._restarts.seconds_left(time.monotonic())
             if left is not None:
@@ -272,7 +273,7 @@ class Supervisor:
         self._lose_engine(child.engine, cause)
 
     def _look_for_stopped(self) -> None:
-        """Give the engines up of which a process is stopped, and was at the last look."""
+        """Give up engines that have a process which is stopped now and was at the last look."""
         now = time.monotonic()
         if now < self._looked_at + _LOOK_SECONDS:
             return
@@ -303,7 +304,7 @@ class Supervisor:
         self._send(EngineDied(engine, reason, cause, incarnation, restart is not None))
 
     def _prospect(self, restart: Restart | None) -> str:
-        """Return what is next, for the user."""
+        """Return what happens next with a lost engine, for the user."""
         if restart is not None:
             return f"to be restarted in {restart.at - time.monotonic():.1f} s"
         if self._config.restart_limit and self._stage is _Stage.SERVING:
@@ -311,7 +312,7 @@ class Supervisor:
         return "serving goes on"
 
     def _restart_engines(self) -> None:
-        """Start the dead engines again whose time has come, once nothing of them is left."""
+        """Restart the dead engines whose time has come and whose processes have all ended."""
         dying = {child.engine for child in self._children if child.engine in self._dead_engines}
         child = partial(Child, choose_context(), log_format=self._config.log_format)
         for restart in self._restarts.due(time.monotonic()):
@@ -331,11 +332,11 @@ class Supervisor:
     # --- end ---
 
     def _end_in_order(self) -> bool:
-        """End the front ends, then the engines, then the controller; return whether all did.
+        """End the front ends, then the engines, then the controller; return whether that worked.
 
         A second signal, or a controller that does not end, leaves the rest to ``_clean_up``. An
-        engine that does not end is killed, which loses nothing: its requests have ended by now. An
-        engine that is only starting may be such a one: it may not hear a signal while it imports
+        engine that does not end is killed. This loses nothing, because its requests have ended by
+        now. It can happen to a starting engine, which may not react to a signal while it imports
         vLLM.
 
         Raises:
@@ -369,7 +370,7 @@ class Supervisor:
     def _drain(self) -> bool:
         """End the front ends when their requests are done; return whether that was in time.
 
-        A second signal leaves them just the time to tell their clients, a third none.
+        After a second signal they have only the time to tell their clients, after a third none.
         """
         taken = asked = self._signals.count
         seconds = self._shutdown_seconds + _EXIT_SECONDS
@@ -389,7 +390,7 @@ class Supervisor:
         return self._signals.count == asked
 
     def _end_front_ends(self, request_seconds: float, exit_seconds: float) -> float:
-        """Ask the front ends to end, and return when they have to have ended."""
+        """Ask the front ends to end, and return the time by which they must have ended."""
         self._send(EndNode(request_seconds))
         for child in self._frontends:
             child.terminate()
@@ -400,7 +401,7 @@ class Supervisor:
         self._say(f"shoal: killed what did not end within {seconds:g} s: {late}")
 
     def _clean_up(self) -> None:
-        """Kill what still runs, and remove the runtime directory and shared memory."""
+        """Kill all remaining processes, and remove the runtime directory and shared memory."""
         for child in self._children:
             child.kill()
         for child in self._children:
@@ -412,16 +413,16 @@ class Supervisor:
 
 
 def _phases(engine: EngineView) -> str:
-    """Return what each phase of an engine's start took: of its time, and of its device."""
+    """Return the time and the device memory that each phase of an engine's start took."""
     gib = {name: f" {taken / _GIB:.2f} GiB" for name, taken in engine.startup_bytes.items()}
-    # What was there before the first phase took no time.
+    # Memory that was taken before the first phase has no time.
     times = {name: f" {seconds:.1f} s" for name, seconds in engine.startup_seconds.items()}
     names = dict.fromkeys((*gib, *times))
     return ", ".join(f"{name}{times.get(name, '')}{gib.get(name, '')}" for name in names)
 
 
 def _engine_roles(config: NodeConfig) -> Mapping[str, str]:
-    """Return the processes of one engine: their role for the user, and what they run."""
+    """Return the processes of one engine: the role of each for the user, and what it runs."""
     if config.fake is not None:
         return {"": _FAKE}
     runner = _RUNNER if config.recording_dir is None else _RECORDING_RUNNER

@@ -1,4 +1,4 @@
-"""The front ends' side of the control channel: calls to the controller, and its notes."""
+"""The front ends' side of the control channel: it sends calls and receives answers and notes."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ from shoal.runtime.protocol.messages.views import SwitchView
 from shoal.runtime.protocol.transport import front_identity
 
 ANSWER_SECONDS = 5.0
-"""How long the controller may take to answer a call that waits for nobody else."""
+"""How long the controller may take to answer a call that waits for no other process."""
 
 Answer = LayoutView | NodeMetrics | SwitchDone | AuditDone
 A = TypeVar("A", LayoutView, NodeMetrics, SwitchDone, AuditDone)
@@ -53,7 +53,7 @@ class CallError(Exception):
     """The controller refused a call, failed at it, or did not answer.
 
     Attributes:
-        status: the HTTP status that says which.
+        status: the HTTP status for this failure.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -77,7 +77,7 @@ class ControlClient:
         self._calls = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._reports: set[asyncio.Future[Any]] = set()
-        """On their way; asyncio keeps no reference."""
+        """Reports that are being sent. asyncio itself keeps no reference to them."""
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket
         self._reader: asyncio.Task[None]
@@ -86,7 +86,7 @@ class ControlClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._identity)
-        # No limit on what waits: a controller that hangs must hold up nobody who sends to it.
+        # The queue has no limit, because a controller that hangs must not block senders.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(self._address)
         self._reader = asyncio.create_task(self._read())
@@ -105,7 +105,7 @@ class ControlClient:
             self._context.destroy(linger=0)
 
     async def get_layout(self, timeout: float = ANSWER_SECONDS) -> LayoutView:
-        """Return what the node looks like now.
+        """Return the node's layout as it is now.
 
         Raises:
             CallError: there was no answer within ``timeout`` seconds.
@@ -113,7 +113,7 @@ class ControlClient:
         return await self._call(LayoutView, lambda call: GetLayout(call), timeout)
 
     async def get_metrics(self) -> NodeMetrics:
-        """Return what the controller counts.
+        """Return the controller's metrics.
 
         Raises:
             CallError: there was no answer.
@@ -127,13 +127,13 @@ class ControlClient:
         timeout: float,
         wait: float | None = None,
     ) -> SwitchView:
-        """Switch to a partition and return what that took, when it is done.
+        """Switch to a partition, and return the finished switch.
 
         Args:
             units: the engines of every unit.
             treatment: what happens to the requests that run on the engines concerned.
             timeout: seconds after which the controller gives up.
-            wait: seconds after which it goes on without waiting for requests; None: never.
+            wait: seconds after which the switch stops waiting for requests; None: it never stops.
 
         Raises:
             CallError: the partition is not valid, or the switch failed.
@@ -147,18 +147,18 @@ class ControlClient:
         return done.switch
 
     async def set_policy(self, policy: str) -> LayoutView:
-        """Change the policy and return what the node looks like then.
+        """Change the policy, and return the node's layout after that.
 
         Raises:
-            CallError: there is none of this name, or there was no answer.
+            CallError: no policy has this name, or there was no answer.
         """
         return await self._call(LayoutView, lambda call: SetPolicy(call, policy))
 
     async def set_shift(self, threshold: ShiftThreshold) -> LayoutView:
-        """Change the threshold of the shift and return what the node looks like then.
+        """Change the threshold for SP, and return the node's layout after that.
 
         Raises:
-            CallError: the node has no SP, or no such threshold, or there was no answer.
+            CallError: the node has no SP or cannot use this threshold, or there was no answer.
         """
         return await self._call(LayoutView, lambda call: SetShiftThreshold(call, threshold))
 
@@ -172,15 +172,15 @@ class ControlClient:
         return done.problems
 
     async def count_refused(self, outcome: Outcome) -> None:
-        """Tell the controller of a request that this front end refused; nothing is answered."""
+        """Tell the controller about a request that this front end refused; it does not answer."""
         await self._socket.send(encode(CountRefused(outcome)))
 
     async def stop_requests(self, request_ids: Sequence[str]) -> None:
-        """Tell the controller of requests that a stop string has ended; nothing is answered."""
+        """Tell the controller which requests a stop string has ended; it does not answer."""
         await self._socket.send(encode(Stopped(list(request_ids))))
 
     def report(self, message: Received | GoesOn) -> None:
-        """Tell the controller of requests that are begun again; nothing is answered."""
+        """Tell the controller about requests that are started again; it does not answer."""
         self._reports.add(report := asyncio.ensure_future(self._socket.send(encode(message))))
         report.add_done_callback(self._reports.discard)
 

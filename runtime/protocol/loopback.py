@@ -1,7 +1,7 @@
 """The transports of a whole node in memory: for tests, and for simulated time.
 
-Messages are encoded and decoded as they are on sockets. With a random source, every receiver sees
-an arbitrary prefix of what each sender sent: every order that processes and sockets could produce.
+Messages are encoded and decoded as they are on sockets. With a random source, every receiver sees a
+random prefix of what each sender sent, so any order that processes and sockets allow can occur.
 """
 
 import random
@@ -24,25 +24,25 @@ class LoopbackNetwork:
     """All queues of one node.
 
     Args:
-        rng: where arrival order comes from; None delivers everything at once.
+        rng: decides the order of arrival; None delivers everything at once.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self.controller = LoopbackControllerTransport(self)
         self.to_engines: dict[int, deque[Frames]] = {}
         self.incarnations: dict[int, int] = {}
-        """Of the engines that have a transport."""
+        """Incarnations of the engines that have a transport."""
         self.to_controller: dict[tuple[Channel, str], deque[Frames]] = {}
         self.front_outputs: dict[int, list[Frames]] = {}
         """Encoded ``EngineCoreOutputs`` that each front end received."""
         self.greetings: dict[int, bytes] = {}
-        """Ready response that each front end received."""
+        """The ready response that each front end received."""
         self.control_replies: dict[str, list[FromController]] = {}
-        """What front ends and the supervisor received on the control socket."""
+        """Messages that front ends and the supervisor received on the control socket."""
         self._rng = rng
 
     def agent(self, engine: int, incarnation: int = 0) -> "LoopbackAgentTransport":
-        """Return the transport of an engine; what was sent to an earlier incarnation is gone."""
+        """Return the transport of an engine; messages to earlier incarnations are lost."""
         self.to_engines[engine] = deque()
         self.incarnations[engine] = incarnation
         return LoopbackAgentTransport(self, engine, incarnation)
@@ -60,7 +60,7 @@ class LoopbackNetwork:
         self.to_controller.setdefault((channel, peer), deque()).append(frames)
 
     def post_to_engine(self, engine: int, frames: Frames) -> None:
-        """Queue a message for an engine; one that has no transport is ignored."""
+        """Queue a message for an engine; an engine without a transport is ignored."""
         queue = self.to_engines.get(engine)
         if queue is not None:
             queue.append(frames)
@@ -74,7 +74,7 @@ class LoopbackNetwork:
         self.control_replies.setdefault(peer, []).append(message)
 
     def take(self, queue: deque[Frames]) -> list[Frames]:
-        """Take what has "arrived" of a queue: a prefix."""
+        """Take a prefix of a queue: the messages that have "arrived"."""
         count = len(queue) if self._rng is None else self._rng.randint(0, len(queue))
         return [queue.popleft() for _ in range(count)]
 

@@ -1,10 +1,10 @@
-"""What a recording runner tells the benchmark that asked for it: files of one directory.
+"""The files, all in one directory, through which runners give recordings to a benchmark.
 
-A benchmark names a recording in the file ``REQUEST``. Every runner looks there before each step: it
-records from the first step that finds a name, and ends with the first that finds another or none.
-There is no route and no message: whoever can write to the directory is who started the node.
+A benchmark writes the name of a recording to the file ``REQUEST``. Every runner reads it before
+each step. It records from the first step that finds a name until a step finds another name or none.
+No HTTP route or message asks for a recording; only the user who started the node can write there.
 
-Of binds runners write without being asked: a line each, when they are out of the group again.
+Runners also record binds without being asked: they write one line each time they leave a group.
 """
 
 from pathlib import Path
@@ -14,43 +14,43 @@ import msgspec
 from shoal.runtime.protocol.messages import Mode
 
 REQUEST = "record"
-"""Name of the file that says which recording is to be made."""
+"""Name of the file that names the wanted recording."""
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
     """One step that a runner took while it recorded."""
 
     begin: float
-    """When the runner took it up, in seconds since the epoch."""
+    """When the runner began to work on it, in seconds since the epoch."""
     tokens: int
     mode: Mode
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What one runner recorded. Its file is there once all of it is."""
+    """What one runner recorded. Its file appears only when the recording is complete."""
 
     steps: list[RecordedStep]
 
 
 class BoundPhase(msgspec.Struct, frozen=True):
-    """What one runner saw of a phase in which its engine was in a group: from bind to release.
+    """What one runner saw while its engine was in a group, from bind to release.
 
     Times are seconds since the epoch (1970).
     """
 
     epoch: int
-    """Of the bind, as the controller counts them."""
+    """The controller's epoch of the bind."""
     freed: float | None
-    """When the device had done the last of the engine's own steps; None: there was none since the
-    phase before."""
+    """When the device finished the last of the engine's own steps before the bind; None: there were
+    none since the last phase."""
     taken: float | None
-    """When the runner took up the group's first step of any tokens; None: the group ran none."""
+    """When the runner began to work on the group's first step with tokens; None: there was none."""
     began: float | None
-    """When the device, too, had come to that step: all that was queued before it was done."""
+    """When the device reached that step, after all work that was queued before it."""
 
 
 def request_file(directory: Path) -> Path:
-    """Return the file that names the recording to be made; without it there is none."""
+    """Return the file that names the wanted recording; without the file, none is wanted."""
     return directory / REQUEST
 
 
@@ -82,7 +82,7 @@ def append_phase(path: Path, phase: BoundPhase) -> None:
 def read_phases(directory: Path, engine: int) -> list[BoundPhase]:
     """Return the phases that a runner has written; none while it has written nothing.
 
-    A last line without its end is left out: it is being written.
+    A last line without a line end is left out, because it is still being written.
     """
     try:
         content = phases_file(directory, engine).read_bytes()
@@ -93,7 +93,7 @@ def read_phases(directory: Path, engine: int) -> list[BoundPhase]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file of which no reader sees a part."""
+    """Write a file so that no reader ever sees a part of it."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(content)
     beside.replace(path)

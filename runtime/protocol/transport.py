@@ -1,7 +1,7 @@
 """How the controller and the engines reach each other and the front ends.
 
-Two small protocols are all that ``controller`` and ``engine.agent`` know; the classes here carry
-them over ZMQ sockets, ``loopback.py`` carries them in memory for tests and simulated time. Every
+``controller`` and ``engine.agent`` know only two small protocols. The classes here carry them over
+ZMQ sockets; ``loopback.py`` carries them in memory for tests and simulated time. Every
 implementation keeps the order of messages between any two processes.
 """
 
@@ -24,13 +24,13 @@ _MAX_PER_TURN = 256
 
 
 class Channel(enum.Enum):
-    """Where a message to the controller comes from."""
+    """The kind of sender of a message to the controller."""
 
     ENGINE = "engine"
     CONTROL = "control"
-    """A front end's or the supervisor's calls."""
+    """A front end or the supervisor, with calls and reports."""
     FRONT = "front"
-    """Requests in vLLM's own format."""
+    """A front end, with requests in vLLM's own format."""
 
 
 class Arrival(NamedTuple):
@@ -38,27 +38,27 @@ class Arrival(NamedTuple):
 
     channel: Channel
     peer: str
-    """Identity to answer on ``CONTROL``; a name for logs elsewhere."""
+    """Identity of the sender: on ``CONTROL`` the address for the answer."""
     frames: Frames
 
 
 class ControllerTransport(Protocol):
-    """The controller's way to everybody."""
+    """The controller's connections to engines, front ends and the supervisor."""
 
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """Block until a message may be there, at most ``timeout`` seconds (None: for ever).
 
-        ``eager``: one is due within the time that it takes to fall asleep and wake up.
+        ``eager``: a message is due within the time that it takes to fall asleep and wake up.
         """
 
     def receive(self) -> list[Arrival]:
-        """Return what had arrived when the last wait ended, or later, without blocking."""
+        """Return messages that had arrived when the last wait ended, or later; do not block."""
 
     def to_engine(self, engine: int, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Send to an engine; an engine that is not connected is ignored."""
 
     def meet(self, engine: int, incarnation: int) -> None:
-        """From now on send to this incarnation of an engine, and to no earlier one."""
+        """From now on send to this incarnation of an engine and not to earlier ones."""
 
     def to_control(self, peer: str, message: Message) -> None:
         """Send to a front end or the supervisor; one that is not connected is ignored."""
@@ -74,7 +74,7 @@ class ControllerTransport(Protocol):
 
 
 class AgentTransport(Protocol):
-    """An engine's way to the controller and the front ends."""
+    """An engine's connections to the controller and the front ends."""
 
     def wait(self, timeout: float | None, *, eager: bool = False) -> None:
         """Block until something may be due, at most ``timeout`` seconds (None: for ever).
@@ -92,16 +92,16 @@ class AgentTransport(Protocol):
         """Send encoded ``EngineCoreOutputs`` to a front end."""
 
     def close(self) -> None:
-        """Free the sockets, after what was sent has left (within a second)."""
+        """Free the sockets, after giving sent messages up to a second to leave."""
 
 
 def engine_identity(engine: int, incarnation: int = 0) -> str:
-    """Return the name on the controller's socket of an engine that was restarted so often."""
+    """Return an engine's identity on the controller's socket after ``incarnation`` restarts."""
     return f"engine-{engine}.{incarnation}"
 
 
 def parse_engine_identity(identity: str) -> tuple[int, int]:
-    """Return the engine of this name, and how often it had been restarted."""
+    """Return the engine and the incarnation that an ``engine_identity`` names."""
     engine, _, incarnation = identity.removeprefix("engine-").partition(".")
     return int(engine), int(incarnation)
 
@@ -115,13 +115,13 @@ SUPERVISOR = "supervisor"
 """Name of the supervisor on the controller's control socket."""
 
 _VLLM_ENGINE_IDENTITY = (0).to_bytes(2, "little")
-"""What vLLM's client expects of its engine core of rank 0."""
+"""The identity that vLLM's client expects of its engine core of rank 0."""
 
 
 def open_socket(
     context: zmq.Context[Any], kind: int, *, identity: bytes | None = None
 ) -> zmq.Socket[Any]:
-    """Return a socket without queue limits that gives what it sent one second to leave at close."""
+    """Return a socket without queue limits; at close, sent messages have one second to leave."""
     socket: zmq.Socket[Any] = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -132,7 +132,7 @@ def open_socket(
 
 
 def drain(socket: zmq.Socket[Any]) -> Iterator[Frames]:
-    """Yield the messages that a socket holds, at most a turn's worth, without blocking."""
+    """Yield the messages that a socket holds, at most ``_MAX_PER_TURN``, without blocking."""
     for _ in range(_MAX_PER_TURN):
         try:
             yield socket.recv_multipart(zmq.NOBLOCK)
@@ -143,20 +143,20 @@ def drain(socket: zmq.Socket[Any]) -> Iterator[Frames]:
 LONGEST_WAIT_SECONDS = 0.5
 """Longest uninterrupted wait on a socket.
 
-A signal that arrives while ZMQ works inside the process, on the end of a peer say, does not end the
-wait that follows: without a bound its handler would never run.
+A signal may arrive while ZMQ works inside the process, for example when a peer ends. It does not
+end the wait that follows, so without a bound its handler would not run before the next message.
 """
 
 
 EAGER_SECONDS = 0.002 if len(os.sched_getaffinity(0)) >= 16 else 0.0
-"""Longest that an eager wait keeps its core busy before it sleeps as any other.
+"""How long an eager wait keeps its core busy before it sleeps like any other wait.
 
-With few cores it would keep the process that is to answer from running.
+On a machine with few cores, a busy wait would keep the answering process from running.
 """
 
 
 def _poll(poller: zmq.Poller, timeout: float | None, *, eager: bool) -> set[Any]:
-    """Return the sockets that can be read; a look at each of the others would take as long."""
+    """Return the sockets that can be read, so that no time is spent on trying to read others."""
     if eager:
         end = time.perf_counter() + min(EAGER_SECONDS, math.inf if timeout is None else timeout)
         while time.perf_counter() < end:
@@ -231,8 +231,8 @@ class ZmqControllerTransport:
     Args:
         addresses: the node's endpoints.
         api_servers: number of front ends.
-        beat: called at the end of every wait: once in every turn of the controller's loop, and at
-            least every ``LONGEST_WAIT_SECONDS``.
+        beat: called at the end of every wait, which is once in every turn of the controller's loop.
+            A wait lasts at most ``LONGEST_WAIT_SECONDS``.
     """
 
     def __init__(
@@ -300,8 +300,8 @@ class ZmqControllerTransport:
         try:
             router.send_multipart([peer.encode(), *frames])
         except zmq.ZMQError as error:
-            # A peer that is gone (or not there yet) is no error of the sender: the supervisor
-            # reports deaths, and time-outs cover the rest.
+            # It is no error if a peer is gone or not there yet: the supervisor reports deaths, and
+            # time-outs cover the rest.
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 

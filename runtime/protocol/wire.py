@@ -2,8 +2,8 @@
 
 A front end (vLLM's ``AsyncMPClient``) sends a one-byte request type followed by msgpack frames, and
 receives msgpack ``EngineCoreOutputs``. The structs here mirror ``vllm/v1/engine/__init__.py`` field
-by field as far as Shoal needs them: they are encoded as arrays, so positions are the format.
-``tests/runtime/protocol/test_wire.py`` holds them against vLLM's own classes.
+by field as far as Shoal needs them. Most are encoded as arrays, so the order of fields matters.
+``tests/runtime/protocol/test_wire.py`` compares them with vLLM's own classes.
 """
 
 import enum
@@ -17,13 +17,13 @@ from shoal.policies.values.layouts import Layout, Unit
 
 
 class RequestType(bytes, enum.Enum):
-    """First frame of what a front end sends (vLLM ``EngineCoreRequestType``, but for the last)."""
+    """First frame of a front end's message (vLLM ``EngineCoreRequestType``, except the last)."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
     UTILITY = b"\x03"
     UNANSWERED = b"\x40"
-    """Like ``ABORT``, of requests that the front end has ended: the controller did not answer."""
+    """Like ``ABORT``, for requests that the front end ended because the controller was silent."""
 
 
 class FinishReason(enum.IntEnum):
@@ -36,10 +36,10 @@ class FinishReason(enum.IntEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The part of vLLM's ``SamplingParams`` (a map) that scheduling looks at."""
+    """The part of vLLM's ``SamplingParams`` (a map) that scheduling uses."""
 
     max_tokens: int | None = 16
-    """Upper bound of output tokens; None means up to the model's length."""
+    """Upper bound of output tokens; None: up to the model's length."""
     min_tokens: int = 0
     temperature: float = 1.0
     seed: int | None = None
@@ -55,7 +55,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether what is sampled next, or the end, depends on which tokens so far are outputs."""
+        """Whether the next token or the end depends on which tokens so far are output tokens."""
         opaque = (
             self.structured_outputs,
             self.bad_words,
@@ -73,20 +73,20 @@ class Sampling(msgspec.Struct, frozen=True):
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a front end asks of the task pool for a request.
 
-    vLLM's format has no place for it, so it travels as one of the request's trace headers.
+    vLLM's format has no field for them, so they are sent as one of the request's trace headers.
     """
 
     deadline: float | None = None
-    """When to give the request up if it still waits: seconds of the monotonic clock, which all
+    """When to give up the request if it still waits: seconds of the monotonic clock, which all
     processes of a node share."""
     caller: str | None = None
     """Name of the API key."""
     max_waiting: int | None = None
     """How many requests of this caller may wait."""
     family: int | None = None
-    """Its front end's number of the HTTP request, where several engine requests come of that."""
+    """The front end's number for the HTTP request, if that has several engine requests."""
     begun: bool = False
-    """Whether the response has begun, or may have: an error could not take its place any more."""
+    """Whether the response may have begun, so that an error can no longer replace it."""
 
     def added_to(self, trace_headers: Mapping[str, str] | None) -> dict[str, str]:
         """Return a request's trace headers with these terms."""
@@ -98,11 +98,11 @@ _ATTEMPT_HEADER = "x-shoal-attempt"
 _FIELD_BITS = 16
 _FIELD_MASK = (1 << _FIELD_BITS) - 1
 _NOTHING = frozenset((b"", b"\xc0", b"\x90", b"\x80"))
-"""A field that is absent, nil, or an empty array or map, in msgpack."""
+"""The msgpack encodings of a field that is absent, nil, or an empty array or map."""
 
 
 class RequestView(msgspec.Struct, array_like=True, frozen=True):
-    """vLLM's ``EngineCoreRequest``; fields that Shoal only forwards stay undecoded."""
+    """vLLM's ``EngineCoreRequest``. Fields that Shoal only forwards stay undecoded."""
 
     request_id: str
     prompt: msgspec.Raw
@@ -129,25 +129,25 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def terms(self) -> Terms:
-        """What its front end asks for it.
+        """What the front end asks of the task pool for this request.
 
         Raises:
-            msgspec.DecodeError: the header is not one that ``Terms.added_to`` made.
+            msgspec.DecodeError: ``Terms.added_to`` did not make the header.
         """
         text = (self.headers or {}).get(_TERMS_HEADER)
         return Terms() if text is None else _terms_decoder.decode(text)
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """Its trace headers: every output of the request carries them."""
+        """The request's trace headers, which each of its outputs carries."""
         return _trace_headers_decoder.decode(self.trace_headers) if self.trace_headers else None
 
     @property
     def movable(self) -> bool:
         """Whether the request can go on elsewhere as a new one whose prompt has its tokens so far.
 
-        It cannot where output tokens are not like prompt tokens: penalties, grammars, bad words,
-        repetition that is looked for, a seeded generator; nor where the prompt is more than tokens.
+        It cannot if output tokens count differently from prompt tokens, as with penalties,
+        grammars, bad words, repetition detection or a seed; nor if its prompt is more than tokens.
         """
         sampling = self.sampling_params
         plain = (self.mm_features, self.pooling_params, self.prompt_embeds)
@@ -159,7 +159,7 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def prompt_token_ids(self) -> list[int]:
-        """Decode the prompt; an absent one is an empty list."""
+        """Decode the prompt; an absent prompt gives an empty list."""
         return msgspec.msgpack.decode(self.prompt, type=list[int] | None) or []
 
 
@@ -189,17 +189,17 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class PrefillStats(msgspec.Struct, frozen=True):
-    """vLLM's ``PrefillStats`` (a map): how a prompt was computed, sent with its first token."""
+    """vLLM's ``PrefillStats`` (a map): how a prompt was computed; sent with the first token."""
 
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
 
 
 PackedArray = tuple[str, tuple[int, ...], msgspec.msgpack.Ext]
-"""An array of numpy or torch as vLLM's ``MsgpackEncoder`` packs it: type, shape, content."""
+"""A numpy or torch array as vLLM's ``MsgpackEncoder`` packs it: type, shape, content."""
 Logprobs = tuple[PackedArray, PackedArray, PackedArray, None]
-"""vLLM's ``LogprobsLists`` or ``LogprobsTensors``, a row per token: ids, logprobs, rank of the
-first."""
+"""vLLM's ``LogprobsLists`` or ``LogprobsTensors``: ids, logprobs and the rank of the first id, with
+one row per token."""
 _RAW_VIEW = 3
 """vLLM's ``CUSTOM_TYPE_RAW_VIEW``."""
 
@@ -238,7 +238,7 @@ class Outputs(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """vLLM's ``EngineCoreOutputs``: one message to one front end."""
 
     engine_index: int = 0
-    """See ``unit_index``; 0: the controller's own."""
+    """See ``unit_index``; 0: the controller is the sender."""
     outputs: list[Output] = []
     scheduler_stats: None = None
     timestamp: float = 0.0
@@ -281,7 +281,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def decode_request(frames: Sequence[Any]) -> RequestView:
-    """Read an ``ADD`` payload. Only the first frame is looked at; later ones carry tensors.
+    """Read an ``ADD`` payload. Only the first frame is read; later ones carry tensors.
 
     Raises:
         msgspec.DecodeError: the frame is not an ``EngineCoreRequest``.
@@ -290,12 +290,12 @@ def decode_request(frames: Sequence[Any]) -> RequestView:
 
 
 def continue_request(frames: Sequence[Any], tokens: Sequence[int], attempt: int = 0) -> list[bytes]:
-    """Return an ``ADD`` payload that goes on where a movable request stands.
+    """Return an ``ADD`` payload that continues a movable request.
 
     Args:
-        frames: its payload.
-        tokens: what it has generated: they join the prompt, and its bounds on output shrink.
-        attempt: how often it was begun again; see ``attempt_of``.
+        frames: the request's payload.
+        tokens: its output so far. They join the prompt, and the bounds on its output shrink.
+        attempt: how often the request was started again; see ``attempt_of``.
     """
     fields = _raw_fields_decoder.decode(frames[0])
     view = decode_request(frames)
@@ -314,10 +314,10 @@ def continue_request(frames: Sequence[Any], tokens: Sequence[int], attempt: int 
 
 
 def attempt_of(trace_headers: Mapping[str, str] | None) -> int:
-    """Return which attempt at its request an output belongs to, 0 being the first.
+    """Return the number of the attempt that produced an output; the first attempt is 0.
 
-    A request is begun again when its engine dies, and what the dead engine sent may come later. An
-    output carries its request's trace headers, so they tell the two apart.
+    A request is started again when its engine dies, and outputs of the dead engine may come later.
+    Every output carries its request's trace headers, which tell the attempts apart.
     """
     return int(trace_headers.get(_ATTEMPT_HEADER, 0)) if trace_headers else 0
 
@@ -345,9 +345,9 @@ def decode_utility(frames: Sequence[Any]) -> UtilityCall:
 
 
 def unit_index(unit: Unit) -> int:
-    """Return what a unit sends as its outputs' engine index: its first engine and its layout.
+    """Return the engine index in a unit's outputs. It encodes the first engine and the layout.
 
-    vLLM's format has one number for the sender. A front end takes it apart (``unit_of``).
+    vLLM's format has one number for the sender; ``unit_of`` decodes it in the front end.
     """
     layout = unit.layout
     index = unit.leader
@@ -369,18 +369,18 @@ def unit_of(index: int) -> Unit | None:
 def encode_outputs(
     outputs: Sequence[Output], *, unit: Unit | None = None, timestamp: float = 0.0
 ) -> bytes:
-    """Encode what a unit, or the controller, has for one front end."""
+    """Encode outputs of a unit, or of the controller, for one front end."""
     index = 0 if unit is None else unit_index(unit)
     return _encoder.encode(Outputs(index, list(outputs), timestamp=timestamp))
 
 
 def encode_finish(request_ids: Iterable[str], reason: FinishReason) -> bytes:
-    """Encode the end of requests without a further token, for one front end."""
+    """Encode the end of requests, without further tokens, for one front end."""
     return encode_outputs([Output(id_, [], finish_reason=reason) for id_ in request_ids])
 
 
 def encode_utility_result(call_id: int, result: Any) -> bytes:
-    """Encode the answer to a utility call; ``result`` is made of msgpack's own types."""
+    """Encode the answer to a utility call; ``result`` has only msgpack's own types."""
     return _encoder.encode(Outputs(utility_output=UtilityOutput(call_id, result=(None, result))))
 
 
@@ -392,13 +392,13 @@ def encode_utility_failure(call_id: int, message: str) -> bytes:
 def merge_ready_responses(
     responses: Sequence[bytes], *, max_model_len: int, num_blocks: int
 ) -> bytes:
-    """Return the node's ready response: the first engine's, with the node's own capacity."""
+    """Return the node's ready response: the first engine's, with the capacity of the node."""
     fields = msgspec.msgpack.decode(responses[0])
     return _encoder.encode({**fields, "max_model_len": max_model_len, "num_gpu_blocks": num_blocks})
 
 
 def _array_length(raw: memoryview) -> int:
-    """Return the length in a msgpack array's header; 0 for anything that is not an array."""
+    """Return the length in a msgpack array's header; 0 for any other value."""
     head = raw[0] if raw.nbytes else 0xC0
     if 0x90 <= head <= 0x9F:
         return head & 0x0F

@@ -1,1 +1,1 @@
-"""A node in virtual time: the controller, agents and fake engines of a real one, in one thread."""
+"""A node in virtual time: the real controller and agents with fake engines, in one thread."""

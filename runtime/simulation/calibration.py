@@ -1,4 +1,4 @@
-"""A hardware file whose predictions come near measured times."""
+"""Finds a hardware file whose predictions come close to measured times."""
 
 import math
 import statistics
@@ -24,9 +24,10 @@ START = HardwareFile(
 )
 """Where the search begins: between a CPU and a GPU."""
 FLOPS = 1e12
-"""The same for arithmetic, where it begins with none."""
+"""Where the search begins for arithmetic if the start has no rate for the dtype."""
 PULL = 1e-4
-"""Weight of a figure's own distance from the start: what the samples do not tell stays near it."""
+"""Weight of a figure's distance from the start. A figure that samples do not decide stays near it.
+"""
 FITTED = (
     "memory_bytes_per_second",
     "link_bytes_per_second",
@@ -35,11 +36,11 @@ FITTED = (
     "request_seconds",
     "message_seconds",
 )
-"""Figures that times of steps and first tokens tell, beside the rate of arithmetic."""
+"""Figures that times of steps and first tokens decide, in addition to the rate of arithmetic."""
 _ABOVE_ANY = 1.0
-"""Seconds of the host for one layer that make every step by sequence wait for it."""
+"""Host seconds per layer that are so high that every step in SP waits for the host."""
 _WIDEST, _FINEST = 4.0, 1.001
-"""Factors by which a figure is changed, at first and at last."""
+"""The first and the last factor by which figures are changed."""
 _LEAST_GAIN = 1e-9
 
 
@@ -49,16 +50,16 @@ class Sample:
 
     layout: Layout
     batches: tuple[Batch, ...]
-    """The work of each of its steps, one after the other."""
+    """The work of each of its steps, in order."""
     seconds: float
     messages: int = 0
-    """Messages from process to process that are part of it."""
+    """Messages between processes that the time includes."""
     sp: int = 1
-    """Degree of SP in which its steps were run; 1: in TP."""
+    """Degree of SP in which its steps ran; 1: they ran in TP."""
 
 
 def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float:
-    """Return what the simulator takes a sample's time for, seconds."""
+    """Return the simulator's prediction of a sample's time, in seconds."""
     step_seconds = step_times(shape, hardware, sample.sp)
     mode = Mode.SP if sample.sp > 1 else Mode.TP
     steps = sum(step_seconds(sample.layout, batch, mode) for batch in sample.batches)
@@ -73,14 +74,15 @@ def fit(
 ) -> HardwareFile:
     """Return the hardware file with the least mean squared logarithmic error over the samples.
 
-    Changes one figure after the other by a factor, as long as that helps, by ever smaller factors.
+    The search changes one figure after the other by a factor as long as that helps, and then goes
+    on with smaller factors.
 
     Args:
         shape: the model that was measured.
-        samples: at least one.
-        start: where the search begins. What is not fitted, such as memory, stays as it is there;
-            so do the rates of arithmetic on other dtypes, in proportion.
-        fitted: names of the figures that are; none may be zero at the start.
+        samples: at least one sample.
+        start: where the search begins. Other figures, such as memory, stay as they are there. Rates
+            of arithmetic on other dtypes stay in proportion.
+        fitted: names of the figures to fit; none may be zero at the start.
     """
     flops = start.flops_per_second.get(shape.weight_dtype, FLOPS)
     begin = {name: getattr(start, name) for name in fitted} | {"flops_per_second": flops}
@@ -103,15 +105,16 @@ def fit(
 def fit_sp_host(
     shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]
 ) -> HardwareFile:
-    """Return the file with the median of what samples say a layer in SP takes of the host.
+    """Return the file with the median of the host time per layer in SP, over the samples.
 
-    Each says it alone: what else such a step takes is the same whatever its tokens. So the search
-    of ``fit`` is not for it, nor could it be: a figure that is too low to count has no error.
+    Each sample gives this time by itself, because the rest of such a step takes the same time for
+    any number of tokens. The search of ``fit`` could not find it: while the figure is too low to
+    matter, changing it does not change the error.
 
     Args:
         shape: the model that was measured.
-        hardware: what else there is to know of the devices.
-        samples: at least one, all of steps by sequence that waited for the host.
+        hardware: the other figures of the devices.
+        samples: at least one sample, all of steps in SP that waited for the host.
     """
     above = msgspec.structs.replace(hardware, sp_layer_host_seconds=_ABOVE_ANY)
 
@@ -125,13 +128,13 @@ def fit_sp_host(
 
 
 def mean_error(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -> float:
-    """Return the mean squared logarithm of predicted over measured."""
+    """Return the mean squared logarithm of predicted time over measured time."""
     logs = [math.log(predicted(shape, hardware, s) / s.seconds) for s in samples]
     return sum(log * log for log in logs) / len(logs)
 
 
 def _improve(rates: dict[str, float], error: Callable[[], float], factor: float) -> bool:
-    """Change each rate by the factor or its inverse where that helps; return whether any did."""
+    """Change each rate by the factor or its inverse if that helps; return whether any did."""
     best, improved = error(), False
     for name in rates:
         for change in (factor, 1 / factor):

@@ -1,7 +1,7 @@
-"""Shape and hardware files: what a simulated node is, as JSON.
+"""Shape and hardware files: JSON descriptions of a simulated node.
 
-A shape file says what of a model decides its step times and its memory, a hardware file what of a
-device does. Some of both are part of the package and go by their names (``built_in``).
+A shape file has the properties of a model that decide its step times and its memory; a hardware
+file has those of a device. The package contains some of both, which have names (``built_in``).
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ ACTIVATION_BYTES = 2.0
 BLOCK_TOKENS = 16
 """Tokens of one KV block of a single engine."""
 MEMORY_SHARE = 0.9
-"""Part of a device's memory that an engine uses, as vLLM's default."""
+"""Share of a device's memory that an engine uses, which is vLLM's default."""
 
 _HERE = Path(__file__).parent
 _File = TypeVar("_File", bound=msgspec.Struct)
@@ -30,7 +30,7 @@ class FileError(ValueError):
 
 
 class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decoder-only transformer with gated MLPs, as its ``config.json`` counts it."""
+    """A decoder-only transformer with gated MLPs, with the sizes in its ``config.json``."""
 
     layers: int
     hidden: int
@@ -40,7 +40,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     intermediate: int
     vocab: int
     weight_dtype: Literal["fp8", "bf16", "fp16", "fp32"]
-    """Of the linear layers; embeddings have two bytes at least."""
+    """Type of the linear layers' weights; embeddings have at least two bytes."""
     kv_dtype: Literal["fp8", "bf16", "fp16", "fp32"]
     max_model_len: int
 
@@ -58,7 +58,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.parameters * width + self.hidden * self.vocab * max(width, ACTIVATION_BYTES)
 
     def model_shape(self) -> ModelShape:
-        """Return what the cost model knows of the model."""
+        """Return what the cost model knows about the model."""
         return ModelShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -73,35 +73,35 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine's device and its links, as measured: rates are those that steps reach."""
+    """One engine's device and its links, with the rates that measured steps reach."""
 
     memory_bytes: float
     memory_bytes_per_second: float
     flops_per_second: dict[str, float]
-    """By dtype of the weights."""
+    """Rate of arithmetic, by dtype of the weights."""
     link_bytes_per_second: float
-    """Of an all-reduce, per engine."""
+    """Rate of an all-reduce, per engine."""
     allreduce_seconds: float
-    """What an all-reduce of no bytes takes."""
+    """Time of an all-reduce of zero bytes."""
     step_seconds: float
-    """What a step of no work takes."""
+    """Time of a step without work."""
     request_seconds: float
-    """What one more decoding request adds to a step: scheduling, sampling, output."""
+    """Time that one more decoding request adds to a step, for scheduling, sampling and output."""
     message_seconds: float
-    """From one process to another. A bind and a release take four each."""
+    """Time of a message between two processes. A bind and a release take four messages each."""
     prefill_seconds: float = 0.0
-    """What computing prompts adds to a step: on GPUs such steps are launched piece by piece."""
+    """Time that prompts add to a step; on GPUs, steps with prompts are launched piece by piece."""
     sp_layer_host_seconds: float = 0.0
-    """What one layer of a step by sequence takes of the host, which is not slower for more tokens:
-    the two exchanges, where no more was measured."""
+    """Host time of one layer of a step in SP, for any number of tokens. Where nothing else was
+    measured, it is the time of the two exchanges."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 
     def for_dtype(self, dtype: str) -> Hardware:
-        """Return what the cost model knows of the device.
+        """Return what the cost model knows about the device.
 
         Raises:
-            FileError: it says nothing about this dtype.
+            FileError: the file has no rate for this dtype.
         """
         if dtype not in self.flops_per_second:
             raise FileError(f"the hardware file has no flops_per_second of {dtype}")
@@ -115,10 +115,10 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def num_blocks(self, shape: ShapeFile) -> int:
-        """Return the KV blocks of one engine.
+        """Return the number of KV blocks of one engine.
 
         Raises:
-            FileError: the weights leave no memory for any.
+            FileError: the weights leave no memory for a block.
         """
         free = self.memory_bytes * MEMORY_SHARE - shape.weight_bytes - self.reserved_bytes
         blocks = int(free / (shape.model_shape().kv_bytes_per_token * BLOCK_TOKENS))
@@ -142,10 +142,10 @@ def cost_model(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> Cos
 
 
 def step_times(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> StepTimes:
-    """Return how long simulated steps take: the roofline, and what each request adds to it.
+    """Return how long simulated steps take: the roofline, and the time that requests add.
 
-    The cost model of the policies does not know the latter, nor what prompts add: it has something
-    to learn.
+    The policies' cost model knows neither the time that each decoding request adds nor the time
+    that prompts add, so that it has something to learn.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
@@ -164,7 +164,7 @@ def read_shape(name: str) -> ShapeFile:
     """Read a shape file, by its path or the name of a built-in one.
 
     Raises:
-        FileError: it is not there, or not a shape file.
+        FileError: the file does not exist, or is not a shape file.
     """
     return _read("shapes", name, ShapeFile)
 
@@ -173,7 +173,7 @@ def read_hardware(name: str) -> HardwareFile:
     """Read a hardware file, by its path or the name of a built-in one.
 
     Raises:
-        FileError: it is not there, or not a hardware file.
+        FileError: the file does not exist, or is not a hardware file.
     """
     return _read("hardware", name, HardwareFile)
 

@@ -1,4 +1,4 @@
-"""The messages of a simulated node: what is sent now arrives a constant time later."""
+"""The messages of a simulated node: each message arrives a constant time after it was sent."""
 
 import heapq
 from collections import deque
@@ -12,24 +12,24 @@ from shoal.runtime.protocol.messages import FromController
 from shoal.runtime.protocol.transport import Channel, Frames
 
 CONTROLLER = -1
-"""The controller's number among the processes; an engine's is its own."""
+"""The controller's number among the processes; an engine has its own number."""
 
 
 class FrontEnd(Protocol):
-    """Whoever sends a simulated node its requests."""
+    """The sender of a simulated node's requests."""
 
     def outputs(self, frames: Frames) -> None:
         """Take encoded ``EngineCoreOutputs``."""
 
     def note(self, message: FromController) -> None:
-        """Take a note of the controller."""
+        """Take a message from the controller."""
 
 
 class Events:
-    """What happens next, in order of time; at one time in the order it was announced.
+    """Planned actions in order of time. Actions of the same time keep the order of planning.
 
     Args:
-        clock: is moved on to each event's time.
+        clock: is advanced to each action's time.
     """
 
     def __init__(self, clock: ManualClock) -> None:
@@ -38,11 +38,11 @@ class Events:
         self._heap: list[tuple[float, int, Callable[[], Hashable]]] = []
 
     def at(self, time: float, action: Callable[[], Hashable]) -> None:
-        """Announce an action; what it returns is whom it concerns."""
+        """Plan an action, which returns the process that it concerns (or None)."""
         heapq.heappush(self._heap, (max(time, self.clock.now), next(self._order), action))
 
     def next(self) -> set[Hashable]:
-        """Let everything of the next time happen; return whom it concerns, empty at the end."""
+        """Run all actions of the next time; return whom they concern, an empty set at the end."""
         if not self._heap:
             return set()
         self.clock.now = self._heap[0][0]
@@ -53,12 +53,12 @@ class Events:
 
 
 class SimulatedNetwork(LoopbackNetwork):
-    """``LoopbackNetwork`` whose messages are on their way for a while.
+    """A ``LoopbackNetwork`` whose messages take time to arrive.
 
     Args:
-        events: where arrivals are announced.
+        events: where arrivals are planned.
         seconds: how long every message takes.
-        front: the one front end.
+        front: the only front end.
     """
 
     def __init__(self, events: Events, seconds: float, front: FrontEnd) -> None:

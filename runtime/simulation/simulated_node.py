@@ -1,7 +1,7 @@
-"""Runs a workload on a simulated node: the real controller, agents and fake cores, no thread.
+"""Runs a workload on a simulated node: the real controller and agents with fake cores, no threads.
 
-Every process is a turn function. It gets a turn when a message arrives for it or when something it
-waits for is due, as it would on sockets and clocks; nothing here decides anything.
+Every process is a turn function. It gets a turn when a message arrives for it or when something is
+due that it waits for, as it would with sockets and clocks. This module makes no decisions.
 """
 
 from collections import defaultdict
@@ -36,20 +36,20 @@ from shoal.runtime.simulation.shape_files import (
 from shoal.runtime.simulation.simulated_network import CONTROLLER, Events, SimulatedNetwork
 
 CAPTURED_TOKENS = 512
-"""Tokens of the largest CUDA graph that vLLM captures unless it is told otherwise."""
+"""Tokens of the largest CUDA graph that vLLM captures by default."""
 STEPS_AT_ONCE = 64
-"""Steps that decode the same requests are simulated as one, up to this many."""
+"""Up to so many steps that decode the same requests are simulated as one."""
 LEAD_SECONDS = 1.0
-"""A node has this long to take its policy's first layout before the workload starts."""
+"""Time for the node to switch to its policy's first layout before the workload starts."""
 PATIENCE_SECONDS = 3600.0
-"""A workload that takes this much longer than its arrivals is given up."""
+"""A simulation is given up when it lasts this much longer than the workload's arrivals."""
 _TURNS_AT_ONCE = 100
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
 
 
 class SimulationError(RuntimeError):
-    """The node came to a stop with requests left, or is broken; the message is one line."""
+    """The node stopped with requests left, or is broken; the message is one line."""
 
 
 class Arrival(Protocol):
@@ -71,18 +71,18 @@ class Arrival(Protocol):
 
 @dataclass(slots=True)
 class Life:
-    """What became of one request. Times are seconds from the workload's start."""
+    """The course of one request. Times are seconds from the workload's start."""
 
     arrived: float
     started: float | None = None
-    """When a step computed it for the first time."""
+    """When a step first computed it."""
     first_token: float | None = None
     ended: float | None = None
     tokens: int = 0
     units: list[Unit] = field(default_factory=list)
-    """Where it was sent, one after the other."""
+    """The units to which it was sent, in order."""
     outcome: m.Outcome | None = None
-    """``FINISHED``, or why it got no (further) tokens."""
+    """``FINISHED``, or why it got no more tokens."""
 
     @property
     def finished(self) -> bool:
@@ -96,15 +96,16 @@ class Run:
 
     policy: str
     lives: list[Life]
-    """One per arrival, in their order."""
+    """One per arrival, in the order of arrivals."""
     tokens: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Output tokens by the second in which they came: those of a run of steps evenly over it."""
+    """Output tokens by the second in which they came. Those of steps that were simulated as one are
+    spread evenly over its time."""
     switches: list[SwitchView] = field(default_factory=list)
-    """But the one that brought the policy's first layout, before the workload."""
+    """All switches since the workload's start; the policy's first layout comes before that."""
     layouts: list[tuple[float, Partition]] = field(default_factory=list)
-    """Every partition, and from when on it was there."""
+    """Every partition, with the time from which on it was in effect."""
     moves: int = 0
-    """Requests taken out of a unit and recomputed elsewhere."""
+    """Requests that were taken out of a unit and recomputed elsewhere."""
     policy_errors: int = 0
     step_errors: dict[str, float] = field(default_factory=dict)
     """Smoothed relative error of the cost model at the end (``messages.LayoutView``)."""
@@ -112,19 +113,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is simulated.
+    """The node that is simulated.
 
     Attributes:
         engines: number of engines.
-        max_group: largest group.
-        max_num_seqs: requests in one unit's batch.
-        max_num_batched_tokens: tokens of one step.
-        targets: what priority classes were promised.
-        seed: of the node.
-        queued_ahead: requests that a unit with a full batch is given beyond it.
+        max_group: size of the largest group.
+        max_num_seqs: most requests in one unit's batch.
+        max_num_batched_tokens: most tokens of one step.
+        targets: the targets of the priority classes.
+        seed: the node's seed.
+        queued_ahead: requests that a unit gets beyond its full batch.
         max_sp: largest degree of SP.
-        shift_threshold: which steps are run in it.
-        captured_tokens: tokens of the largest CUDA graph: a step in SP batches more.
+        shift_threshold: decides which steps run in SP.
+        captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
     """
 
     shape: ShapeFile
@@ -141,10 +142,10 @@ class Node:
     captured_tokens: int = CAPTURED_TOKENS
 
     def config(self, policy: str) -> NodeConfig:
-        """Return the configuration of its processes.
+        """Return the configuration of the node's processes.
 
         Raises:
-            FileError: the model does not fit.
+            FileError: the model does not fit the hardware.
         """
         return NodeConfig(
             engines=self.engines,
@@ -172,12 +173,12 @@ class Node:
 
 
 def simulate(node: Node, policy: str, arrivals: Sequence[Arrival]) -> Run:
-    """Serve a workload and return what became of it.
+    """Serve a workload and return the results.
 
     Raises:
         FileError: the model does not fit the node.
         SimulationError: requests were left over, or a process broke.
-        UnknownPolicyError: ``policy`` names none.
+        UnknownPolicyError: ``policy`` names no policy.
     """
     return _Simulation(node, policy, arrivals).run()
 
@@ -230,7 +231,7 @@ class _Simulation:
         return self._result
 
     def _go_on(self) -> bool:
-        """Let happen what is next; False when there is nothing."""
+        """Run the next events and the turns that follow; return False if no event is left."""
         concerned = self._events.next()
         for number in sorted(n for n in concerned if isinstance(n, int)):
             self._turn(number)
@@ -239,7 +240,7 @@ class _Simulation:
     # --- processes ----------------------------------------------------------------------------
 
     def _turn(self, number: int) -> None:
-        """Let a process do all it can at this time, and note when it wants to go on."""
+        """Let a process do all that it can at this time, and plan its next turn."""
         process = self._processes[number]
         for _ in range(_TURNS_AT_ONCE):
             process.turn(0.0)
@@ -254,7 +255,7 @@ class _Simulation:
             self._wake_at(number, self._clock.now + seconds)
 
     def _wake_at(self, number: int, time: float) -> None:
-        """Give a process a turn at a time, unless by then it has changed its mind."""
+        """Plan a process's turn at a time, instead of the one that was planned before."""
         if self._due.get(number) == time:
             return
         self._due[number] = time
@@ -363,7 +364,7 @@ class _Simulation:
 
 
 def wire_request(request_id: str, prompt_tokens: int, output_tokens: int, priority: int) -> bytes:
-    """Return an ``EngineCoreRequest`` as vLLM encodes it, its prompt all of one token."""
+    """Return an ``EngineCoreRequest`` as vLLM encodes it, with a prompt that repeats one token."""
     prompt = msgspec.Raw(b"\xdd" + prompt_tokens.to_bytes(4, "big") + b"\x05" * prompt_tokens)
     sampling = {"max_tokens": output_tokens}
     head = [request_id, prompt, None, sampling, None, 0.0, None, None, None, None, None]

@@ -119,7 +119,7 @@ class CoreBook(msgspec.Struct):
 
     @property
     def computed(self) -> list[Request]:
-        """Requests that may have been in a step: all except those that waited at the last report."""
+        """Requests that may have been in a step: all but those that waited at the last report."""
         if self.load is None:
             return list(self.requests.values())
         waiting = {request.id for request in self.uncounted.requests[: self.load.waiting]}

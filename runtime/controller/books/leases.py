@@ -160,7 +160,7 @@ class Leases:
             self.give_back(engine, group, blocks)
 
     def even_out(self, group: Unit, lent: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        """Return the lease that all members back, and give back what some members lent beyond it."""
+        """Return the lease that all members back, and give back what some lent beyond it."""
         rows = min(len(blocks) for blocks in lent.values())
         for engine, blocks in lent.items():
             self.give_back(engine, group, blocks[rows:])

@@ -173,7 +173,7 @@ class FormGroup(Message, frozen=True):
 
 
 class StartGroup(Message, frozen=True):
-    """To the members, after all have made their parts: start the group's core; answer ``Formed``."""
+    """To all members, once they have made their parts: start the core; answer ``Formed``."""
 
     epoch: int
     unit: Unit
@@ -225,7 +225,7 @@ class Startup(msgspec.Struct, frozen=True):
 
     seconds: dict[str, float] = {}
     device_bytes: dict[str, int] = {}
-    """Memory of its device, as the driver counts it; empty if the engine has no device to itself."""
+    """Device memory, as the driver counts it; empty if the engine has no device to itself."""
 
 
 class EngineReady(Message, frozen=True):
@@ -308,7 +308,7 @@ class Returning(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """State of one unit of an engine; sent after changes, when this delays no step."""
+    """State of one unit of an engine; sent at the end of every turn of its loop that changed it."""
 
     engine: int
     unit: Unit
