@@ -45,21 +45,21 @@ class FlyingSettings:
     """The thresholds of the policy. Requests are counted per live engine of the node."""
 
     dp_above: float = 3.0
-    """Above so many requests the node goes to DP if they grow, so that a burst does not queue."""
+    """Above this number of requests the node goes to DP if they grow, so no burst has to queue."""
     growth: float = 2.0
-    """Requests grow when they are more than so many times their smoothed number."""
+    """Requests grow when their number is more than this factor times its smoothed value."""
     jam_above: float = 12.0
-    """Above so many requests the node goes to DP in any case."""
+    """Above this number of requests the node goes to DP even if they do not grow."""
     tp_below: float = 7.0
-    """Below so many requests the node goes back to TP if they have stopped growing."""
+    """Below this number of requests the node goes back to TP if they have stopped growing."""
     busy_above: float = 0.7
     """The node goes to DP if arriving prompts would take more than this share of the widest
     layout's time."""
     busy_below: float = 0.25
     """The node goes back only if that share is below this."""
     sp_gain: float = 1.3
-    """With SP: the node goes to DP for load only if DP serves more than so many times as many
-    requests in the same time as the widest layout, each in the batch that serves most."""
+    """With SP: the node goes to DP for load only if DP serves more requests in the same time than
+    the widest layout by more than this factor, each in the batch that serves most."""
     sp_full_above: float = 0.85
     """With SP: the node goes to DP if arriving requests would take more than this share of the
     widest layout's time."""

@@ -80,7 +80,7 @@ def tokens_for(
     if not isinstance(threshold, ShiftRule):
         return dict.fromkeys(layouts, threshold)
     if model is None:
-        raise ShiftThresholdError("auto needs a cost model, which this node has none of")
+        raise ShiftThresholdError("auto needs a cost model, and this node has none")
     found = {layout: _crossover(model, layout) for layout in layouts}
     return {layout: tokens for layout, tokens in found.items() if tokens is not None}
 

@@ -54,7 +54,7 @@ class FakeSettings(msgspec.Struct, frozen=True):
     max_num_seqs: int = 64
     max_model_len: int = 4096
     kv_heads: int = 8
-    """A group divides them among up to so many members; its blocks then hold more tokens."""
+    """A group's members divide them, down to one each, so that blocks hold more tokens."""
     max_num_batched_tokens: int = 1 << 30
     """Most tokens of one step. A longer prompt takes several steps."""
     captured_tokens: int = 0
@@ -67,7 +67,7 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """For simulated time: up to so many steps that decode the same requests run as one step of
     their total length. Their tokens come together. Any arrival ends the run at the next step."""
     layers: int = 8
-    """A unit divides them among up to so many stages; its blocks then hold more tokens."""
+    """A unit's stages divide them, down to one each, so that blocks hold more tokens."""
 
     @property
     def kv_geometry(self) -> KvGeometry:

@@ -177,7 +177,7 @@ def differences(ours: Facts, theirs: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _derived(kind: type) -> list[str]:
-    """Return the properties that a configuration computes anew for each caller."""
+    """Return the properties that a configuration computes again for each caller."""
     return [name for name in dir(kind) if isinstance(getattr(kind, name), property)]
 
 

@@ -1,4 +1,4 @@
-"""When a dead engine is restarted: after a pause that doubles each time, and only so often."""
+"""When a dead engine is restarted: after a pause that doubles, and a limited number of times."""
 
 import random
 from collections.abc import Callable

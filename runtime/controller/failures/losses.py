@@ -15,7 +15,7 @@ log = logging.getLogger("shoal.controller")
 
 
 class Losses:
-    """Takes dead engines out of the books.
+    """Removes dead engines from the books.
 
     Args:
         env: the transport to the supervisor.

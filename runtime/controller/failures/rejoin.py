@@ -170,7 +170,7 @@ class Rejoin:
             self._greet(number)
 
     def _has_traces(self, engine: int) -> bool:
-        """Return whether a group still has blocks of the engine's former life in its lease."""
+        """Return whether the lease of any group still has blocks of the engine's former life."""
         return any(
             blocks and engine in group.engines for group, blocks in self._leases.opened.items()
         )

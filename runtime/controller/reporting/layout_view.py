@@ -97,7 +97,7 @@ def not_ready_reason(books: Books) -> str | None:
 
 
 def refusal(books: Books, target: Partition, unavailable: Mapping[Unit, str]) -> tuple[int, str]:
-    """Return the HTTP status and the reason why groups of a partition cannot be formed now.
+    """Return the HTTP status and the reason why a partition cannot be formed now; 200 if it can.
 
     Args:
         books: engines and units.

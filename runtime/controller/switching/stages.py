@@ -41,7 +41,7 @@ def alive(node: Node, move: Move) -> Collection[int]:
 
 
 def serving(node: Node, move: Move) -> Collection[int]:
-    """Return the members that answer."""
+    """Return the members that serve, and so can be expected to answer."""
     engines = node.books.engines
     return [e for e in move.unit.engines if engines[e].state is EngineState.SERVING]
 

@@ -73,7 +73,7 @@ class DeathCause(enum.StrEnum):
     """How the node found out that an engine counts as dead."""
 
     ENDED = "ended"
-    """A process of it ended: it crashed or was killed."""
+    """One of its processes ended: it crashed or was killed."""
     FAILED = "failed"
     """It reported an error after which it cannot go on."""
     HUNG = "hung"
