@@ -1,6 +1,6 @@
 """Files of JSON or YAML that operators write.
 
-What is wrong with one is told without its values: one may be a secret.
+Messages about errors in a file never repeat its values, because a value may be a secret.
 """
 
 import json
@@ -17,18 +17,18 @@ log = logging.getLogger("shoal.documents")
 
 
 class Document(NamedTuple):
-    """What a file says."""
+    """The content of a file."""
 
     content: Any
     problems: list[str]
-    """A line for each name that an object has more than once: all but its last value are lost."""
+    """A line for each name that an object has more than once: only its last value is kept."""
 
 
 def read_json(path: Path) -> Document:
     """Return what a file of JSON says.
 
     Raises:
-        UserError: it cannot be read, or is no JSON; one line.
+        UserError: the file cannot be read, or is not JSON; one line.
     """
     problems: list[str] = []
 
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Document:
     """Return what a file of YAML says.
 
     Raises:
-        UserError: it cannot be read, or is no YAML; one line.
+        UserError: the file cannot be read, or is not YAML; one line.
     """
     import yaml
 

@@ -1,6 +1,6 @@
 """Errors over HTTP as the OpenAPI documents describe them; ``errors.py`` makes the same of dicts.
 
-A module of its own because the command line needs errors, but neither pydantic nor its import.
+These are not in ``errors.py`` because the command line needs that one, but not pydantic's import.
 """
 
 from typing import Any, Literal

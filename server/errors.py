@@ -16,9 +16,9 @@ _NAME_CHARS = 40
 
 
 class UserError(Exception):
-    """Something the caller of a command has to change; the message is one line that names it.
+    """Something that the user of a command has to change; the message is one line that names it.
 
-    Of a file that was checked as a whole, it is one line for each thing to change.
+    For a file that was checked as a whole, the message has one line for each thing to change.
     """
 
 
@@ -40,19 +40,19 @@ def one_line(error: BaseException) -> str:
 
 
 def shown_name(name: object) -> str:
-    """Return a name that a user has chosen as an error shows it: on one line, and not for ever."""
+    """Return a name that a user has chosen as errors show it: on one line, and cut short."""
     return " ".join(str(name)[:_NAME_CHARS].split())
 
 
 def field_errors(errors: Iterable[Mapping[str, Any]], after: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the path of each wrong field (``units[0][1]``; empty: the whole), and the reason.
+    """Yield the path of each wrong field (``units[0][1]``; empty: the whole value), and the reason.
 
-    A value is repeated if it is none of a choice and ``errors`` has it: without, none is, for it
-    may be a secret.
+    A reason repeats a value only if the value is not one of the allowed choices and ``errors``
+    holds it. Leave values out of ``errors`` where they may be secret.
 
     Args:
         errors: what ``errors()`` of pydantic's ``ValidationError`` says.
-        after: parts of each location to leave out.
+        after: how many leading parts of each location to leave out.
     """
     for error in errors:
         steps = [
@@ -72,7 +72,7 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 MESSAGES_ERROR_EVENT = b"event: error\n"
-"""How the event begins that ends a stream of Anthropic's Messages API which has failed."""
+"""The beginning of the event that ends a failed stream of Anthropic's Messages API."""
 
 
 def messages_error_body(error: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that a command's user asked for."""
+"""Writes the files that a command's user asked for."""
 
 from pathlib import Path
 

@@ -10,10 +10,10 @@ def add_number(group: _ActionsContainer, flag: str, default: int | float, text: 
     """Add an option that takes a count if its default is an ``int``, and seconds if a ``float``.
 
     Args:
-        group: to add it to.
-        flag: its name, with dashes.
-        default: what holds without it.
-        text: its help, without the default.
+        group: the group that gets the option.
+        flag: the option's name, with dashes.
+        default: the option's default.
+        text: the option's help, without the default.
     """
     group.add_argument(
         flag,

@@ -1,4 +1,4 @@
-"""What the parts of a front end are told of its requests, and how they are told."""
+"""The events of a front end's requests, and how they reach the parts that observe them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec
@@ -18,9 +18,9 @@ P = ParamSpec("P")
 
 
 class Observer:
-    """A part of a front end. Each method is an event; only those that a part overrides are called.
+    """A part of a front end that observes events. Only the methods that it overrides are called.
 
-    An engine request is named by vLLM's internal id.
+    Engine requests are identified by vLLM's internal id.
     """
 
     def sending(self, request: Any, arrival: float) -> None:
@@ -38,27 +38,27 @@ class Observer:
         """Outputs of one message go to their clients now.
 
         Args:
-            unit: who made them; None: the controller, which only ends requests.
+            unit: the unit that made them; None: the controller, which only ends requests.
             outputs: vLLM's ``EngineCoreOutput``, at most one for each request.
         """
 
     def finished(self, request_ids: Sequence[str]) -> None:
-        """Requests have had their last output, which did not say so: it had a stop string."""
+        """Requests have ended with a stop string, which their last output did not show."""
 
     def aborted(self, request_ids: Sequence[str]) -> None:
         """The clients of these requests have gone, or the requests could not be sent."""
 
     def ended(self, note: Ended) -> None:
-        """The controller has the last word on an engine request."""
+        """The controller says how an engine request has ended."""
 
     def interrupted(self, note: Interrupted) -> None:
         """The engines of requests have died."""
 
     def late(self, outputs: int) -> None:
-        """So many outputs of dead engines were dropped, for their requests have begun again."""
+        """Outputs of dead engines were dropped, because their requests were begun again."""
 
     def limits(self, note: PoolLimits) -> None:
-        """What the task pool takes has changed."""
+        """The limits of the task pool have changed."""
 
     def switching(self, note: Switching) -> None:
         """A switch begins, or has ended."""
@@ -68,10 +68,10 @@ class Observer:
 
 
 class Event(Generic[P]):
-    """One event of ``Observer``: a call reaches all that hear it, in the order of ``add``.
+    """One event of ``Observer``: a call reaches all its observers, in the order of ``add``.
 
     Args:
-        method: that of ``Observer``.
+        method: the method of ``Observer``.
     """
 
     def __init__(self, method: Callable[Concatenate[Any, P], None]) -> None:
@@ -79,19 +79,19 @@ class Event(Generic[P]):
         self._hearers: list[Callable[P, None]] = []
 
     def add(self, observer: Observer) -> None:
-        """Let an observer hear the event, if it overrides its method."""
+        """Add an observer, if it overrides the method."""
         name = self._method.__name__
         if getattr(type(observer), name) is not self._method:
             self._hearers.append(getattr(observer, name))
 
     def __call__(self, *args: P.args, **more: P.kwargs) -> None:
-        """Tell all that hear it."""
+        """Call the method of every observer."""
         for hear in self._hearers:
             hear(*args, **more)
 
 
 class Observers:
-    """The observers of one front end. Each event is called like ``Observer``'s method."""
+    """The observers of one front end. Each event is called like the method of ``Observer``."""
 
     def __init__(self) -> None:
         self.sending = Event(Observer.sending)
@@ -107,13 +107,13 @@ class Observers:
         self.refused = Event(Observer.refused)
 
     def add(self, *observers: Observer) -> None:
-        """Tell these, too, of all that happens from now on."""
+        """Tell these observers, too, of all events from now on."""
         for observer in observers:
             for event in vars(self).values():
                 event.add(observer)
 
     def take_note(self, note: Note) -> None:
-        """Tell of what the controller has said."""
+        """Raise the event of a note from the controller."""
         match note:
             case Placed():
                 self.placed(note)

@@ -1,4 +1,4 @@
-"""Why HTTP requests are refused before a unit had them."""
+"""The reasons for which HTTP requests are refused before a unit has had them."""
 
 import enum
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from shoal.runtime.protocol.messages import Outcome
 
 
 class Rejection(enum.StrEnum):
-    """Why an HTTP request was refused before a unit had it."""
+    """The reason why an HTTP request was refused before a unit had it."""
 
     UNAUTHORIZED = "unauthorized"
     """It has no valid API key."""
     INVALID = "invalid"
-    """It asks for what cannot be."""
+    """The request is not valid."""
     TOO_LONG = Outcome.TOO_LONG.value
     EXPIRED = Outcome.EXPIRED.value
     POOL_FULL = Outcome.POOL_FULL.value
     CALLER_FULL = Outcome.CALLER_FULL.value
     CALLER_LIMIT = "caller_limit"
-    """Its caller has as many requests in progress, has as many grammars that wait to be compiled,
-    or has used as much a minute, as it may."""
+    """Its caller has reached a limit: of requests in progress, of grammars that wait to be
+    compiled, or of its use per minute."""
     HANDED_BACK = Outcome.HANDED_BACK.value
     UNAVAILABLE = Outcome.UNAVAILABLE.value
 
@@ -31,7 +31,7 @@ CountRejection = Callable[[Rejection], None]
 
 @dataclass(frozen=True)
 class Refused:
-    """What a request is refused with before an engine has seen it."""
+    """The error for a request that is refused before an engine has seen it."""
 
     status: int
     message: str

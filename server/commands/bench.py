@@ -1,4 +1,4 @@
-"""``shoal bench``: finds what is to be measured."""
+"""``shoal bench``: finds the benchmark that the command line names, and runs it."""
 
 import argparse
 import importlib
@@ -34,7 +34,7 @@ BENCHMARKS = {
 }
 """Benchmarks: the module that runs each, and what it measures."""
 COMPARISONS = ("gpu", "serve-compare")
-"""Those of one module, which is told by their name."""
+"""Benchmarks that share a module: it is told which of them to run by its first argument."""
 
 
 def main(argv: Sequence[str]) -> int:

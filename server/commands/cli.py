@@ -30,7 +30,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``shoal`` command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # A subcommand parses its own arguments: to know them may take a slow import.
+    # A subcommand parses its own arguments, because its parser may need a slow import.
     command = _parser().parse_args(words[:1]).command
     try:
         return int(importlib.import_module(COMMANDS[command][0]).main(words[1:]))

@@ -1,7 +1,8 @@
-"""What ``shoal serve`` says before the slow import of vLLM: its help, and what it surely refuses.
+"""What ``shoal serve`` can say before the slow import of vLLM: its help, and some refusals.
 
-vLLM's parser has some 200 options that are not known here, so only what is written out is read, and
-what may mean something else to that parser is left to it. All is checked again with what it says.
+vLLM's parser has some 200 options that this module does not know. So it reads only options that are
+written out in full, and leaves to vLLM's parser every word that may mean something else to that
+parser. After the import, everything is checked again with vLLM's parser.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from shoal.server.options.serve_options import (
 from shoal.server.options.shift_options import check_shift
 
 HELP_SECTION = "shoal"
-"""What ``--help=`` names to ask for what ``--help`` shows anyway."""
+"""``--help=shoal`` shows the same as ``--help``."""
 _CONFIG = "--config"
 _HELP = "--help"
 
@@ -44,7 +45,7 @@ _EPILOG = (
 
 
 class Bindings(NamedTuple):
-    """Where a node is to listen."""
+    """The addresses that a node listens on."""
 
     public: tuple[str, int]
     admin: tuple[str, int] | None
@@ -52,7 +53,7 @@ class Bindings(NamedTuple):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors of one line, as those of the parser that reads all options."""
+    """Reports an error as one line, as the parser of all options does."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()))
@@ -94,18 +95,18 @@ def shows_help(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 
 def known_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace | None:
-    """Return the arguments as far as they are known without vLLM; ``model`` is None if it is not.
+    """Return the arguments that are known without vLLM; ``model`` is None if it is not known.
 
     Args:
         argv: the arguments of ``shoal serve``.
         environ: the environment.
 
     Returns:
-        None if they may mean something else to vLLM's parser, which reads a file of arguments
-        (``--config``) and completes names that are not written out.
+        None if the arguments may mean something else to vLLM's parser, which reads a file of
+        arguments (``--config``) and completes abbreviated names.
 
     Raises:
-        UserError: one that is known is not valid.
+        UserError: a known argument is not valid.
     """
     parser = make_parser(environ)
     words = [_with_dashes(word) for word in argv]
@@ -116,27 +117,27 @@ def known_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Namespac
     if any(option.startswith(name) for name in names - known.keys() for option in known):
         return None
     args, rest = parser.parse_known_args(words)
-    # Among options that are not known, only the first word is surely the model, not a value.
+    # After an unknown option, a word may be that option's value: only the first is surely a model.
     if words and (len(rest) == 1 or rest[:1] == words[:1]) and not rest[0].startswith("-"):
         args.model = rest[0]
     return args
 
 
 def _with_dashes(word: str) -> str:
-    """Return an option as it is declared: vLLM's parser takes underscores for dashes, too."""
+    """Return an option with dashes, as it is declared: vLLM's parser takes underscores, too."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def check_early(args: Namespace, environ: Mapping[str, str]) -> Bindings:
-    """Refuse what is surely refused, and return where the node is to listen.
+    """Refuse what the later checks would surely refuse, and return where the node is to listen.
 
     Args:
         args: what ``known_arguments`` has returned; unchanged.
         environ: the environment; unchanged.
 
     Raises:
-        UserError: the first that is refused; the message is that of the later check.
+        UserError: something is refused, with the message that the later check would give.
     """
     check_shoal_options(args)
     check_environment(environ)

@@ -1,7 +1,8 @@
 """The OpenAPI documents of both APIs: what FastAPI sees of the routes, and what it cannot see.
 
-That is what middleware answers, what Shoal reads of a request before its route does, and what of
-vLLM's bodies is served. No port offers the documents; ``shoal openapi`` prints them.
+FastAPI cannot see what middleware answers, which headers Shoal reads before a request's route, and
+which fields of vLLM's bodies Shoal serves. No port offers the documents; ``shoal openapi`` prints
+them.
 """
 
 import argparse

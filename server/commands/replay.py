@@ -40,17 +40,17 @@ INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Finished:
-    """What has come of a replay."""
+    """The outcome of a replay."""
 
     result: Result
     counts: list[Count]
-    """Beside the server's own, if they were asked for."""
+    """The client's totals beside the server's, if ``--check-metrics`` asked for them."""
     uncounted: str | None = None
-    """Why there are none although they were."""
+    """Why there are none although ``--check-metrics`` asked for them."""
 
     @property
     def exit_code(self) -> int:
-        """What the command ends with."""
+        """The exit code of the command."""
         if self.result.run.interrupted:
             return INTERRUPTED_EXIT_CODE
         agrees = self.uncounted is None and all(count.agrees for count in self.counts)
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     """Run ``shoal replay`` and return the exit code.
 
     Returns:
-        0 after a valid run, 1 after one that is not or that the server counted otherwise, 130 after
-        one that was stopped.
+        0 after a valid run, 1 after an invalid run or one whose totals differ from the server's,
+        130 after a run that was stopped.
 
     Raises:
         UserError: an argument is not valid, or the server cannot be used.
@@ -164,7 +164,7 @@ def _check(args: Namespace) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files, one of which every response takes, as far as one may."""
+    """Raise the limit of open files as far as allowed: every response takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -226,7 +226,7 @@ async def _run(replay: Replay) -> Run:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, replay.stop)
     status = asyncio.create_task(StatusLine(sys.stderr, replay).show())
-    # The garbage collector must not walk through the workload while times are taken.
+    # The garbage collector must not walk through the workload while times are measured.
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""``shoal report``: replays side by side."""
+"""``shoal report``: shows replays side by side."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``shoal report`` and return the exit code.
 
     Raises:
-        UserError: a file is not a replay's, or cannot be written.
+        UserError: a file does not hold a replay, or the report cannot be written.
     """
     parser = argparse.ArgumentParser(
         prog="shoal report", description="Show runs of 'shoal replay' side by side."

@@ -50,7 +50,7 @@ def say_aloud(line: str) -> None:
 
 @dataclass(frozen=True)
 class ReadyNode:
-    """What a node that takes requests is called and where it is."""
+    """The model and the addresses of a node that takes requests."""
 
     address: str
     """Base URL, without a slash at the end."""
@@ -59,7 +59,7 @@ class ReadyNode:
     engines: int
     max_group: int
     needs_key: bool
-    """Whether the address takes requests with an API key only."""
+    """Whether requests to this address need an API key."""
     admin: str | None
     """Base URL of the admin API, if there is one."""
     admin_needs_key: bool
@@ -86,7 +86,7 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
         say: prints a line of the start-up report.
 
     Raises:
-        UserError: the arguments, the model or the port do not allow to start.
+        UserError: the node cannot start with these arguments, this model or this port.
     """
     with ExitStack() as sockets:
         listening = _Listening(sockets)
@@ -97,7 +97,7 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
             say("Starting Shoal")
         asked, access = _read_all(argv)
         args = asked.args
-        # Again: vLLM's loggers are there now, and bring handlers of their own.
+        # Again: by now vLLM has made loggers with handlers of their own.
         configure_logging("shoal", args.log_format, sys.stdout, prefix=False)
         if known is None:
             say("Starting Shoal")
@@ -105,8 +105,8 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
         say(f"  imports done after {process_seconds():.1f} s")
         listener, admin = listening.bind(early.bindings_of(args, access))
         if admin is not None:
-            # Another front end may be the first to say that the node is ready: calls of the admin
-            # API wait for theirs then.
+            # Another front end may be the first to say that the node is ready. Calls of the admin
+            # API must then wait for the front end that serves them, not be refused.
             admin.listen()
         config = _configure(asked, say)
         say(f"  configuration done after {process_seconds():.1f} s")
@@ -150,17 +150,17 @@ class Asked:
     """What the command line asks for."""
 
     args: Namespace
-    """With Shoal's defaults for this machine and this model."""
+    """The arguments, with Shoal's defaults for this machine and this model."""
     gpus: int
     demo: bool
-    """Whether it names no model."""
+    """Whether the command line names no model, so that the demo model is served."""
 
 
 def read_options(argv: Sequence[str]) -> Asked:
     """Return what the command line asks for.
 
     Raises:
-        UserError: it is not valid, or asks for what Shoal does not support.
+        UserError: the command line is not valid, or asks for what Shoal does not support.
     """
     from shoal.server.options import vllm_options
 
@@ -235,7 +235,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
 
 
 class _Listening:
-    """The sockets that a node listens on, bound so early that a port in use is known at once."""
+    """The sockets that a node listens on, bound early so that a port in use is known at once."""
 
     def __init__(self, closing: ExitStack) -> None:
         self._closing = closing
@@ -244,10 +244,10 @@ class _Listening:
         self._admin: socket.socket | None
 
     def bind(self, bindings: early.Bindings) -> tuple[socket.socket, socket.socket | None]:
-        """Return the socket of the API, and that of the admin API if there is to be one.
+        """Return the socket of the API, and the socket of the admin API if the node has that API.
 
         Raises:
-            UserError: an address cannot be had.
+            UserError: an address cannot be bound.
         """
         if bindings != self._bindings:
             self._closing.close()
@@ -294,17 +294,17 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def check_measurable(node: ReadyNode) -> None:
-    """Refuse a node that a benchmark which starts it could not speak to.
+    """Refuse a node that the benchmark could not measure.
 
     Raises:
-        UserError: it asks for keys, or has no admin API.
+        UserError: the node asks for API keys, or has no admin API.
     """
     if node.needs_key or node.admin is None or node.admin_needs_key:
         raise UserError("a node that is measured takes no API keys, and has an admin API")
 
 
 def print_ready(node: ReadyNode) -> None:
-    """Print where the node is, and what to try on it."""
+    """Print the node's addresses, and commands to try on it."""
     key = _KEY_HEADER if node.needs_key else ""
     chat = f'{{"model": "{node.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     say_aloud(f"Shoal serves {node.model} on {node.address}")
@@ -323,7 +323,7 @@ def print_ready(node: ReadyNode) -> None:
 
 
 def _switch_examples(node: ReadyNode) -> list[list[list[int]]]:
-    """Return the partition with the first group formed, if this node can form any."""
+    """Return the partition with the first of the largest groups, if this node can form groups."""
     if node.max_group == 1:
         return []
     group = list(range(node.max_group))

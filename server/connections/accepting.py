@@ -1,8 +1,9 @@
 """How several front ends share one listening socket: each accepts its part of the connections.
 
-All of them wait for it, and the kernel wakes the one first that began to wait last. A server that
-takes whatever is there then has most connections, and the work of their requests on one core. Here
-each takes one at a time, and none while another has fewer.
+All front ends wait for the socket, and the kernel first wakes the one that began to wait last. If
+each front end accepted every connection that is there, that one would have most of the connections,
+and the work of their requests on one core. So here each front end accepts one connection at a time,
+and none while another front end has fewer.
 """
 
 import asyncio
@@ -13,18 +14,18 @@ from collections.abc import Callable
 from functools import partial
 
 DEFER_SECONDS = 0.001
-"""How long a connection is left to the front ends that have fewer; they may be busy."""
+"""How long a front end leaves a connection to those that have fewer; they may be busy."""
 RETRY_SECONDS = 1.0
-"""Pause after the process or the machine has run out of what a connection takes."""
+"""Pause after the process or the machine has run out of files or memory for connections."""
 _ABSENT = 1 << 40
 """Count of a front end that accepts nothing."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Tally:
-    """The connections of every front end, in memory that they share. Made before they start.
+    """Counts of the front ends' connections, in memory that they share. Made before they start.
 
-    Each writes its own number alone, so that none waits for another.
+    Each front end writes only its own count, so that none waits for another.
 
     Args:
         front_ends: how many there are.
@@ -34,7 +35,7 @@ class Tally:
         self._counts = multiprocessing.RawArray("q", [_ABSENT] * front_ends)
 
     def note(self, front_end: int, connections: int) -> None:
-        """Note how many connections a front end has, which accepts more."""
+        """Note how many connections a front end has, and that it accepts more."""
         self._counts[front_end] = connections
 
     def leave(self, front_end: int) -> None:
@@ -42,7 +43,7 @@ class Tally:
         self._counts[front_end] = _ABSENT
 
     def counts(self) -> list[int]:
-        """Return the connections of each, a high number for those that accept none."""
+        """Return the connections of each front end, a high number for one that accepts none."""
         return list(self._counts)
 
 
@@ -88,7 +89,7 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
 
     def note(self) -> None:
-        """Note how many connections there are: to be called when one has come or gone."""
+        """Note how many connections there are. Call it when one has come or gone."""
         self._tally.note(self._front_end, self._connections())
 
     def _wait(self) -> None:
@@ -104,7 +105,7 @@ class Acceptor:
             self._accept()
 
     def _take_what_is_left(self, counts: list[int]) -> None:
-        """Accept what nobody has taken: where counts have changed, it is another connection."""
+        """Accept what no other front end has taken: if the counts have changed, another one did."""
         self._wait()
         now = self._tally.counts()
         if now == counts or not self._is_ahead(now):
@@ -114,7 +115,7 @@ class Acceptor:
         return counts[self._front_end] > min(counts)
 
     def _pause_for(self, seconds: float, then: Callable[[], None]) -> None:
-        # The loop would be woken again and again.
+        # Without this, the loop would be woken again and again.
         self._loop.remove_reader(self._listener)
         self._pause = self._loop.call_later(seconds, then)
 
@@ -122,12 +123,12 @@ class Acceptor:
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:
-            # Anything else is over: another one was faster, or the client has gone.
+            # Any other error needs no action: another front end was faster, or the client has gone.
             if error.errno in _EXHAUSTED:
                 self._pause_for(RETRY_SECONDS, self._wait)
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # It counts at once, not only when its protocol is made.
+        # Count the connection now: its protocol, which counts it later, is not made yet.
         self._tally.note(self._front_end, self._connections() + 1)
         self._serve(accepted)

@@ -1,9 +1,9 @@
 """The connections of a front end: how many there may be, and how long a client may take.
 
-A client that sends or reads too slowly holds memory, and a connection. uvicorn waits for it for
-ever, so all connections are looked at every second: at what the kernel holds for their clients,
-too, which is all of a short response. While the front end drains, every response says that its
-connection ends.
+A client that sends or reads too slowly holds memory and a connection, and uvicorn would wait for it
+for ever. So all connections are checked every second. The check includes what the kernel buffers
+for a client, since the kernel holds the whole of a short response. While the front end drains,
+every response says that its connection ends.
 """
 
 import argparse
@@ -23,23 +23,23 @@ from shoal.server.number_options import add_number, check_at_least
 MAX_CONNECTIONS = 4096
 CLIENT_SECONDS = 30.0
 LOOK_SECONDS = 1.0
-"""How often connections are to be looked at."""
+"""How often connections are to be checked."""
 BODY_BYTES_PER_SECOND = 16 << 10
 """A client that sends a body more slowly than this is too slow."""
 UNSENT_BYTES = 128 << 10
-"""What the kernel keeps of a response for one client that does not take it."""
+"""How much of a response the kernel buffers for a client that does not read it."""
 
 _KERNEL_SECONDS = 5
-"""How much later the kernel ends a connection whose client takes nothing: it tells nobody why."""
+"""How much later than Shoal, which counts it, the kernel ends a connection that is not read."""
 _TCP_INFO = struct.Struct("=24xI92xQ16xI")
-"""Of ``struct tcp_info`` (``linux/tcp.h``): segments that are not acknowledged, bytes that are, and
-bytes that are not sent."""
+"""Three fields of ``struct tcp_info`` (``linux/tcp.h``): segments that are not acknowledged, bytes
+that are acknowledged, and bytes that are not sent."""
 
 _RETRY_SECONDS = 1
 _PROBES = (b"/health", b"/ready", b"/ping")
-"""Paths that are answered however many connections there are."""
+"""Paths that are answered no matter how many connections there are."""
 _MOST_TIMES_LIMIT = 2
-"""A connection is accepted, to be told that there are too many, up to so many times the limit."""
+"""Up to this multiple of the limit, surplus connections are accepted and answered with a 503."""
 
 
 class Cutoff(enum.StrEnum):
@@ -48,9 +48,9 @@ class Cutoff(enum.StrEnum):
     SLOW_REQUEST = "slow_request"
     """Its client took too long to send a request."""
     SLOW_RESPONSE = "slow_response"
-    """Its client took nothing of a response for too long."""
+    """Its client read nothing of a response for too long."""
     TOO_MANY = "too_many"
-    """There were more connections than may be."""
+    """There were more connections than the limit."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class ConnectionLimits:
 
     connections: int = MAX_CONNECTIONS
     client_seconds: float = CLIENT_SECONDS
-    """How long a client may take to send the head of a request, or none of a response."""
+    """How long a client may take to send the head of a request, or may read nothing of a
+    response."""
 
 
 def add_connection_options(group: argparse._ArgumentGroup) -> None:
@@ -76,7 +77,7 @@ def add_connection_options(group: argparse._ArgumentGroup) -> None:
 
 
 def check_connection_options(args: Namespace) -> None:
-    """Refuse what cannot be.
+    """Refuse impossible values.
 
     Raises:
         UserError: the first such option; the message names it.
@@ -88,8 +89,9 @@ def check_connection_options(args: Namespace) -> None:
 def prepare_listener(listener: socket.socket, client_seconds: float) -> None:
     """Have the kernel end connections whose other side has vanished, and buffer little for others.
 
-    Nothing else tells of a vanished client while nothing is sent to it, and the kernel would keep
-    megabytes of what a client does not take. Accepted sockets inherit this.
+    Without keep-alive probes, nothing shows that a client has vanished while nothing is sent to it.
+    Without the limit, the kernel would buffer megabytes that a client does not read. Accepted
+    sockets inherit these settings.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     half = max(1, int(client_seconds / 2))
@@ -153,11 +155,11 @@ class Connections:
 
     @property
     def are_far_too_many(self) -> bool:
-        """Whether the latest connections are to be ended as they come."""
+        """Whether new connections are to be ended at once."""
         return len(self._open) > _MOST_TIMES_LIMIT * self.limits.connections
 
     def end_overdue(self) -> None:
-        """End the connections of clients that are too slow; to be called every ``LOOK_SECONDS``."""
+        """End the connections of clients that are too slow. Call it every ``LOOK_SECONDS``."""
         now = self.clock()
         for connection in list(self._open):
             cutoff = connection.end_if_overdue(now)
@@ -165,36 +167,36 @@ class Connections:
                 self.count(cutoff)
 
     def drain(self) -> None:
-        """Have every response that begins from now on be the last of its connection."""
+        """Make every response, also one in progress, the last of its connection."""
         self.is_draining = True
         for connection in self._open:
             connection.end_with_response()
 
     @property
     def answering(self) -> "list[ClientProtocol]":
-        """Those with a response in progress."""
+        """The connections with a response in progress."""
         return [connection for connection in self._open if connection.is_answering]
 
 
 class ClientProtocol(BoundedHttpProtocol):
-    """uvicorn's HTTP/1.1 on one connection of ``Connections``; built by that."""
+    """uvicorn's HTTP/1.1 on one connection; ``Connections.protocol`` builds it."""
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._connections = connections
         self._is_surplus = False
-        """Whether there were too many connections when it was made."""
+        """Whether there were too many connections when this one was made."""
         self._asking_since: float | None = None
-        """When its client began to send a request; None: none is incomplete."""
+        """When its client began to send a request; None: no request is incomplete."""
         self._received = 0
         """Bytes since then."""
         self._waiting: tuple[float, int] | None = None
-        """Since when bytes wait for the client, which had taken so many by then."""
+        """Since when bytes have waited for the client, and how many it had acknowledged by then."""
 
     # --- events -------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Take a new connection: its client is to send a request."""
+        """Take a new connection, whose client is now expected to send a request."""
         super().connection_made(transport)
         self._begin()
         self._connections.add(self)
@@ -261,7 +263,7 @@ class ClientProtocol(BoundedHttpProtocol):
             self.cycle.keep_alive = False
 
     def end_if_overdue(self, now: float) -> Cutoff | None:
-        """End the connection if its client is too slow, and return in what."""
+        """End the connection if its client is too slow, and return the reason."""
         if self._takes_nothing(now):
             self.transport.abort()
             return Cutoff.SLOW_RESPONSE
@@ -271,7 +273,7 @@ class ClientProtocol(BoundedHttpProtocol):
         return None
 
     def _takes_nothing(self, now: float) -> bool:
-        """Return whether something waits for the client, and it has taken nothing for too long."""
+        """Return whether bytes wait for the client, and it has acknowledged none for too long."""
         connected = self.transport.get_extra_info("socket")
         try:
             info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)

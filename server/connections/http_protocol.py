@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1, bounded: it keeps no more of a request than is allowed, and reads no more.
+"""uvicorn's HTTP/1.1 with bounds on what it keeps and reads of a request.
 
-The parser that uvicorn takes by default has no limit of its own, and tells of a header only once it
-is complete. A request whose body is answered before it is there would be read to its end.
+uvicorn's default parser has no limit of its own, and reports a header only once it is complete. If
+a request is answered before all of its body is there, uvicorn would read the body to its end.
 """
 
 import json
@@ -13,21 +13,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from shoal.server.errors import error_body
 
 UNWANTED_BYTES = 64 << 10
-"""Bodies that may be larger are not read to their end once they are answered."""
+"""A body that may be larger is not read to its end once its request is answered."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection that sends more than ``h11_max_incomplete_event_size`` bytes for nothing.
+    """Ends a connection whose request has too many bytes outside its body.
 
-    That is bytes that neither end a head nor are part of a body: request lines, headers, trailers,
-    and what chunks have around their content.
+    The limit is ``h11_max_incomplete_event_size`` for the bytes of a request line with its headers,
+    of trailers, or of what frames a chunk.
 
-    A response that begins before the body of its request is there is the last of its connection,
-    unless little can be left of the body: nobody wants the rest.
+    A response that begins before the whole body of its request is there is the last of its
+    connection, unless the body is small: nobody needs the rest of the body.
     """
 
     _pending = 0
-    """Bytes since the last piece of a request that the application can see."""
+    """Bytes received since the last piece of a request that the application can see."""
     _in_body = False
     """Whether the latest request's head is complete, and its body is not."""
 
@@ -72,9 +72,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what is wrong, unless another response has to come first, and close.
+        """Answer an invalid request, unless another response has to come first, and close.
 
-        Of a request whose body is wrong the application is told that its client has gone.
+        If the body of a request is wrong, the application is told that the client has gone.
         """
         cycle = self.cycle
         if self._in_body and not (cycle.response_started or self.pipeline):
@@ -99,7 +99,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _may_be_large(scope: Any) -> bool:
-    """Return whether the body of a request may be larger than what is read of it for nothing."""
+    """Return whether the body of a request may be larger than ``UNWANTED_BYTES``."""
     lengths = [value for name, value in scope["headers"] if name == b"content-length"]
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
         return True

@@ -1,8 +1,8 @@
 """uvicorn's server, as a front end runs it: it drains before it ends.
 
-While it drains it goes on to listen, for probes must get through and a load balancer takes time to
-notice: new requests are answered (with a 503, by ``PoolDoor``), not met by a closed port. Idle
-connections stay open for a moment, since a request may be on its way on them.
+While the server drains, it still listens: probes must get through, and a load balancer takes time
+to notice. So new requests get a 503 (from ``PoolDoor``), not a closed port. Idle connections stay
+open for a moment, since a request may be on its way on one of them.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from shoal.server.connections.accepting import Acceptor, Tally
 from shoal.server.connections.connection_limits import Connections, do_nothing
 
 CUT_OFF_SECONDS = 1
-"""What connections may take to end that are cut off."""
+"""How long a connection that is cut off may take to end."""
 LINGER_SECONDS = 1.0
 """How long idle connections stay open once nothing runs: longer than a request takes to arrive."""
 LAST_SECONDS = 2.0
-"""What responses may take to end once the controller has handed their requests back."""
+"""How long responses may take to end after the controller has handed their requests back."""
 _POLL_SECONDS = 0.05
 
 Share = tuple[Tally, int]
-"""The connections of all front ends, and which of these a server is."""
+"""The connections of all front ends, and the number of the server's own front end."""
 
 
 def uvicorn_config(
     app: Any, args: Namespace, protocol: Any, keep_alive_seconds: int
 ) -> uvicorn.Config:
-    """Return how a front end serves an application.
+    """Return uvicorn's configuration of a front end.
 
     Args:
         app: the application.
@@ -66,17 +66,18 @@ def uvicorn_config(
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that SIGTERM ends when its requests are done, and a second one sooner.
+    """A server that ends after SIGTERM once its requests are done; a second SIGTERM ends it sooner.
 
     Args:
         config: the application, and how it is served.
         connections: those of this server.
         on_started: called when connections are accepted.
-        on_drain: called when the server begins to drain: to refuse requests from then on.
-        request_seconds: how long requests may go on. The controller sees to it; what is not over a
-            little later is cut off.
+        on_drain: called when the server begins to drain; requests are to be refused from then on.
+        request_seconds: how long requests may go on. The controller ends them then; a response that
+            is not over a little later is cut off.
         clock: monotonic seconds.
-        share: of which connections it is to accept its part; None: all that it can.
+        share: the connections of all front ends, of which this server accepts its part; None: it
+            accepts all that it can.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture SIGTERM alone: a terminal's SIGINT is the supervisor's business."""
+        """Capture SIGTERM only: the supervisor handles a terminal's SIGINT."""
         before = signal.signal(signal.SIGTERM, self.handle_exit)
         try:
             yield
@@ -111,7 +112,7 @@ class DrainingServer(uvicorn.Server):
             signal.signal(signal.SIGTERM, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: drain, or, at the second, end as soon as clients have been told."""
+        """Take a signal: drain at the first, and at the second end once clients have been told."""
         del sig, frame
         if self.should_exit:
             self._hurried_at = min(self._hurried_at, self._clock())
@@ -134,7 +135,7 @@ class DrainingServer(uvicorn.Server):
             self._on_started()
 
     def _serve_accepted(self, accepted: socket.socket) -> None:
-        """Serve a connection as ``uvicorn.Server.startup`` has its loop serve those it accepts."""
+        """Serve an accepted connection, as ``uvicorn.Server.startup`` would have its loop do."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
@@ -159,7 +160,7 @@ class DrainingServer(uvicorn.Server):
         """Drain, then end as uvicorn does."""
         self._begin_to_drain()
         await self._drain()
-        # A client that does not read its response is cut off by uvicorn: nothing to report.
+        # uvicorn cuts off clients that do not read their responses; no log line is needed.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if self._acceptor is not None:
             self._connections.changed = do_nothing

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: its bodies, and errors in its shape.
 
-The routes are vLLM's, which makes a chat completion of a request and of that the answer
-(``AnthropicServingMessages``).
+The routes are vLLM's: ``AnthropicServingMessages`` turns a request into a chat completion, and the
+result of that into the answer.
 """
 
 import json
@@ -25,16 +25,16 @@ TEXT_BLOCKS = frozenset(
 )
 """Types of the blocks of a message that are text, or about tools; no others are served."""
 _RESULT_BLOCKS = frozenset({"text", "tool_reference"})
-"""Types of the blocks in a ``tool_result``: vLLM would drop others without a word."""
+"""Types of the blocks in a ``tool_result`` that are served: vLLM would silently drop others."""
 _CHAT_ERROR = 'data: {"error"'
-"""How the event begins that ends a stream of chat completions which has failed."""
+"""The beginning of the event that ends a failed stream of chat completions."""
 
 
 # --- bodies ---
 
 
 def check_messages(body: bytes, bounds: Bounds) -> dict[str, Any]:
-    """Check the body of a route of the Messages API, and return what it says.
+    """Check the body of a route of the Messages API, and return its content.
 
     Raises:
         BoundsError: see ``check_body``.
@@ -85,7 +85,7 @@ _CHECKS: dict[str, Check] = {"messages": _messages, "system": _system}
 
 
 class MessagesErrorMiddleware:
-    """Puts errors into Anthropic's shape, whoever has made them: vLLM does so with its own only.
+    """Puts all errors into Anthropic's shape: vLLM does so only with its own.
 
     Args:
         app: the application behind this middleware.
@@ -105,7 +105,7 @@ class MessagesErrorMiddleware:
 
 
 class _ShapedErrors:
-    """An ASGI ``send`` that keeps an error until it is whole."""
+    """An ASGI ``send`` that holds an error back until it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -142,10 +142,10 @@ Convert = Callable[[AsyncGenerator[str, None]], AsyncGenerator[str, None]]
 
 
 def tell_errors(convert: Convert) -> Convert:
-    """Wrap ``message_stream_converter`` of vLLM's serving class: a stream's error says its reason.
+    """Wrap vLLM's ``message_stream_converter`` so that a stream's error gives its reason.
 
-    vLLM takes an error in a stream of chat completions for a chunk that is not valid, logs that and
-    tells the client so.
+    vLLM takes an error in a stream of chat completions for an invalid chunk, and tells the log and
+    the client so.
     """
 
     async def converted(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -1,7 +1,7 @@
 """Shoal's FastAPI application: vLLM's routes that Shoal offers, and its own.
 
-This module imports no vLLM: ``vllm_app.py`` has vLLM's routers. The routes are a list of what
-is offered, so that a new vLLM adds none by itself.
+This module does not import vLLM: ``vllm_app.py`` has vLLM's routers. The paths that Shoal offers
+are listed here, so that a new version of vLLM adds none by itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +70,7 @@ VLLM_PATHS = frozenset(
         "/load",
     }
 )
-"""Routes taken from vLLM's routers; each router's others are left out."""
+"""Routes taken from vLLM's routers, whose other routes are left out."""
 
 OPEN_PATHS = ("/health", "/ready", PING_PATH)
 """Routes that need no API key."""
@@ -147,8 +147,8 @@ def build_app(
 def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
     """Return the application of the admin API, for a port of its own.
 
-    A browser on this machine must not act on it for a page of someone else's, so what a browser
-    sends across origins is refused.
+    A foreign web page in a browser on this machine must not be able to use it, so requests that a
+    browser sends across origins are refused.
     """
     app = FastAPI(title="Shoal admin", openapi_url=None)
     add_admin_api(app, backstage.control)
@@ -172,27 +172,27 @@ def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
 
 
 def _check(body: bytes, bounds: Bounds) -> dict[str, Any]:
-    """Check a body of OpenAI's API, each field by itself and then their product."""
+    """Check a body of OpenAI's API: first each field, then the product of those that multiply."""
     fields = check_body(body, bounds)
     check_logprobs(fields, bounds)
     return fields
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer for a path or a method that is not there, in the shape of the other errors."""
+    """Answer a request for an unknown path or method, in the shape of the other errors."""
     del request
     assert isinstance(error, HTTPException)
     return error_response(error.status_code, str(error.detail), dict(error.headers or {}))
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    """Answer for an error of the server's own, which is logged, in the shape of the others."""
+    """Answer a request at which the server failed, in the shape of the other errors."""
     del request
     return error_response(500, f"the server failed at this request: {type(error).__name__}")
 
 
 def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> None:
-    # The last one added is the first to see a request.
+    # The middleware that is added last is the first to see a request.
     placements, access, bounds = backstage.placements, options.access, options.bounds
     app.add_middleware(
         TermsMiddleware,

@@ -15,11 +15,11 @@ from shoal.server.rejections import Refused
 
 
 class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
-    """vLLM's ``AsyncLLM`` with checks, and metrics of several engines.
+    """vLLM's ``AsyncLLM`` with checks of requests, and with metrics for each engine.
 
     Args:
         grammars: checks grammars.
-        placements: the HTTP requests in progress; they are told why one was refused.
+        placements: the HTTP requests in progress; the reason of a refusal is noted there.
         options: ``AsyncLLM``'s own.
     """
 
@@ -33,7 +33,7 @@ class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     ) -> Any:
         """Add a request as vLLM does, if its grammar and its log probabilities are within bounds.
 
-        vLLM would validate the grammar in the event loop.
+        The grammar is checked in the sandbox first: vLLM would validate it in the event loop.
         """
         constraint = getattr(params, "structured_outputs", None)
         try:
@@ -58,11 +58,11 @@ class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 raise VLLMValidationError(str(error), parameter=error.param) from None
 
     def count_per_engine(self, engines: int, *, aggregate: bool) -> None:
-        """Label metrics with the engine whose unit ran a step, not as of one engine core.
+        """Label metrics with the engine that leads the unit of a step, not with one engine core.
 
         Args:
             engines: number of engines.
-            aggregate: whether vLLM's log lines of them are one.
+            aggregate: whether vLLM logs one line for all of them.
         """
         if self.log_stats:
             self.logger_manager: Any = StatLoggerManager(

@@ -1,8 +1,8 @@
-"""What of a prompt the text of its first output token depends on: its last few tokens.
+"""Finds the last few prompt tokens on which the text of the first output token depends.
 
-vLLM's ``FastIncrementalDetokenizer`` gives ``tokenizers.decoders.DecodeStream`` the whole prompt,
-which the first step decodes twice: 0.2 us a token, after the engine has answered. From its second
-token on the stream itself looks back at the tokens since it last had text, and no further.
+vLLM's ``FastIncrementalDetokenizer`` gives ``tokenizers.decoders.DecodeStream`` the whole prompt.
+The stream's first step decodes the prompt twice, after the engine has answered: that takes 0.2 us
+per token. Later steps only look back to the tokens since the stream last had text.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ SHORTEST_TAIL = 4
 LONGEST_TAIL = 24
 """Tokens: about as far as earlier releases of vLLM looked back for a safe place to start."""
 _REPLACEMENT = "\ufffd"
-"""What decoders make of bytes that are no character: of the first ones of one that goes on, too."""
+"""What decoders make of bytes that are not a character, an incomplete one included."""
 
 
 def prompt_tail(
@@ -23,16 +23,17 @@ def prompt_tail(
 ) -> Sequence[int]:
     """Return the shortest end of a prompt that a ``DecodeStream`` can begin with.
 
-    It has text, so that what follows is not taken for the beginning of one (some decoders strip
-    the first space), and its last character is whole. That is all of a prompt that is short, or
-    that has no such end within ``LONGEST_TAIL`` tokens. The stream then says what it would after
-    the whole prompt, if that is text: ids may be made up of which a decoder that looks at all bytes
-    in a row at once (``ByteFallback``) makes no text, and of their end it does.
+    This end has text, so that what follows is not taken for the beginning of a text (some decoders
+    strip the first space), and its last character is complete. The whole prompt is returned if it
+    is short, or has no such end within ``LONGEST_TAIL`` tokens. The stream then gives the same text
+    as after the whole prompt, if the prompt is text. Made-up ids are an exception: a decoder that
+    looks at all bytes in a row at once (``ByteFallback``) may make no text of the whole row, but
+    text of its end.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prompt: its token ids.
-        skip_special_tokens: whether these have no text.
+        skip_special_tokens: whether special tokens have no text.
     """
     for length in range(SHORTEST_TAIL, min(len(prompt), LONGEST_TAIL + 1)):
         tail = prompt[-length:]
@@ -43,12 +44,12 @@ def prompt_tail(
 
 
 def shorten_prompt(detokenizer: Any, prompt: Sequence[int] | None) -> None:
-    """Have a new detokenizer look at the end of its prompt alone.
+    """Make a new detokenizer look only at the end of its prompt.
 
     Args:
-        detokenizer: vLLM's, of any kind; one that has no ``DecodeStream``, or has had an output
-            token, is left as it is.
-        prompt: the token ids that it was made with.
+        detokenizer: vLLM's, of any kind. It is left as it is if it has no ``DecodeStream``, or has
+            had an output token.
+        prompt: the token ids that the detokenizer was made with.
     """
     if prompt is None or not isinstance(getattr(detokenizer, "stream", None), DecodeStream):
         return

@@ -1,9 +1,9 @@
 """A front end's way to the controller and the engines: what vLLM's ``AsyncLLM`` talks to.
 
-vLLM's client of an engine core makes three calls for every request, those of ``n > 1`` included:
+vLLM's client of an engine core makes three calls for every request, those with ``n > 1`` included:
 ``add_request_async``, in the context of its HTTP request, ``get_output_async`` and
 ``abort_requests_async``. The controller answers that client as if it were one engine core; what a
-node needs beyond that hangs on these three calls.
+node needs beyond that is added around these three calls.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from shoal.server.observers import Observers
 
 
 class EngineClient:
-    """Takes the place of the three calls, and tells the observers of what passes.
+    """Replaces the three calls, and tells the observers what passes through them.
 
     Args:
-        llm: calls it from now on.
-        control: the channel to the controller beside that of the requests.
+        llm: calls this object from now on.
+        control: the channel to the controller for everything but requests.
         placements: the HTTP requests in progress.
         observers: hear of every engine request; ``interruptions`` is added to them.
         index: number of the front end.
@@ -61,7 +61,7 @@ class EngineClient:
         )
         observers.add(self.interruptions)
         self._words: set[asyncio.Future[Any]] = set()
-        """On their way to the controller; asyncio keeps no reference."""
+        """Messages on their way to the controller; asyncio keeps no reference to them."""
         core = llm.engine_core
         self._send = core.add_request_async
         self._receive = core.get_output_async
@@ -75,17 +75,17 @@ class EngineClient:
         return not self._llm.errored
 
     def end_with_error(self, request_ids: Sequence[str]) -> None:
-        """End requests as the controller would, which does not answer; it is left word of it."""
+        """End requests in place of a controller that does not answer, and leave it a message."""
         core, error = self._llm.engine_core, FinishReason.ERROR
         outputs = [EngineCoreOutput(name, [], finish_reason=error) for name in request_ids]
         core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=outputs))
-        # The same way as the requests, so that it arrives after them.
+        # Sent over the same connection as the requests, so that it arrives after them.
         word = core._send_input(RequestType.UNANSWERED, list(request_ids))
         self._words.add(sending := asyncio.ensure_future(word))
         sending.add_done_callback(self._words.discard)
 
     async def _add_request(self, request: Any) -> None:
-        """Send an engine request, with what the task pool is to know of it."""
+        """Send an engine request, with what the task pool needs to know about it."""
         self._placements.count_in(request)
         self._observers.sending(request, self._placements.arrival)
         state = self._states.get(request.request_id)
@@ -99,8 +99,8 @@ class EngineClient:
             raise
 
     async def _get_output(self) -> Any:
-        """Return the next message, with its outputs of requests that have moved in order."""
-        # Where messages are waiting, vLLM takes one after the other and lets nothing else run.
+        """Return the next message, in which the outputs of moved requests are in order."""
+        # While messages are waiting, vLLM would take one after the other and let nothing else run.
         await asyncio.sleep(0)
         self.interruptions.settle()
         message = await self._receive()
@@ -112,7 +112,7 @@ class EngineClient:
         return message
 
     async def _abort_requests(self, request_ids: list[str]) -> None:
-        """Abort requests, but those that ended at a stop string count as finished.
+        """Abort requests; requests that ended at a stop string count as finished.
 
         vLLM sees a stop string in the front end, in its output handler, which then aborts the
         request in the engine.
@@ -125,14 +125,14 @@ class EngineClient:
             await self._abort(request_ids)
 
     def _standing(self, request_id: str) -> tuple[int, int] | None:
-        """Return a request's prompt tokens and the output tokens taken in; None if unknown."""
+        """Return how many prompt and received output tokens a request has; None if unknown."""
         state = self._states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
         return state.prompt_len, state.detokenizer.num_output_tokens()
 
     def _tokens_of(self, request_id: str) -> Sequence[int] | None:
-        """Return a request's output tokens that were taken in; None if it has ended."""
+        """Return the output tokens received for a request; None if it has ended."""
         state = self._states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
@@ -142,7 +142,7 @@ class EngineClient:
     def _end_unstarted(self, outputs: list[Any], timestamp: float) -> list[Any]:
         """End the requests that end without a token, and return the other outputs.
 
-        vLLM would take such an end for a first token, in its histograms and its span.
+        vLLM's histograms and span would take such an end for a first token.
         """
         unstarted = [out for out in outputs if not out.new_token_ids and self._is_unstarted(out)]
         if not unstarted:

@@ -1,7 +1,8 @@
-"""The front end's process: makes its parts, lets them hear of each other, serves, and closes.
+"""The front end's process: makes its parts, connects them, serves, and closes.
 
-Slow to import, for it imports vLLM. vLLM's own are the tokenizers and chat templates, the OpenAI
-routes (``vllm_app.py``) and the client that speaks to an engine core (``engine_client.py``).
+This module is slow to import, because it imports vLLM. These parts are vLLM's own: the tokenizers
+and chat templates, the OpenAI routes (``vllm_app.py``) and the client that speaks to an engine core
+(``engine_client.py``).
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from socket import socket
 from typing import Any
 
 logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
-# vLLM sets its loggers up only after some of its modules have logged to the last resort, stderr.
+# vLLM configures its loggers only after some of its modules have already logged to stderr.
 
 # ruff: noqa: E402 - see above
 import uvloop
@@ -67,7 +68,7 @@ from shoal.server.operator.tracing import Traces
 from shoal.server.options.vllm_options import load_plugins
 
 _WATCH_SECONDS = 0.5
-"""How often requests are looked for whose outputs are overdue, and the controller's heartbeat."""
+"""How often overdue outputs and the controller's heartbeat are checked."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Frontend:
         access: who may call.
         listener: the bound socket that all front ends share.
         tally: the connections that each of them has accepted from it.
-        admin: that of the admin API, which the first of them serves.
+        admin: the bound socket of the admin API, which only the first front end serves.
     """
 
     config: NodeConfig
@@ -104,7 +105,7 @@ class Frontend:
         return config
 
     def __call__(self, ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM. Calls ``ready`` when connections are accepted."""
+        """Serve until SIGTERM, and call ``ready`` when connections are accepted."""
         if self.config.api_servers > 1:
             share_metrics(Path(self.config.runtime_dir, "prometheus"))
         set_ulimit()
@@ -209,7 +210,7 @@ class Frontend:
     ) -> None:
         args = self.args
         app = await build_vllm_app(llm, backstage, self._app_options(), args)
-        # Before, each is looked up in the environment at each use: with every output token.
+        # Without the cache, vLLM looks up its variables at each use, so with every output token.
         vllm_envs.enable_envs_cache()
         prepare_listener(self.listener, self._connection_limits.client_seconds)
 
@@ -255,7 +256,7 @@ class Frontend:
 
 @contextmanager
 def _calling(*calls: tuple[float, Callable[[], None]]) -> Iterator[None]:
-    """Call each function again and again, every so many seconds, for as long as this lasts."""
+    """Call each function at its interval, in seconds, for as long as the context lasts."""
     tasks = [asyncio.create_task(_every(seconds, act)) for seconds, act in calls]
     try:
         yield

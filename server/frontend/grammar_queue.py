@@ -1,10 +1,11 @@
-"""Which grammar is compiled next: the holders of API keys in turn, and small grammars first.
+"""Chooses the grammar to compile next: callers take turns, and small grammars come first.
 
-Nobody knows how long a grammar takes before it is compiled. So each is first tried for a short
-time. One that needs more is stopped, and tried again with all the time that a grammar may take. Two
-run at once, at two places: one place is for first tries alone, the other for second tries, and for
-first tries while there is nothing to try again. So whatever others send, a caller's smallest
-grammar waits for a first try that runs, and one of every other caller, and for nothing else.
+Nobody knows how long a grammar takes before it is compiled. So each grammar is first tried for a
+short time. One that needs more is stopped, and tried again with all the time that a grammar may
+take. Two grammars are compiled at once, in two places. One place is for first tries only. The other
+is for second tries, and for first tries while there is nothing to try again. So whatever others
+send, the smallest grammar of a caller waits only for the first try that is running, and for one
+first try of every other caller.
 """
 
 import asyncio
@@ -18,28 +19,28 @@ from shoal.server.frontend.sandbox import KilledError
 FIRST_SECONDS = 1
 """CPU time of a first try: many times what most grammars take."""
 BYTES_PER_PLACE = 1024
-"""A grammar is overtaken by one later grammar of its caller for each so many bytes of its own."""
+"""For each this many bytes of a grammar, one later grammar of its caller may overtake it."""
 
 Compile = Callable[[bytes, int], Awaitable[None]]
-"""Compiles a grammar in at most so many CPU seconds, as ``Sandbox.run`` does."""
+"""Compiles a grammar in at most the given CPU seconds, as ``Sandbox.run`` does."""
 Caller = str | None
-"""The holder of an API key; None: all callers who have none."""
+"""The holder of an API key; None: all callers without a key."""
 
 
 class QueueFullError(Exception):
-    """A caller has as many grammars waiting as it may; the message is one line."""
+    """A caller already has as many waiting grammars as it may; the message is one line."""
 
 
 @dataclass(eq=False)
 class _Grammar:
-    """One that is to be compiled, for however many requests."""
+    """A grammar to compile, for one or more requests."""
 
     job: bytes
     done: asyncio.Future[None]
     requests: Counter[Caller] = field(default_factory=Counter)
-    """Those that wait for it, by caller."""
+    """The number of requests that wait for it, by caller."""
     line: "_Line | None" = None
-    """Where it waits; None: it is being compiled."""
+    """The line in which it waits; None: it is being compiled."""
     tried: bool = False
     """Whether the first try was too short."""
 
@@ -49,14 +50,14 @@ class _Grammar:
 
 
 class _Line:
-    """Grammars that wait for a place: callers in turn, and the smallest of each first."""
+    """Grammars that wait for a place. Callers take turns, each with its smallest grammar first."""
 
     def __init__(self) -> None:
         self._by_caller: dict[Caller, dict[_Grammar, float]] = {}
-        """And their places in the order of their caller. A grammar that several callers have asked
-        for stands in the line of each."""
+        """The waiting grammars of each caller, with their rank. A grammar that several callers have
+        asked for is listed for each of them."""
         self._served: dict[Caller, int] = {}
-        """When each caller had its last turn; those who had none come first."""
+        """When each caller had its last turn; callers who had none come first."""
         self._serial = count(1)
 
     def add(self, caller: Caller, grammar: _Grammar) -> None:
@@ -71,7 +72,7 @@ class _Line:
             self._by_caller.pop(caller, None)
 
     def take(self) -> _Grammar | None:
-        """Take the next one out; None if none waits."""
+        """Remove and return the next grammar; None if none waits."""
         if not self._by_caller:
             return None
         caller = min(self._by_caller, key=lambda each: self._served.get(each, 0))
@@ -88,9 +89,9 @@ class GrammarQueue:
     """Compiles grammars, two at once, fairly among callers. For one asyncio event loop.
 
     Args:
-        compile_within: does it.
+        compile_within: compiles a grammar.
         cpu_seconds: CPU time that a grammar may take.
-        per_caller: grammars that one caller may have here.
+        per_caller: how many grammars one caller may have here at once.
     """
 
     def __init__(self, compile_within: Compile, *, cpu_seconds: int, per_caller: int) -> None:
@@ -103,15 +104,15 @@ class GrammarQueue:
         self._new = new
 
     async def run(self, caller: Caller, job: bytes) -> None:
-        """Have a grammar compiled; one that several requests bring meanwhile is compiled once.
+        """Have a grammar compiled: only once if several requests bring it at the same time.
 
         Args:
             caller: who asks for it.
             job: the grammar.
 
         Raises:
-            QueueFullError: the caller has too many here.
-            RefusedError: it is wrong, or needs more than it may.
+            QueueFullError: the caller has too many grammars here.
+            RefusedError: the grammar is wrong, or needs more time or memory than it may.
             OSError: the sandbox is gone.
         """
         grammar = self._grammars.get(job)
@@ -141,7 +142,7 @@ class GrammarQueue:
         return grammar
 
     def _leave(self, caller: Caller, grammar: _Grammar) -> None:
-        """Take a grammar out of a caller's line; what is being compiled goes on to its limit."""
+        """Take a grammar out of a caller's line; a compilation that is running goes on."""
         if grammar.line is not None:
             grammar.line.discard(caller, grammar)
             if not grammar.callers:
@@ -176,10 +177,10 @@ class GrammarQueue:
 
 @dataclass(eq=False)
 class _Place:
-    """One of those where a grammar is compiled."""
+    """One of the two places where a grammar is compiled."""
 
     lines: tuple[_Line, ...]
-    """Those that it serves, the first that has any."""
+    """The lines that it serves: it takes from the first line that has a grammar."""
     task: asyncio.Task[None] | None = None
 
 

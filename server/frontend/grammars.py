@@ -1,9 +1,9 @@
-"""Grammars of structured outputs: compiled where that can be killed, before an engine does it.
+"""Grammars of structured outputs: compiled in a process that can be killed, before an engine does.
 
-vLLM compiles a grammar in threads of the engine, and some of it in the front end's event loop. A
-thread cannot be ended: a schema that takes minutes takes a core of the engine for as long. So every
-grammar is compiled once in a sandbox first, with the engine's own code, and refused if that takes
-too long. What was accepted or refused is remembered.
+vLLM compiles grammars in threads of the engine, and partly in the front end's event loop. A thread
+cannot be ended: a schema that takes minutes keeps a core of the engine busy for as long. So every
+grammar is first compiled once in a sandbox, with the engine's own code, and refused if that takes
+too long. The verdict is remembered.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from shoal.server.frontend.grammar_queue import Caller, GrammarQueue
 from shoal.server.frontend.sandbox import RefusedError
 
 REMEMBERED = 1024
-"""Grammars whose verdict is kept."""
+"""How many grammars' verdicts are kept."""
 MEMORY_BYTES = 2 << 30
-"""Of one compilation."""
+"""Memory that one compilation may use."""
 _FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
@@ -48,7 +48,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Read the tokenizer's vocabulary, which takes longer than most grammars."""
-        # What is wrong with a grammar is told to its client.
+        # The client is told what is wrong with a grammar, so the log need not say it.
         logging.disable(logging.CRITICAL)
         warnings.simplefilter("ignore")
         self._manager = StructuredOutputManager(self._config)
@@ -62,10 +62,10 @@ class GrammarCompiler:
             self(_TRIVIAL)  # vLLM imports its backends when it validates
 
     def __call__(self, job: bytes) -> None:
-        """Compile the grammar that ``encoded`` has made a job of.
+        """Compile the grammar of a job that ``encoded`` has made.
 
         Raises:
-            ValueError: it is not valid.
+            ValueError: the grammar is not valid.
         """
         params = SamplingParams(
             structured_outputs=StructuredOutputsParams(**msgspec.json.decode(job))
@@ -95,10 +95,10 @@ def encoded(constraint: Any) -> bytes:
 
 
 class GrammarCheck:
-    """Says of every grammar, once, whether it may be used.
+    """Decides whether a grammar may be used, and remembers the verdict.
 
     Args:
-        queue: has a ``GrammarCompiler`` do its work.
+        queue: has grammars compiled by a ``GrammarCompiler``.
     """
 
     def __init__(self, queue: GrammarQueue) -> None:
@@ -106,15 +106,15 @@ class GrammarCheck:
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def check(self, caller: Caller, constraint: Any) -> None:
-        """Return if this ``StructuredOutputsParams`` may be used.
+        """Return normally if these ``StructuredOutputsParams`` may be used.
 
         Args:
             caller: who asks.
-            constraint: that.
+            constraint: the ``StructuredOutputsParams``.
 
         Raises:
-            VLLMValidationError: it is not valid, or costs too much to compile.
-            QueueFullError: the caller has too many that wait to be compiled.
+            VLLMValidationError: the grammar is not valid, or costs too much to compile.
+            QueueFullError: too many grammars of the caller wait to be compiled.
         """
         job = encoded(constraint)
         digest = hashlib.sha256(job).digest()

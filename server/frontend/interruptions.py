@@ -1,12 +1,13 @@
-"""Requests whose engines died: what their clients have, and where they go on.
+"""Requests whose engines died: how far their clients have got, and from where they go on.
 
-The controller asks how far an interrupted request has come. The answer counts every output that was
-let through to vLLM's output processor, so it is given when that has taken them all in: between two
-messages. From then on outputs of earlier attempts at the request are dropped; each output says
-which attempt it belongs to (``shoal.runtime.protocol.wire.attempt_of``).
+The controller asks how far an interrupted request has come. The answer must count every output that
+was passed on to vLLM's output processor, so it is given between two messages, when the processor
+has taken them all in. From then on, outputs of earlier attempts at the request are dropped; each
+output says which attempt it belongs to (``shoal.runtime.protocol.wire.attempt_of``).
 
-An engine that dies just after a request was moved out of it may take the last outputs with it. Then
-those of the next unit wait for them in vain: the request is begun again from what there is.
+If an engine dies just after a request was moved out of it, the last outputs of the request there
+may be lost. The outputs of the next unit would wait for them for ever, so the request is begun
+again from the tokens that did arrive.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,23 +20,23 @@ from shoal.server.frontend.ordering import InOrder
 from shoal.server.observers import Observer
 
 OVERDUE_SECONDS = 2.0
-"""How long a moved request's outputs wait for those before them."""
+"""How long a moved request's outputs wait for the outputs that precede them."""
 
 TokensOf = Callable[[str], Sequence[int] | None]
-"""Returns the output tokens of a request that were taken in; None if it has ended."""
+"""Returns the output tokens received for a request; None if it has ended."""
 Send = Callable[[Received | GoesOn], None]
-"""Sends to the controller."""
+"""Sends a message to the controller."""
 
 
 class Interruptions(Observer):
-    """A front end's side of the requests that are begun again.
+    """A front end's part in beginning requests again.
 
     Args:
         client: number of the front end.
-        order: where outputs are held back.
-        tokens_of: what was taken in of a request.
-        send: answers the controller.
-        expect: called with every request of which the controller's next note is to be awaited.
+        order: holds back outputs that are early.
+        tokens_of: returns the tokens received for a request.
+        send: sends the answers to the controller.
+        expect: called with every request for which the controller will send another note.
         count_late: called with the number of outputs that were dropped.
     """
 
@@ -56,9 +57,9 @@ class Interruptions(Observer):
         self._expect = expect
         self._count_late = count_late
         self._attempts: dict[str, int] = {}
-        """The latest attempts at those that were begun again."""
+        """The latest attempt at each request that was begun again."""
         self._unheard: set[str] = set()
-        """Those of them that have no output since."""
+        """Requests that were begun again and have had no output since."""
         self._asked: dict[str, int] = {}
         self._is_settled = True
 
@@ -66,22 +67,22 @@ class Interruptions(Observer):
         return len(self._attempts)
 
     def interrupted(self, note: Interrupted) -> None:
-        """Take the controller's question; it is answered as soon as it can be."""
+        """Take the controller's question, and answer it as soon as possible."""
         self._asked.update(note.attempts)
         self._answer()
 
     def settle(self) -> None:
-        """Note that every output so far was taken in."""
+        """Note that vLLM's output processor has taken in every output so far."""
         self._is_settled = True
         self._answer()
 
     def admit(self, unit: Unit | None, outputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of one message without those of attempts that are over.
+        """Return the outputs of one message, without those of earlier attempts.
 
-        Until ``settle`` is called they count as on their way.
+        Until ``settle`` is called, they are not yet counted as received.
 
         Args:
-            unit: who made them; None: the controller, whose word always holds.
+            unit: the unit that made them; None: the controller, whose outputs are always valid.
             outputs: ``EngineCoreOutput`` of the message.
         """
         self._is_settled = False
@@ -100,7 +101,7 @@ class Interruptions(Observer):
         return attempt_of(output.trace_headers) >= self._attempts.get(output.request_id, 0)
 
     def begin_overdue_again(self) -> None:
-        """Ask for requests to be begun again whose next outputs seem to be lost."""
+        """Have requests begun again whose next outputs seem to be lost."""
         for request_id in self._order.overdue(OVERDUE_SECONDS):
             self._asked.setdefault(request_id, self._attempts.get(request_id, 0) + 1)
         self._answer()

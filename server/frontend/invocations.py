@@ -1,7 +1,7 @@
-"""``/invocations``: the one route by which a host of containers such as SageMaker asks for answers.
+"""``/invocations``: the only route that hosts of containers such as SageMaker use for requests.
 
-vLLM tries every kind of request on the body in turn (``vllm.entrypoints.serve.sagemaker``). Here
-the field decides that each kind must have, so that an error says what is wrong with it.
+vLLM tries to read the body as each kind of request in turn (``vllm.entrypoints.serve.sagemaker``).
+Here the field that a kind of request must have decides, so that errors are about that kind.
 """
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -17,19 +17,19 @@ from shoal.server.gate.bodies import DECODED_BODY, DecodedBodyRouter
 
 INVOCATIONS_PATH = "/invocations"
 PING_PATH = "/ping"
-"""Where such a host asks whether the server is alive."""
+"""The route by which such a host asks whether the server is alive."""
 
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-"""The routes that a request may become, by the field that makes it one; the first that it has."""
+"""The route that serves a request, by a field of its body: the first that the body has decides."""
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def invocations_router(routes: Iterable[BaseRoute]) -> APIRouter:
-    """Return the router of ``/invocations``; it is empty if it has no route to lead to.
+    """Return the router of ``/invocations``, which is empty if no route is there to serve it.
 
     Args:
-        routes: those of the application.
+        routes: the application's routes.
     """
     found = {route.path: route for route in routes if isinstance(route, APIRoute)}
     router = DecodedBodyRouter()

@@ -1,8 +1,8 @@
-"""Streams that have nothing to send say so: a comment, which clients skip, keeps them alive.
+"""Keeps quiet streams alive: a stream with nothing to send sends a comment, which clients skip.
 
-A stream pauses when its engine has died and when its engines are regrouped. Proxies cut connections
-on which nothing comes for a minute or less, and nobody can tell a pause from a server that is gone.
-A line of an event stream that begins with a colon is a comment (HTML Standard, 9.2.6).
+A stream pauses when its engine has died or when its engines are regrouped. Proxies cut connections
+that are quiet for a minute or less, and a client cannot tell a pause from a server that is gone. A
+line of an event stream that begins with a colon is a comment (HTML Standard, 9.2.6).
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from shoal.runtime.clock import Clock, monotonic
 from shoal.server.gate.placement import route_path
 
 QUIET_SECONDS = 15.0
-"""A stream that has sent nothing for so long sends a comment."""
+"""A stream sends a comment after it has sent nothing for so long."""
 COMMENT = b": the stream goes on\n\n"
 LOOK_SECONDS = 1.0
-"""How often streams are to be looked at."""
+"""How often streams are to be checked."""
 
 _EVENT_STREAM = "text/event-stream"
 
 
 @dataclass(eq=False)
 class _Stream:
-    """A response that is an event stream, and in progress."""
+    """An event stream in progress."""
 
     send: Send
     sent_at: float
     is_sending: bool = False
-    """Whether something is on its way to the connection, which may not take it now."""
+    """Whether a message is being sent, which takes long if the connection is blocked."""
 
 
 class Streams:
@@ -45,15 +45,15 @@ class Streams:
         self.clock = clock
         self.open: set[_Stream] = set()
         self._comments: set[asyncio.Future[None]] = set()
-        """On their way; asyncio keeps no reference."""
+        """Comments being sent; asyncio keeps no reference to them."""
 
     def keep_alive(self) -> None:
-        """Have the quiet ones send a comment; to be called every ``LOOK_SECONDS``."""
+        """Have quiet streams send a comment. Call it every ``LOOK_SECONDS``."""
         now = self.clock()
         for stream in self.open:
             if now - stream.sent_at >= QUIET_SECONDS and not stream.is_sending:
                 stream.is_sending, stream.sent_at = True, now
-                # Not awaited here: a client that takes nothing must not hold up the others.
+                # Not awaited here: a client that reads nothing must not hold up the others.
                 self._comments.add(comment := asyncio.ensure_future(_comment(stream)))
                 comment.add_done_callback(self._comments.discard)
 
@@ -64,13 +64,13 @@ async def _comment(stream: _Stream) -> None:
 
 
 class KeepAliveMiddleware:
-    """Knows which responses are streams, and when they have last sent something.
+    """Notes which responses are streams, and when each last sent something.
 
-    Every message of a stream has to be whole events, as those of vLLM's are.
+    Every message of a stream must consist of whole events, as in vLLM's streams.
 
     Args:
         app: the application behind this middleware.
-        streams: those in progress.
+        streams: the streams in progress.
         paths: the routes whose responses may be streams.
     """
 

@@ -1,9 +1,10 @@
-"""The outputs of a moved request, in order.
+"""Puts the outputs of a moved request in order.
 
-Every engine pushes its outputs over its own connection. When a request moves, the last tokens of
-its old unit and the first of its new one can overtake each other in front of a busy front end. A
-moved request's first output says how long the prompt was that its new unit computed: the original
-prompt and every token before. So the front end knows what it must have seen, and waits for it.
+Every engine sends its outputs over its own connection. When a request moves, the first tokens of
+its new unit can reach a busy front end before the last tokens of its old unit. The first output of
+the new unit says how long the prompt was that the unit computed: the original prompt and every
+token before the move. So the front end knows which tokens it must have received, and waits for
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 
 Standing = Callable[[str], tuple[int, int] | None]
-"""Returns a request's prompt tokens and the output tokens that were taken in; None if unknown."""
+"""Returns how many prompt and received output tokens a request has; None if unknown."""
 
 
 class EngineOutput(Protocol):
-    """What is looked at of vLLM's ``EngineCoreOutput``."""
+    """The fields of vLLM's ``EngineCoreOutput`` that are read here."""
 
     request_id: str
     new_token_ids: Sequence[int]
@@ -27,20 +28,20 @@ class EngineOutput(Protocol):
 
 
 class _Held(msgspec.Struct):
-    """The outputs of a request's new unit that are early."""
+    """Outputs of a request's new unit that came too early."""
 
     unit: Unit | None
     after: int
-    """Output tokens that come first."""
+    """How many output tokens must come first."""
     outputs: list[Any]
     since: float
 
 
 class InOrder:
-    """Holds outputs back that came before those they follow.
+    """Holds outputs back until the outputs that precede them have come.
 
     Args:
-        standing: how far requests are.
+        standing: tells how far a request is.
         clock: monotonic seconds.
     """
 
@@ -53,10 +54,10 @@ class InOrder:
         return len(self._held)
 
     def take(self, unit: Unit | None, outputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of one message that are due, and those that had waited for them.
+        """Return the outputs of one message that are due, and earlier ones that waited for them.
 
         Args:
-            unit: who made them; None: the controller.
+            unit: the unit that made them; None: the controller.
             outputs: ``EngineCoreOutput`` of the message, at most one per request.
         """
         if not self._held and all(output.prefill_stats is None for output in outputs):
@@ -67,11 +68,11 @@ class InOrder:
         return due
 
     def drop(self, request_id: str) -> None:
-        """Forget the outputs of a request that are held back."""
+        """Forget the held-back outputs of a request."""
         self._held.pop(request_id, None)
 
     def overdue(self, seconds: float) -> list[str]:
-        """Return the requests whose missing outputs have not come for so long."""
+        """Return the requests whose missing outputs have been awaited for ``seconds`` or more."""
         before = self._clock() - seconds
         return [request_id for request_id, held in self._held.items() if held.since <= before]
 

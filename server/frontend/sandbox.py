@@ -1,7 +1,7 @@
-"""Work on what strangers sent where it can be killed: in a forked process with limits.
+"""Works on untrusted input in a forked process with limits, which can be killed.
 
-The kernel keeps the limits, so nothing has to watch: a process that has used up its CPU seconds or
-asks for too much memory is gone, and its end of the connection with it.
+The kernel enforces the limits, so nothing has to watch the process: when it has used up its CPU
+seconds or asks for too much memory, it ends, and its end of the connection closes.
 """
 
 import asyncio
@@ -19,34 +19,34 @@ from typing import Self
 from shoal.server.errors import one_line
 
 Work = Callable[[bytes], None]
-"""What is done with a job. Raises ``ValueError`` with one line if the job is wrong."""
+"""Does a job. Raises ``ValueError`` with one line if the job is wrong."""
 
 _ACCEPTED = b"accepted"
 _REFUSED = b"refused "
 _CHUNK = 1 << 16
 _PATIENCE = 4
-"""Wall seconds per CPU second that a job may take: it shares the CPUs."""
+"""Wall seconds that a job may take per CPU second: it shares the CPUs."""
 _MESSAGE_BYTES = 4096
 
 
 class RefusedError(ValueError):
-    """A job was wrong, or needed more than it may; the message is one line."""
+    """A job was wrong, or exceeded its limits; the message is one line."""
 
 
 class KilledError(RefusedError):
-    """A job was killed at its limits."""
+    """A job exceeded its limits and was killed."""
 
 
 class Sandbox:
     """A process that forks another one for every job. A context manager that ends it.
 
-    It is itself a fork of the process that makes it, with all that has been imported there: make
-    it while there is one thread.
+    It is itself a fork of the process that makes it, with all modules imported there. Make it while
+    that process has only one thread.
 
     Args:
-        work: what is done with a job.
+        work: does a job.
         prepare: called once, in the sandbox, when the first job comes.
-        memory_bytes: memory of one job, beyond what there is after ``prepare``.
+        memory_bytes: memory that one job may use, beyond what is used after ``prepare``.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Sandbox:
         os.waitpid(self._pid, 0)
 
     async def run(self, job: bytes, cpu_seconds: int) -> None:
-        """Have a job done, beside all others.
+        """Have a job done; jobs run side by side.
 
         Args:
-            job: that.
-            cpu_seconds: CPU time that it may take; the next whole second counts.
+            job: the job.
+            cpu_seconds: CPU time that the job may take, in whole seconds.
 
         Raises:
-            RefusedError: it is wrong.
-            KilledError: it was killed at its limits.
+            RefusedError: the job is wrong.
+            KilledError: the job exceeded its limits and was killed.
             OSError: the sandbox is gone.
         """
         near, far = socket.socketpair()
@@ -113,7 +113,7 @@ class _Limits:
         self._memory_bytes = memory_bytes
 
     def apply(self) -> None:
-        """Bind this process to them. A job that waits for something is killed, too."""
+        """Apply the limits to this process. A job that only waits is killed in the end, too."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         memory = pages * resource.getpagesize() + self._memory_bytes
         for limit, value in (
@@ -127,7 +127,7 @@ class _Limits:
 
 
 async def _exchange(near: socket.socket, job: bytes) -> bytes:
-    """Send a job, and return all that is answered until the other side has closed."""
+    """Send a job, and return everything that the other side answers until it closes."""
     loop = asyncio.get_running_loop()
     near.setblocking(False)
     answer = b""

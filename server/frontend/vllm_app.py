@@ -38,19 +38,19 @@ VLLM_ROUTERS = (
 
 _TASKS = ("generate",)
 
-# vLLM's router has its route of the tokenizer's settings only once it was attached with the option.
+# vLLM adds the route of the tokenizer's settings to its router only when it is attached like this.
 _attached = FastAPI()
 _attached.state.args = Namespace(enable_tokenizer_info_endpoint=True)
 attach_tokenize_router(_attached)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a record tells of anything but a request that is refused by its own fault."""
+    """Return whether a log record is about anything but the refusal of a wrong request."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, Exception) or create_error_response(error).error.code >= 500
 
 
-# It logs a traceback of every request that it refuses: any client could fill the log.
+# This logger writes a traceback for every refused request: any client could fill the log.
 logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_ours)
 
 
@@ -62,7 +62,7 @@ async def build_vllm_app(
     Args:
         llm: runs the requests of vLLM's routes.
         backstage: what Shoal's routes talk to.
-        options: of the application.
+        options: the application's options.
         args: the parsed arguments of ``shoal serve``.
     """
     app = build_app(backstage, options, lifespan)
@@ -79,12 +79,12 @@ async def build_vllm_app(
 
 
 def log_no_refusals() -> None:
-    """Log no more errors of requests: a node that ends hands its requests back with one."""
+    """Stop logging errors of requests: a node that ends hands each request back with an error."""
     logging.getLogger("vllm.entrypoints.generate.base.serving").setLevel(logging.CRITICAL)
 
 
 def _hide_directory(models: Any, model: str) -> None:
-    """Have ``/v1/models`` say of a model in a directory what it is called, not where it is."""
+    """Make ``/v1/models`` give the name of a model in a directory, not the directory."""
     for served in models.base_model_paths if Path(model).exists() else ():
         served.model_path = served.name
 

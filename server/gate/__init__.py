@@ -1,1 +1,1 @@
-"""What a request passes before it reaches the model's routes: who asks, for what, and how much."""
+"""The checks before the model's routes: who sends a request, what it asks for, and how much."""

@@ -17,14 +17,14 @@ API_KEY = "VLLM_API_KEY"
 INSECURE_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
-"""Algorithms of vLLM's prefix cache for which nobody finds two prompts of one hash."""
+"""Hash algorithms of vLLM's prefix cache for which nobody can find two prompts of one hash."""
 
 
 class MetricsAccess(enum.StrEnum):
     """Who may read ``/metrics``."""
 
     KEY = "key"
-    """Who has an API key; everyone where there are none."""
+    """Holders of API keys; everyone if there are no keys."""
     OPEN = "open"
     """Everyone."""
     OFF = "off"
@@ -36,7 +36,7 @@ class Access:
     """What the command line says about who may call."""
 
     keys: tuple[ApiKey, ...] = ()
-    """Those that are not in a file."""
+    """The keys that are not in a file."""
     key_file: Path | None = None
     admin_key_file: Path | None = None
     metrics: MetricsAccess = MetricsAccess.KEY
@@ -56,8 +56,8 @@ def take_access(args: Namespace, environ: MutableMapping[str, str]) -> Access:
         environ: the environment, changed in place.
 
     Raises:
-        UserError: a key is empty, a file of keys is not valid, or vLLM is told to do what is only
-            for one holder of a key.
+        UserError: a key is empty, a file of keys is not valid, or vLLM has a setting that is safe
+            only with a single key.
     """
     texts = args.api_key or [environ.get(API_KEY, "")]
     if args.api_key and not all(texts):
@@ -87,10 +87,10 @@ def take_access(args: Namespace, environ: MutableMapping[str, str]) -> Access:
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse what would let code in where data are expected.
+    """Refuse settings with which messages could carry code in place of data.
 
     Raises:
-        UserError: a variable is set that turns a protection of vLLM's off.
+        UserError: a variable is set that turns off a protection of vLLM's.
     """
     if environ.get(INSECURE_SERIALIZATION, "0") != "0":
         raise UserError(
@@ -159,7 +159,7 @@ def admin_address(args: Namespace, *, needs_key: bool) -> tuple[str, int] | None
         needs_key: whether the public API asks for keys.
 
     Raises:
-        UserError: it would be open to those who must not use it, or there is no port for it.
+        UserError: the admin API would be open to people who must not use it, or has no port.
     """
     if args.admin_port == NO_PORT:
         return None

@@ -1,9 +1,9 @@
-"""A request's JSON body, decoded once: by the middleware that checks it, for the route as well.
+"""A request's JSON body is decoded once: the middleware that checks it passes it to the route.
 
-A prompt of token ids makes a body of hundreds of kilobytes, and FastAPI would decode it with
-Python's ``json`` a second time. The route and the request here are FastAPI's own way to change how
-a body is read ("Custom Request and APIRoute class"). The route also sends what
-``logprob_answers.py`` makes of large answers.
+A prompt of token ids makes a body of hundreds of kilobytes, and FastAPI would decode it a second
+time, with Python's ``json``. The route and the request here are FastAPI's own way to change how a
+body is read ("Custom Request and APIRoute class"). The route also sends large answers in the pieces
+that ``logprob_answers.py`` makes.
 """
 
 from collections.abc import Callable, Coroutine
@@ -16,20 +16,20 @@ from starlette.responses import Response
 from shoal.server.gate.logprob_answers import ANSWER, large_response
 
 DECODED_BODY = "shoal.body"
-"""Key of an ASGI scope: what a body that was checked says, a JSON object."""
+"""Key of an ASGI scope: the JSON object in a body that was checked."""
 
 
 class DecodedRequest(Request):
-    """A request whose body may be decoded already."""
+    """A request whose body may already be decoded."""
 
     async def json(self) -> Any:
-        """Return what the body says."""
+        """Return the decoded body."""
         decoded = self.scope.get(DECODED_BODY)
         return await super().json() if decoded is None else decoded
 
 
 class DecodedBodyRoute(APIRoute):
-    """A route that takes the body as it was decoded before, and sends large answers in pieces."""
+    """A route that takes a body that is already decoded, and sends large answers in pieces."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, which asks the request for its JSON."""
@@ -44,7 +44,7 @@ class DecodedBodyRoute(APIRoute):
 
 
 class DecodedBodyRouter(APIRouter):
-    """Makes ``DecodedBodyRoute`` of all routes, those of routers that it includes too."""
+    """Makes every route a ``DecodedBodyRoute``, also those of routers that it includes."""
 
     def add_api_route(self, *args: Any, **options: Any) -> None:
         """See ``APIRouter.add_api_route``."""

@@ -1,7 +1,7 @@
-"""What the body of a request may ask for: checked before the tokenizer or an engine sees any of it.
+"""Checks what the body of a request asks for, before the tokenizer or an engine sees any of it.
 
-vLLM checks most of it too, but some of it late (after the prompt is tokenised) and some not at all.
-What is refused here is refused whatever vLLM makes of it; what passes is vLLM's to judge.
+vLLM checks most of it too, but some late (after the prompt is tokenised) and some not at all. Some
+requests that vLLM would accept are refused here. What passes these checks is left to vLLM's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,8 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "ec_transfer_params": "transferring KV between servers is not supported",
     "vllm_xargs": "arguments for extensions of the engine are not taken",
 }
-"""Fields that reach code of vLLM's which was not made for strangers, and why they are refused."""
+"""Fields that reach code of vLLM's that is not safe for untrusted input, and why each is
+refused."""
 
 _TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -32,7 +33,8 @@ _TEMPLATE_ARGUMENTS = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-"""What Transformers' ``apply_chat_template`` takes beside variables: no business of a client's."""
+"""Arguments of Transformers' ``apply_chat_template`` other than variables: clients may not set
+them."""
 
 TEXT_PARTS = frozenset(
     {
@@ -40,30 +42,30 @@ TEXT_PARTS = frozenset(
         *("refusal", "thinking", "tool_reference"),
     }
 )
-"""Types of the parts of a message that are text; nothing else is served, nor fetched from a URL."""
+"""Types of a message's parts that are text. No others are served, and no URL is fetched."""
 _MEDIA = (
     *("image_url", "input_image", "image_embeds", "image_pil"),
     *("audio_url", "input_audio", "audio_embeds"),
     *("video_url", "video_embeds", "prompt_embeds"),
     *("file", "input_file", "file_url", "file_data", "file_id"),
 )
-"""Keys of a part that stand for media whatever its type: vLLM looks for some of them."""
+"""Keys that make a part a medium whatever its type says: vLLM looks for some of them."""
 LOCAL_TOOLS = frozenset({"function", "custom", "namespace"})
-"""Types of tools that the client runs itself; the others would have the server call out."""
+"""Types of tools that the client runs itself; for other types the server would have to call out."""
 
 
 def check_body(
     body: bytes, bounds: Bounds, others: Mapping[str, Check] | None = None
 ) -> dict[str, Any]:
-    """Check the body of any route of the OpenAI API, and return what it says.
+    """Check the body of any route of the OpenAI API, and return its content.
 
     Args:
-        body: all of it.
+        body: the whole body.
         bounds: the largest of everything.
-        others: for a body of another API, the checks of the fields that mean something else there.
+        others: for a body of another API, checks of the fields that have another meaning there.
 
     Raises:
-        BoundsError: it is not a JSON object, beyond a bound, or has what is not served.
+        BoundsError: the body is not a JSON object, exceeds a bound, or asks for what is not served.
     """
     fields = decode_object(body, bounds.nesting)
     for name, reason in REFUSED_FIELDS.items():
@@ -91,7 +93,7 @@ def _at_most(param: str, count: int, limit: int, what: str) -> None:
 
 
 def _integer(limit: str) -> Check:
-    """Bound a number; one of another type is vLLM's to refuse."""
+    """Bound an integer; vLLM refuses values of other types."""
 
     def check(param: str, value: Any, bounds: Bounds) -> None:
         most = getattr(bounds, limit)
@@ -102,7 +104,7 @@ def _integer(limit: str) -> Check:
 
 
 def _logprobs(param: str, value: Any, bounds: Bounds) -> None:
-    """Bound a number of which -1 stands for all tokens of the vocabulary."""
+    """Bound a number for which -1 stands for all tokens of the vocabulary."""
     if isinstance(value, int) and value < 0 <= bounds.logprobs < ALL:
         raise BoundsError(param, f"{value} is not allowed: at most {bounds.logprobs} are")
     _integer("logprobs")(param, value, bounds)
@@ -132,7 +134,7 @@ def _texts(limit: str, what: str) -> Check:
 
 
 def _exponent(param: str, value: Any, bounds: Bounds) -> None:
-    """Bound a power of the number of tokens: vLLM divides by it."""
+    """Bound an exponent: vLLM divides by that power of the number of tokens."""
     if isinstance(value, int | float) and abs(value) > bounds.length_penalty:
         most = f"from {-bounds.length_penalty:g} to {bounds.length_penalty:g}"
         raise BoundsError(param, f"it must be {most}")
@@ -172,7 +174,7 @@ def _messages(param: str, value: Any, bounds: Bounds) -> None:
 
 
 def _input(param: str, value: Any, bounds: Bounds) -> None:
-    """Check the input of a response, for items too that vLLM takes and then fails at."""
+    """Check the input of a response, also for items that vLLM accepts and then fails at."""
     _messages(param, value, bounds)
     for item in value if isinstance(value, list) else ():
         if not isinstance(item, dict):
@@ -287,7 +289,7 @@ _CHECKS: Mapping[str, Check] = {
 
 
 def _check_integers(fields: Mapping[str, Any]) -> None:
-    """Refuse integers that no message holds; lists of tokens are compared to the vocabulary."""
+    """Refuse integers too large for a message; vLLM compares lists of tokens to the vocabulary."""
     for name, value in fields.items():
         for number in value.values() if isinstance(value, dict) else (value,):
             if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
@@ -295,7 +297,7 @@ def _check_integers(fields: Mapping[str, Any]) -> None:
 
 
 def _check_named_tool(fields: Mapping[str, Any]) -> None:
-    """Refuse tools of a chat in which vLLM would look for the chosen one, and fail."""
+    """Refuse a chat whose tools vLLM would search for the chosen one, and fail."""
     if not isinstance(fields.get("tool_choice"), dict) or "messages" not in fields:
         return
     tools = fields.get("tools")
@@ -306,7 +308,7 @@ def _check_named_tool(fields: Mapping[str, Any]) -> None:
 
 
 def _check_choices(fields: Mapping[str, Any], bounds: Bounds) -> None:
-    """Bound the answers, and the tokens of prompts that are token ids."""
+    """Bound the number of answers, and the tokens of prompts that are token ids."""
     if _conversations(fields) and fields.get("stream"):
         raise BoundsError("stream", "the answers to a batch are not streamed")
     prompts = _prompts(fields)
@@ -321,14 +323,14 @@ def _check_choices(fields: Mapping[str, Any], bounds: Bounds) -> None:
 
 
 def answers_of(fields: Mapping[str, Any]) -> int:
-    """Return the answers that a body asks for: ``n`` times the number of prompts, or of chats."""
+    """Return how many answers a body asks for: ``n`` times the number of prompts or chats."""
     n = fields.get("n")
     several = len(_prompts(fields) or _conversations(fields))
     return max(1, several) * (n if isinstance(n, int) else 1)
 
 
 def _prompts(fields: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts that are in a list; none where there is no list of them."""
+    """Return the prompts of a list of prompts or of token ids; none if there is no list."""
     prompt = fields.get("prompt")
     if not isinstance(prompt, list) or not prompt:
         return []
@@ -336,7 +338,7 @@ def _prompts(fields: Mapping[str, Any]) -> list[Any]:
 
 
 def _conversations(fields: Mapping[str, Any]) -> list[Any]:
-    """Return the chats of a batch (``/v1/chat/completions/batch``); none of another request."""
+    """Return the chats of a batch (``/v1/chat/completions/batch``); none for other requests."""
     messages = fields.get("messages")
     return [m for m in messages if isinstance(m, list)] if isinstance(messages, list) else []
 
@@ -348,7 +350,7 @@ _TEXTS = (
 
 
 def _check_text(fields: Mapping[str, Any], bounds: Bounds) -> None:
-    """Bound the text that is to become tokens; lists of prompts count as one."""
+    """Bound the text that becomes tokens; a list of prompts counts as one text."""
     for name in _TEXTS:
         value = fields.get(name)
         if value is not None:

@@ -1,4 +1,4 @@
-"""The largest of everything that a request may bring or ask for, and the options that move it."""
+"""Upper bounds on what a request may bring or ask for, and the options that set them."""
 
 import argparse
 from argparse import Namespace
@@ -9,30 +9,31 @@ from shoal.server.number_options import add_number, check_at_least, flag_of
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest of everything. Sizes of text are in characters unless they say bytes."""
+    """Upper bounds. Sizes of text are in characters unless the name says bytes."""
 
     body_bytes: int = 16 << 20
     url_bytes: int = 8 << 10
     headers: int = 100
     header_bytes: int = 64 << 10
     nesting: int = 64
-    """Depth of a body's JSON."""
+    """Nesting depth of a body's JSON."""
     prompt_tokens: int = 1 << 20
-    """Of one prompt given as token ids: the model's length."""
+    """Tokens of one prompt that is given as token ids: the model's maximum length."""
     chars_per_token: int = 32
-    """Text of a request per token of ``prompt_tokens``: vLLM counts tokens after it made them."""
+    """Characters of a request's text per token of ``prompt_tokens``: vLLM counts tokens only
+    later."""
     messages: int = 4096
-    """Of a chat, or items of a response's input."""
+    """Messages of a chat, or items of a response's input."""
     tools: int = 256
     choices: int = 128
     """Answers of one request: ``n`` times the number of prompts."""
     logprobs: int = 20
     logprob_values: int = 1 << 20
-    """Log probabilities of one request: of all its answers' tokens, and its prompts'."""
+    """Log probabilities of one request, for the tokens of all its answers and prompts."""
     vocabulary: int = 1 << 18
     """Log probabilities of one token if all are asked for: the model's vocabulary."""
     length_penalty: float = 10.0
-    """Of beam search, whatever its sign."""
+    """Absolute value of beam search's length penalty."""
     stops: int = 16
     stop_chars: int = 1024
     words: int = 128
@@ -40,22 +41,22 @@ class Bounds:
     token_ids: int = 2048
     """Entries of ``logit_bias`` and of lists of token ids."""
     identifier_chars: int = 256
-    """Of names that a request gives: ``user``, ``request_id``, ``cache_salt`` and the like."""
+    """Length of names in a request: ``user``, ``request_id``, ``cache_salt`` and the like."""
     template_values: int = 32
     """Entries of ``chat_template_kwargs``, each a scalar of at most ``stop_chars``."""
     grammar_bytes: int = 256 << 10
-    """Of a JSON schema, regular expression or grammar, or of all tools together."""
+    """Size of a JSON schema, regular expression or grammar, or of all tools together."""
     grammar_nesting: int = 32
     grammar_cpu_seconds: int = 5
-    """What a grammar may take to compile."""
+    """CPU time to compile a grammar."""
     grammars_waiting: int = 64
     """Grammars of one API key, or of all callers without one, that may wait to be compiled."""
     regex_chars: int = 4096
-    """Of a regular expression, and of every ``pattern`` of a schema."""
+    """Length of a regular expression, and of every ``pattern`` of a schema."""
 
     @property
     def text_chars(self) -> int:
-        """Text that one request may bring for the prompt."""
+        """Characters of text that one request may bring for its prompts."""
         return self.prompt_tokens * self.chars_per_token
 
 
@@ -63,7 +64,7 @@ DEFAULTS = Bounds()
 
 
 class BoundsError(ValueError):
-    """A body is beyond a bound, or has what is not served; the message names it.
+    """A body exceeds a bound, or asks for what is not served; the message says which.
 
     Attributes:
         param: the field.
@@ -82,7 +83,7 @@ _OPTIONS = (
     ("max_grammar_seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
     ("max_waiting_grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
 )
-"""Those bounds that operators may want to move."""
+"""The bounds that have an option: those that operators may want to change."""
 
 
 def add_bounds_options(group: argparse._ArgumentGroup) -> None:
@@ -96,8 +97,8 @@ def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
 
     Args:
         args: the parsed arguments.
-        max_model_len: tokens that the model takes.
-        vocabulary: tokens that it knows.
+        max_model_len: the most tokens of one request, prompt and answer together.
+        vocabulary: how many tokens the model knows.
     """
     return Bounds(
         body_bytes=args.max_body_bytes,
@@ -115,16 +116,16 @@ def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
 
 
 def check_bounds_options(args: Namespace) -> None:
-    """Refuse bounds that leave nothing.
+    """Refuse bounds that would allow nothing.
 
     Raises:
-        UserError: one is less than 1.
+        UserError: a bound is less than 1.
     """
     check_at_least(args, 1, *(name for name, _, _ in _OPTIONS))
 
 
 ALL = 1 << 31
-"""vLLM's -1, for as many as there are, as a number."""
+"""A number in place of vLLM's -1, which stands for all that there are."""
 
 
 def _unlimited(count: int) -> int:

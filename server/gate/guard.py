@@ -1,4 +1,4 @@
-"""ASGI middleware that turns away what is too large before anything works on it."""
+"""ASGI middleware that refuses requests that are too large before anything works on them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from shoal.server.gate.placement import route_path
 from shoal.server.rejections import CountRejection, Rejection
 
 Check = Callable[[bytes], dict[str, Any] | None]
-"""Of a body."""
+"""Checks a body."""
 
 
 class TooLargeError(ValueError):
@@ -22,13 +22,13 @@ class TooLargeError(ValueError):
 
 
 class HeadMiddleware:
-    """Refuses a request by its first lines: a URL that is too long, too many or too large headers.
+    """Refuses a request whose URL is too long, or whose headers are too many or too large.
 
-    The server has read them by then; ``http_protocol.py`` bounds what it reads at all.
+    The server has already read them by then; ``http_protocol.py`` bounds how much it reads.
 
     Args:
         app: the application behind this middleware.
-        bounds: the largest of everything.
+        bounds: the upper bounds.
         rejected: counts refused requests.
     """
 
@@ -57,7 +57,7 @@ class HeadMiddleware:
 
 
 class NoBrowserMiddleware:
-    """Refuses what a page in a browser sends: only a browser adds an ``Origin`` header.
+    """Refuses requests from web pages: only a browser adds an ``Origin`` header.
 
     Args:
         app: the application behind this middleware.
@@ -75,14 +75,14 @@ class NoBrowserMiddleware:
 
 
 class BodyMiddleware:
-    """Reads the body of every POST, up to the bound, and checks it.
+    """Reads the body of every POST, up to a limit, and checks it.
 
     Args:
         app: the application behind this middleware.
-        limit: bytes of a body.
-        check: raises ``BoundsError`` for a body that is refused, and returns what it says, if it
-            has found out; an empty one is left to its route.
-        checks: those of paths that have another.
+        limit: the most bytes of a body.
+        check: raises ``BoundsError`` for a body that is refused, and returns the decoded body, or
+            None if it did not decode it. An empty body is left to its route.
+        checks: the checks of paths that need another one, by path.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class BodyMiddleware:
 
 
 async def read_body(receive: Receive, limit: int) -> tuple[bytes, Receive]:
-    """Return a request's body, and a ``receive`` that tells it again.
+    """Return a request's body, and a ``receive`` that delivers it again.
 
     Raises:
-        TooLargeError: it has more than ``limit`` bytes; no more of it was kept.
-        BoundsError: its client has gone before it was whole, or is taken for gone.
+        TooLargeError: the body has more than ``limit`` bytes; reading stopped there.
+        BoundsError: the client had gone, or counted as gone, before the body was complete.
     """
     messages = [await receive()]
     size = len(messages[-1].get("body", b""))

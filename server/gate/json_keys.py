@@ -1,7 +1,8 @@
-"""Keys that an object of JSON text names twice, of which decoders keep the last without a word.
+"""Finds keys that an object of JSON text names twice: decoders silently keep the last value.
 
-Told by counting: text that names more keys than it decodes to names one twice. That takes a small
-part of the time of decoding with a hook for objects, which is done only for the key's name.
+This works by counting: if a text names more keys than its decoded objects have, it names one twice.
+Counting takes a small part of the time of decoding with a hook for objects, which is done only to
+find the key's name.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 _BEFORE_A_VALUE = re.compile(rb'"\s*+:')
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _UP_TO_A_KEY = re.compile(rb'(?:[^"]++|' + _STRING + rb"(?!\s*+:))*+" + _STRING)
-"""All that comes before a key, and the key; no part of it is read twice."""
+"""Matches everything up to and including the next key, without reading any part twice."""
 
 
 _NESTS = frozenset({dict, list})
@@ -23,14 +24,14 @@ class _Repeated(Exception):
 
 
 def repeated_key(text: bytes, decoded: Mapping[str, Any]) -> str | None:
-    """Return a key that an object of a JSON text has twice; None if no object has.
+    """Return a key that an object of a JSON text has twice; None if there is no such key.
 
     Args:
         text: valid JSON.
-        decoded: what a decoder made of it that keeps one value of each key.
+        decoded: the decoded text, with one value for each key.
     """
     keys = _keys_of(decoded, text.count(b"{"))
-    # What is counted first, in a fraction of the time, is in strings as well: it may be too many.
+    # These quick counts include what is inside strings, so they may be too high.
     if text.count(b":") == keys or len(_BEFORE_A_VALUE.findall(text)) == keys:
         return None
     if _keys_in(text) == keys:
@@ -43,9 +44,9 @@ def repeated_key(text: bytes, decoded: Mapping[str, Any]) -> str | None:
 
 
 def _keys_of(decoded: Mapping[str, Any], objects: int) -> int:
-    """Return the number of keys in a decoded text with at most so many objects.
+    """Return the number of keys in a decoded text with at most ``objects`` objects.
 
-    Once all are found nothing more is looked through: a list of token ids is long.
+    The search ends once that many objects are found, because a list of token ids is long.
     """
     keys = 0
     found: list[Mapping[str, Any]] = [decoded]

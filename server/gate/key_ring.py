@@ -1,4 +1,4 @@
-"""The file that API keys come from, and the keys that are valid as it changes."""
+"""The file of API keys, and the keys that are valid as the file changes."""
 
 import logging
 import secrets
@@ -25,7 +25,7 @@ from shoal.server.gate.keys import DIGEST_BYTES, ApiKey, digest_of
 log = logging.getLogger("shoal.keys")
 
 CHECK_SECONDS = 1.0
-"""How long a change of the file may go unseen."""
+"""How long a change of the file may go unnoticed."""
 
 
 def _hexadecimal(text: str) -> str:
@@ -38,7 +38,7 @@ def _hexadecimal(text: str) -> str:
 
 
 class KeyEntry(BaseModel):
-    """One object of a file of keys: ``key``, or its ``sha256``, and what ``ApiKey`` has."""
+    """One object of a file of keys: ``key`` or its ``sha256``, and the fields of ``ApiKey``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -78,8 +78,8 @@ def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read a file of API keys: a JSON list of objects with the fields of ``KeyEntry``.
 
     Raises:
-        UserError: there is no such file, or it is not valid; one line for each wrong field, which
-            names it by its place in the file (``[1].max_waiting``) and repeats no value.
+        UserError: the file is missing or not valid. The message has one line for each wrong field,
+            which names the field by its place (``[1].max_waiting``) and repeats no value.
     """
     content, problems = read_json(path)
     try:
@@ -93,19 +93,19 @@ def read_api_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 class KeyRing:
-    """The valid keys: fixed ones, and those of a file that is read again when it changes.
+    """The valid keys: fixed keys, and those of a file that is read again when it changes.
 
-    A file that has become unreadable or wrong changes nothing but for a line in the log: the keys
-    that it held stay valid until it is right again. The file is looked at when a key is asked for,
-    so a ring that no one uses costs nothing.
+    If the file becomes unreadable or wrong, a line is logged, and the keys that it held stay valid
+    until it is right again. The file is checked when a key is looked up, so a ring that no one uses
+    costs nothing.
 
     Args:
-        fixed: keys that stay.
-        file: where the others are.
+        fixed: the keys that never change.
+        file: the file of the other keys.
         clock: monotonic seconds.
 
     Raises:
-        UserError: the file is wrong at the start.
+        UserError: the file is not valid at the start.
     """
 
     def __init__(
@@ -119,9 +119,10 @@ class KeyRing:
         self._keys = self._fixed if file is None else (*self._fixed, *_read(file))
 
     def find(self, offered: str) -> ApiKey | None:
-        """Return the key that ``offered`` is, if any.
+        """Return the valid key whose text is ``offered``; None if there is none.
 
-        Digests have one length, and every key is compared: the time tells nothing about a key.
+        All digests have the same length, and every key is compared, so the time that this takes
+        reveals nothing about a key.
         """
         self._refresh()
         digest = digest_of(offered)
@@ -145,7 +146,7 @@ class KeyRing:
             log.info("read the API keys of %s again", self._file)
 
     def _signature(self) -> tuple[int, ...] | None:
-        """Return what changes when the file is written or replaced; None if it is not there."""
+        """Return values that change when the file is written or replaced; None if it is missing."""
         if self._file is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""API keys, and what their holders may ask for; a file of them is read in ``key_ring.py``."""
+"""API keys, and what their holders may ask for; ``key_ring.py`` reads them from files."""
 
 import hashlib
 
@@ -8,25 +8,25 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """One key, without its text: of ``--api-key`` (no limits), or of a file."""
+    """One key, without its text: from ``--api-key`` (no limits), or from a file."""
 
     digest: bytes
     """SHA-256 of its text."""
     name: str | None = None
-    """What the holder is called in messages and counts."""
+    """The holder's name in messages and counts."""
     min_priority: int | None = None
-    """The most urgent priority that its requests get; None: any."""
+    """The most urgent priority that its requests can have; None: any."""
     max_waiting: int | None = None
-    """Requests of it that may wait in the task pool; None, as below: any number."""
+    """Its requests that may wait in the task pool; None, here and below: any number."""
     max_concurrent: int | None = None
-    """HTTP requests of it that may be in progress."""
+    """Its HTTP requests that may be in progress."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """Tokens of prompts and of answers."""
 
     @property
     def tenant(self) -> str:
-        """What tells its holder from others: the name, or else the digest."""
+        """What identifies its holder: the name, or else the digest."""
         return self.digest.hex() if self.name is None else self.name
 
 

@@ -1,11 +1,11 @@
-"""Answers with many log probabilities: made and encoded piece by piece, off the event loop.
+"""Builds and encodes answers with many log probabilities in pieces, off the event loop.
 
-vLLM makes an object of every value, a dictionary of every object and one text of all of them, in
-the event loop: a million values take seconds, in which every other request waits. Here the values
-of a large answer are left as the engine brought them. What vLLM's route answers is then the answer
-without them, of which the headers and what follows a response are kept; in place of its body the
-whole answer is sent, of which a worker thread makes one piece after the other. A piece is so small
-that the thread hands Python's lock back soon. The bytes are those that vLLM would have sent.
+vLLM makes an object of every value, a dictionary of every object and one text of them all, in the
+event loop: a million values take seconds, in which every other request waits. Here the values of a
+large answer first stay as the engine sent them, and vLLM's route answers without them. The headers
+of that response and its background task are kept. Its body is replaced by the whole answer, which a
+worker thread encodes in pieces, so small that the thread soon releases Python's lock. The bytes are
+those that vLLM would have sent.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from typing import Any
 from starlette.responses import Response, StreamingResponse
 
 LARGE_VALUES = 4096
-"""Log probabilities from which on an answer is encoded here."""
+"""An answer with at least so many log probabilities is encoded here."""
 PIECE_VALUES = 1024
-"""Of which one piece is made."""
+"""Log probabilities of one piece."""
 
 ANSWER = "shoal.answer"
 """Key of an ASGI scope: the iterator over the pieces of a large answer."""
@@ -30,19 +30,19 @@ _AS_RESPONSE: Mapping[str, Any] = {"mode": "json", "by_alias": True}
 """How vLLM's route of the Responses API dumps an answer."""
 
 _deferred: ContextVar[dict[int, "_Deferred"] | None] = ContextVar("deferred", default=None)
-"""What the answer of the current context has deferred, by the object that stands for it."""
+"""The deferred log probabilities of the current context's answer, by the placeholder's id."""
 
 
 @dataclass(frozen=True)
 class _Deferred:
-    """Log probabilities of one choice that are still the engine's."""
+    """Log probabilities of one choice, still as the engine sent them."""
 
     create: Callable[..., Any]
     """vLLM's ``_create_chat_logprobs`` or the like."""
     token_ids: Sequence[int]
     logprobs: Sequence[Any]
     name: str
-    """Of the argument that these are."""
+    """Name of the argument for ``logprobs``."""
     more: Mapping[str, Any]
 
     @property
@@ -53,7 +53,7 @@ class _Deferred:
         return self._of(slice(None), self.more)
 
     def parts(self) -> Iterator[Any]:
-        """Yield vLLM's object of one slice after the other; text offsets go on from it to it."""
+        """Yield vLLM's object for each slice; text offsets go on from one to the next."""
         more = dict(self.more)
         for at in _slices(self.logprobs):
             part = self._of(at, more)
@@ -66,7 +66,7 @@ class _Deferred:
 
 
 HandOver = Callable[[Any, Any, Mapping[int, _Deferred], Any], Any]
-"""Takes a request, its answer, what the answer has deferred, and the ASGI scope."""
+"""Takes a request, its answer, the answer's deferred log probabilities, and the ASGI scope."""
 
 
 def _width(logprobs: Sequence[Any]) -> int:
@@ -82,7 +82,7 @@ def _slices(values: Sequence[Any]) -> Iterator[slice]:
 
 
 def encode_large_answers(state: Any) -> None:
-    """Wrap the serving classes that vLLM has put into the state of an application."""
+    """Wrap the serving objects that vLLM has put into the state of an application."""
     chat, completion = "_create_chat_logprobs", "_create_completion_logprobs"
     encode_off_loop(state.openai_serving_chat, "create_chat_completion", chat)
     encode_off_loop(state.openai_serving_chat_batch, "create_batch_chat_completion", chat)
@@ -98,14 +98,14 @@ def encode_off_loop(
     name: str = "top_logprobs",
     hand_over: HandOver | None = None,
 ) -> None:
-    """Have a serving class of vLLM's hand large answers over to ``large_response``.
+    """Make a serving object of vLLM's hand over large answers to ``large_response``.
 
     Args:
-        serving: the object; two of its methods are wrapped.
-        answer_call: the one that a route calls: ``create_chat_completion`` or the like.
-        logprobs_call: the one that makes the log probabilities of a choice.
-        name: of its argument that is the engine's log probabilities.
-        hand_over: makes of an answer what the route is to answer; None: of one with choices.
+        serving: the object, of which two methods are wrapped.
+        answer_call: the method that a route calls: ``create_chat_completion`` or the like.
+        logprobs_call: the method that makes the log probabilities of a choice.
+        name: the name of that method's argument for the engine's log probabilities.
+        hand_over: turns an answer into what the route answers; None: for answers with choices.
     """
     create, answer = getattr(serving, logprobs_call), getattr(serving, answer_call)
 
@@ -135,7 +135,7 @@ def encode_off_loop(
 
 
 def _hand_over(request: Any, answer: Any, waiting: Mapping[int, _Deferred], scope: Any) -> Any:
-    """Return a small answer whole; of a large one leave the pieces, and return it without them."""
+    """Return a small answer whole; leave a large one's pieces in the scope, return the rest."""
     del request
     choices = getattr(answer, "choices", None)
     if choices is None:
@@ -154,9 +154,9 @@ def _hand_over(request: Any, answer: Any, waiting: Mapping[int, _Deferred], scop
 def hand_over_response(
     request: Any, answer: Any, waiting: Mapping[int, _Deferred], scope: Any
 ) -> Any:
-    """Do the same with an answer of the Responses API, which has one text or none.
+    """Do the same as ``_hand_over`` for an answer of the Responses API, which has at most one text.
 
-    One that vLLM stores has to be whole.
+    An answer that vLLM stores has to be complete.
     """
     for number, item in enumerate(getattr(answer, "output", ()) if waiting else ()):
         for position, part in enumerate(getattr(item, "content", None) or ()):
@@ -179,7 +179,7 @@ def _prompt_values(part: Any) -> int:
 
 
 def large_response(response: Response, pieces: Iterator[bytes]) -> Response:
-    """Return a response with these pieces as its body, and all else as that of ``response``."""
+    """Return a response with these pieces as its body, and all else as in ``response``."""
     headers = {k: v for k, v in response.headers.items() if k.lower() != "content-length"}
     return StreamingResponse(
         _off_loop(pieces), response.status_code, headers, background=response.background
@@ -199,7 +199,7 @@ def _json(value: Any) -> bytes:
 
 
 def _object(model: Any, parts: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
-    """Yield a model's JSON, in which some fields come in pieces of their own."""
+    """Yield a model's JSON, with the pieces in ``parts`` for some of its fields."""
     without: dict[str, Any] = {name: [] if name == "choices" else None for name in parts}
     rest = model.model_copy(update=without).model_dump()
     before = b"{"
@@ -230,7 +230,7 @@ def _answer(answer: Any, waiting: Mapping[int, _Deferred]) -> Iterator[bytes]:
 
 
 def _response(answer: Any, item: int, part: int, deferred: _Deferred) -> Iterator[bytes]:
-    """Yield a ``ResponsesResponse`` as vLLM's route dumps it, with values for a part of an item."""
+    """Yield a ``ResponsesResponse`` as vLLM's route dumps it, with a part's log probabilities."""
     made = answer.model_dump(**_AS_RESPONSE)
     place = made["output"][item]["content"][part]["logprobs"] = secrets.token_hex(16)
     before, after = _json(made).split(_json(place))
@@ -277,8 +277,7 @@ def _rows(deferred: _Deferred) -> Iterator[bytes]:
 def _columns(deferred: _Deferred) -> Iterator[bytes]:
     """Yield the JSON of ``CompletionLogProbs``: a list for every field, an entry for every token.
 
-    Nothing comes before all slices were looked at, but for empty pieces: the first field needs all
-    of them.
+    Only empty pieces come until all slices are encoded, because the first field needs all slices.
     """
     columns: dict[str, list[bytes]] = {}
     for part in deferred.parts():

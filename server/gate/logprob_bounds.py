@@ -1,10 +1,10 @@
-"""How many log probabilities one request may ask for: its choices, tokens and logprobs multiply.
+"""Bounds the log probabilities of one request: its choices, tokens and logprobs multiply.
 
-Each of them has a bound of its own (``bounds.py``), and a request may be at all of these together:
-128 choices of 2,000 tokens with 20 log probabilities each are 5 million values, 650 MiB of a front
-end. What a body says of the product is checked before anything works on it. How long prompts are
-that are text, and answers whose length is left open, is known once vLLM has made engine requests
-of it: ``LogprobBudget`` checks these.
+Each of these factors has its own bound (``bounds.py``), and a request may reach all of them at
+once: 128 choices of 2,000 tokens with 20 log probabilities each are 5 million values, 650 MiB of a
+front end's memory. The part of the product that the body tells is checked before anything works on
+the body. The lengths of text prompts, and of answers whose length is left open, are known only when
+vLLM has made engine requests of the body: ``LogprobBudget`` checks these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,25 @@ from typing import Any
 from shoal.server.gate.bounds import Bounds, BoundsError
 
 OPEN_TOKENS = 4096
-"""An answer whose length the request leaves open may be cut short, but to no less than this."""
+"""An answer whose length the request leaves open may be limited, but to no less than this."""
 _COMPLETION_TOKENS = 16
-"""Of a text completion that does not say; ``CompletionRequest.max_tokens``."""
+"""vLLM's default of ``CompletionRequest.max_tokens``."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _INCLUDED = "message.output_text.logprobs"
-"""What a request to ``/v1/responses`` has to include for log probabilities."""
+"""The entry of ``include`` by which a request to ``/v1/responses`` asks for log probabilities."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The factors, as far as a body tells them."""
+    """The factors that a body tells."""
 
     answers: int
     tokens: int | None
-    """Of an answer; None: left open."""
+    """Tokens of an answer; None: left open."""
     width: int
-    """Values for each of them; 0: none."""
+    """Log probabilities per token; 0: none."""
     prompt_tokens: int
-    """Of all prompts that are token ids, once for each of their answers."""
+    """Tokens of all prompts that are token ids, counted once for each answer."""
     prompt_width: int
 
 
@@ -52,7 +52,7 @@ def _asked(fields: Mapping[str, Any], bounds: Bounds) -> _Asked:
 
 
 def _prompts(fields: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the prompts: texts or lists of token ids; an empty text in place of every chat."""
+    """Return the prompts: lists of token ids, and an empty text for every text or chat."""
     messages, prompt = fields.get("messages"), fields.get("prompt")
     if isinstance(messages, list):
         return [""] * max(sum(isinstance(item, list) for item in messages), 1)
@@ -73,7 +73,7 @@ def _length(fields: Mapping[str, Any], bounds: Bounds) -> int | None:
 
 
 def _width(fields: Mapping[str, Any], bounds: Bounds) -> int:
-    """Return the values for each token of an answer."""
+    """Return the log probabilities per token of an answer."""
     logprobs = fields.get("logprobs")
     included = fields.get("include")
     if logprobs is True or (isinstance(included, list) and _INCLUDED in included):
@@ -85,7 +85,7 @@ def _width(fields: Mapping[str, Any], bounds: Bounds) -> int:
 
 
 def _values(logprobs: Any, bounds: Bounds) -> int:
-    """Return the values of a token of which so many likely ones are asked for, besides itself."""
+    """Return the log probabilities per token: the token's own, and the ``logprobs`` asked for."""
     if not isinstance(logprobs, int) or isinstance(logprobs, bool):
         return 0
     return bounds.vocabulary if logprobs < 0 else logprobs + 1
@@ -96,14 +96,14 @@ def _count(value: Any) -> int:
 
 
 def check_logprobs(fields: Mapping[str, Any], bounds: Bounds) -> None:
-    """Bound the values of log probabilities that a body asks for, as far as it tells.
+    """Bound the log probabilities that a body asks for, as far as it tells their number.
 
     Args:
-        fields: what the body says, of whatever route.
+        fields: the content of the body, of any route.
         bounds: the largest of everything.
 
     Raises:
-        BoundsError: it asks for more; the message has the factors.
+        BoundsError: the body asks for too many; the message has the factors.
     """
     asked = _asked(fields, bounds)
     output = asked.answers * (asked.tokens or 0) * asked.width
@@ -121,7 +121,7 @@ def _refused(answers: int, tokens: int, width: int, prompt: int, most: int) -> B
 
 
 class LogprobBudget:
-    """What one HTTP request may still ask for, by its engine requests.
+    """The log probabilities that the engine requests of one HTTP request may still ask for.
 
     Args:
         fields: what its body says.
@@ -136,14 +136,14 @@ class LogprobBudget:
         self._taken = 0
 
     def take(self, params: Any, prompt_tokens: int) -> None:
-        """Count an engine request, whose answers are cut short where their length was left open.
+        """Count an engine request, and limit its answers if their length was left open.
 
         Args:
-            params: its ``vllm.SamplingParams``, whose ``max_tokens`` may be lowered.
-            prompt_tokens: of its prompt.
+            params: the request's ``vllm.SamplingParams``, whose ``max_tokens`` may be lowered.
+            prompt_tokens: tokens of its prompt.
 
         Raises:
-            BoundsError: it asks for more than is left.
+            BoundsError: the request asks for more than is left.
         """
         width = self._width(params.logprobs)
         if params.logprob_token_ids:

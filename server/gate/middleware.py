@@ -1,4 +1,4 @@
-"""ASGI middleware of the front end: who may call, and what they ask of the task pool."""
+"""ASGI middleware that checks API keys, and reads what requests ask of the task pool."""
 
 from collections.abc import Collection
 
@@ -25,23 +25,23 @@ from shoal.server.gate.quotas import Caller, Quotas
 from shoal.server.rejections import CountRejection, Rejection
 
 _CALLER = "shoal.caller"
-"""Where an ASGI scope holds the ``Caller`` whose key the request came with."""
+"""Key of an ASGI scope: the ``Caller`` whose API key the request came with."""
 
 
 class ApiKeyMiddleware:
-    """Asks for an API key on every path but the open ones.
+    """Requires an API key on every path except the open ones.
 
-    It comes as ``Authorization: Bearer KEY``, or without that as ``X-Api-Key: KEY``, which
-    Anthropic's clients send.
+    A client sends its key as ``Authorization: Bearer KEY``, or without that header as ``X-Api-Key:
+    KEY``, as Anthropic's clients do.
 
-    Unlike vLLM's ``--api-key``, which guards ``/v1`` and a few other prefixes, this guards all that
-    is not listed, routes that do not exist included. As with vLLM, several keys may be valid, and
-    ``OPTIONS`` (a browser's preflight) is let through. What POSTs may do is limited by their key.
+    vLLM's ``--api-key`` guards ``/v1`` and a few other prefixes; this guards all paths that are not
+    listed as open, even paths that do not exist. As in vLLM, several keys may be valid, and
+    ``OPTIONS`` (a browser's preflight) needs no key. POSTs count towards the limits of their key.
 
     Args:
         app: the application behind this middleware.
         keys: the valid keys.
-        quotas: what their holders use.
+        quotas: how much the holders of the keys use.
         open_paths: paths that need no key.
         rejected: counts refused requests.
     """
@@ -105,20 +105,20 @@ class ApiKeyMiddleware:
 
 
 class TermsMiddleware:
-    """Reads what a request to a generating route asks of the task pool, and refuses what is wrong.
+    """Reads what a request to a generating route asks of the task pool, and refuses wrong values.
 
-    vLLM ignores a priority header that is no integer, and takes any that is. Here a wrong one is
-    refused. The effective priority goes to vLLM in the header, which overrides the body's (see
-    ``GenerateBaseServing._get_priority``), and in the body as well, since a batch goes by that
-    alone. Runs inside ``PlacementMiddleware``, which it tells, and ``BodyMiddleware``, which has
-    decoded the body.
+    vLLM ignores a priority header that is not an integer, and accepts any integer; here a wrong one
+    is refused. vLLM is given the effective priority in the header, which overrides the body's (see
+    ``GenerateBaseServing._get_priority``), and in the body, because a batch only uses the body's.
+    This middleware runs inside ``PlacementMiddleware``, whose placement it fills in, and inside
+    ``BodyMiddleware``, which has decoded the body.
 
     Args:
         app: the application behind this middleware.
         placements: the HTTP requests in progress.
         door: says whether the task pool takes requests.
         clock: monotonic seconds, the same as the controller's.
-        bounds: the largest of everything.
+        bounds: the upper bounds.
         share_prefix_cache: whether callers may find each other's prefixes in the cache.
     """
 

@@ -1,8 +1,9 @@
-"""What became of a request in the task pool: from the controller's notes to the HTTP response.
+"""Puts what became of a request in the task pool into its HTTP response.
 
 One HTTP request may become several engine requests (``n``, lists of prompts). The middleware opens
 a ``Placement`` for each HTTP request; the front end's engine client, called in the same context,
-adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` notes say the rest.
+adds the ids of the engine requests; the controller's ``Placed`` and ``Ended`` notes say what became
+of each.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ PRIORITY_HEADER = "x-shoal-priority"
 
 _STREAM = "text/event-stream"
 _ERROR_EVENT = b'data: {"error"'
-"""How the event begins that vLLM ends a stream with when its request fails."""
+"""The beginning of the event with which vLLM ends a stream whose request has failed."""
 _AT_ANY_TIME = (Outcome.HANDED_BACK, Outcome.UNAVAILABLE)
-"""Outcomes of requests that waited, or were refused, and of those that a unit already had."""
+"""Outcomes that a request can have both before and after a unit has had it."""
 _TOO_MANY = 429
-"""Status by which ``PoolDoor`` refuses a caller with too many requests; it counts them itself."""
+"""Status with which ``PoolDoor`` refuses callers with too many requests, which it counts itself."""
 
 
 _REJECTIONS = {
@@ -57,18 +58,19 @@ class Placement:
     """One HTTP request of a generating route: what it asked for, and where it runs.
 
     Attributes:
-        arrival: when it came.
-        number: tells it from the others of this front end.
+        arrival: when the request came.
+        number: identifies it among the requests of this front end.
         request_ids: its engine requests.
-        terms: what the task pool is told about them.
-        priority: the effective one; None while it is not known.
-        in_background: whether the response does not wait for what is generated.
-        holder: of the API key; None: there is none.
-        tenant: whose prefixes it may find in the cache; None: those of all who have no tenant.
-        spend_tokens: counts tokens of its prompts and answers.
-        ended: the controller's word on the first engine request that it refused or dropped.
-        logprobs: how many log probabilities it may ask for; None: that is not known.
-        refused: why it was refused after its response had begun, as that of a stream has.
+        terms: what the task pool is told about its engine requests.
+        priority: the effective priority; None while it is not known.
+        in_background: whether the response comes before the request is served.
+        holder: who holds its API key; None: it has no key.
+        tenant: it may find only this tenant's prefixes in the cache; None: those of all requests
+            without a tenant.
+        spend_tokens: counts the tokens of its prompts and answers.
+        ended: the controller's note on the first engine request that it refused or dropped.
+        logprobs: how many log probabilities it may ask for; None while that is not known.
+        refused: why the front end refused it without an engine; None: it did not.
     """
 
     def __init__(self, arrival: float = 0.0, number: int = 0) -> None:
@@ -89,7 +91,7 @@ class Placement:
         self._noted = asyncio.Event()
 
     def expect(self, request_id: str) -> None:
-        """Count an engine request in, of which the controller's note is to come."""
+        """Add an engine request, and await the controller's note on it."""
         self.request_ids.add(request_id)
         self._awaited.add(request_id)
 
@@ -106,29 +108,30 @@ class Placement:
         self._noted.set()
 
     async def wait(self, *, for_all: bool) -> None:
-        """Return when the note on all engine requests, or on one of them, has come.
+        """Wait for the notes on all engine requests, or for the note on one of them.
 
-        The controller sends each one's before it hands it to a unit or ends it, and an engine
-        request that the front end aborts is ended.
+        The controller sends the note on an engine request before it hands the request to a unit or
+        ends it. An engine request that the front end aborts gets an ``Ended`` note, too.
         """
         while self._awaited and (for_all or len(self._awaited) == len(self.request_ids)):
             self._noted.clear()
             await self._noted.wait()
 
     def awaits(self, request_id: str) -> bool:
-        """Whether the controller's note on an engine request is to come."""
+        """Return whether the controller's note on an engine request is awaited."""
         return request_id in self._awaited
 
     @property
     def is_placed(self) -> bool:
-        """Whether a unit has had any of its engine requests."""
+        """Whether any of its engine requests went to a unit."""
         return bool(self._units)
 
     @property
     def headers(self) -> dict[str, str]:
         """The response headers, as far as they are known.
 
-        The effective priority, distinct units in order of dispatch, and their layouts.
+        They give the effective priority, the distinct units in order of dispatch, and their
+        layouts.
         """
         headers = {}
         if self.priority is not None:
@@ -167,13 +170,13 @@ class Placements(Observer):
 
     @property
     def holder(self) -> str | None:
-        """Who holds the API key of the HTTP request that the current context serves, if any."""
+        """The holder of the API key of the HTTP request that the current context serves, if any."""
         placement = self.current
         return None if placement is None else placement.holder
 
     @property
     def arrival(self) -> float:
-        """When the HTTP request came that the current context serves; now if there is none."""
+        """When the current context's HTTP request came; the current time if there is none."""
         placement = self.current
         return self._clock() if placement is None else placement.arrival
 
@@ -184,14 +187,14 @@ class Placements(Observer):
         return placement
 
     def close(self, placement: Placement) -> None:
-        """Forget a placement: its response has ended."""
+        """Forget a placement whose response has ended."""
         for request_id in placement.request_ids:
             self._by_request.pop(request_id, None)
 
     def count_in(self, request: Any) -> None:
         """Count an engine request towards the HTTP request of the current context.
 
-        Its tokens are spent, and it is given what the task pool is to be told about it.
+        This spends its prompt tokens, and adds its cache salt and what the task pool is told.
 
         Args:
             request: vLLM's ``EngineCoreRequest``.
@@ -207,7 +210,7 @@ class Placements(Observer):
         """Count an engine request towards the HTTP request of the current context, if any.
 
         Returns:
-            What the task pool is to be told about it.
+            What the task pool is told about it.
         """
         placement = self._current.get()
         if placement is None:
@@ -219,13 +222,13 @@ class Placements(Observer):
         return placement.terms
 
     def expect_again(self, request_id: str) -> None:
-        """Await another note of an engine request: its engine died."""
+        """Await another note on an engine request whose engine has died."""
         placement = self._by_request.get(request_id)
         if placement is not None:
             placement.expect(request_id)
 
     def awaiting(self) -> list[str]:
-        """Return the engine requests of which a note of the controller is to come."""
+        """Return the engine requests that await a note of the controller."""
         placements = self._by_request.items()
         return [request_id for request_id, placement in placements if placement.awaits(request_id)]
 
@@ -236,14 +239,14 @@ class Placements(Observer):
             placement.refused = refused
 
     def give_up(self, request_id: str) -> None:
-        """Await no note of an engine request: it never reached the controller."""
+        """Stop awaiting a note on an engine request, which never reached the controller."""
         self.take(Ended(request_id, Outcome.ABORTED))
 
     def salt(self, own: str | None) -> str | None:
         """Return the cache salt of the HTTP request that the current context serves.
 
-        Only requests of one salt find each other's prefixes in a cache (vLLM mixes it into the
-        hash of the first block).
+        Only requests with the same salt find each other's prefixes in a cache: vLLM mixes the salt
+        into the hash of the first block.
 
         Args:
             own: the salt that the request asks for.
@@ -255,7 +258,7 @@ class Placements(Observer):
         return hashlib.sha256(mixed.encode()).hexdigest()
 
     def take(self, note: Placed | Ended) -> None:
-        """Take a note of the controller; one for a request that has ended is ignored."""
+        """Take a note of the controller; a note on a request that has ended is ignored."""
         placement = self._by_request.get(note.request_id)
         if placement is not None:
             placement.take(note)
@@ -266,7 +269,7 @@ class Placements(Observer):
     def outputs(self, unit: Unit | None, outputs: Sequence[Any]) -> None:
         """Count the tokens of outputs, and await the controller's notes on requests that it ends.
 
-        Notes and outputs come by different ways, so a note may be there already.
+        Notes and outputs come over different connections, so a note may already have come.
         """
         for output in outputs:
             placement = self._by_request.get(output.request_id)
@@ -277,10 +280,10 @@ class Placements(Observer):
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path by which a request is routed: without the application's ``root_path``.
+    """Return the path by which a request is routed, without the application's ``root_path``.
 
-    Middleware that goes by paths must see the one that Starlette's router does, or a prefix would
-    lead around it.
+    Middleware that decides by path must see the same path as Starlette's router, or a client could
+    bypass it with a prefix.
     """
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
@@ -290,15 +293,15 @@ def route_path(scope: Scope) -> str:
 class PlacementMiddleware:
     """Tells the callers of generating routes what became of their requests in the task pool.
 
-    A response's head is held back until its request has left the pool: it says in which priority
-    and where the request runs, or else the whole response is the error that the controller ended
-    the request with. So a stream that never began has an honest status, too.
+    A response's head is held back until its request has left the pool. Then the head says with
+    which priority and where the request runs, or the whole response is replaced by the error with
+    which the controller ended the request. So even a stream that never began has the right status.
 
     Args:
         app: the application behind this middleware.
         placements: the HTTP requests in progress.
         paths: the generating routes.
-        rejected: counts refused requests, but for those that ``PoolDoor`` refuses.
+        rejected: counts refused requests, except those that ``PoolDoor`` refuses.
     """
 
     def __init__(
@@ -330,7 +333,7 @@ class PlacementMiddleware:
 
 
 def _rejection(status: int, placement: Placement) -> Rejection | None:
-    """Return why a request was refused, as its response's status or the controller says."""
+    """Return why a request was refused, from the controller's note or its response's status."""
     ended = placement.ended
     if ended is not None:
         ran = ended.outcome in _AT_ANY_TIME and placement.is_placed
@@ -342,7 +345,7 @@ def _rejection(status: int, placement: Placement) -> Rejection | None:
 
 
 class _HeldHead:
-    """An ASGI ``send`` that keeps the beginning of a response until its status is certain."""
+    """An ASGI ``send`` that holds back the beginning of a response until its status is certain."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, placement: Placement) -> None:
         self._scope = scope
@@ -352,7 +355,7 @@ class _HeldHead:
         self._held: list[Message] = []
         self._replaced = False
         self.status = 0
-        """Of the response that was sent; 0 while there is none."""
+        """Status of the response that was sent; 0 while there is none."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -370,12 +373,12 @@ class _HeldHead:
         return content_type.startswith(_STREAM)
 
     def _is_too_early(self, message: Message) -> bool:
-        """Whether a stream talks (as the Responses API does) before it has asked an engine."""
+        """Return whether a stream sends before it has engine requests, as in the Responses API."""
         more = message.get("more_body", False)
         return more and self._streams and not self._placement.request_ids
 
     async def _explained(self, message: Message) -> Message:
-        """Give an error in the middle of a stream the reason that the controller has for it."""
+        """Put the controller's reason into an error in the middle of a stream."""
         body = message.get("body", b"")
         if not body.startswith((_ERROR_EVENT, MESSAGES_ERROR_EVENT)):
             return message
@@ -391,7 +394,7 @@ class _HeldHead:
         return {**message, "body": event + body.partition(b"\n\n")[2]}
 
     async def _release(self) -> None:
-        """Send what was held, or the error that takes its place, once the notes are there."""
+        """Once the notes have come, send the messages held back, or an error in their place."""
         placement = self._placement
         streams = self._streams
         if not placement.in_background:
@@ -409,7 +412,7 @@ class _HeldHead:
             await self._send(message)
 
     async def _replace(self, refused: Refused) -> None:
-        """Send an error in the place of the response."""
+        """Send an error in place of the response."""
         self._replaced, self.status = True, refused.status
         response = refusal_response(refused.status, refused.message, refused.retry_after)
         response.headers.update(self._placement.headers)

@@ -1,4 +1,4 @@
-"""The front end's side of the task pool's limits: refuses requests that could only be refused."""
+"""Refuses requests in the front end that the controller's task pool would surely refuse."""
 
 from collections.abc import Awaitable, Callable
 
@@ -17,14 +17,14 @@ from shoal.server.rejections import CountRejection, Rejection
 
 
 class PoolDoor(Observer):
-    """What the controller last said about its limits.
+    """Refuses requests by the limits that the controller last announced.
 
-    The controller's word may come late, and then it refuses the request itself: this only saves
-    the work on requests that have no chance.
+    The announcement may come late; then the controller refuses the request itself. This class only
+    saves the work on requests that have no chance.
 
     Args:
         count: tells the controller of a request that was refused here.
-        rejected: counts it.
+        rejected: counts the refused request.
     """
 
     def __init__(
@@ -36,22 +36,22 @@ class PoolDoor(Observer):
         self.is_closed = False
         """Whether every request is refused."""
         self.unavailable: str | None = None
-        """Why every request is refused for the time being; None: it is not."""
+        """Why every request is refused for now; None: requests are accepted."""
 
     def close(self) -> None:
-        """Refuse every request from now on: the node is to end."""
+        """Refuse every request from now on, because the node is ending."""
         self.is_closed = True
 
     def limits(self, note: PoolLimits) -> None:
-        """Take a note of the controller."""
+        """Take the controller's announcement of its limits."""
         self._limits = note
 
     async def refusal(self, caller: str | None, priority: int) -> JSONResponse | None:
-        """Return the answer to a request that must be refused; None if it may come in.
+        """Return the answer to a request that must be refused; None if it is accepted.
 
         Args:
-            caller: who sent it, if that has a name.
-            priority: its effective one.
+            caller: the name of the caller, if it has one.
+            priority: the request's effective priority.
         """
         limits = self._limits
         if self.is_closed:

@@ -1,4 +1,4 @@
-"""What a caller asks of the task pool: priority and deadline, read from an HTTP request."""
+"""Reads what a request asks of the task pool: its priority and its deadline."""
 
 import json
 import re
@@ -14,16 +14,16 @@ from shoal.server.gate.keys import ApiKey
 PRIORITY_HEADER = "x-vllm-priority"
 DEADLINE_HEADER = "x-shoal-deadline-ms"
 PRIORITY_LIMIT = 100
-"""Priorities lie between minus this and this; lower is earlier."""
+"""Priorities lie between minus this and plus this; lower values are served earlier."""
 
 _PRIORITY = re.compile(r"[+-]?[0-9]{1,10}")
 _DEADLINE = re.compile(r"[0-9]{1,12}")
 _SHOWN = 40
-"""Characters of a wrong value that its error message repeats."""
+"""How many characters of a wrong value an error message repeats."""
 
 
 class BadTermsError(ValueError):
-    """A priority or deadline that is none; the message names the header or field."""
+    """A priority or deadline is not valid; the message names the header or field."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Asked:
     """What one HTTP request asks for."""
 
     priority: int
-    """The effective one: what was asked for, but no more urgent than the API key allows."""
+    """The effective priority: as asked for, but no more urgent than the API key allows."""
     deadline_seconds: float | None
     """How long its engine requests may wait from now on."""
     in_background: bool
-    """Whether the response does not wait for what the request generates."""
+    """Whether the response comes before the request is served."""
     several: bool
-    """Whether it becomes several engine requests."""
+    """Whether the HTTP request becomes several engine requests."""
 
 
 def read_terms(headers: Headers, fields: Mapping[str, Any], key: ApiKey | None) -> Asked:
@@ -45,8 +45,8 @@ def read_terms(headers: Headers, fields: Mapping[str, Any], key: ApiKey | None) 
 
     Args:
         headers: its headers.
-        fields: what its body says.
-        key: its caller's.
+        fields: the content of its body.
+        key: its caller's API key.
 
     Raises:
         BadTermsError: its priority or its deadline is not valid.

@@ -1,4 +1,4 @@
-"""How much of the server the holder of an API key uses, and when that is as much as it may."""
+"""Counts how much the holder of an API key uses, and tells when a limit is reached."""
 
 import enum
 import math
@@ -11,11 +11,11 @@ from shoal.server.gate.keys import ApiKey
 
 _MINUTE = 60.0
 _RETRY_SECONDS = 1
-"""When to try again where requests in progress are too many: nobody knows how long they take."""
+"""Retry-After for too many requests in progress: nobody knows how long they take."""
 
 
 class Limit(enum.StrEnum):
-    """A limit of an API key, by the field that sets it."""
+    """A limit of an API key; the value is the field that sets it."""
 
     CONCURRENT = "max_concurrent"
     REQUESTS = "requests_per_minute"
@@ -33,28 +33,28 @@ class OverLimit:
 
 
 class Allowance:
-    """So many units a minute: it fills evenly, up to a minute's worth, and may be overdrawn.
+    """Units per minute, which refill evenly up to a minute's worth, and may be overdrawn.
 
-    The generic cell rate algorithm: all it knows is the time at which it would be full again.
+    This is the generic cell rate algorithm: its only state is the time at which it is full again.
     """
 
     def __init__(self) -> None:
         self._full_at = 0.0
 
     def wait(self, per_minute: float, now: float) -> float:
-        """Return the seconds until one unit is left; 0 if there is one."""
+        """Return the seconds until one unit is available; 0 if one is available now."""
         return max(0.0, self._full_at - now + _MINUTE / per_minute - _MINUTE)
 
     def spend(self, units: int, per_minute: float, now: float) -> None:
-        """Take units, whether they are left or not."""
+        """Take units, whether they are available or not."""
         self._full_at = max(self._full_at, now) + units * _MINUTE / per_minute
 
 
 class Quota:
-    """What one key's holder uses; its limits are those of the key that each request came with.
+    """What the holder of a key uses. The limits are those of the key that a request came with.
 
     Args:
-        shares: front ends of the node. They count each for itself, so each allows its share.
+        shares: number of the node's front ends. Each counts for itself, and allows its share.
         clock: monotonic seconds.
     """
 
@@ -66,7 +66,7 @@ class Quota:
         self._tokens = Allowance()
 
     def over(self, key: ApiKey) -> OverLimit | None:
-        """Return why a request must be refused; None, and count it, if it may come in."""
+        """Return why a request must be refused, or count the request and return None."""
         running = key.max_concurrent
         if running is not None and self._running >= math.ceil(running / self._shares):
             message = f"{key.name} has {running} requests in progress, as many as it may"
@@ -104,7 +104,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request: the key it came with, and what its holder uses."""
+    """Who sent a request: the key that it came with, and what the key's holder uses."""
 
     key: ApiKey
     quota: Quota
@@ -115,7 +115,7 @@ class Caller:
 
 
 class Quotas:
-    """The quotas of all holders of keys; for the arguments see ``Quota``."""
+    """The quotas of all holders of keys. ``Quota`` describes the arguments."""
 
     def __init__(self, shares: int = 1, clock: Clock = monotonic) -> None:
         self._shares = shares

@@ -1,8 +1,8 @@
-"""A controller that does not answer: what needs it is refused, what runs without it goes on.
+"""When the controller does not answer, requests that need it are refused; others go on.
 
-Outputs come from the engines directly, so streams go on while the controller hangs. What has come
-and what waits for the controller's word is ended here, as the controller would end it: with a note,
-and with a finish reason. The controller finds that among its messages if it ever goes on.
+Outputs come from the engines directly, so streams go on while the controller hangs. Requests that
+wait for the controller's note are ended here as the controller would end them: with a note, and
+with a finish reason. If the controller ever goes on, it finds a message about them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from shoal.server.gate.pool_door import PoolDoor
 
 
 class Silence:
-    """A front end's side of a controller that hangs.
+    """Watches the controller for a front end, and acts while the controller hangs.
 
     Args:
-        monitor: knows whether it does.
-        timeout: the limit of that, seconds; None: there is none.
-        door: refuses what comes meanwhile.
-        placements: know which requests wait for the controller's word.
-        ended: hears of requests in the controller's stead.
+        monitor: knows whether the controller hangs.
+        timeout: the seconds after which the controller counts as hanging; None: no limit.
+        door: refuses new requests meanwhile.
+        placements: know which requests wait for a note of the controller.
+        ended: is given the notes in place of the controller's.
         end: ends requests with an error, for vLLM and for the controller.
     """
 
@@ -43,7 +43,7 @@ class Silence:
         self._end = end
 
     def look(self) -> None:
-        """Look after the controller; to be called several times within the limit."""
+        """Check the controller. Call it several times within ``timeout``."""
         self._monitor.look()
         if self._monitor.is_silent:
             self._door.unavailable = self._reason

@@ -1,4 +1,4 @@
-"""The admin API: see and change the layout, and check the node's books."""
+"""The admin API: shows and changes the layout, and checks the node's books."""
 
 from collections.abc import Callable, Coroutine
 from itertools import islice
@@ -29,10 +29,10 @@ from shoal.server.operator.admin_answers import (
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_TIMEOUT_SECONDS = 3600.0
 _SHOWN = 5
-"""Fields of a body that an error names, if more of them are wrong."""
+"""The most wrong fields of a body that an error names."""
 
 EngineNumber = Annotated[int, Field(ge=0, lt=1 << 31)]
-"""Larger ones fit into no message to the controller, which knows which engines there are."""
+"""Larger numbers fit into no message to the controller, which checks that the engine exists."""
 
 
 def _threshold(value: Any) -> ShiftThreshold:
@@ -58,7 +58,7 @@ class PolicyRequest(_Body):
     """Body of ``POST /admin/policy``."""
 
     policy: Annotated[str, Field(json_schema_extra={"enum": sorted(POLICIES)})]
-    """The controller refuses one that there is not."""
+    """The controller refuses an unknown policy."""
 
 
 class ShiftRequest(_Body):
@@ -70,7 +70,7 @@ class ShiftRequest(_Body):
 
 
 class _JsonRoute(DecodedBodyRoute):
-    """Takes a body for JSON, whatever its headers call it: ``curl -d`` calls it a form."""
+    """Reads a body as JSON, whatever its headers say: ``curl -d`` calls it a form."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, which looks at the type of the content."""
@@ -133,10 +133,10 @@ async def audit(control: Control) -> AuditAnswer:
 
 
 def add_admin_api(app: FastAPI, control: ControlClient) -> None:
-    """Give an application the admin routes, and their errors the shape of the others.
+    """Add the admin routes to an application, with errors in the usual shape.
 
     Args:
-        app: decodes bodies (``BodyMiddleware``).
+        app: the application, which decodes bodies (``BodyMiddleware``).
         control: the link to the controller.
     """
     app.state.control = control

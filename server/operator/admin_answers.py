@@ -1,7 +1,7 @@
-"""What the admin API and ``/ready`` answer.
+"""The answers of the admin API and of ``/ready``.
 
-Each is made of what the controller says, by the names of its attributes: routes hand on the views,
-and FastAPI makes the answers. Only what is named here gets out.
+Routes return the controller's views, and FastAPI makes the answers from the attributes of the same
+names. Only the attributes that are named here are sent.
 """
 
 from collections.abc import Iterable

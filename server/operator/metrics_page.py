@@ -1,4 +1,4 @@
-"""The page of metrics: vLLM's and the front ends' own registry, and what the controller counts."""
+"""The page of metrics: those of vLLM and the front ends, and those of the controller."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -23,10 +23,11 @@ SCHEDULER_GAUGES: Mapping[str, Callable[[EngineGauges, str], float]] = {
     ),
     "vllm:kv_cache_usage_perc": lambda engine, _: engine.kv_cache_usage,
 }
-"""vLLM's gauges that a step of a scheduler sets, and what they show here.
+"""Gauges of vLLM that a scheduler's steps set, and the values that replace theirs here.
 
-An engine whose unit is another one now makes no steps: its gauges would keep their last values. The
-functions take an engine and the value of the label ``reason``, empty where there is none.
+An engine that has become a member of another engine's unit schedules no steps, so its gauges would
+keep their last values. The functions take an engine and the value of the label ``reason``, which is
+empty if there is no such label.
 """
 
 
@@ -34,8 +35,8 @@ class NodePage(Collector):
     """Everything on the page.
 
     Args:
-        registered: families of the front ends' registry.
-        node: what the controller says.
+        registered: the metric families of the front ends' registry.
+        node: the controller's metrics.
     """
 
     def __init__(self, registered: Iterable[Metric], node: NodeMetrics) -> None:
@@ -55,14 +56,14 @@ class NodePage(Collector):
 
 
 def page(registered: Iterable[Metric], node: NodeMetrics) -> bytes:
-    """Return the page in Prometheus' text format; for the arguments see ``NodePage``."""
+    """Return the page in Prometheus' text format. ``NodePage`` describes the arguments."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(NodePage(registered, node))
     return generate_latest(registry)
 
 
 def _show(metric: Metric, engines: Mapping[str, EngineGauges]) -> None:
-    """Put what is true now in place of what the last step of each engine said."""
+    """Replace the values of each engine's last step by the current ones."""
     value = SCHEDULER_GAUGES[metric.name]
     metric.samples = [
         sample._replace(value=value(engines[engine], sample.labels.get("reason", "")))
@@ -72,7 +73,7 @@ def _show(metric: Metric, engines: Mapping[str, EngineGauges]) -> None:
 
 
 def _metric(family: Family) -> Metric:
-    """Return a family of ours as one of prometheus_client's."""
+    """Convert a ``Family`` to a metric family of prometheus_client's."""
     if family.kind is Kind.HISTOGRAM:
         return _histogram(family)
     kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily

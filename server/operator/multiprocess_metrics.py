@@ -7,10 +7,10 @@ from prometheus_client import values
 
 
 class _ProcessId:
-    """``os.getpid`` that asks the kernel once in every process.
+    """An ``os.getpid`` that asks the kernel only once in each process.
 
-    prometheus_client asks for it with every number that it adds, so a front end would make several
-    system calls for each output token.
+    prometheus_client calls it for every change of a value, so a front end would make several system
+    calls for each output token.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,16 @@ class _ProcessId:
 
 
 def share_metrics(directory: Path) -> None:
-    """Keep the values of metrics in files that all front ends share, from now on.
+    """From now on, keep the values of metrics in files that all front ends share.
 
-    prometheus_client chooses at import, which a forked process has behind it; no metric may exist
-    yet.
+    prometheus_client chooses the mode when it is imported, which in a forked process has already
+    happened. No metric may exist yet.
 
     Args:
-        directory: where the files are; made if it is not there.
+        directory: the directory of the files; made if it does not exist.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be made.
     """
     directory.mkdir(parents=True, exist_ok=True)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)

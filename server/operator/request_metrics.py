@@ -1,7 +1,7 @@
-"""What a front end measures of its requests: latencies by class and layout, stalls, refusals.
+"""Measures a front end's requests: latencies by class and layout, stalls, and refusals.
 
-With several front ends each of them adds to files that all of them read (prometheus_client's
-multi-process mode, which vLLM's own metrics use as well), so the page of any of them shows all.
+If there are several front ends, each adds to files that all of them read (prometheus_client's
+multi-process mode, which vLLM's own metrics use as well), so the page of any front end shows all.
 """
 
 import enum
@@ -22,7 +22,7 @@ from shoal.server.observers import Observer
 from shoal.server.rejections import Rejection
 
 MIXED = "mixed"
-"""Layout of a request that ran in several."""
+"""The label ``layout`` of a request that ran in several layouts."""
 STALL_SECONDS = 1.0
 """Shortest gap between two outputs of a stream that counts as a stall."""
 
@@ -54,11 +54,11 @@ class StallCause(enum.StrEnum):
 
 
 class RequestMetrics(Observer):
-    """The metrics' names and series.
+    """The metrics of requests, with all their series.
 
     Args:
-        layouts: those that the node forms.
-        registry: where they are registered.
+        layouts: the layouts that the node can form.
+        registry: where the metrics are registered.
     """
 
     def __init__(self, layouts: Sequence[str], registry: CollectorRegistry = REGISTRY) -> None:
@@ -112,10 +112,11 @@ class RequestMetrics(Observer):
             "reason",
         )
         self.gaps = self._preset(layouts)
-        """The series of ``inter_token``: every output token goes to one, so none is looked up."""
+        """The series of ``inter_token``, kept here since looking one up per output token is
+        slow."""
 
     def _preset(self, layouts: Sequence[str]) -> dict[tuple[str, str], Histogram]:
-        """Make all series, so that they are there from the start; return ``inter_token``'s."""
+        """Make all series, so that they exist from the start; return those of ``inter_token``."""
         for metric, values in (
             (self.cutoffs, Cutoff),
             (self.stalls, StallCause),
@@ -153,7 +154,7 @@ class _Life(msgspec.Struct):
     arrival: float
     sent: float
     unit: Unit | None = None
-    """That of its last output."""
+    """The unit of its last output."""
     layouts: set[str] = set()
     first: float = 0.0
     last: float = 0.0
@@ -164,7 +165,7 @@ class RequestTimes(Observer):
     """Follows the requests of one front end from their arrival to their last output.
 
     Args:
-        metrics: what is measured goes there.
+        metrics: take the measurements.
         clock: monotonic seconds.
     """
 
@@ -174,7 +175,7 @@ class RequestTimes(Observer):
         self._lives: dict[str, _Life] = {}
         self._switching: set[int] = set()
         self._switched: dict[int, float] = {}
-        """When the last switch of an engine ended."""
+        """When the last switch of each engine ended."""
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -185,7 +186,7 @@ class RequestTimes(Observer):
         self._lives[request.request_id] = _Life(priority, arrival, self._clock())
 
     def aborted(self, request_ids: Iterable[str]) -> None:
-        """Follow requests no longer: their clients have gone."""
+        """Stop following requests whose clients have gone."""
         for request_id in request_ids:
             self._lives.pop(request_id, None)
 
@@ -197,7 +198,7 @@ class RequestTimes(Observer):
                 self._conclude(life)
 
     def switching(self, note: Switching) -> None:
-        """Take the controller's word that a switch begins or has ended."""
+        """Take the controller's note that a switch begins or has ended."""
         if note.over:
             self._switching.difference_update(note.engines)
             self._switched |= dict.fromkeys(note.engines, self._clock())
@@ -205,7 +206,7 @@ class RequestTimes(Observer):
             self._switching.update(note.engines)
 
     def outputs(self, unit: Unit | None, outputs: Iterable[Any]) -> None:
-        """Measure outputs, and have vLLM count the wait in the task pool as queueing, and once."""
+        """Measure outputs, and let vLLM count the wait in the task pool as queueing, only once."""
         now, layout = self._clock(), "" if unit is None else unit.name
         for output in outputs:
             life = self._lives.get(output.request_id)

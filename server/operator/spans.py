@@ -1,4 +1,4 @@
-"""Spans of requests and switches, for OpenTelemetry, and what they are made of.
+"""Makes OpenTelemetry spans of requests and switches, and holds the records they are made from.
 
 The exporter, the sampler and the span ``llm_request`` are vLLM's (``vllm.tracing``).
 """
@@ -34,7 +34,7 @@ Attributes = Mapping[str, Value]
 
 @dataclass(eq=False)
 class Switch:
-    """A switch as requests meet it."""
+    """A switch that requests may meet."""
 
     told: SwitchTrace
     ended: float | None = None
@@ -52,7 +52,7 @@ class Switch:
 
     @property
     def attributes(self) -> Attributes:
-        """Those of every span of the switch."""
+        """The attributes of every span of the switch."""
         return {
             "shoal.switch.epoch": self.told.epoch,
             "shoal.switch.reason": self.told.reason,
@@ -62,11 +62,11 @@ class Switch:
 
 @dataclass(eq=False)
 class Stay:
-    """What one unit has computed of a request, from its outputs. Monotonic seconds."""
+    """One unit's part of a request, as its outputs show it. Times are in monotonic seconds."""
 
     unit: Unit
     scheduled: float
-    """When its first step there began."""
+    """When the request's first step there began."""
     first: float
     last: float
     tokens: int = 0
@@ -74,37 +74,37 @@ class Stay:
 
 @dataclass(eq=False)
 class Life:
-    """One engine request. Monotonic seconds."""
+    """One engine request. Times are in monotonic seconds."""
 
     name: str
     sent: float
     placed: list[Placed] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
-    """Those made while it waited, or on engines of its unit."""
+    """The switches that were made while it waited, or on engines of its unit."""
     pauses: list[tuple[float, float, Switch]] = field(default_factory=list)
     paused: tuple[float, Switch] | None = None
-    """Since when, and by which switch."""
+    """Since when it has been paused, and by which switch."""
     outcome: Outcome | None = None
     failed: bool = False
     ended: float = 0.0
 
     @property
     def unit(self) -> Unit | None:
-        """That which has it; None while none has had it."""
+        """The unit that has the request; None if no unit has had it yet."""
         return self.placed[-1].unit if self.placed else None
 
     def resume(self, now: float) -> None:
-        """Note that it goes on, if it was paused."""
+        """Note that the request goes on, if it was paused."""
         if self.paused is not None:
             since, switch = self.paused
             self.pauses.append((since, now, switch))
             self.paused = None
 
     def ways(self) -> Iterator[tuple[Placed, Stay | None, float]]:
-        """Yield every placement, what came of it, and when the request left the unit.
+        """Yield every placement, the stay that followed, and when the request left the unit.
 
-        A request may have been moved on before its unit made a token.
+        The stay is None if the request was moved on before its unit made a token.
         """
         stays = list(self.stays)
         for position, placed in enumerate(self.placed, start=1):
@@ -125,13 +125,13 @@ class Trace:
     """One HTTP request of a generating route."""
 
     span: otel.Span
-    """That of the HTTP request, above all others of the trace."""
+    """The span of the HTTP request, the parent of the trace's other spans."""
     offset_ns: int
-    """What makes a time of the monotonic clock one since the epoch."""
+    """Nanoseconds to add to a time of the monotonic clock to get the time since the epoch."""
     carrier: dict[str, str] = field(default_factory=dict)
-    """The trace's context as vLLM carries it."""
+    """The trace's context, in the form in which vLLM passes it on."""
     status: int | None = None
-    """Of the response; None while there is none: its client may leave before that."""
+    """Status of the response; None while there is none, as when the client leaves early."""
     refused: str | None = None
     lives: dict[str, Life] = field(default_factory=dict)
     """Its engine requests, by vLLM's internal id."""
@@ -143,7 +143,7 @@ class Trace:
 
     @property
     def outcome(self) -> str | None:
-        """Why it was refused, or how its engine requests ended: the first that did not finish."""
+        """Why it was refused, or the outcome of the first engine request that did not finish."""
         lives = self.lives.values()
         outcomes = [life.outcome for life in lives if life.outcome is not None]
         unfinished = [outcome for outcome in outcomes if outcome is not Outcome.FINISHED]
@@ -151,13 +151,13 @@ class Trace:
 
     @property
     def failed(self) -> bool:
-        """Whether the caller did not get what was asked for, by no fault of the connection."""
+        """Whether the request was refused or failed; a lost connection does not count."""
         refused = self.status is not None and self.status >= 400
         return refused or any(life.failed for life in self.lives.values())
 
     @property
     def attributes(self) -> dict[str, Value]:
-        """Those of the HTTP request's span that are known at its end."""
+        """The attributes of the HTTP request's span that are known at its end."""
         lives = self.lives.values()
         tokens = sum(stay.tokens for life in lives for stay in life.stays)
         found: dict[str, Value] = {"gen_ai.usage.completion_tokens": tokens}
@@ -176,17 +176,17 @@ class Trace:
 
 
 class GivenIds(RandomIdGenerator):
-    """Random ids, but for a root span whose ids are given: other processes know them already."""
+    """Random ids, except for a root span whose ids other processes already know."""
 
     def __init__(self) -> None:
         self._given: otel.SpanContext | None = None
 
     def give(self, context: otel.SpanContext) -> None:
-        """Let the root span that is started next have the ids of this context."""
+        """Give the ids of this context to the root span that is started next."""
         self._given = context
 
     def generate_trace_id(self) -> int:
-        """Return the trace id of a root span, which asks for its span id next."""
+        """Return the trace id of a root span; the next call asks for its span id."""
         return super().generate_trace_id() if self._given is None else self._given.trace_id
 
     def generate_span_id(self) -> int:
@@ -196,10 +196,10 @@ class GivenIds(RandomIdGenerator):
 
 
 class Spans:
-    """Makes spans of what has happened, when it is over.
+    """Makes the spans of requests and switches that have ended.
 
     Args:
-        provider: makes and exports them.
+        provider: makes and exports spans.
         clock: monotonic seconds, the same as the controller's and the engines'.
         wall_ns: nanoseconds since the epoch.
     """
@@ -217,13 +217,13 @@ class Spans:
         self._wall_ns = wall_ns
 
     def shut_down(self) -> None:
-        """Send what there is, but do not wait long for a collector that does not answer."""
+        """Send the remaining spans, but do not wait long for a collector that does not answer."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(FLUSH_SECONDS)
 
     def _offset_ns(self) -> int:
-        # Taken anew for every trace: the wall clock is adjusted while a server runs.
+        # Computed for every trace, because the wall clock is adjusted while a server runs.
         return self._wall_ns() - int(self._clock() * 1e9)
 
     def begin(self, method: str, path: str, headers: Headers) -> Trace:
@@ -287,12 +287,12 @@ class Spans:
             make("paused", start, end, switch.attributes, [otel.Link(switch.context)])
 
     def make_of_switch(self, switch: Switch, told: SwitchTrace, done: SwitchView) -> None:
-        """Make the trace of a switch, whose ids requests know already.
+        """Make the trace of a switch, whose ids the traces of requests may already refer to.
 
         Args:
-            switch: as it began.
-            told: the controller's word that it is over.
-            done: what came of it.
+            switch: the switch as it began.
+            told: the controller's note that the switch is over.
+            done: the switch's outcome.
         """
         offset = self._offset_ns()
         self._ids.give(switch.context)

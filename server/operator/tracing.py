@@ -1,8 +1,8 @@
-"""Follows requests and switches, of which spans are made at the end (``spans.py``).
+"""Follows requests and switches until they end; ``spans.py`` then makes their spans.
 
-Only front ends export. What the others know reaches them anyway: the controller's notes and the
-engines' outputs carry times of the monotonic clock, which all processes of a node share. So spans
-are made at the end, from when things happened.
+Only front ends export spans. The controller's notes and the engines' outputs bring them what the
+other processes know, with times of the monotonic clock, which all processes of a node share. So a
+front end can make all spans at the end, from the times at which things happened.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,8 +25,8 @@ class Traces(Observer):
     """Follows requests and switches, and has their spans made.
 
     Args:
-        spans: makes them.
-        exports_switches: whether this front end exports the traces of switches: one of them does.
+        spans: makes the spans.
+        exports_switches: whether this front end exports the traces of switches; only one does.
         clock: monotonic seconds, the same as the controller's and the engines'.
     """
 
@@ -50,13 +50,13 @@ class Traces(Observer):
         return trace
 
     def refused(self, reason: str) -> None:
-        """Note why the HTTP request is refused that the current context serves."""
+        """Note why the HTTP request of the current context is refused."""
         trace = self._current.get()
         if trace is not None:
             trace.refused = reason
 
     def close(self, trace: Trace) -> None:
-        """End the span of an HTTP request: its response has been sent, or broke off."""
+        """End the span of an HTTP request whose response has been sent, or broke off."""
         trace.closed = True
         for request_id, life in trace.lives.items():
             if life.outcome is not None:
@@ -79,7 +79,7 @@ class Traces(Observer):
         self._followed[request.request_id] = trace, life
 
     def outputs(self, unit: Unit | None, outputs: Iterable[Any]) -> None:
-        """Take outputs that go to their clients now, and tell vLLM the trace they belong to."""
+        """Take outputs that go to their clients now, and tell vLLM to which trace each belongs."""
         for output in outputs:
             trace, life = self._followed.get(output.request_id, (None, None))
             if trace is None or life is None:
@@ -94,7 +94,7 @@ class Traces(Observer):
 
     def _take_tokens(self, life: Life, unit: Unit, output: Any) -> None:
         now = self._clock()
-        # A unit says with its first output how it has computed the prompt.
+        # Only the first output of a unit says how the prompt was computed.
         if not life.stays or output.prefill_stats is not None:
             begun = (e.timestamp for e in output.events or () if e.type == EventType.SCHEDULED)
             life.stays.append(Stay(unit, next(begun, now), now, now))
@@ -119,7 +119,7 @@ class Traces(Observer):
             life.placed.append(note)
 
     def ended(self, note: Ended) -> None:
-        """Note the controller's word on how a request has ended, if it is followed."""
+        """Note how a request has ended, as the controller says, if the request is followed."""
         _, life = self._followed.get(note.request_id, (None, None))
         if life is not None:
             life.outcome = None  # what was said before was guessed from its last output
@@ -127,7 +127,7 @@ class Traces(Observer):
             self._end(note.request_id, note.outcome)
 
     def _end(self, request_id: str, outcome: Outcome) -> None:
-        """Note how a request has ended, if nobody has said so before."""
+        """Note how a request has ended, if that is not noted yet."""
         trace, life = self._followed.get(request_id, (None, None))
         if trace is None or life is None or life.outcome is not None:
             return
@@ -142,7 +142,7 @@ class Traces(Observer):
     # --- switches -----------------------------------------------------------------------------
 
     def switching(self, note: Switching) -> None:
-        """Note whom a switch concerns, and what it has done to them."""
+        """Note which requests a switch concerns, and which it has paused or resumed."""
         told = note.trace
         if told is None:
             return
@@ -167,7 +167,7 @@ class Traces(Observer):
 
 
 class TracingMiddleware:
-    """Traces the requests to generating routes, those that are refused at the door included.
+    """Traces the requests to generating routes, including those that are refused early.
 
     Args:
         app: the application behind this middleware.

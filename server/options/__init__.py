@@ -1,1 +1,1 @@
-"""Options of commands: what they mean, and which are refused."""
+"""Options of the commands: what they mean, and which of vLLM's are refused."""

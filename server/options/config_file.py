@@ -1,9 +1,9 @@
 """``--config FILE``: options of ``shoal serve`` in a file of YAML or JSON.
 
-The file has what vLLM's ``FlexibleArgumentParser`` takes there: each option under its name, with
-``_`` or ``-``, and a mapping where the option takes JSON. That parser passes over names that are
-there twice and over values that an option cannot take, and stops at the first thing that it does
-not know. Here the parser's own actions check the whole file first, and all that is wrong is told.
+The format is that of vLLM's ``FlexibleArgumentParser``: each option under its name, with ``_`` or
+``-``, and a mapping where the option takes JSON. That parser silently accepts repeated names and
+values that an option cannot take, and stops at the first unknown option. Here the parser's own
+actions check the whole file first, and every error is reported.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from shoal.server.errors import UserError, one_line, shown_name
 _READERS = {".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}
 _NOT_IN_A_FILE = ("config", "help")
 _SECRETS = frozenset({"api_key", "hf_token"})
-"""Options whose values nobody else may know."""
+"""Options whose values are secret."""
 
 
 class _Option(NamedTuple):
@@ -27,16 +27,16 @@ class _Option(NamedTuple):
 
     action: argparse.Action
     flag: str
-    """As the parser knows it, with the part: ``--compilation-config.mode``."""
+    """The option's name for the parser, with the part: ``--compilation-config.mode``."""
     part: str
-    """The part of its value that is set (``mode``); empty: all of it."""
+    """The part of its value that is set (``mode``); empty: the whole value."""
 
 
 def named_model(argv: Sequence[str]) -> str | None:
-    """Return the model that a file of options names, before there is a parser.
+    """Return the model that a file of options names, without a parser.
 
     Raises:
-        UserError: the file cannot be read, or holds no options.
+        UserError: the file cannot be read, or does not hold options.
     """
     path, _ = _split(argv)
     model = None if path is None else _read(path).content.get("model")
@@ -53,15 +53,16 @@ def warn_of_secrets(argv: Sequence[str]) -> None:
 def expand(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     """Return arguments with the options of a file in place of ``--config FILE``.
 
-    An option that the command line gives, too, is left out; parts of one (``--hf-overrides.a``) add
-    up. The file's come first, but for a model at the beginning of the command line.
+    An option of the file is left out if the command line gives it, too; different parts of an
+    option (``--hf-overrides.a``) add up. The file's options come first, but after a model at the
+    beginning of the command line.
 
     Args:
         parser: knows all options.
         argv: the arguments of ``shoal serve``.
 
     Raises:
-        UserError: the file is not valid: one line for each option of it that is wrong.
+        UserError: the file is not valid; the message has one line for each wrong option.
     """
     path, words = _split(argv)
     if path is None:
@@ -105,7 +106,7 @@ def _read(path: Path) -> Document:
     """Return the options of a file, by name.
 
     Raises:
-        UserError: it cannot be read, or holds something else; one line.
+        UserError: the file cannot be read, or holds something else; one line.
     """
     reader = _READERS.get(path.suffix)
     if reader is None:
@@ -125,15 +126,15 @@ def _option(parser: ArgumentParser, word: str) -> _Option | None:
 
 
 def _overlap(one: _Option, other: _Option) -> bool:
-    """Return whether only one of two can have effect."""
+    """Return whether only one of two options can have an effect."""
     return one.action is other.action and not (one.part and other.part and one.part != other.part)
 
 
 def _named(parser: ArgumentParser, name: Any, taken: list[_Option]) -> _Option:
-    """Return the option of this name in a file, and add it to those that are taken.
+    """Return the option that a file gives under this name, and add it to ``taken``.
 
     Raises:
-        ValueError: there is none, or it is taken already.
+        ValueError: there is no such option, or the file has already set it.
     """
     option = _option(parser, f"--{name}")
     if option is None:
@@ -148,10 +149,10 @@ def _named(parser: ArgumentParser, name: Any, taken: list[_Option]) -> _Option:
 
 
 def _arguments(parser: ArgumentParser, option: _Option, value: Any) -> list[str]:
-    """Return an option as arguments, which the parser takes.
+    """Return an option and its value as arguments for the parser.
 
     Raises:
-        ValueError: it cannot have this value; the message says why.
+        ValueError: the option cannot have this value; the message says why.
     """
     action, flag, part = option
     if part:
@@ -183,10 +184,10 @@ def _nested(names: Sequence[str], value: Any) -> Any:
 
 
 def _convert(parser: ArgumentParser, action: argparse.Action, value: Any) -> str:
-    """Return a value as text from which the parser makes what the option takes.
+    """Return a value as text that the parser can convert to a value of the option.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the parser cannot convert it.
     """
     is_json = isinstance(value, dict | list)
     text = json.dumps(value, default=str) if is_json else str(value)
@@ -201,7 +202,7 @@ def _convert(parser: ArgumentParser, action: argparse.Action, value: Any) -> str
 
 
 def _reason(error: argparse.ArgumentError) -> str:
-    """Return why an option cannot have its value: of vLLM's configurations, the first complaint."""
+    """Return why an option cannot have its value; for vLLM's configurations, the first reason."""
     cause: BaseException | None = error
     while cause is not None and not hasattr(cause, "errors"):  # as one_line, without pydantic
         cause = cause.__context__

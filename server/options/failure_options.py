@@ -1,4 +1,4 @@
-"""When an engine or the controller counts as dead, and what becomes of requests then: options."""
+"""Options of failures: when a process counts as dead, and what then becomes of requests."""
 
 import argparse
 from argparse import Namespace
@@ -62,7 +62,7 @@ def add_failure_options(group: argparse._ArgumentGroup) -> None:
 
 
 def check_failure_options(args: Namespace) -> None:
-    """Refuse what cannot be.
+    """Refuse impossible values.
 
     Raises:
         UserError: the first such option; the message names it.

@@ -1,4 +1,4 @@
-"""What requests are promised, and the cost model by which a policy keeps it: from options."""
+"""Options of what requests are promised, and of the cost model that policies use to keep it."""
 
 import argparse
 from argparse import Namespace
@@ -21,15 +21,15 @@ from shoal.server.errors import UserError
 from shoal.server.options.workload_options import add_target_option, read_objectives
 
 GPU_HARDWARE = "h200"
-"""What GPUs are taken for unless the user says what they are; measured steps correct the rest."""
+"""The hardware assumed for GPUs unless the user names another; measured steps correct it."""
 CPU_HARDWARE = "cpu-2core"
-"""The same for engines on a CPU."""
+"""The hardware assumed for engines on a CPU."""
 DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
     "float32": "fp32",
     "bfloat16": "bf16",
     "float16": "fp16",
 }
-"""torch's names of dtypes, and those of shape files."""
+"""The names of dtypes in shape files, by torch's names."""
 
 
 def add_promise_options(group: argparse._ArgumentGroup) -> None:
@@ -50,10 +50,10 @@ def add_promise_options(group: argparse._ArgumentGroup) -> None:
 
 
 def promised(args: Namespace) -> tuple[Target, ...]:
-    """Return what requests are promised as policies want it: the most urgent class first.
+    """Return what requests are promised, as policies need it: the most urgent class first.
 
     Raises:
-        UserError: nothing is, but the policy goes by promises.
+        UserError: nothing is promised, but the policy needs promises.
     """
     targets = tuple(Target(o.priority, o.ttft, o.tpot) for o in read_objectives(args))
     if args.policy == SLO.name and not targets:
@@ -64,17 +64,18 @@ def promised(args: Namespace) -> tuple[Target, ...]:
 def node_cost_model(
     args: Namespace, model: Any, cache_dtype: str, *, gpus: int, say: Say
 ) -> CostModel | None:
-    """Return the cost model of a node before anything was measured, None if there can be none.
+    """Return a node's cost model before any measurement; None if there can be none.
 
     Args:
         args: the parsed arguments.
         model: vLLM's ``ModelConfig``.
         cache_dtype: vLLM's name of the KV cache's dtype.
         gpus: GPUs of this machine; 0 on a CPU.
-        say: is told why there is none.
+        say: called with the reason if there is none.
 
     Raises:
-        UserError: there is none, but the policy or the shift needs one, or the user described it.
+        UserError: there can be none, but the policy or the shift needs one, or the user gave an
+            option of it.
     """
     shape, hardware = args.cost_model_shape, args.cost_model_hardware
     try:
@@ -92,7 +93,7 @@ def node_cost_model(
 
 
 _SIZES = ("num_attention_heads", "intermediate_size")
-"""What the shape takes from the model's own configuration, which need not have it (BLOOM, MPT)."""
+"""Attributes read from a model's own configuration, which may lack them (BLOOM, MPT)."""
 
 
 def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
@@ -103,8 +104,8 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
         cache_dtype: vLLM's name of the KV cache's dtype.
 
     Raises:
-        FileError: its dtype is none that shape files know, or its configuration names no size of
-            its MLPs, as those of gated ones do.
+        FileError: its dtype is unknown in shape files, or its configuration does not name the sizes
+            in ``_SIZES``, as those of models with gated MLPs do.
     """
     text = model.hf_text_config
     own = str(model.dtype).removeprefix("torch.")

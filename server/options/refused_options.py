@@ -1,4 +1,4 @@
-"""What of vLLM's options ``shoal serve`` refuses, and why."""
+"""The options of vLLM that ``shoal serve`` refuses, and why."""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +100,7 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
         UserError: the first such option; the message names it.
     """
     for name, reason in REFUSED.items():
-        # Some of vLLM's are there only if they are given.
+        # Some of vLLM's options are in the arguments only if the user gives them.
         if hasattr(args, name) and getattr(args, name) != default_of(name):
             raise UserError(f"{flag_of(name)}: {reason}")
     if args.quantization not in (None, *FP8_QUANTISATIONS):

@@ -1,7 +1,7 @@
 """The options of ``shoal serve``: Shoal's own, and its defaults.
 
-Works on the parsed ``argparse.Namespace``, without importing vLLM. What can only be told from the
-model is checked in ``vllm_options.py``.
+This module works on the parsed ``argparse.Namespace`` and does not import vLLM. ``vllm_options.py``
+checks what depends on the model.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from shoal.server.options.shift_options import add_shift_options
 DEFAULT_POLICY = "manual"
 DEFAULT_HOST = "127.0.0.1"
 LOOPBACK = "lo"
-"""The network interface that only this machine reaches."""
+"""The network interface that only this machine can reach."""
 DEFAULT_PORT = 8000
 
 SHUTDOWN_SECONDS = 30
@@ -48,7 +48,7 @@ SHUTDOWN_SECONDS = 30
 
 DEMO_NAME = "shoal-demo"
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo" / "checkpoint"
-"""What is served when no model is named; ``shoal.server.demo.training`` made it."""
+"""The checkpoint that is served when no model is named; ``shoal.server.demo.training`` made it."""
 DEMO_ENGINES = 2
 DEMO_TOOL_PARSER = "hermes"
 CPU_ENGINES = 2
@@ -59,7 +59,7 @@ CPU_KV_BYTES = 1 << 30
 OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 OTLP_PROTOCOLS = ("grpc", "http/protobuf")
-"""Those that vLLM's exporter speaks; the first by default."""
+"""The protocols that vLLM's exporter knows; the first is the default."""
 
 
 def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
@@ -179,10 +179,10 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
     """Set the defaults of the environment that vLLM and its libraries read when they are imported.
 
     Args:
-        environ: the environment, changed in place; what the user set stays.
+        environ: the environment, changed in place; variables that the user has set stay.
         argv: the arguments of ``shoal serve``.
     """
-    # A VLLM_CPU_KVCACHE_SPACE meant for one engine would be taken by each.
+    # Every engine would take a VLLM_CPU_KVCACHE_SPACE that was meant for one.
     environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     defaults = {
         # Several engines share the cores: no pinning, no thread pool in each.
@@ -192,7 +192,7 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer would compile its sampler when the server starts.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # One node: what its processes tell each other over TCP stays on this machine.
+        # On one node, the traffic between the processes over TCP stays on this machine.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         "VLLM_HOST_IP": DEFAULT_HOST,
@@ -222,7 +222,7 @@ def _model_in(argv: Sequence[str]) -> str | None:
 
 
 def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
-    """Refuse what Shoal does not support or cannot mean.
+    """Refuse options that Shoal does not support, and values that are not valid.
 
     Args:
         args: the parsed arguments.
@@ -236,7 +236,7 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
 
 
 def check_shoal_options(args: Namespace) -> None:
-    """Refuse what Shoal's own options, and a few of vLLM's, cannot mean.
+    """Refuse invalid values of Shoal's own options and of a few of vLLM's.
 
     Raises:
         UserError: the first such option; the message names it.
@@ -271,14 +271,14 @@ def check_shoal_options(args: Namespace) -> None:
 
 
 def choose_tracing(args: Namespace, environ: Mapping[str, str]) -> None:
-    """Fill in where traces are sent, as OpenTelemetry's environment variables say.
+    """Fill in where traces are sent, from OpenTelemetry's environment variables.
 
     Args:
         args: the parsed arguments, changed in place.
         environ: the environment.
 
     Raises:
-        UserError: traces cannot be made or sent as it is asked for.
+        UserError: traces cannot be made or sent as the options and variables ask.
     """
     args.otlp_traces_endpoint = args.otlp_traces_endpoint or environ.get(OTLP_ENDPOINT) or None
     if args.otlp_traces_endpoint is None:
@@ -293,12 +293,12 @@ def choose_tracing(args: Namespace, environ: Mapping[str, str]) -> None:
 
 
 def check_model(model: str) -> None:
-    """Refuse a model directory that is not there or holds no model.
+    """Refuse a model directory that does not exist or holds no model.
 
     A name that does not look like a path is left to vLLM, which asks the Hugging Face hub.
 
     Raises:
-        UserError: it is a path with no model.
+        UserError: ``model`` is a path without a model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -344,9 +344,9 @@ def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
 
 
 def model_defaults(*, on_cpu: bool, demo: bool) -> dict[str, Any]:
-    """Return defaults that Shoal has instead of vLLM's.
+    """Return the defaults by which Shoal replaces vLLM's.
 
-    They are for the parser: an option that the user gives holds, whatever its value.
+    They are set in the parser, so a value that the user gives always takes precedence.
 
     Args:
         on_cpu: whether the engines run on a CPU.
@@ -368,14 +368,14 @@ def model_defaults(*, on_cpu: bool, demo: bool) -> dict[str, Any]:
 
 
 def with_chosen(args: Namespace) -> Namespace:
-    """Return arguments with what Shoal decides of vLLM's, whatever the user does.
+    """Return the arguments with the values that Shoal decides, whatever the user asks for.
 
     Args:
         args: the parsed arguments, changed in place.
     """
     if args.model_tag is not None:
         args.model = args.model_tag
-    # vLLM accepts a request's priority under this policy only; equal ones keep their order.
+    # vLLM accepts priorities only under this policy; requests of equal priority keep their order.
     args.scheduling_policy = "priority"
     return args
 

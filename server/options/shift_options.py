@@ -15,17 +15,18 @@ from shoal.policies.values.layouts import layouts_up_to
 from shoal.server.errors import UserError
 
 AUTO = "auto"
-"""``--max-sp``: left to ``automatic_max_sp``."""
+"""With this value of ``--max-sp``, ``automatic_max_sp`` chooses."""
 BY_SEQUENCE = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures that steps by sequence are tested on, token by token: others have to be asked for.
-What keeps a model's attention from being exchanged is told by engines, when they have loaded it."""
+"""Architectures with which steps by sequence are tested, token by token. For others, the user must
+ask for SP. Engines report what keeps a model's attention from being exchanged once they have loaded
+it."""
 
 
 def add_shift_options(group: _ActionsContainer, *, automatic: bool) -> None:
     """Add ``--max-sp`` and ``--shift-threshold``.
 
     Args:
-        group: to add them to.
+        group: the group that gets the options.
         automatic: whether ``--max-sp auto`` is known, and the default.
     """
     rule = f"; {AUTO}: on GPUs the largest group, for the models it is tested on, else 1"
@@ -55,9 +56,10 @@ def _max_sp(text: str) -> int | str:
 
 
 def automatic_max_sp(model: Any, max_group: int, *, on_gpus: bool) -> int:
-    """Return the largest degree of SP of a node that was told none.
+    """Return the largest degree of SP of a node whose user has not chosen one.
 
-    On CPUs it gains nothing: there is no host to wait for, nor links to save.
+    On CPUs it is 1, because SP gains nothing there: there is no host to wait for, and no link to
+    spare.
 
     Args:
         model: vLLM's ``ModelConfig``.
@@ -77,17 +79,17 @@ def _threshold(text: str) -> ShiftThreshold:
 
 
 def check_shift(args: Namespace, policies: Collection[str], max_group: int) -> None:
-    """Refuse what no group of the node can do.
+    """Refuse options that no group of the node can follow.
 
     Nothing is refused while ``--max-sp`` is still to be chosen.
 
     Args:
         args: the parsed arguments.
-        policies: names of those that are to decide.
+        policies: names of the policies that will decide.
         max_group: largest group of the node.
 
     Raises:
-        UserError: ``--max-sp`` is no degree of the node's groups, or lacking.
+        UserError: ``--max-sp`` is not a degree of the node's groups, or is needed and not given.
     """
     if args.max_sp == AUTO:
         return

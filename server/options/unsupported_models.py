@@ -1,8 +1,8 @@
-"""Kinds of models that Shoal does not serve, told before an engine starts.
+"""Recognises models that Shoal does not serve, before an engine starts.
 
-They are told by vLLM's configuration, and so by a model's ``config.json`` and the options. Which
-layers and quantisations are served is said by ``runtime.served_weights``. What a configuration does
-not say, such as which kernel multiplies a layer's weights, engines see as they load.
+The checks use vLLM's configuration, and so the model's ``config.json`` and the options.
+``runtime.served_weights`` says which layers and quantisations are served. Engines check the rest
+when they load, such as which kernel multiplies a layer's weights.
 """
 
 from collections.abc import Set
@@ -17,7 +17,7 @@ from shoal.runtime.served_weights import (
 from shoal.server.errors import UserError
 
 ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
-"""vLLM's option that has it keep the KV of every layer for all tokens, in one group."""
+"""vLLM's option to keep the KV of every layer for all tokens, in one group."""
 
 
 def check_model_config(model: Any) -> None:
@@ -47,19 +47,19 @@ def check_model_config(model: Any) -> None:
 
 
 def check_kv_groups(config: Any) -> None:
-    """Refuse a model for whose layers vLLM keeps several groups of KV blocks.
+    """Refuse a model whose layers have several groups of KV blocks in vLLM.
 
     vLLM's ``kv_cache_utils.get_kv_cache_groups`` puts layers that keep different tokens, such as
     those of a sliding window and those of all, into groups of their own. A request then takes
-    blocks of every group, and the lease of a group of engines counts the blocks of one. The layers
-    tell their windows only once they are made; here is what the configuration says of them, as
-    vLLM's models read it. Engines check what became of it (``vllm_core.check_kv_groups``).
+    blocks of every group, but the lease of a group of engines counts the blocks of only one. The
+    layers' windows are certain only once the layers are made. This check reads the configuration as
+    vLLM's models do; engines check the result (``vllm_core.check_kv_groups``).
 
     Args:
         config: vLLM's ``VllmConfig``.
 
     Raises:
-        UserError: the model has layers of several kinds, and vLLM is to tell them apart.
+        UserError: the model has layers of several kinds, and vLLM would keep them apart.
     """
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return
@@ -74,9 +74,10 @@ def check_kv_groups(config: Any) -> None:
 
 
 def _reaches(text: Any) -> Set[str]:
-    """Return to what the layers attend, by the ``config.json`` of a model's text part.
+    """Return which tokens the layers attend to, by the ``config.json`` of a model's text part.
 
-    Empty if it says nothing of single layers: then vLLM's models make all of one kind.
+    The set is empty if the file says nothing about single layers: then vLLM's models make all
+    layers of one kind.
     """
     window = getattr(text, "sliding_window", None)
     windows = getattr(text, "interleaved_sliding_window", None)
@@ -91,11 +92,11 @@ def check_quantisation(model: str, quantisation: Any) -> None:
     """Refuse a compressed-tensors checkpoint with anything but FP8 weights and FP8 activations.
 
     Args:
-        model: what the model is called.
+        model: the model's name.
         quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
 
     Raises:
-        UserError: a group of layers is quantised otherwise; the message says how.
+        UserError: a group of layers is quantised in another way; the message says how.
     """
     if getattr(quantisation, "online_quantization_config", None) is not None:
         return  # It is quantised again as it is loaded.
@@ -109,7 +110,7 @@ def check_quantisation(model: str, quantisation: Any) -> None:
 
 
 def _words(quantised: Any) -> str:
-    """Say what compressed-tensors' ``QuantizationArgs`` are, in short."""
+    """Describe compressed-tensors' ``QuantizationArgs`` in short."""
     if quantised is None:
         return "plain"
     return f"{quantised.num_bits}-bit {quantised.type} ({quantised.strategy})"

@@ -1,4 +1,4 @@
-"""vLLM's options and what it makes of them, in the main process: its parser, its configuration."""
+"""vLLM's parser of options, and vLLM's configuration, as the main process uses them."""
 
 import argparse
 from argparse import Namespace
@@ -26,7 +26,7 @@ from shoal.server.options.unsupported_models import (
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
-    """vLLM's parser with errors of one line."""
+    """vLLM's parser, with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()))
@@ -60,7 +60,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def load_plugins(args: Namespace) -> None:
-    """Let vLLM know the parsers that the user brings, in each process that looks for them."""
+    """Register the user's own parsers with vLLM. Every process that uses them must call this."""
     for plugin, load in (
         (args.tool_parser_plugin, ToolParserManager.import_tool_parser),
         (args.reasoning_parser_plugin, ReasoningParserManager.import_reasoning_parser),
@@ -75,10 +75,10 @@ def count_gpus() -> int:
 
 
 def engine_args(args: Namespace) -> AsyncEngineArgs:
-    """Return vLLM's arguments of an engine, as ``build_async_engine_client`` makes them of these.
+    """Return vLLM's arguments of an engine, made as ``build_async_engine_client`` makes them.
 
-    What vLLM writes back into a configuration that is among them, as it does with
-    ``--reasoning-parser``, is in ``args`` too, where vLLM's application looks for it.
+    vLLM writes some options, such as ``--reasoning-parser``, into a configuration that the result
+    shares with ``args``. So they are in ``args`` too, where vLLM's application looks for them.
 
     Raises:
         UserError: vLLM refuses the arguments.
@@ -93,10 +93,10 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
     """Return the ``VllmConfig`` of the node, checked for what Shoal supports.
 
     Args:
-        engine_args: see ``engine_args``; what vLLM derives of them is in them then.
+        engine_args: see the function ``engine_args``; vLLM adds the values that it derives.
 
     Raises:
-        UserError: vLLM refuses the arguments, or the model is of a kind Shoal does not support.
+        UserError: vLLM refuses the arguments, or Shoal does not support this kind of model.
     """
     try:
         config = dp_config(engine_args)
@@ -113,12 +113,12 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
 def make_layout_configs(
     engine_args: AsyncEngineArgs, vllm_config: Any, layouts: Sequence[Layout]
 ) -> LayoutConfigs:
-    """Return what all processes of the node are given of vLLM's configuration.
+    """Return vLLM's configuration in the form that all processes of the node are given.
 
     Args:
-        engine_args: what ``vllm_config`` was made of.
+        engine_args: the arguments that ``vllm_config`` was made from.
         vllm_config: see ``make_vllm_config``.
-        layouts: those that have engines, DP first.
+        layouts: the layouts that engines have, DP first.
 
     Raises:
         UserError: vLLM refuses a layout.

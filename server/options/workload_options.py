@@ -1,4 +1,4 @@
-"""The options of ``shoal simulate`` and ``shoal replay`` that say what the load is."""
+"""The options of ``shoal simulate`` and ``shoal replay`` that describe the load."""
 
 import inspect
 import math
@@ -83,7 +83,7 @@ def read_workload(args: Namespace) -> Workload:
     """Return the load that the options describe.
 
     Raises:
-        UserError: a trace cannot be read, options do not go together, or nothing is left.
+        UserError: a trace cannot be read, options do not go together, or no request is left.
     """
     check_positive(args, *_POSITIVE)
     try:

@@ -1,4 +1,4 @@
-"""Questions and answers: small talk, topics, tables, and what nobody told the model."""
+"""Questions and answers: small talk, topics, tables, and questions that the model cannot answer."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ _NUMBER_WORDS = {2: "two", 3: "three", 4: "four", 5: "five"}
 
 
 def small_talk(draw: random.Random) -> tuple[Message, ...]:
-    """Return what people say, and an answer."""
+    """Return something that people say in small talk, and an answer."""
     chosen = draw.choice(load("talk")["exchange"])
     return exchange(draw.choice(chosen["user"]), fill(draw.choice(chosen["assistant"]), draw))
 
@@ -49,11 +49,11 @@ def question(draw: random.Random) -> tuple[Message, ...]:
 
 
 def topic(draw: random.Random, *, brief: bool = False) -> tuple[Message, ...]:
-    """Return a question about a topic and what it is; some ask for more.
+    """Return a question about a topic and its answer, sometimes followed by a request for more.
 
     Args:
         draw: the source of chance.
-        brief: answer in one sentence.
+        brief: whether the answer is one sentence.
     """
     chosen = draw.choice(load("topics")["topic"])
     asked, name = _ask_about(chosen, draw)
@@ -69,7 +69,7 @@ def topic(draw: random.Random, *, brief: bool = False) -> tuple[Message, ...]:
 
 
 def passage(draw: random.Random) -> str:
-    """Return what is known about a topic as a text of its own."""
+    """Return what is known about one to three topics, as a plain text."""
     chosen = draw.sample(load("topics")["topic"], draw.choice([1, 1, 2, 3]))
     paragraphs = []
     for one in chosen:
@@ -94,7 +94,7 @@ def _ask_about(chosen: dict[str, Any], draw: random.Random) -> tuple[str, str]:
 
 
 def table(draw: random.Random) -> tuple[Message, ...]:
-    """Return a question that a table answers."""
+    """Return a question whose answer is in a table, and the answer."""
     makers: Sequence[Callable[[random.Random], tuple[str, str]]] = (
         *([_capital] * 3),
         _continent,
@@ -219,7 +219,7 @@ def _kind(draw: random.Random) -> tuple[str, str]:
 
 
 def unknown(draw: random.Random) -> tuple[Message, ...]:
-    """Return a question that is too much for the model, and an answer that says so."""
+    """Return a question that is too hard for the model, and an answer that says so."""
     texts = load("tables")["unknown"]
     ask = draw.choice(texts["asks"])
     thing, second = draw.sample(texts["things"], 2)

@@ -18,7 +18,7 @@ _TURNS: Mapping[Maker, int] = {
     exercises.exercise: 13,
     answers.unknown: 4,
 }
-"""What a turn is about, and how often."""
+"""What makes a turn, and its relative frequency."""
 
 _BRIEF = ("Be brief.", "Answer in one sentence.", "You answer briefly.", "Keep it short.")
 _SYSTEMS = (

@@ -1,6 +1,6 @@
 """The demo model in plain PyTorch: a Llama whose parameters have their Hugging Face names.
 
-Training needs nothing more; whoever serves the checkpoint uses their own Llama.
+Training needs nothing more; servers load the checkpoint into their own Llama.
 """
 
 import torch
@@ -27,7 +27,8 @@ class Llama(nn.Module):  # type: ignore[misc]
         )
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
-            # What is added to the residual stream, twice per layer, starts smaller (GPT-2).
+            # The weights of what is added to the residual stream, twice per layer, start smaller
+            # (GPT-2).
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=INIT_SCALE / (2 * shape.layers) ** 0.5)
 
@@ -69,7 +70,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.o_proj = nn.Linear(query, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return what every position reads from those before it, ``[batch, length, hidden]``."""
+        """Return the attention output of every position, ``[batch, length, hidden]``."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -112,7 +113,7 @@ def _rotation(length: int, shape: Shape, device: torch.device) -> tuple[torch.Te
 
 
 def _rotated(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate ``heads``, ``[batch, heads, length, head_dim]``, whose halves are the pairs."""
+    """Rotate ``heads``, ``[batch, heads, length, head_dim]``; a pair has one entry in each half."""
     cosine, sine = rotation
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)

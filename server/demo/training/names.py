@@ -1,4 +1,4 @@
-"""First names: those of the stories, and made-up ones from which the model learns to copy any."""
+"""First names: those of the stories, and made-up names that teach the model to copy any name."""
 
 import random
 
@@ -17,6 +17,6 @@ def names(draw: random.Random, count: int) -> list[str]:
 
 
 def made_up(draw: random.Random) -> str:
-    """Return a name of two or three syllables that nobody needs to have."""
+    """Return a made-up name of two or three syllables."""
     syllables = (draw.choice("bdfghjklmnprstvz") + draw.choice("aeiou") for _ in range(2))
     return "".join(syllables).capitalize() + draw.choice(["", "n", "l", "ra", "s", "na", "ck"])

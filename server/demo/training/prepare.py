@@ -19,7 +19,7 @@ TOKENIZER = "tokenizer.json"
 SEED = 11
 DOCUMENTS = 300_000
 TOKENIZER_DOCUMENTS = 20_000
-"""The tokenizer learns from the first of the documents: more would not change it much."""
+"""The tokenizer learns from this many documents; more would not change it much."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

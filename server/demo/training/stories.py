@@ -25,7 +25,7 @@ class _Character:
 
 
 def request_and_story(draw: random.Random) -> tuple[Message, ...]:
-    """Return a wish for a story, and the story; now and then a second one."""
+    """Return a request for a story, and the story; sometimes also for a second story."""
     messages = _one_exchange(draw)
     if draw.random() < 0.12:
         again = draw.choice(["Another one!", "Tell me another story.", "One more please", "Again!"])
@@ -34,7 +34,7 @@ def request_and_story(draw: random.Random) -> tuple[Message, ...]:
 
 
 def plain_story(draw: random.Random) -> str:
-    """Return a story that nobody asked for, as a text of its own."""
+    """Return a story without a request, as a plain text."""
     return story(draw, *_cast(draw), chapters=draw.choice([1, 1, 1, 2, 3]))
 
 
@@ -81,7 +81,7 @@ def _one_exchange(draw: random.Random) -> tuple[Message, ...]:
 
 
 def _told(draw: random.Random, beats: Sequence[Sequence[str]], slots: dict[str, str]) -> list[str]:
-    """Return the beats of a plot, one way to tell each, in paragraphs of two or three."""
+    """Tell each beat of a plot in one of its ways, in paragraphs of two or three beats."""
     sentences = [_sentence(draw, draw.choice(beat), slots) for beat in beats]
     paragraphs = []
     while sentences:
@@ -121,7 +121,7 @@ def _character(draw: random.Random, but: _Character | None = None) -> _Character
 
 
 def _other_kinds() -> list[str]:
-    """Return what else has a name with an article: a story may be about a cloud."""
+    """Return the topics whose names have an article: a story may be about a cloud."""
     names = [topic["one"] for topic in load("topics")["topic"]]
     return [name.partition(" ")[2] for name in names if name.startswith(("a ", "an "))]
 

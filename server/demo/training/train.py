@@ -1,7 +1,7 @@
 """Train the demo model on prepared tokens, for a given time, and write its checkpoint.
 
-A few minutes on one GPU are enough. Every row of a batch begins where a document does, as every
-prompt will; most rows are short, and some as long as the model's context.
+A few minutes on one GPU are enough. Every row of a batch begins at the start of a document, as
+every prompt will. Most rows are short, and some are as long as the model's context.
 """
 
 import argparse
@@ -42,9 +42,9 @@ _STOPS = {SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(END_OF_TEXT)}
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train. ``batch_tokens`` are the tokens of one step; ``lengths`` those of its rows.
+    """How to train. A step has ``batch_tokens`` tokens, in rows of one of the ``lengths``.
 
-    The lengths take turns, step by step. The learning rate rises for ``warmup`` of the time and
+    Each step uses the next of the lengths. The learning rate rises for ``warmup`` of the time and
     then falls along a cosine to a tenth of ``learning_rate``.
     """
 
@@ -70,7 +70,8 @@ class Batches:
         self._starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
 
     def draw(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, ``[rows, length]``; past the end it goes on at the start."""
+        """Return inputs and targets, ``[rows, length]``; a row goes on at the start after the
+        end."""
         chosen = torch.randint(len(self._starts), (rows,), generator=self._generator)
         starts = self._starts[chosen.to(self._starts.device)]
         offsets = torch.arange(length + 1, device=starts.device)
