@@ -1,4 +1,4 @@
-"""Whether layouts and systems compute the same: log probabilities of the same prompts, compared."""
+"""Compares log probabilities of the same prompts, to see whether systems compute the same."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,8 @@ class Agreement:
     largest: float
     """Largest difference of a prompt token's log probability."""
     spread: float
-    """Standard deviation of the first run's: what a difference has to be small beside."""
+    """Standard deviation of the first run's log probabilities; differences should be far
+    smaller."""
     same_best: float
     """Part of the positions with the same likeliest token."""
     same_generated: float
@@ -28,7 +29,8 @@ class Agreement:
 def agreements(results: Results) -> Iterator[Agreement]:
     """Yield the pairs that should agree.
 
-    Stock TP is in none: it makes up each member's shard by itself, so its weights are others.
+    Stock TP is in no pair: it makes up the weights of each member's shard on its own, so its
+    weights differ from those of the other systems.
     """
     tp, sp = (f"{mode}{results.settings.engines}" for mode in ("tp", "sp"))
     pairs = (

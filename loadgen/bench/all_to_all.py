@@ -1,8 +1,9 @@
-"""How long the exchanges of a step by sequence take: by collectives, and by peers' memory.
+"""Times the exchanges of a step by sequence, with collectives and through peers' memory.
 
-``python -m shoal.loadgen.bench.all_to_all --members 2`` runs a process for each GPU, and prints the
-microseconds of each exchange and those of them that the host is busy, the GiB that connecting took,
-and whether both gave the same. Without GPUs only collectives are timed.
+``python -m shoal.loadgen.bench.all_to_all --members 2`` runs a process for each GPU. It prints how
+many microseconds each exchange takes and for how many of them the host is busy, the GiB that
+connecting took, and whether both kinds gave the same result. Without GPUs only collectives are
+timed.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def _member(place: int, args: argparse.Namespace, directory: str) -> None:
 
     makers: dict[str, Callable[[], HeadExchange]] = {"collectives": lambda: HeadExchange(groups)}
     if gpus:
-        # First, so that each is seen to take what it takes.
+        # Peers come first, so that the memory of each kind is seen separately.
         makers = {"peers": peers, **makers}
     exchanges = {name: _connected(name, make, device, place) for name, make in makers.items()}
     for tokens in args.tokens:
@@ -102,7 +103,7 @@ def _timed(
     device: torch.device,
     place: int,
 ) -> list[torch.Tensor]:
-    """Print how long each exchange takes, and return what they gave."""
+    """Print how long each exchange takes, and return the results of the exchanges."""
     exchange.begin(tokens)
     draw = torch.Generator().manual_seed(place)
     sizes = [args.heads, args.kv_heads, args.kv_heads]
@@ -114,7 +115,7 @@ def _timed(
     def to_heads() -> None:
         exchange.to_heads(inputs[0], inputs[1], inputs[2])
 
-    # A copy: what is given holds for this exchange and the next one alone.
+    # Copied, because a result is valid only until the exchange after the next one.
     given = [heads.clone() for heads in exchange.to_heads(inputs[0], inputs[1], inputs[2])]
 
     def to_tokens() -> None:
@@ -138,7 +139,7 @@ def _timed(
 def _medians(
     function: Callable[[], None], repeats: int, device: torch.device
 ) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those until it has returned."""
+    """Return the median seconds that a call takes on the device, and until it returns."""
     times = list(_each(function, repeats, device))[_WARM_UP:]
     return statistics.median(t for t, _ in times), statistics.median(t for _, t in times)
 

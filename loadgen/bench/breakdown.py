@@ -1,8 +1,9 @@
-"""Where the time of a prefill goes in DP, TP and SP, as Shift Parallelism's Figure 13 has it.
+"""Where the time of a prefill goes in DP, TP and SP, as in Shift Parallelism's Figure 13.
 
-The node's runners record (``runtime/protocol/recording.py``) while one prompt is computed. What
-they record of a request before it is left out: it is there so that every member of a group records
-by then, for a member that begins to would keep the others waiting in a collective.
+The node's runners record (``runtime/protocol/recording.py``) while one prompt is computed. A
+request before it makes every member of a group begin to record; otherwise a member that only begins
+to record would keep the others waiting in a collective. That first request is left out of the
+figures.
 """
 
 import asyncio
@@ -35,38 +36,38 @@ from shoal.runtime.protocol.recording import (
 BREAKDOWN = "breakdown"
 """Name of the measure."""
 BESIDE_TOKENS = 4
-"""Prompt of the requests that begin and end a recording: shorter than any that is measured."""
+"""Prompt length of the requests that begin and end a recording: shorter than measured ones."""
 CLOSING_ROUNDS = 20
-"""How often engines are given such requests until the one that recorded has had one."""
+"""How many rounds of such requests may be sent until the engine that recorded has had one."""
 POLL_SECONDS = 0.05
 WRITING_SECONDS = 120.0
 """How long a runner may take to write a recording after the request that ends it was answered."""
 
 
 class NotRecordedError(RuntimeError):
-    """A recording lacks what it was made for; the message is one line."""
+    """A recording does not show what it was made for; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One prompt that was computed while its engines recorded it. Times are seconds."""
+    """One prompt that its engines recorded while they computed it. Times are seconds."""
 
     mode: Mode
-    """Of its first step."""
+    """Mode of its first step."""
     steps: int
     span: float
     """From the moment when the first runner took it up to the end of the last kernel."""
     kinds: Mapping[Kind, float]
     """The span by what it was spent on: means over the engines."""
     ttft: float
-    """The client's time to first token: with HTTP, tokenisation and scheduling around the span."""
+    """The client's time to first token, which includes HTTP, tokenisation and scheduling."""
 
 
 async def breakdown(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
-    """Return the parts of a prefill's time by way of working.
+    """Return the parts of a prefill's time, for each way of working.
 
     Raises:
-        NotRecordedError: engines have not recorded what they were asked to.
+        NotRecordedError: engines have not recorded what they should have.
     """
     assert system.recording_dir is not None
     session = _Session(system.recording_dir)
@@ -82,16 +83,17 @@ async def breakdown(client: Client, system: System, sizes: Sizes) -> dict[str, A
 
 
 def _check_lengths(way: str, parts: Mapping[int, Any]) -> None:
-    """Check that prompts which did not run as SP are the shortest: TP has CUDA graphs for those."""
+    """Check that only the shortest prompts did not run as SP: TP has CUDA graphs for those."""
     without = [tokens for tokens, part in parts.items() if part is None]
     if without and max(without) > min(parts.keys() - without, default=0):
         raise NotRecordedError(f"{way}: a step of {max(without)} tokens ran as {Mode.TP}")
 
 
 async def _parts(session: "_Session", bench: Bench, way: Way, tokens: int) -> dict[str, Any] | None:
-    """Return the recorded prefill of the median span, beside what it takes unrecorded.
+    """Return the recorded prefill with the median span, and the TTFT without recording.
 
-    None if it should have run as SP and did not: TP has CUDA graphs for short prompts.
+    The result is None if the prompt should have run as SP and did not: TP has CUDA graphs for short
+    prompts.
     """
     repeats = bench.sizes.long_repeats
     plain = await first_tokens(bench, tokens, repeats)
@@ -123,7 +125,7 @@ class _Session:
         self._numbers = count(1)
 
     async def prefill(self, bench: Bench, way: str, tokens: int) -> Prefill:
-        """Return what the engines recorded while one of them, or all together, took a prompt."""
+        """Return what the engines recorded while one of them, or their group, computed a prompt."""
         name = f"{way}-{tokens}-{next(self._numbers)}"
         write_atomically(request_file(self._directory), name.encode())
         try:
@@ -142,7 +144,7 @@ class _Session:
             await bench.batch(1, BESIDE_TOKENS, 1, 0)
             if self._is_there(name, engines):
                 return
-        # The step of an engine that was last answers before the others have written.
+        # The last engine's request may be answered before all engines have written.
         async with asyncio.timeout(WRITING_SECONDS):
             while not self._is_there(name, engines):
                 await asyncio.sleep(POLL_SECONDS)
@@ -165,10 +167,10 @@ def _engines_of(answer: Answer) -> list[int]:
 def joined(
     parts: Sequence[tuple[Sequence[RecordedStep], Sequence[Activity]]], ttft: float
 ) -> Prefill:
-    """Return one prefill of what each of its engines recorded.
+    """Combine the recordings of all engines of a prompt into one prefill.
 
     Args:
-        parts: of every engine its steps, those before the prompt's among them, and its activities.
+        parts: the steps and the activities of every engine, including those before the prompt.
         ttft: the client's time to first token.
 
     Raises:
@@ -192,9 +194,9 @@ class _Span:
 
 
 def _span(steps: Sequence[RecordedStep], activities: Sequence[Activity]) -> _Span:
-    """Return an engine's part: from the first step of more tokens than the requests beside have.
+    """Return an engine's part, which begins with the first step of more than ``BESIDE_TOKENS``.
 
-    A step without tokens follows the last: it tells the runners that the request has ended.
+    A step without tokens follows the last step, and tells the runners that the request has ended.
     """
     since = list(dropwhile(lambda step: step.tokens <= BESIDE_TOKENS, steps))
     mine = list(takewhile(lambda step: step.tokens > 0, since))

@@ -10,7 +10,7 @@ from shoal.loadgen.bench.systems import SHOAL
 
 
 def breakdown_table(results: Results) -> list[str]:
-    """Return the lines of all tables, one of every prompt length."""
+    """Return the lines of all tables, one table for every prompt length."""
     found = results.found(SHOAL, BREAKDOWN)
     if not found:
         return []

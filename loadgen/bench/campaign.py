@@ -1,4 +1,4 @@
-"""Runs systems one after the other on the same devices, each started once for all of it."""
+"""Measures systems one after the other on the same devices; each is started once."""
 
 import asyncio
 import os
@@ -24,23 +24,23 @@ from shoal.loadgen.bench.token_client import Client
 from shoal.loadgen.workload import Workload
 
 SETTLE_SECONDS = 20.0
-"""How long the driver may take to give back a server's memory."""
+"""How long the driver may take to free a server's memory."""
 LEFT_GIB = 1.0
 """Memory that may be in use on a GPU without a server."""
 
 Step = Callable[[Client], Awaitable[Any]]
-"""One measure of a system that is up, in whatever layouts it needs."""
+"""Takes one measure of a running system, in all layouts that the measure needs."""
 
 OF_RECORDINGS: Mapping[str, Callable[[Client, System, Sizes], Awaitable[dict[str, Any]]]] = {
     FIRST_STEP: first_step,
     BREAKDOWN: breakdown,
 }
-"""Measures of a node that records, by name, in the order in which one start of it takes them: what
-a profiler leaves behind in a process may make the steps after it slower."""
+"""Measures of a node that records, by name, in the order in which they are taken: a profiler may
+leave things behind in a process that make later steps slower."""
 
 
 def say(line: str) -> None:
-    """Tell the user how far things are."""
+    """Tell the user about the progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -49,15 +49,15 @@ class Campaign:
     """A comparison under way.
 
     Attributes:
-        systems: to measure, in this order.
+        systems: the systems to measure, in this order.
         measures: names of the measures to take; a system takes those that apply to it.
         workloads: open-loop workloads by the name of their measure.
         policy: what decides Shoal's layout under a workload.
-        results: what is known, added to.
-        file: where that is written.
+        results: the results so far; new ones are added.
+        file: the file of the results.
         logs: directory of the servers' logs.
         step_seconds: no system is started with less time left.
-        sweep: what ``rates`` measures.
+        sweep: the arrivals and policies that ``rates`` measures.
     """
 
     systems: Sequence[System]
@@ -73,7 +73,8 @@ class Campaign:
     async def run(self, budget_seconds: float) -> bool:
         """Measure what is missing; return whether nothing is left.
 
-        Ends when the budget is spent, whatever runs then; what was measured is kept.
+        The campaign ends when the budget is spent, even during a measure; finished measures are
+        kept.
         """
         deadline = time.monotonic() + budget_seconds
         for system in self.systems:
@@ -97,14 +98,14 @@ class Campaign:
         return {name: steps[name] for name in self.results.missing(system.name, steps)}
 
     def _steps(self, system: System, name: str) -> Mapping[str, Step]:
-        """Return what takes this measure of this system, by what each step is kept as."""
+        """Return the steps that take this measure of this system, by the name in the results."""
         if name == RATES and system.name != CHECK:
             return self.sweep.steps(system, self.results.sizes)
         step = self._step(system, name)
         return {} if step is None else {name: step}
 
     def _step(self, system: System, name: str) -> Step | None:
-        """Return what takes this measure of this system, None if it does not apply."""
+        """Return the step that takes this measure of this system; None if it does not apply."""
         if system.name == CHECK and name != "numerics":
             return None
         if name in IN_LAYOUTS:
@@ -125,7 +126,7 @@ class Campaign:
     async def _in_layouts(self, client: Client, system: System, name: str) -> dict[str, Any]:
         found, sizes = {}, self.results.sizes
         for way in pure_ways(system):
-            # SP is measured beside TP by ``modes``, but it has to compute the same.
+            # ``modes`` measures SP beside TP; here only its numerics are checked.
             if way.threshold != OFF and name != "numerics":
                 continue
             await enter(client, system, way)
@@ -135,7 +136,7 @@ class Campaign:
         return found
 
     async def _measure(self, system: System, steps: Mapping[str, Step]) -> None:
-        """Start the system, take the steps, end it. A step that fails is noted; others go on."""
+        """Start the system, take the steps, and end it. A failure is noted; other steps go on."""
         await devices_idle()
         port, admin_port = free_port(), free_port()
         log = self.logs / f"{system.name}.log"
@@ -143,7 +144,7 @@ class Campaign:
         kept.command, kept.failures = system.argv(port, admin_port), {}
         kept.memory["before"] = system_info.gpu_memory()
         say(f"{system.name}: starting, see {log}")
-        # Shoal keeps vLLM's log to errors by default; the figures of the start are in it.
+        # By default Shoal limits vLLM's log to errors, but the log has the figures of the start.
         environment = {"VLLM_LOGGING_LEVEL": "INFO", **os.environ}
         server = ServerProcess(kept.command, log, environment)
         try:

@@ -1,7 +1,7 @@
 """``shoal bench gpu`` and ``shoal bench serve-compare``: stock vLLM and Shoal on the same devices.
 
-Both fill one results file in a directory, and write its report beside it. What is there already is
-not measured again, so a run that was cut short is taken up by the same command.
+Both fill one results file in a directory, and write its report beside it. Measures that are already
+in the file are not taken again, so the same command continues a run that was cut short.
 """
 
 import argparse
@@ -43,10 +43,10 @@ from shoal.server.number_options import check_at_least, check_positive
 N = TypeVar("N", int, float)
 MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
-"""By the name of the benchmark; a trace is added where one is given."""
+"""The default measures of each benchmark; ``trace`` is added if a trace is given."""
 DURATION_SECONDS = 60.0
 INCOMPLETE_EXIT_CODE = 3
-"""Something is still to be measured: run the same command again."""
+"""Exit code if measures are still missing: run the same command again."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--measures {TRACE} needs --trace")
     if recorded := tuple(name for name in OF_RECORDINGS if name in measures):
         if set(measures) - set(OF_RECORDINGS):
-            # Their server is started to record, which costs every step of it a little.
+            # Their server is started with recording, which makes every step a little slower.
             raise UserError(
                 f"--measures {','.join(recorded)}: take no other with that; the same --out takes "
                 "it up"
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(campaign: Campaign, budget_seconds: float) -> bool:
-    """Run a campaign; SIGTERM ends it as Ctrl-C does, with no server left behind."""
+    """Run a campaign; SIGTERM ends it as Ctrl-C does, and no server is left behind."""
 
     async def measure() -> bool:
         task = asyncio.current_task()
@@ -314,7 +314,7 @@ def _workloads(args: Namespace) -> dict[str, Workload]:
 
 
 def _about(args: Namespace, name: str, workload: Workload) -> dict[str, Any]:
-    """Return what a workload is made with."""
+    """Return the parameters of a workload."""
     source = {"trace": args.trace.name} if name == TRACE else {"seed": args.seed}
     return {
         **source,
@@ -328,7 +328,7 @@ def _about(args: Namespace, name: str, workload: Workload) -> dict[str, Any]:
 
 
 def _of_workload(given: Mapping[str, float], name: str, default: float) -> float:
-    """Return a workload's own value, or that of all which have none."""
+    """Return a workload's own value, or the value for all workloads without their own."""
     return given.get(name, given.get("", default))
 
 
@@ -370,7 +370,7 @@ _integers = partial(_numbers, int)
 
 
 def _by_workload(text: str) -> dict[str, float]:
-    """Return values by workload; under the empty name, that of all others."""
+    """Return values by workload; the empty name stands for all others."""
     found = {}
     for part in text.split(","):
         name, _, value = part.rpartition("=")

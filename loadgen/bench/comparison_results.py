@@ -1,4 +1,4 @@
-"""The results file of a comparison: written after every measure, taken up again by the next run."""
+"""The results file of a comparison, written after every measure and continued by the next run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +12,16 @@ from shoal.server.errors import UserError
 
 
 class SystemResults(msgspec.Struct):
-    """What is known of one system."""
+    """The results of one system."""
 
     command: list[str]
-    """Of its last start."""
+    """The command of its last start."""
     starts: list[dict[str, Any]] = []
-    """Of every start: ``seconds`` until it took requests, and ``system_info.read_log``."""
+    """For every start: ``seconds`` until it took requests, and ``system_info.read_log``."""
     memory: dict[str, Any] = {}
     """GiB in use per GPU: before the start, when ready, and at the end."""
     measures: dict[str, Any] = {}
-    """By the measure's name: its figures, by layout unless it is one of switches."""
+    """The figures of each measure; by layout, unless it measures switches."""
     failures: dict[str, str] = {}
     """Measures that failed in the last run, and why."""
 
@@ -35,14 +35,14 @@ class Results(msgspec.Struct):
     """The model's ``config.json``."""
     environment: dict[str, Any]
     workloads: dict[str, dict[str, Any]] = {}
-    """What each open-loop workload was made with."""
+    """The parameters of each open-loop workload."""
     systems: dict[str, SystemResults] = {}
 
     def add_workload(self, name: str, about: dict[str, Any]) -> None:
-        """Note what a workload is made with.
+        """Note the parameters of a workload.
 
         Raises:
-            UserError: a system was measured under another one of this name.
+            UserError: a system was measured under a workload of this name with other parameters.
         """
         measured = any(
             measure == name or measure.startswith(f"{name} ")  # a cell of a rate
@@ -54,7 +54,7 @@ class Results(msgspec.Struct):
         self.workloads[name] = about
 
     def found(self, system: str, measure: str) -> dict[str, Any]:
-        """Return the figures of a system's measure; none if it was not taken."""
+        """Return the figures of a system's measure; empty if it was not taken."""
         kept = self.systems.get(system)
         figures: dict[str, Any] = kept.measures.get(measure, {}) if kept is not None else {}
         return figures
@@ -69,17 +69,17 @@ class ResultsFile:
     """Results on disk.
 
     Args:
-        path: of the JSON file.
+        path: the JSON file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def take_up(self, fresh: Results) -> Results:
-        """Return the results that are there, or ``fresh`` if there are none.
+        """Return the results in the file, or ``fresh`` if there is no file.
 
         Raises:
-            UserError: those that are there are of other settings, or cannot be read.
+            UserError: the file has results of other settings, or cannot be read.
         """
         if not self._path.exists():
             return fresh

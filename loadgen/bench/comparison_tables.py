@@ -1,4 +1,4 @@
-"""The Markdown report of a comparison: ratios to stock vLLM first, then what they are made of."""
+"""The Markdown report of a comparison: ratios to stock vLLM first, then the single figures."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Figure = float | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of the four columns: what it is, and how it is printed."""
+    """One figure in the four columns, with its name and the function that prints it."""
 
     name: str
     stock_dp: Figure
@@ -94,7 +94,7 @@ def _ratio_table(results: Results) -> list[str]:
 
 
 def _degree_table(results: Results) -> list[str]:
-    """Return the same ratios for the degrees of TP between one GPU and all of them."""
+    """Return the ratios for the degrees of TP between one GPU and all GPUs."""
     body = []
     for degree in results.settings.degrees:
         stock, layout = STOCK_BETWEEN[degree], f"tp{degree}"
@@ -122,9 +122,9 @@ def ratio_rows(results: Results) -> Iterator[Row]:
 
 
 def _measured(results: Results) -> Iterator[tuple[str, Sequence[str], Callable[[Figure], str]]]:
-    """Yield what is measured in every layout: its title, its path, and how it is printed.
+    """Yield what is measured in every layout: its title, its path, and the function to print it.
 
-    A path is the measure's name, then keys within what it found.
+    A path is the measure's name, followed by keys within its figures.
     """
     for batch in results.sizes.batches:
         yield f"TPOT, {batch} per unit, ms", ("decode", str(batch), "tpot"), ms
@@ -159,7 +159,7 @@ def _kv(results: Results, system: str, degree: int) -> Figure:
 
 
 def _start(results: Results, system: str, again: bool) -> Figure:
-    """Return the seconds of a system's first start, or of its last one after that."""
+    """Return the seconds of a system's first start, or of its last start after the first."""
     kept = results.systems.get(system)
     starts = kept.starts if kept is not None else []
     found = starts[1:] if again else starts[:1]
@@ -179,7 +179,7 @@ def _startup_table(results: Results) -> list[str]:
 
 
 def _choices_table(results: Results) -> list[str]:
-    """Return what every system uses for what, as its last start's log says; nothing of old runs."""
+    """Return the backends of every system, from its last start's log; old logs have none."""
     chosen = {
         name: kept.starts[-1]["choices"]
         for name, kept in results.systems.items()
@@ -194,7 +194,7 @@ def _choices_table(results: Results) -> list[str]:
 
 
 def _phases(start: dict[str, Any]) -> str:
-    """Return the phases of the slowest engine that reports them, else those of vLLM's log."""
+    """Return the phases of the slowest engine that reports them, or those in vLLM's log."""
     if start.get("phases"):
         slowest = max(start["phases"].values(), key=lambda phases: phases.get("up", 0.0))
         return ", ".join(f"{name} {seconds:.1f}" for name, seconds in slowest.items())

@@ -1,9 +1,9 @@
-"""``python -m shoal.loadgen.bench.controller_loop``: what the controller's loop costs.
+"""``python -m shoal.loadgen.bench.controller_loop``: measures the controller's loop.
 
-Two tables. The first is in real time: how long the controller needs to see and to decide with
-10,000 requests waiting for eight full engines. The second is in virtual time: how long a device
-idles between two steps while requests wait, and how long eight nearly saturated engines let them
-wait, by how many of them a full unit is given ahead.
+It prints two tables. The first is in real time: how long the controller takes for a snapshot and
+for a turn while 10,000 requests wait for eight full engines. The second is in virtual time: how
+long a device idles between two steps while requests wait, and how long requests wait for eight
+nearly saturated engines. Its columns are the number of requests that a full unit is given ahead.
 """
 
 import random
@@ -55,7 +55,7 @@ def _print_row(name: str, seconds: Sequence[float]) -> None:
 
 
 def controller_seconds() -> dict[str, float]:
-    """Return medians of a snapshot, and of a turn with a report of every engine."""
+    """Return the median times of a snapshot, and of a turn with a report of every engine."""
     clock = ManualClock()
     controller, agents = _full_node(clock)
     snapshots = [_seconds(controller.snapshot) for _ in range(ROUNDS)]
@@ -72,7 +72,7 @@ def controller_seconds() -> dict[str, float]:
 
 
 def _full_node(clock: ManualClock) -> tuple[Controller, list[Agent]]:
-    """Return a controller with as many requests waiting, and engines in the middle of a step."""
+    """Return a controller with ``WAITING`` waiting requests, and engines amid a step."""
     settings = FakeSettings(
         step_seconds=STEP_SECONDS, num_blocks=50_000, max_num_seqs=SEATS, max_model_len=4096
     )
@@ -114,12 +114,12 @@ def _seconds(action: Callable[[], object]) -> float:
 def idle_seconds(seats: int, ahead: int) -> float:
     """Return how long one engine idles, while requests wait, when its whole batch has ended.
 
-    All requests are there from the start and of one length, so that every batch ends in one step:
-    only then can a unit be left without work until the controller has sent some.
+    All requests are there from the start and have the same length, so that every batch ends in one
+    step. Only then can a unit be without work until the controller has sent more.
 
     Args:
-        seats: size of its batch.
-        ahead: requests that it is given beyond that.
+        seats: size of the engine's batch.
+        ahead: requests that the engine is given beyond its batch.
 
     Returns:
         The mean over the batches.
@@ -134,7 +134,7 @@ def idle_seconds(seats: int, ahead: int) -> float:
 
 
 def _in_steps(run: Run) -> Iterator[tuple[float, float]]:
-    """Yield when every request was first in a step, and when its last step ended."""
+    """Yield, for every request, when its first step began and its last step ended."""
     for life in run.lives:
         if life.started is None or life.ended is None:
             raise ValueError("a request got no token")
@@ -142,7 +142,7 @@ def _in_steps(run: Run) -> Iterator[tuple[float, float]]:
 
 
 def queue_seconds(ahead: int) -> list[float]:
-    """Return the queue times on a nearly saturated node, where what is given ahead is bound."""
+    """Return queue times on a nearly saturated node; requests given ahead cannot go elsewhere."""
     node = Node(SHAPE, HARDWARE, engines=ENGINES, max_num_seqs=8, queued_ahead=ahead)
     run = simulate(node, "manual", list(_poisson(2000, rate=24.0)))
     return [

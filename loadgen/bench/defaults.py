@@ -1,9 +1,8 @@
-"""``shoal bench defaults``: what users get. Stock vLLM and Shoal, each with its own defaults.
+"""``shoal bench defaults``: compares stock vLLM and Shoal, each with its own defaults.
 
-No option is fixed but the model, its port and the GPUs: steps, context, prefix caching and model
-runner are whatever each server chooses. The load is made by vLLM's own client, and a real trace is
-replayed as that client replays it. Ratios are of servers that ran one after the other on the same
-GPUs.
+Only the model, the port and the GPUs are fixed. Each server chooses its step sizes, context, prefix
+caching and model runner. vLLM's own client makes the load, and replays a real trace in its own way.
+Ratios compare servers that ran one after the other on the same GPUs.
 """
 
 import argparse
@@ -47,9 +46,9 @@ SYSTEMS = (STOCK_DP, STOCK_TP, SHOAL)
 HASH_TOKENS = 512
 """Tokens that one of a Mooncake trace's ``hash_ids`` stands for."""
 NEW_PROMPTS = 10_000_000
-"""Added to a trace's ``hash_ids`` for each seed: as many other prompts, which no cache has."""
+"""Added to a trace's ``hash_ids`` for each seed: this makes other prompts, which no cache has."""
 PROMPTS_OF_A_WAY = 1_000_000
-"""Added for each way of a system: its server still caches the prompts of the way before."""
+"""Added for each way of a system, whose server still caches the prompts of the way before."""
 _WARM_UP = 8
 
 
@@ -58,8 +57,8 @@ class Load:
     """One run of vLLM's client.
 
     Attributes:
-        name: of its row.
-        arguments: of ``vllm bench serve`` beside those of every load.
+        name: the name of its row.
+        arguments: arguments of ``vllm bench serve`` beside those of every load.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way in which a server works: a layout that is kept, or a policy that chooses."""
+    """One way in which a server works: in a fixed layout, or under a policy that chooses."""
 
     name: str
     layout: Layout | None = None
@@ -136,7 +135,7 @@ def _taken_up(path: Path, args: Namespace) -> Figures:
 
 
 def systems(engines: int, model: str) -> list[System]:
-    """Return the systems, none of which is told more than which model and how many GPUs."""
+    """Return the systems, started with no more options than the model and the number of GPUs."""
     alike = ["--load-format", "dummy", "--served-model-name", SERVED_NAME, "--port", PORT]
     stock = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *alike]
     shoal = [sys.executable, "-m", "shoal.server.commands.cli", "serve", model, *alike]
@@ -155,7 +154,7 @@ def systems(engines: int, model: str) -> list[System]:
 
 
 def ways(system: System, policies: Sequence[str]) -> list[Way]:
-    """Return the ways of a system: its layouts, and of Shoal the policies."""
+    """Return the ways of a system: its layouts, and for Shoal the policies."""
     found = [Way(layout.name, layout=layout) for layout in system.layouts]
     return found + [Way(name, policy=name) for name in policies if system.switches]
 
@@ -175,9 +174,9 @@ def loads(units: int, traces: Sequence[Path], *, made_up: bool) -> Iterator[Load
     """Yield the loads of a layout.
 
     Args:
-        units: of the layout: so many times as many requests are made at once.
-        traces: to replay, one after the other.
-        made_up: whether there are others than those.
+        units: number of units of the layout, by which the concurrent requests are multiplied.
+        traces: the traces to replay, one after the other.
+        made_up: whether to yield made-up loads, too.
     """
     if made_up:
         for batch in (1, 8, 64):
@@ -214,7 +213,7 @@ def _write_traces(args: Namespace) -> list[list[Path]]:
 
 
 def _write_trace(args: Namespace, seed: int, place: int = 0) -> Path:
-    """Write the first seconds of the trace with prompts of this seed's and this way's own."""
+    """Write the first seconds of the trace, with prompts that only this seed and way have."""
     lines = [json.loads(line) for line in args.trace.read_text().splitlines() if line]
     path: Path = args.out / f"prompts-{place}" / f"trace-{seed}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -233,7 +232,7 @@ def _write_trace(args: Namespace, seed: int, place: int = 0) -> Path:
 async def _measure_all(
     args: Namespace, figures: Figures, path: Path, traces: Sequence[Sequence[Path]]
 ) -> bool:
-    """Take what is missing; return whether nothing is left."""
+    """Take the missing loads; return whether nothing is missing then."""
     deadline = time.monotonic() + args.budget_seconds
     complete = True
     async with VllmClient(args.out / "client.log") as vllm:
@@ -263,7 +262,7 @@ def _units(way: Way, engines: int) -> int:
 
 @dataclass(frozen=True)
 class _Taker:
-    """Starts one system and has vLLM's client load it."""
+    """Starts one system and lets vLLM's client load it."""
 
     args: Namespace
     system: System
@@ -308,7 +307,7 @@ class _Taker:
         return True
 
     async def _run(self, address: str, way: Way, load: Load) -> dict[str, Any]:
-        # Other prompts for each way and load: the prefix cache is on.
+        # Each way and load has its own prompts, because the prefix cache is on.
         name = f"{self.system.name} {way.name} {load.name}"
         result = await self.vllm.run(
             [
@@ -325,7 +324,7 @@ class _Taker:
 
 
 def seed_of(name: str) -> int:
-    """Return a seed that is a name's own."""
+    """Return a seed that depends on the name."""
     return int.from_bytes(name.encode()) % 1_000_003
 
 

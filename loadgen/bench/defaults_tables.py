@@ -22,7 +22,7 @@ HIGHER_IS_BETTER: Mapping[str, str] = {"output_throughput": "output tokens/s"}
 
 
 class SystemFigures(msgspec.Struct):
-    """What is known of one system."""
+    """The figures of one system."""
 
     command: list[str]
     start_seconds: float | None = None
@@ -32,7 +32,7 @@ class SystemFigures(msgspec.Struct):
 
 
 class Figures(msgspec.Struct):
-    """One comparison. Taken up again by the next run into the same directory."""
+    """One comparison, which the next run into the same directory continues."""
 
     shape: str
     engines: int

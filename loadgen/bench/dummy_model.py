@@ -43,11 +43,11 @@ def read_shape(name: str) -> dict[str, Any]:
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """Write what a server with dummy weights needs; every id of its vocabulary decodes to text.
+    """Write the files that a server with dummy weights needs; every token id decodes to text.
 
-    ``tokenizers.decoders.DecodeStream``, by which vLLM's front ends make text of tokens, decodes a
-    prompt and all tokens since again and again until there is new text. Of a model that generates
-    ids without any, each token would cost a front end as much as its whole context.
+    vLLM's front ends turn tokens into text with ``tokenizers.decoders.DecodeStream``, which decodes
+    the prompt and all tokens since then again until there is new text. If a model generated ids
+    without text, each token would cost a front end as much as the whole context.
 
     Raises:
         OSError: the directory cannot be written.
@@ -72,7 +72,7 @@ def kv_bytes_per_token(config: dict[str, Any], cache_dtype: str = "auto") -> int
 
 
 def _tokenizer(vocab_size: int) -> str:
-    """Return a tokenizer whose text becomes bytes, and whose further ids are made-up words."""
+    """Return a tokenizer that encodes text as bytes, and whose other ids are made-up words."""
     tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += (f"{_SPACE}w{index:x}" for index in range(len(tokens), vocab_size))
     vocabulary = {token: index for index, token in enumerate(tokens)}

@@ -1,7 +1,7 @@
-"""``shoal bench failures``: engines of a node are killed and stopped under greedy streams.
+"""``shoal bench failures``: kills and stops engines of a node during greedy streams.
 
-Reported is how soon the controller knows, for how long its streams pause, what becomes of
-them, how soon the engine serves again, and for how long no new request could start meanwhile.
+It reports how soon the controller knows, how long the engine's streams pause, what becomes of them,
+how soon the engine serves again, and for how long no new request could start meanwhile.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from shoal.loadgen.bench.token_client import Answer, Client, RequestFailedError
 from shoal.server.number_options import check_at_least
 
 FAKE_OPTIONS = ("--fake-engine", "--fake-step-ms", "20")
-"""Of the node if none are given: two engines that run no model."""
+"""Default options of the node: two engines that run no model."""
 MODEL = "failing"
 VICTIM = 0
 """The engine that fails."""
@@ -35,21 +35,21 @@ FAULTS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 MIGRATED = "shoal_requests_migrated_total"
 
 LOOK_SECONDS = 0.01
-"""Pause between two looks at the node, so the resolution of what is seen there."""
+"""Pause between two looks at the node, and so the resolution of their times."""
 PROBE_SECONDS = 0.05
-"""Pause between two requests of one token that find out whether any can start."""
+"""Pause between two one-token requests that test whether new requests can start."""
 RUN_IN_SECONDS = 1.0
-"""From the first token of all streams to the fault."""
+"""From the start of the streams to the fault."""
 RECOVERY_SECONDS = 180.0
-"""An engine that does not serve again in this time never will."""
+"""The benchmark fails if an engine does not serve again in this time."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What one fault has shown. Times in seconds, from the signal unless it says otherwise."""
+    """The figures of one fault. Times are in seconds, from the signal unless stated otherwise."""
 
     fault: str
     detection: float
-    """Until the controller does not count the engine as serving any more."""
+    """Until the controller no longer counts the engine as serving."""
     interrupted: int
     """Streams that the engine ran."""
     gaps: list[float]
@@ -63,13 +63,13 @@ class Failure(msgspec.Struct, frozen=True):
     whole: float
     """Until every group can be formed again."""
     downtime: float
-    """The longest time without a first token of a new request, until the engine serves again."""
+    """The longest time without a new request's first token, until the engine serves again."""
     forming: float
-    """The same from then on: as its groups are formed again, the steps of their members wait."""
+    """The same after that: while its groups are formed again, the members' steps wait."""
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """What one run has shown."""
+    """The figures of one run."""
 
     command: list[str]
     environment: dict[str, Any]
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _measure(args: Namespace, serve_options: Sequence[str], log: Path) -> Failures:
     port, admin_port = free_port(), free_port()
-    # The window of ten minutes must not end a long run.
+    # The limit of restarts in ten minutes must not end a long run.
     own = ("--admin-port", str(admin_port), "--restart-limit", str(len(FAULTS) * args.times))
     command = one_node.serve_command(MODEL, serve_options or FAKE_OPTIONS, port, *own)
     server = ServerProcess(command, log, os.environ)
@@ -151,7 +151,7 @@ class _Run:
         return longest_pause(probes.firsts, start, end)
 
     async def fail(self, fault: str) -> Failure:
-        """Have the victim fail, and wait until the node is whole again."""
+        """Make the victim fail, and wait until the node is whole again."""
         migrated, restarts = await self._migrated(), (await self._engine())["restarts"]
         probes = _Probes(self._client)
         streams = self._start_streams()
@@ -201,10 +201,10 @@ class _Run:
         return counter(await self._client.text("/metrics"), MIGRATED)
 
     async def _until(self, start: float, happened: Callable[[dict[str, Any]], bool]) -> float:
-        """Return the time from ``start`` until the node's view is as wanted.
+        """Return the time from ``start`` until the node's view satisfies ``happened``.
 
         Raises:
-            RequestFailedError: it never is.
+            RequestFailedError: that takes too long.
         """
         while True:
             view = await self._client.call("GET", "/admin/layout")
@@ -218,10 +218,10 @@ class _Run:
 
 
 class _Probes:
-    """Requests of one token that come at a fixed rate, whatever becomes of those before.
+    """One-token requests at a fixed rate, whatever becomes of the earlier ones.
 
     Attributes:
-        firsts: when each that succeeded got its token, ``time.perf_counter`` seconds.
+        firsts: when each successful request got its token, in ``time.perf_counter`` seconds.
     """
 
     def __init__(self, client: Client) -> None:
@@ -231,7 +231,7 @@ class _Probes:
         self._sending = asyncio.create_task(self._send())
 
     async def stop(self) -> None:
-        """Send no more, and wait for those that are under way."""
+        """Stop sending requests, and wait for those that are in progress."""
         self._sending.cancel()
         await asyncio.gather(*self._sent)
 
@@ -251,7 +251,7 @@ class _Probes:
 
 
 def _prompt(number: int) -> list[int]:
-    """Return a prompt of eight token ids that every model knows, another for each stream."""
+    """Return a prompt of eight token ids that every model knows, different for each stream."""
     return [10 + (number + k) % 64 for k in range(8)]
 
 
@@ -261,17 +261,17 @@ def _victim(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serves(view: dict[str, Any], restarts: int) -> bool:
-    """Return whether the victim serves, and in the life that follows this many restarts."""
+    """Return whether the victim serves, after exactly this many restarts."""
     engine = _victim(view)
     return bool(engine["state"] == "serving" and engine["restarts"] == restarts)
 
 
 def engine_process(root: int, engine: int) -> int:
-    """Return the process id of an engine: of its runner if it has one.
+    """Return the process id of an engine's runner, or of the engine if it has no runner.
 
     Args:
         root: process id of the server.
-        engine: its number.
+        engine: number of the engine.
 
     Raises:
         RequestFailedError: there is none.

@@ -1,9 +1,9 @@
-"""From the decision to bind to the start of the group's first step, with every engine decoding.
+"""The time from the decision to bind to the group's first step, with every engine decoding.
 
 Runners note when that step began on their devices (``runtime/protocol/recording.py``), so this
-takes a node that records. The rounds are those of ``switch-loaded``; but a request of the group's
-own goes on in each of them, so that the group has a step to run at once: the one that a client
-sends may be on its way for longer than the bind takes.
+needs a node that records. The rounds are those of ``switch-loaded``, but the group also has a
+request of its own, which goes on in each round. So the group has a step to run at once: a request
+that a client sends may take longer to arrive than the bind takes.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from shoal.runtime.protocol.recording import BoundPhase, read_phases
 FIRST_STEP = "first-step"
 """Name of the measure."""
 RESIDENT_PROMPT = 16
-"""Tokens of the prompt of the group's own request."""
+"""Prompt tokens of the group's own request."""
 LEAVING_SECONDS = 60.0
-"""How long runners may take, after the last release, for the group's steps and to write."""
+"""How long runners may take to end the group's steps and write after the last release."""
 
 
 async def first_step(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
-    """Return the time from the decision to the start, of the leader and of the slowest member.
+    """Return the times from the decision to the step, for the leader and the slowest member.
 
     Raises:
-        NotRecordedError: engines have not recorded the binds, each once.
+        NotRecordedError: engines have not recorded every bind exactly once.
     """
     assert system.recording_dir is not None
     together = system.layouts[-1]
@@ -56,10 +56,10 @@ async def first_step(client: Client, system: System, sizes: Sizes) -> dict[str, 
 
 
 class _Resident:
-    """The group's own request: paused while the engines are alone.
+    """The group's own request, which is paused while the engines are alone.
 
     Args:
-        bench: of the layout in which all engines are one group.
+        bench: the bench of the layout in which all engines are one group.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -67,11 +67,11 @@ class _Resident:
         self._task: asyncio.Task[Answer] | None = None
 
     async def settle(self) -> None:
-        """Bind the engines and give their group such a request, unless it has one already."""
+        """Bind the engines and give their group a request, unless it already has one."""
         if self._task is not None:
             if not self._task.done():
                 return
-            self._task.result()  # that it has all its tokens is no failure
+            self._task.result()  # it may have all its tokens, but must not have failed
         bench = self._bench
         await switch(bench.client, bench.layout, "hard")
         prompt = bench.prompt(RESIDENT_PROMPT)
@@ -83,7 +83,7 @@ class _Resident:
 
     async def _runs(self) -> bool:
         view = await self._bench.client.call("GET", "/admin/layout")
-        # Those of the engines are paused: they do not run.
+        # The engines' own requests are paused, so they are not counted as running.
         return any(unit["running"] for unit in view["units"])
 
     async def leave(self) -> None:
@@ -96,9 +96,9 @@ class _Resident:
 async def _all_written(
     directory: Path, engine: int, rounds: Sequence[Round]
 ) -> Sequence[BoundPhase]:
-    """Return an engine's phases once that of the last round is among them.
+    """Return an engine's phases, once they include that of the last round.
 
-    A release is answered when it is queued for the runners, behind the group's steps in flight.
+    A release is answered when it is queued for the runners, so the group's steps may still run.
     """
     last, _ = rounds[-1].epochs
     try:
@@ -111,17 +111,17 @@ async def _all_written(
 
 
 def matched(engine: int, rounds: Sequence[Round], phases: Sequence[BoundPhase]) -> list[BoundPhase]:
-    """Return the phase of every round, in their order.
+    """Return the phase of every round, in order.
 
-    Epochs are counted by the controller, so no clock is asked which phase is whose.
+    Phases are matched by the controller's epochs, so no clocks are compared.
 
     Args:
-        engine: named in errors.
+        engine: number of the engine, for errors.
         rounds: in order.
-        phases: of the engine; those of no round are left out.
+        phases: the engine's phases; those of no round are left out.
 
     Raises:
-        NotRecordedError: a round has not one phase.
+        NotRecordedError: a round does not have exactly one phase.
     """
     found = []
     for number, one in enumerate(rounds, 1):
@@ -140,15 +140,16 @@ def starts(rounds: Sequence[Round], phases: Mapping[int, Sequence[BoundPhase]]) 
 
     Args:
         rounds: in order.
-        phases: of every member that of each round, the leader's first.
+        phases: the phases of every member, one for each round; the leader's come first.
 
     Returns:
-        ``leader`` and ``slowest``, the latter of whichever member was last in each round (only
-        then can a step's collectives go on). Of each: ``start``, from the decision until the runner
-        had taken the step up and its device was free for it; ``host``, until the former;
-        ``in_flight``, until the device had done the engine's own steps; ``after``, from then, or
-        from the decision if that was later, to the start. ``without_step`` is the number of rounds
-        in which the group ran none; they are in no spread.
+        ``leader`` and ``slowest``; the latter is of the member that was last in each round, for
+        which a step's collectives must wait. Each has four times. ``start`` is from the decision
+        until the runner had taken up the step and its device was free for it. ``host`` is from the
+        decision until the runner had taken up the step. ``in_flight`` is from the decision until
+        the device had done the engine's own steps. ``after`` is from that moment, or from the
+        decision if that was later, to the start. ``without_step`` is the number of rounds in which
+        the group ran no step; no spread includes them.
     """
     members = zip(*phases.values(), strict=True)
     ran = [

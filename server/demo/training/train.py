@@ -70,8 +70,7 @@ class Batches:
         self._starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
 
     def draw(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, ``[rows, length]``; a row goes on at the start after the
-        end."""
+        """Return inputs and targets, ``[rows, length]``; the corpus repeats after its end."""
         chosen = torch.randint(len(self._starts), (rows,), generator=self._generator)
         starts = self._starts[chosen.to(self._starts.device)]
         offsets = torch.arange(length + 1, device=starts.device)
