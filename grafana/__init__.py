@@ -1,1 +1,1 @@
-"""Dashboards for Grafana, made by code, and the check that Prometheus has data for all of them."""
+"""Code that makes the dashboards for Grafana, and checks that Prometheus has data for them."""

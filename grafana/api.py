@@ -1,4 +1,4 @@
-"""What is asked of Prometheus' HTTP API."""
+"""A client of Prometheus' HTTP API, with the queries that are needed here."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ class PrometheusError(Exception):
 
 @dataclass(frozen=True)
 class Series:
-    """The values of one series: times (seconds since 1970), and what it was then."""
+    """The values of one series: times (seconds since 1970), and the value at each time."""
 
     labels: Mapping[str, str]
     points: Sequence[tuple[float, float]]
 
     @property
     def has_data(self) -> bool:
-        """Whether any value is a number: a quantile of nothing is none."""
+        """Whether any value is finite: the quantile of an empty histogram is NaN."""
         return any(math.isfinite(value) for _, value in self.points)
 
 
@@ -42,14 +42,14 @@ class Prometheus:
     """A running Prometheus.
 
     Args:
-        http: a client with its address as ``base_url``.
+        http: a client whose ``base_url`` is Prometheus' address.
     """
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
     def at(self, query: str, time: float) -> list[Series]:
-        """Return what a query gives at a time.
+        """Return the result of a query at a time.
 
         Raises:
             PrometheusError: see there.
@@ -60,7 +60,7 @@ class Prometheus:
         return [_series(series) for series in data["result"]]
 
     def over(self, query: str, start: float, end: float, step: float) -> list[Series]:
-        """Return what a query gives every ``step`` seconds.
+        """Return the result of a query every ``step`` seconds.
 
         Raises:
             PrometheusError: see there.

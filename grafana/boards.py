@@ -1,4 +1,4 @@
-"""The dashboards' JSON, as far as it says what is asked of Prometheus and where it is shown."""
+"""Reads from the dashboards' JSON what is asked of Prometheus, and where it is shown."""
 
 import json
 import re
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "dashboards"
-"""Where the dashboards are."""
+"""The folder of the dashboards."""
 RATE_SCRAPES = 4
-"""Scrapes that Grafana has in every ``$__rate_interval``."""
+"""The fewest scrapes in Grafana's ``$__rate_interval``."""
 _LABEL_VALUES = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which time is shown, as Grafana puts it into queries.
+    """The time shown, and the variables that Grafana puts into queries.
 
     Attributes:
         start: seconds since 1970.
-        end: the same.
+        end: seconds since 1970.
         step: seconds between two points of a curve.
         scrape: seconds between two scrapes.
-        instance: regular expression of the nodes.
+        instance: regular expression that selects the nodes.
     """
 
     start: float
@@ -49,27 +49,27 @@ class Window:
 
 @dataclass(frozen=True)
 class Target:
-    """One query of a panel; ``instant``: only the end of the time is asked for."""
+    """One query of a panel; ``instant``: only the value at the end of the time is asked for."""
 
     expr: str
     legend: str
     instant: bool
 
     def name(self, labels: Mapping[str, str]) -> str:
-        """Return what a series is called."""
+        """Return the name of a series."""
         return _PLACEHOLDER.sub(lambda found: labels.get(found[1], ""), self.legend)
 
 
 @dataclass(frozen=True)
 class PanelSpec:
-    """One panel: place and size in 24ths of the width, and what it shows.
+    """One panel: its place and size in cells of Grafana's grid, and what it shows.
 
     Attributes:
         stacked: whether curves add up.
-        style: how curves are drawn, and which texts stand for a figure.
-        steps: from which values on (None: all) it has which colour.
+        style: how curves are drawn, or whether a figure shows its value, its name or both.
+        steps: colours, each with the value from which it holds (None: from the lowest).
         states: names and colours of values.
-        names: what series are called instead.
+        names: names that replace those of series.
     """
 
     title: str

@@ -1,6 +1,6 @@
-"""Draws the dashboards with what Prometheus has for them: ``python -m shoal.grafana.draw FOLDER``.
+"""Draws the dashboards with data from Prometheus: ``python -m shoal.grafana.draw FOLDER``.
 
-A picture says whether panels show what they should; Grafana itself is not needed for it.
+The pictures show whether panels show what they should, without Grafana.
 """
 
 import sys
@@ -30,10 +30,10 @@ NAMED = {"blue": COLOURS[0], "orange": COLOURS[1], "green": COLOURS[2], "purple"
 NAMED |= {"yellow": COLOURS[4], "red": COLOURS[6]}
 UNITS = {"s": "s", "reqps": "req/s", "ops": "/s", "bytes": "B", "hertz": "Hz"}
 PALETTE = 128
-"""Colours of a picture's file: few, so that it is small."""
+"""Number of colours in a picture's file: few, so that the file is small."""
 
 Named = Sequence[tuple[str, Series]]
-"""Series, and what they are called."""
+"""Series with their names."""
 
 
 def draw(board: Board, prometheus: Prometheus, window: Window) -> Figure:
@@ -64,7 +64,7 @@ def draw(board: Board, prometheus: Prometheus, window: Window) -> Figure:
 
 
 def _place(panel: PanelSpec, rows: int) -> tuple[float, float, float, float]:
-    """Return left, bottom, width and height in parts of the picture."""
+    """Return left, bottom, width and height as fractions of the picture."""
     left, right = panel.x + MARGIN * 2, panel.x + panel.width - MARGIN / 2
     top, bottom = panel.y + 2 * MARGIN, panel.y + panel.height - MARGIN * 1.3
     return left / COLUMNS, 1 - bottom / rows, (right - left) / COLUMNS, (bottom - top) / rows
@@ -91,7 +91,7 @@ def _curves(axes: Axes, panel: PanelSpec, named: Named, window: Window) -> None:
 
 
 def _on_grid(series: Series, window: Window, length: int) -> NDArray[np.float64]:
-    """Return a value for each point of the window; where the series has none, nan."""
+    """Return a value for each point of the window; NaN where the series has none."""
     values = np.full(length, np.nan)
     for at, value in series.points:
         values[round((at - window.start) / window.step)] = value

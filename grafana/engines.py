@@ -1,4 +1,4 @@
-"""The dashboard *Engines*: what each engine holds and does, and whether it is well."""
+"""The dashboard *Engines*: what each engine holds and does, and whether it is healthy."""
 
 from collections.abc import Mapping, Sequence
 
@@ -39,12 +39,12 @@ def rows() -> Mapping[str, Sequence[PanelBuilder]]:
 
 
 def folded_rows() -> Mapping[str, Sequence[PanelBuilder]]:
-    """Return the rows that are folded until somebody looks, by title."""
+    """Return the rows that are folded at first, by title."""
     return {"GPUs (needs NVIDIA's dcgm-exporter)": gpus()}
 
 
 def health() -> list[PanelBuilder]:
-    """Return the row on whether engines are well."""
+    """Return the row on the health of the engines."""
     in_states = [
         series("shoal_engine_state", f'state="{state.name}"') + f" * {state.value}"
         for state in STATES
@@ -130,7 +130,7 @@ def memory() -> list[PanelBuilder]:
 
 
 def batch() -> list[PanelBuilder]:
-    """Return the row on what the engines have to do."""
+    """Return the row on the requests of the engines."""
     return [
         graph(
             "Requests in a batch",
@@ -209,7 +209,7 @@ def steps() -> list[PanelBuilder]:
 
 
 def gpus() -> list[PanelBuilder]:
-    """Return the row on GPUs, which another exporter sees."""
+    """Return the row on GPUs, whose metrics another exporter provides."""
     return [
         graph(
             "GPU memory in use",

@@ -1,4 +1,4 @@
-"""Writes the dashboards as Grafana reads them: ``python -m shoal.grafana.generate_dashboards``."""
+"""Writes the dashboards for Grafana: ``python -m shoal.grafana.generate_dashboards``."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ Rows = Mapping[str, Sequence[PanelBuilder]]
 
 @dataclass(frozen=True)
 class Page:
-    """What one dashboard is made of, below its first row."""
+    """The parts of one dashboard below its first row."""
 
     title: str
     description: str
@@ -44,7 +44,7 @@ class Page:
 
     @property
     def name(self) -> str:
-        """That of its file, and its identifier for Grafana."""
+        """The name of its file, and its identifier for Grafana."""
         return f"shoal-{self.title.lower()}"
 
 
@@ -67,7 +67,7 @@ def pages() -> list[Page]:
 
 
 def build(page: Page) -> Dashboard:
-    """Return a dashboard: its variables, the row that all of them begin with, and its own rows."""
+    """Return a dashboard: the variables, the first row of all dashboards, and its own rows."""
     board = (
         dashboard.Dashboard(f"Shoal: {page.title}")
         .uid(page.name)
@@ -114,7 +114,7 @@ class _SwitchMarks(Builder[AnnotationQuery]):
     """Marks every switch in all curves, and says why it was made."""
 
     def build(self) -> AnnotationQuery:
-        """Return the query; its series' labels fill in the title."""
+        """Return the query, whose series' labels fill in the title."""
         switches = increase("shoal_switches_total", by="instance, reason", window=WINDOW)
         return _TitledAnnotations(
             name="Switches",
@@ -128,7 +128,7 @@ class _TitledAnnotations(AnnotationQuery):
     """Annotations with the fields of Prometheus' data source, which the SDK does not know."""
 
     def to_json(self) -> dict[str, object]:
-        """Return what is written."""
+        """Return the JSON's content."""
         titles = {"titleFormat": "Switch: {{reason}}", "textFormat": "{{instance}}"}
         return {**super().to_json(), **titles, "step": "15s"}
 
@@ -144,7 +144,7 @@ def _others() -> dashboard.DashboardLink:
 
 
 def _variables() -> list[Builder[VariableModel]]:
-    """Return those on top of the page: where the data are, which model, which of its nodes."""
+    """Return the variables at the top of the page: the data source, the model, and its nodes."""
     source = dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
     model = _query_variable("model", "Model", "label_values(vllm:num_requests_running, model_name)")
     nodes = 'label_values(vllm:num_requests_running{model_name=~"$model"}, instance)'
@@ -166,7 +166,7 @@ def _query_variable(name: str, label: str, query: str) -> dashboard.QueryVariabl
 
 
 def _number(board: Dashboard) -> None:
-    """Give every panel the number that links to it are made of."""
+    """Number every panel, for links to it."""
     number = 0
     for panel in board.panels or []:
         inner: Sequence[Panel] = panel.panels if isinstance(panel, RowPanel) else ()

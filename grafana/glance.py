@@ -1,4 +1,4 @@
-"""The first screen of every dashboard: is it healthy, which layout is it in, why did it switch."""
+"""The first screen of every dashboard: a node's health, its layout, and why it switched."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,10 +38,10 @@ REASONS: Mapping[str, str] = {
     "paused": "paused: requests were paused for long",
     "other": "other: the policy gave no reason",
 }
-"""Values of the label ``reason`` of switches, in words."""
+"""Explanations for the values of the label ``reason`` of switches."""
 
 BURN_LIMITS = Limits(warn=1, bad=6)
-"""Of burn rates: the budget lasts exactly as long as it must; ``ShoalBudgetBurnSlow`` fires."""
+"""Burn rates: at 1 the budget lasts exactly long enough; above 6 ``ShoalBudgetBurnSlow`` fires."""
 
 
 def glance() -> Sequence[PanelBuilder]:
@@ -116,7 +116,7 @@ IS_SHOAL = 'job="shoal"'
 FAILED = 'outcome=~"lost|expired|pool_full|unavailable"'
 """Outcomes that count against the node."""
 COUNTED = 'outcome=~"finished|lost|expired|pool_full|unavailable"'
-"""Outcomes that count at all: clients that leave or ask too much do not."""
+"""Outcomes that count at all: requests whose clients left or asked too much do not."""
 
 
 def _layout_timeline() -> PanelBuilder:

@@ -1,4 +1,4 @@
-"""The few kinds of panels that the dashboards are made of."""
+"""The kinds of panels in the dashboards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ GOOD, WARN, BAD = "green", "orange", "red"
 
 @dataclass(frozen=True)
 class Query:
-    """A query in PromQL, and what its series are called: ``{{label}}`` is a label's value."""
+    """A query in PromQL, and the names of its series: ``{{label}}`` stands for a label's value."""
 
     expr: str
     legend: str = ""
@@ -57,7 +57,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Limits:
-    """From which values on a panel warns and alarms; below it is green."""
+    """The values from which a panel shows a warning or an alarm; below them it is green."""
 
     warn: float | None = None
     bad: float | None = None
@@ -92,7 +92,7 @@ def graph(
         unit: a unit of Grafana's, such as ``s``.
         span: width in 24ths of the screen.
         stack: whether the curves add up.
-        style: points are for what is there now and then only.
+        style: how curves are drawn; points are for values that exist only now and then.
         limits: drawn as lines.
         names: what curves are called instead.
     """
@@ -135,7 +135,7 @@ def figure(
     states: Sequence[State] = (),
     text: BigValueTextMode = BigValueTextMode.AUTO,
 ) -> PanelBuilder:
-    """Return what holds at the end of the time shown, in large letters.
+    """Return figures in large letters: the values at the end of the time shown.
 
     Args:
         title: of the panel.
@@ -143,9 +143,9 @@ def figure(
         queries: each gives one figure or several.
         unit: a unit of Grafana's, such as ``s``.
         span: width in 24ths of the screen.
-        limits: that colour it.
+        limits: the limits that decide the colour.
         states: values that are shown by name.
-        text: what is written: value, name or both.
+        text: whether to write the value, the name or both.
     """
     panel = (
         stat.Panel()
@@ -175,7 +175,7 @@ def timeline(
     *,
     span: int = 16,
 ) -> PanelBuilder:
-    """Return a bar over time per series, coloured by its state; for the arguments see ``graph``."""
+    """Return a bar over time per series, coloured by its state; ``graph`` has the arguments."""
     return (
         statetimeline.Panel()
         .title(title)
@@ -202,7 +202,7 @@ def bars(
     *,
     names: Mapping[str, str] | None = None,
 ) -> PanelBuilder:
-    """Return one bar per series, as long as what it is in all; for the arguments see ``graph``."""
+    """Return one bar per series, as long as its total; ``graph`` describes the arguments."""
     panel = (
         bargauge.Panel()
         .title(title)

@@ -1,7 +1,7 @@
-"""Queries in PromQL, of the nodes that the dashboard's variables choose."""
+"""Makes queries in PromQL for the nodes that the dashboard's variables choose."""
 
 NODES = 'instance=~"$instance"'
-"""Matcher of the nodes shown."""
+"""Matcher that selects the nodes shown."""
 WINDOW = "$__rate_interval"
 """Grafana's shortest window that holds enough scrapes for a rate."""
 
@@ -17,17 +17,17 @@ def series(metric: str, *matchers: str) -> str:
 
 
 def total(metric: str, *matchers: str, by: str = "") -> str:
-    """Return the sum of a gauge over everything but the labels ``by``."""
+    """Return the sum of a gauge over all labels except ``by``."""
     return f"sum{_by(by)} ({series(metric, *matchers)})"
 
 
 def rate(metric: str, *matchers: str, by: str = "") -> str:
-    """Return how much a counter grows per second, summed over everything but ``by``."""
+    """Return how much a counter grows per second, summed over all labels except ``by``."""
     return f"sum{_by(by)} (rate({series(metric, *matchers)}[{WINDOW}]))"
 
 
 def increase(metric: str, *matchers: str, by: str = "", window: str = "$__range") -> str:
-    """Return how much a counter grew in a window, by default all that is shown."""
+    """Return how much a counter grew in a window, by default in the whole time shown."""
     return f"sum{_by(by)} (increase({series(metric, *matchers)}[{window}]))"
 
 
@@ -38,7 +38,7 @@ def quantile(share: float, histogram: str, *matchers: str, by: str = "") -> str:
         share: 0.9 for the 90th percentile.
         histogram: its name, without ``_bucket``.
         matchers: see ``series``.
-        by: labels that are kept apart.
+        by: labels whose values are kept apart.
     """
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share:g}, {rate(f'{histogram}_bucket', *matchers, by=labels)})"

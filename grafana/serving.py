@@ -23,7 +23,7 @@ def rows() -> Mapping[str, Sequence[PanelBuilder]]:
 
 
 def traffic() -> list[PanelBuilder]:
-    """Return the row on what comes in and what goes out."""
+    """Return the row on requests and tokens, in and out."""
     return [
         graph(
             "Requests per second, by outcome",

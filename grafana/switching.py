@@ -1,4 +1,4 @@
-"""The dashboard *Switching*: how often and why the layout changes, what it costs, what it gives."""
+"""The dashboard *Switching*: how often and why the layout changes, its costs and its gains."""
 
 from collections.abc import Mapping, Sequence
 

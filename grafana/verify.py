@@ -19,8 +19,8 @@ POINTS = 120
 """Points of a curve."""
 
 NEEDS: Mapping[str, str] = {"gpu": "DCGM_", "model": "vllm:prefix_cache_"}
-"""What may be missing -> how the metrics begin that are there with it only: GPUs watched by
-dcgm-exporter; engines that run a model."""
+"""What may be missing, and the prefix of the metrics that exist only with it: GPUs watched by
+dcgm-exporter, and engines that run a model."""
 
 _SELECTOR = re.compile(r"\b(?:(?:shoal|vllm)[:_][\w:]+|up)\b(?:\{[^}]*\})?")
 
@@ -28,16 +28,16 @@ _SELECTOR = re.compile(r"\b(?:(?:shoal|vllm)[:_][\w:]+|up)\b(?:\{[^}]*\})?")
 def problems(
     prometheus: Prometheus, boards: Sequence[Board], window: Window, without: Sequence[str] = ()
 ) -> list[str]:
-    """Return one line for everything that has no data.
+    """Return a line for every panel, variable, annotation and rule that has no data.
 
     Args:
-        prometheus: where to ask.
+        prometheus: the Prometheus to ask.
         boards: the dashboards.
-        window: the time looked at.
-        without: keys of ``NEEDS``: queries for these are not asked.
+        window: the time to check.
+        without: keys of ``NEEDS`` whose queries are left out.
 
     Raises:
-        PrometheusError: it does not answer.
+        PrometheusError: Prometheus does not answer.
     """
     found = [line for board in boards for line in _of_board(prometheus, board, window, without)]
     rules = prometheus.rules()
@@ -76,7 +76,7 @@ def _of_board(
 
 
 def _of_rule(prometheus: Prometheus, rule: Rule, window: Window) -> Iterator[str]:
-    """Yield what is wrong with a rule. One that fires has data; one that does not, its metrics."""
+    """Yield what is wrong with a rule; even if it does not fire, its metrics must exist."""
     if rule.health != "ok":
         yield f"rule {rule.name}: {rule.health} {rule.error}"
     for selector in _SELECTOR.findall(rule.query):
@@ -91,7 +91,7 @@ def _has_data(series: Sequence[Series]) -> bool:
 
 
 def window_of(args: argparse.Namespace) -> Window:
-    """Return the last minutes, as the arguments say."""
+    """Return a window of the last minutes, as the arguments say."""
     end = time.time()
     seconds = 60 * args.minutes
     step = max(args.scrape_interval, seconds / POINTS)
@@ -99,7 +99,7 @@ def window_of(args: argparse.Namespace) -> Window:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the arguments that say where to ask, and for which time."""
+    """Return a parser of the arguments that name Prometheus and the time to check."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--prometheus", metavar="URL", default="http://localhost:9090")
     made.add_argument("--minutes", type=float, default=5, help="time looked at (default: 5)")
@@ -109,7 +109,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Print what has no data; return 1 if there is anything."""
+    """Print everything that has no data; return 1 if there is anything."""
     arguments = parser("Check that Prometheus has data for every panel and rule.")
     arguments.add_argument("--without", choices=sorted(NEEDS), action="append", default=[])
     args = arguments.parse_args()

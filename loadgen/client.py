@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, as the load generator needs it."""
+"""The load generator's client of an OpenAI-compatible server."""
 
 import asyncio
 import enum
@@ -18,18 +18,18 @@ PRIORITY_HEADER = "X-Vllm-Priority"
 DEADLINE_HEADER = "x-shoal-deadline-ms"
 LAYOUT_HEADER = "x-shoal-layout"
 KEEP_ALIVE_SECONDS = 3.0
-"""How long an unused connection is kept: less than uvicorn's 5 s, so that no request is sent on one
-that the server is closing."""
+"""How long an unused connection is kept: less than uvicorn's 5 s, so that no request is sent on a
+connection that the server is closing."""
 QUESTION_TIMEOUT_SECONDS = 10.0
-"""Of all requests but completions."""
+"""Timeout of all requests except completions."""
 _SHOWN = 200
-"""Characters of a server's error message that are kept."""
+"""How many characters of a server's error message are kept."""
 
 Prompt = str | list[int]
 
 
 class ClientError(Exception):
-    """The server cannot be used for what is asked of it; the message is one line."""
+    """The server cannot be used in the way that was asked for; the message is one line."""
 
 
 class Endpoint(enum.StrEnum):
@@ -53,23 +53,23 @@ class Settings:
     endpoint: Endpoint = Endpoint.COMPLETIONS
     api_key: str | None = None
     extensions: bool = True
-    """Whether to send what OpenAI's API does not have: ``ignore_eos`` and the priority header."""
+    """Whether to send fields that OpenAI's API lacks: ``ignore_eos`` and the priority header."""
     deadline_ms: int | None = None
     timeout_seconds: float = 600.0
-    """For the whole of a response."""
+    """Timeout of a whole response."""
     admin_url: str | None = None
-    """Where Shoal's admin API is; None: at the same address."""
+    """Base URL of Shoal's admin API; None: the same as ``base_url``."""
     admin_key: str | None = None
 
 
 class Client:
     """Connections to one server. Use as an asynchronous context manager.
 
-    Any number of requests may run at once: none ever waits for a connection.
+    Any number of requests may run at once; none waits for a connection.
 
     Args:
-        settings: how to speak to it.
-        now: returns the time, seconds; all times of exchanges are its.
+        settings: how to speak to the server.
+        now: returns the time in seconds, for all times of exchanges.
     """
 
     def __init__(self, settings: Settings, now: Callable[[], float]) -> None:
@@ -109,10 +109,10 @@ class Client:
     # --- questions --------------------------------------------------------------------------------
 
     async def find_model(self, wanted: str | None = None) -> str:
-        """Set ``model`` to the one that is wanted, or else the first that the server names.
+        """Set ``model`` to the wanted one, or else to the first that the server names.
 
         Raises:
-            ClientError: the server does not answer, or names none.
+            ClientError: the server does not answer, or names no model.
         """
         if wanted is not None:
             self.model = wanted
@@ -133,7 +133,7 @@ class Client:
         return _decode(self._url + path, await self.ask_text(method, path, body))
 
     async def ask_admin(self, path: str) -> Any:
-        """Return the JSON that a GET of the admin API is answered with.
+        """Return the JSON with which the admin API answers a GET.
 
         Raises:
             ClientError: see ``ask``.
@@ -192,14 +192,14 @@ class Client:
         return headers
 
     async def send(self, exchange: Exchange, body: bytes, start: float = 0.0) -> None:
-        """Send a request, read its response, and fill in what became of it.
+        """Send a request, read its response, and note the result in the exchange.
 
-        Ends without an exception whatever happens; a cancelled call leaves ``CANCELLED`` behind.
+        This never raises an exception; a cancelled call leaves the outcome ``CANCELLED``.
 
         Args:
-            exchange: of the request.
+            exchange: the request's exchange.
             body: see ``body``.
-            start: what the times of the exchange count from.
+            start: the time from which the exchange's times count.
         """
         exchange.sent = self._now() - start
         try:

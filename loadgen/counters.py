@@ -1,4 +1,4 @@
-"""What a client counted, beside what the server counted in its own metrics."""
+"""Compares a client's counts with those in the server's metrics."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ _SHOAL_OUTCOMES = {
     Outcome.REFUSED_503: "pool_full",
     Outcome.REFUSED_429: "caller_full",
 }
-"""Of a request that was answered: what Shoal counts it as."""
+"""Shoal's label ``outcome`` of an answered request, by the client's outcome."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ServerCounters:
     succeeded: int = 0
     """Requests that were not aborted."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """``shoal_requests_total`` by outcome; nothing of other servers."""
+    """``shoal_requests_total`` by outcome; empty for other servers."""
 
     def since(self, before: "ServerCounters") -> "ServerCounters":
         """Return what was counted between two moments."""
@@ -58,7 +58,7 @@ class Count:
     client: int
     server: int
     exact: bool = True
-    """False: the server may have counted more, of requests that broke off."""
+    """False: the server may have counted more, because requests broke off."""
 
     @property
     def agrees(self) -> bool:
@@ -75,7 +75,7 @@ async def read_counters(client: Client) -> ServerCounters:
     """Return the server's counters.
 
     Raises:
-        ClientError: it has no metrics, or none that Prometheus would read.
+        ClientError: the server has no metrics in Prometheus' format.
     """
     text = await client.ask_text("GET", METRICS_PATH)
     try:
@@ -101,17 +101,17 @@ async def settled_counters(
     timeout: float = SETTLE_SECONDS,
     pause: float = POLL_SECONDS,
 ) -> ServerCounters:
-    """Return a server's counters when it has counted these requests.
+    """Return a server's counters once they include these requests.
 
-    It may count the end of one after its client has seen it. So it is asked until it agrees twice
-    in a row with nothing counted in between, or its time is over.
+    The server may count the end of a request after its client has seen it. So the counters are read
+    until they agree with the client's and have not changed between two reads, or the time is over.
 
     Args:
         client: the server.
         exchanges: every request since ``before``.
         before: the server's counters before them.
-        timeout: seconds that they may take.
-        pause: seconds between two looks at them.
+        timeout: the most seconds to wait.
+        pause: seconds between two reads.
 
     Raises:
         ClientError: see ``read_counters``.
@@ -136,7 +136,7 @@ def compare(exchanges: Sequence[Exchange], server: ServerCounters) -> list[Count
     """
     ended = Counter(exchange.outcome for exchange in exchanges)
     answered = [exchange for exchange in exchanges if exchange.outcome is Outcome.OK]
-    # Of any other request only the server knows what it computed, unless it refused it at once.
+    # For other outcomes only the server knows how many tokens it computed before the end.
     exact = all(exchange.outcome in _SHOAL_OUTCOMES for exchange in exchanges)
     prompt_tokens = sum(exchange.counted_prompt for exchange in answered)
     output_tokens = sum(exchange.counted_output for exchange in answered)

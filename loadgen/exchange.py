@@ -1,4 +1,4 @@
-"""What became of one request that was sent: its outcome, its times, and its tokens."""
+"""One request that was sent, and its response: the outcome, the times, and the tokens."""
 
 import enum
 import itertools
@@ -12,7 +12,7 @@ from shoal.loadgen.workload import Arrival
 
 
 class Outcome(enum.StrEnum):
-    """How a request that was sent ended; each ends in exactly one way."""
+    """How a sent request ended; every request ends in exactly one way."""
 
     OK = "ok"
     """The stream came to its end, with tokens."""
@@ -25,7 +25,7 @@ class Outcome(enum.StrEnum):
     ERROR_STATUS = "error_status"
     """Any other error that the server reported, as the response's status or in its stream."""
     TRUNCATED = "truncated"
-    """The response ended before the stream's end, or was ended by the server's own (``abort``)."""
+    """The response broke off before the stream's end, or the server aborted it (``abort``)."""
     CONNECTION_ERROR = "connection_error"
     """There was no response."""
     TIMEOUT = "timeout"
@@ -60,13 +60,13 @@ class Exchange:
     """One request and its response. Times are seconds from the start of the run."""
 
     index: int
-    """Of the request in its workload."""
+    """Index of the request in its workload."""
     arrival: Arrival
     sent: float | None = None
-    """When it was begun to be sent; it was due at ``arrival.at``."""
+    """When sending began; the request was due at ``arrival.at``."""
     chunk_times: list[float] = field(default_factory=list)
-    """When each chunk of the stream with a choice in it came: usually one token each, more if the
-    server had more to send."""
+    """When each chunk with a choice came. A chunk usually has one token, and more if the server had
+    more to send."""
     ended: float | None = None
     outcome: Outcome = Outcome.CANCELLED
     status: int | None = None
@@ -81,7 +81,7 @@ class Exchange:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, and not as it should."""
+        """Whether it has ended with another outcome than ``OK``."""
         return self.ended is not None and self.outcome is not Outcome.OK
 
     @property
@@ -91,26 +91,27 @@ class Exchange:
 
     @property
     def itls(self) -> list[float]:
-        """Inter-token latencies, seconds: between each chunk and the one before."""
+        """Inter-token latencies: seconds between each chunk and the one before."""
         times = self.chunk_times
         return [after - before for before, after in itertools.pairwise(times)]
 
     @property
     def counted_output(self) -> int:
-        """Output tokens: the server's count, or without one a token for each chunk."""
+        """Output tokens by the server's count; without that, one token for each chunk."""
         return len(self.chunk_times) if self.output_tokens is None else self.output_tokens
 
     @property
     def counted_prompt(self) -> int:
-        """Prompt tokens: the server's count, or without one what was asked for."""
+        """Prompt tokens by the server's count; without that, the number asked for."""
         asked = self.arrival.prompt_tokens
         return asked if self.prompt_tokens is None else self.prompt_tokens
 
     def flaws(self) -> Iterator[Flaw]:
-        """Yield what is wrong with its tokens, as the server counted them.
+        """Yield what is wrong with the server's counts of its tokens.
 
-        The stream shows how many there can be: each chunk has one at least (but for the chat's
-        first, which names the role), and all that were asked for if it ended at their number.
+        The stream shows which counts are possible: each chunk has at least one token, except the
+        first of a chat, which names the role. A stream that ended at its length has all tokens
+        asked for.
         """
         if self.outcome is not Outcome.OK:
             return
@@ -129,10 +130,10 @@ class Exchange:
             yield Flaw.ENDED_EARLY
 
     def record(self) -> Record:
-        """Return what the figures are made of.
+        """Return the record from which figures are computed.
 
-        By the definitions of ``vllm bench serve`` a request begins when it is sent and, if it
-        succeeds, ends with its last token.
+        As in ``vllm bench serve``, a request begins when it is sent and, if it succeeds, ends with
+        its last token.
         """
         finished = self.outcome is Outcome.OK
         return Record(
@@ -150,7 +151,7 @@ class Exchange:
 
 
 def tokens_by_second(exchanges: Iterable[Exchange]) -> dict[int, float]:
-    """Return the output tokens that came in each second: those of one response evenly by chunk."""
+    """Return the output tokens of each second; a response's tokens count evenly per chunk."""
     tokens: defaultdict[int, float] = defaultdict(float)
     for exchange in exchanges:
         for at in exchange.chunk_times:

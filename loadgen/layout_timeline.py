@@ -1,4 +1,4 @@
-"""The layout of a Shoal server over time, seen from outside: nothing of a server without one."""
+"""The layout of a Shoal server over time, seen from outside; empty for other servers."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ class Treated(msgspec.Struct, frozen=True):
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """One switch, as the server tells of it."""
+    """One switch, as the server reports it."""
 
     epoch: int
     at: float
@@ -40,17 +40,17 @@ class _View(msgspec.Struct):
 
 @dataclass
 class LayoutLog:
-    """What samples of ``GET /admin/layout`` have shown."""
+    """The layouts and switches in samples of ``GET /admin/layout``."""
 
     layouts: list[tuple[float, list[list[int]]]] = field(default_factory=list)
     """Times, and the engines of each unit from then on."""
     switches: dict[int, Switch] = field(default_factory=dict)
-    """By epoch: those since the first sample."""
+    """The switches since the first sample, by epoch."""
     since: int | None = None
-    """Epoch of the last switch before."""
+    """Epoch of the last switch before the first sample; None before that sample."""
 
     async def sample(self, client: Client, now: float) -> bool:
-        """Note the layout of this moment; return False if the server does not tell it."""
+        """Note the present layout; return False if the server does not tell it."""
         try:
             view = msgspec.convert(await client.ask_admin(LAYOUT_PATH), _View)
         except (ClientError, msgspec.ValidationError):
@@ -64,7 +64,7 @@ class LayoutLog:
         return True
 
     def switching(self) -> Switching | None:
-        """Return what the switches did; None of a server that has no layout."""
+        """Return what the switches did; None for a server that has no layout."""
         if not self.layouts:
             return None
         done = self.switches.values()
@@ -77,5 +77,5 @@ class LayoutLog:
         )
 
     def widths(self) -> list[tuple[float, float]]:
-        """Return the mean engines per unit from each time on."""
+        """Return times, and the mean engines per unit from each time on."""
         return [(at, sum(map(len, units)) / len(units)) for at, units in self.layouts if units]

@@ -1,4 +1,4 @@
-"""Open-loop replay: every request is sent when it is due, whatever became of those before."""
+"""Open-loop replay: every request is sent when it is due, whatever becomes of the others."""
 
 import asyncio
 import time
@@ -14,11 +14,11 @@ from shoal.loadgen.prompts import Prompts
 from shoal.loadgen.workload import Workload
 
 TICK_SECONDS = 0.05
-"""The event loop's own lag is measured this often."""
+"""How often the event loop's own lag is measured."""
 
 
 class Clock(Protocol):
-    """Time, as the replay needs it."""
+    """The clock that a replay needs."""
 
     def now(self) -> float:
         """Return the time in seconds."""
@@ -43,16 +43,16 @@ class EventLoopClock:
 
 @dataclass
 class Run:
-    """What a replay has done so far, and in the end."""
+    """The state of a replay, and in the end its result."""
 
     exchanges: list[Exchange] = field(default_factory=list)
-    """Of the requests that were sent, in their order."""
+    """The exchanges of the requests that were sent, in order."""
     planned: int = 0
     """Requests of the workload."""
     duration: float = 0.0
     """Seconds from the start to the end of the last response."""
     loop_lags: list[float] = field(default_factory=list)
-    """How late the event loop woke up, seconds: as late may every time be that was taken then."""
+    """How late the event loop woke up, in seconds: times measured then may be as late."""
     log: LayoutLog = field(default_factory=LayoutLog)
     interrupted: bool = False
 
@@ -62,7 +62,7 @@ class Run:
         return self.planned - len(self.exchanges)
 
     def outcomes(self) -> dict[str, int]:
-        """Return how many requests ended in each way, of those there are."""
+        """Return how many requests ended in each way, without ways in which none ended."""
         counts = Counter(exchange.outcome for exchange in self.exchanges)
         return {outcome.value: counts[outcome] for outcome in Outcome if counts[outcome]}
 
@@ -71,10 +71,10 @@ class Replay:
     """One run of a workload against a server.
 
     Args:
-        client: of the server, with its model known.
+        client: the client of the server, with its model set.
         prompts: make the requests' prompts.
         workload: what to send.
-        clock: the client's own: when to send it.
+        clock: the client's clock, by which requests are sent.
         grace_seconds: how long responses may go on after ``stop``.
     """
 
@@ -109,7 +109,7 @@ class Replay:
         return len(self._running)
 
     def stop(self) -> None:
-        """Send nothing more and let responses end for a while; the second time, for no longer."""
+        """Stop sending and give responses some time to end; at the second call, no more time."""
         if self._stop.is_set():
             self._stop_at_once.set()
         self._stop.set()
@@ -139,7 +139,7 @@ class Replay:
     async def _send_all(self, start: float) -> None:
         for index, arrival in enumerate(self._workload.arrivals):
             body = self._client.body(self._prompts.make(index, arrival), arrival.output_tokens)
-            # Even if it is late already: responses must be read, too.
+            # Sleep even if the request is late, so that responses are read, too.
             await self._clock.sleep(max(0.0, arrival.at - self.elapsed))
             exchange = Exchange(index, arrival)
             self.run_so_far.exchanges.append(exchange)
@@ -164,7 +164,7 @@ class Replay:
 
 
 async def _until(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, but stop it when the event is set."""
+    """Do the work, but cancel it when the event is set."""
     task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
     await _cancel({task, waiting})

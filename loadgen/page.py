@@ -1,4 +1,4 @@
-"""Replays as an HTML page: figures as text, and their picture. It needs no script."""
+"""Replays as an HTML page, with figures as text and a picture. The page needs no script."""
 
 from collections.abc import Sequence
 from html import escape

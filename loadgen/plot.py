@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""One per run. People who do not see all colours can tell them apart (Okabe and Ito)."""
+"""One colour per run. Colour-blind people can tell them apart (Okabe and Ito)."""
 _WIDTH_INCHES, _PANEL_INCHES = 10.0, 1.9
 _POINTS = 300
 _LEGEND_COLUMNS = 4
 
 Curve = list[tuple[float, float]]
-"""Times, and the value from each of them on."""
+"""Times, and the value from each time on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is drawn of one run."""
+    """The data of one run that is drawn."""
 
     run: str
     """Its name."""
@@ -31,13 +31,13 @@ class Timeline:
     tokens: Mapping[int, float]
     """Output tokens by the second in which they came."""
     widths: Sequence[tuple[float, float]] = ()
-    """Times, and the mean engines per unit from each of them on; none: they are not known."""
+    """Times, and the mean engines per unit from each time on; empty if not known."""
 
 
 def draw(title: str, timelines: Sequence[Timeline]) -> str:
     """Return an SVG document with one curve per run in each panel.
 
-    There is no panel of the layout if no run has one.
+    The panel of the layout is left out if no run has a layout.
     """
     from matplotlib import rc_context  # slow to import, and only pictures need it
 
@@ -52,7 +52,7 @@ def draw(title: str, timelines: Sequence[Timeline]) -> str:
 
 
 def figure(title: str, timelines: Sequence[Timeline]) -> "Figure":
-    """Return the figure that ``draw`` saves: one panel below the other, in seconds of the run."""
+    """Return the figure that ``draw`` saves: panels below each other, by seconds of the run."""
     from matplotlib.figure import Figure
 
     ends = [r.ended for line in timelines for r in line.records if r.ended is not None]
@@ -97,7 +97,7 @@ def _until(curve: Curve, end: float) -> Curve:
 
 
 def _concurrency(records: Sequence[Record], window: float) -> Curve:
-    """Return the requests that have arrived and not ended, the most in every window."""
+    """Return the most requests in progress in every window."""
     changes = [(record.arrived, 1) for record in records]
     changes += [(record.ended, -1) for record in records if record.ended is not None]
     peaks: dict[int, int] = {}

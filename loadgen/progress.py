@@ -12,11 +12,11 @@ REFRESH_SECONDS = 0.5
 
 
 class StatusLine:
-    """A bar and one line of figures below a terminal's text; nothing anywhere else.
+    """A progress bar and a line of figures in a terminal; without a terminal, nothing.
 
     Args:
-        stream: where it is shown.
-        replay: what it tells of.
+        stream: where the line is shown.
+        replay: the replay whose progress is shown.
     """
 
     def __init__(self, stream: TextIO, replay: Replay) -> None:
@@ -41,7 +41,7 @@ class StatusLine:
                 await asyncio.sleep(REFRESH_SECONDS)
 
     def text(self) -> str:
-        """Return what is happening, and how fast chunks have come since the last call."""
+        """Return the replay's progress, and the rate of chunks since the last call."""
         run, elapsed = self._replay.run_so_far, self._replay.elapsed
         chunks = sum(len(exchange.chunk_times) for exchange in run.exchanges)
         rate = (chunks - self._chunks) / max(elapsed - self._at, 1e-3)

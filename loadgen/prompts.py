@@ -1,4 +1,4 @@
-"""Prompts of an exact number of tokens, from pieces that are one token each."""
+"""Prompts of an exact number of tokens, made from pieces of one token each."""
 
 import functools
 import random
@@ -15,8 +15,8 @@ from shoal.loadgen.exchange import Exchange, Outcome
 from shoal.loadgen.workload import Arrival, Block
 
 DEFAULT_TOKEN_IDS = range(100, 1000)
-"""Drawn from when the server does not tell which ids its tokenizer has: all but small vocabularies
-have these, and special tokens are usually outside."""
+"""Ids to draw from if the server does not tell its tokenizer's ids. All but small vocabularies have
+these ids, and special tokens are usually not among them."""
 WORDS = (
     *(" the", " of", " and", " to", " in", " is", " that", " for", " it", " as", " was", " with"),
     *(" be", " by", " on", " not", " he", " this", " are", " or", " his", " from", " at", " which"),
@@ -36,9 +36,9 @@ WORDS = (
     ),
     *(" so", " no", " value", " name", " object", " string", " list", " number", " type", " class"),
 )
-"""Candidates for pieces of text: short common words, which most tokenizers have as one token."""
+"""Candidates for pieces of text: short common words, which are one token in most tokenizers."""
 MIN_WORDS = 4
-"""Fewer different pieces make no varied text."""
+"""The fewest different pieces that make a varied text."""
 _REPEATS = 8
 _OWN, _SHARED = 0, 1
 _CACHED_BLOCKS = 4096
@@ -47,13 +47,13 @@ CountTokens = Callable[[str], Awaitable[int]]
 
 
 class Prompts:
-    """Draws prompts, the same from the same seed; prompts with the same blocks share their tokens.
+    """Draws prompts. The same seed gives the same prompts, and the same block the same tokens.
 
     Args:
-        pieces: token ids or texts, each of one token wherever it stands in a prompt.
+        pieces: token ids or texts, each of which is one token at any place in a prompt.
         seed: of what is drawn.
-        overhead: tokens that the server puts around a prompt.
-        probes: requests that were sent to learn this.
+        overhead: tokens that the server adds to a prompt.
+        probes: the requests that were sent to find the overhead.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Prompts:
         self._block = functools.lru_cache(_CACHED_BLOCKS)(self._make_block)
 
     def make(self, index: int, arrival: Arrival) -> Prompt:
-        """Return the prompt of the workload's request of this index.
+        """Return the prompt of the workload's request with this index.
 
-        It is text of at least one piece, or token ids: whatever the pieces are.
+        It is text or token ids, like the pieces, and has at least one piece.
         """
         count = max(1, arrival.prompt_tokens - self._overhead)
         drawn = [self._block(block) for block in arrival.prefix]
@@ -104,9 +104,9 @@ async def token_prompts(client: Client, seed: int) -> Prompts:
 
 
 async def text_prompts(client: Client, seed: int, tokenizer: Path | None = None) -> Prompts:
-    """Return prompts of text whose tokens the server will count as many as asked for.
+    """Return prompts of text that have exactly the asked number of tokens for the server.
 
-    Sends the server one short request, to see how many tokens it adds.
+    This sends the server one short request, to see how many tokens it adds.
 
     Args:
         client: of the server.
@@ -114,7 +114,7 @@ async def text_prompts(client: Client, seed: int, tokenizer: Path | None = None)
         tokenizer: the model's ``tokenizer.json``; None: the server's ``/tokenize`` route.
 
     Raises:
-        ClientError: there is no such tokenizer, or none of the words is one token.
+        ClientError: there is no such tokenizer, or too few of the words are one token.
     """
     words = await _single_tokens(_counter(client, tokenizer), seed)
     probe = Exchange(0, Arrival(0.0, _REPEATS, 1))
@@ -127,13 +127,13 @@ async def text_prompts(client: Client, seed: int, tokenizer: Path | None = None)
 
 
 async def _single_tokens(count: CountTokens, seed: int) -> list[str]:
-    """Return the words that are one token wherever they stand.
+    """Return the words that are one token at any place.
 
     Raises:
-        ClientError: there are too few.
+        ClientError: there are too few such words.
     """
     lengths = {word: await count(word * _REPEATS) for word in WORDS}
-    # One token each is the least that different pieces can take; the rest is added to any text.
+    # Pieces have at least one token each; what the shortest total has beyond is added to any text.
     shortest = min(lengths.values())
     words = [word for word, length in lengths.items() if length == shortest]
     mixed = random.Random(seed).choices(words, k=len(WORDS))

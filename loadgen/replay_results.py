@@ -1,4 +1,4 @@
-"""The file of a replay: its figures, every request, and what plots of ``vllm bench serve`` read."""
+"""The file of a replay: its figures, every request, and the keys of ``vllm bench serve``."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from shoal.loadgen.validity import Verdict
 
 
 class ResultError(ValueError):
-    """A file that is not a replay's; the message is one line that names it."""
+    """A file does not hold a replay; the message is one line that names it."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One replay, as it is kept in a file."""
+    """One replay, as a file keeps it."""
 
     name: str
     workload: str
     endpoint: str
-    """Route the requests went to."""
+    """The route that the requests went to."""
     model: str
     verdict: Verdict
     run: Run
@@ -54,12 +54,12 @@ class Result:
         )
 
     def notes(self) -> list[str]:
-        """Return what is to be known of the run's tokens, one line each."""
+        """Return notes on the run's token counts, one line each."""
         counts = Counter(flaw for exchange in self.run.exchanges for flaw in exchange.flaws())
         return [f"{count} requests {flaw.value}" for flaw, count in counts.items()]
 
     def timeline(self) -> Timeline:
-        """Return what is drawn of the run."""
+        """Return the run's data for the picture."""
         return Timeline(
             self.name,
             [exchange.record() for exchange in self.run.exchanges],
@@ -69,7 +69,7 @@ class Result:
 
 
 class _File(msgspec.Struct):
-    """The part of a file that is read again."""
+    """The part of a file that ``read`` needs."""
 
     replay: Result
 
@@ -77,8 +77,9 @@ class _File(msgspec.Struct):
 def encode(result: Result, objectives: Sequence[Objective], **about: Any) -> bytes:
     """Return a replay as JSON.
 
-    Its top level has the keys of ``vllm bench serve``'s result file; beside them ``replay``, which
-    is all that was recorded, ``report``, its figures, and what they are ``about``.
+    The top level has the keys of ``vllm bench serve``'s result file. Beside them are ``replay``
+    with everything recorded, ``report`` with the figures, ``outcomes``, and the entries of
+    ``about``.
     """
     figures = result.report(objectives)
     content = {
@@ -92,10 +93,10 @@ def encode(result: Result, objectives: Sequence[Objective], **about: Any) -> byt
 
 
 def read(path: Path) -> Result:
-    """Return the replay that a file keeps.
+    """Return the replay in a file.
 
     Raises:
-        ResultError: it cannot be read, or is another's.
+        ResultError: the file cannot be read, or does not hold a replay.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=_File).replay
@@ -106,9 +107,9 @@ def read(path: Path) -> Result:
 
 
 def vllm_keys(result: Result, figures: Report) -> dict[str, Any]:
-    """Return what ``vllm bench serve --save-result --save-detailed`` writes, as far as it is known.
+    """Return the keys of ``vllm bench serve --save-result --save-detailed`` that are known.
 
-    As there, requests that failed are in all lists, with 0 for what they have not.
+    As there, failed requests are in all lists, with 0 for missing values.
     """
     run = result.run
     everything = figures.groups[EVERYTHING]
@@ -165,7 +166,7 @@ def _milliseconds(figures: Report) -> dict[str, float]:
 
 
 def vllm_peaks(exchanges: Sequence[Exchange]) -> dict[str, float]:
-    """Return the most chunks, and requests, in one second: of successes, from their first start."""
+    """Return the most chunks and the most requests in one second, counting only successes."""
     answered = [exchange for exchange in exchanges if exchange.outcome is Outcome.OK]
     start = min((exchange.sent or 0.0 for exchange in answered), default=0.0)
     chunks: Counter[int] = Counter()

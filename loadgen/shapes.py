@@ -1,4 +1,4 @@
-"""Made-up workloads: endless arrivals from a seed, of which a workload is the beginning."""
+"""Made-up workloads: a workload is the beginning of endless arrivals drawn from a seed."""
 
 import itertools
 import math
@@ -12,15 +12,15 @@ from shoal.loadgen.workload import Arrival, Phase, Workload
 URGENT = -10
 """Priority of the urgent requests of ``priority``; all others have 0."""
 DEFAULT_REQUESTS = 4000
-"""Requests of a workload that is not told how long to be."""
+"""Requests of a workload whose length is not given."""
 
 Range = tuple[float, float]
-"""Bounds, included."""
+"""Inclusive bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of made-up requests, drawn evenly between bounds that are included."""
+    """Lengths of made-up requests, drawn uniformly between inclusive bounds."""
 
     prompt: tuple[int, int] = (128, 2048)
     output: tuple[int, int] = (64, 512)
@@ -44,7 +44,7 @@ def gamma(
     rate: float = 4.0,
     burstiness: float = 0.25,
 ) -> Iterator[Arrival]:
-    """Yield arrivals whose distances are gamma distributed.
+    """Yield arrivals whose gaps are gamma distributed.
 
     Args:
         rng: of everything drawn.
@@ -78,7 +78,7 @@ def ramp(
     highest = max(rate)
     for at in _poisson(rng, 0.0, math.inf, highest):
         now = first + (last - first) * min(1.0, at / ramp_seconds)
-        # Thinning: of a process at the highest rate, keep the part that the rate of the moment is.
+        # Thinning: keep arrivals of a process at the highest rate with the current rate's share.
         if rng.random() * highest < now:
             yield Arrival(at, *lengths.draw(rng))
 
@@ -118,14 +118,14 @@ def priority(
     rate_seconds: float = 30.0,
     urgent_share: float = 0.2,
 ) -> Iterator[Arrival]:
-    """Yield urgent requests among others (Flying Serving, 6.3); the rate is drawn again and again.
+    """Yield urgent requests among others (Flying Serving, 6.3), at a rate that is drawn repeatedly.
 
     Args:
         rng: of everything drawn.
         lengths: of the requests.
         rate: bounds of the rate, requests per second.
         rate_seconds: how long each rate is kept.
-        urgent_share: part of the requests that is urgent.
+        urgent_share: share of the requests that are urgent.
     """
     for k in itertools.count():
         start = k * rate_seconds
@@ -137,7 +137,7 @@ def priority(
 SHAPES: dict[str, Callable[..., Iterator[Arrival]]] = {
     shape.__name__: shape for shape in (poisson, gamma, ramp, bursty, priority)
 }
-"""The shapes by name; each takes the source of randomness, lengths, and settings of its own."""
+"""The shapes by name. Each takes a source of randomness, lengths, and its own settings."""
 
 
 def make_up(
@@ -149,12 +149,12 @@ def make_up(
     lengths: Lengths = Lengths(),
     **settings: Any,
 ) -> Workload:
-    """Return the beginning of a shape: what comes before either bound, if any is given.
+    """Return the beginning of a shape, up to the first of the bounds that are given.
 
     Args:
         shape: a key of ``SHAPES``.
         seed: of everything drawn.
-        requests: how many at most; ``DEFAULT_REQUESTS`` if ``seconds`` is not given either.
+        requests: the most requests; ``DEFAULT_REQUESTS`` if neither bound is given.
         seconds: when to end.
         lengths: of the requests.
         settings: of the shape.

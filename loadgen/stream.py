@@ -1,4 +1,4 @@
-"""The event stream of a completion: cheap to read, for hundreds of them come at once."""
+"""Reads the event stream of a completion cheaply, because hundreds come at once."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ _DONE = b"[DONE]"
 
 
 class Choice(msgspec.Struct):
-    """The only thing in a choice that is looked at: the text is not."""
+    """The only field of a choice that is read; its text is not."""
 
     finish_reason: str | None = None
 
@@ -28,7 +28,7 @@ class StreamError(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """One event. All other fields are skipped, undecoded."""
+    """One event. All other fields are skipped without decoding."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -39,10 +39,10 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 
 class EventStream:
-    """Splits what comes from the network into events.
+    """Splits received bytes into events.
 
-    Args and events are bytes: an event is a line that begins with ``data:``, and all other lines
-    (comments, names of events) are skipped.
+    An event is a line that begins with ``data:``. All other lines (comments, names of events) are
+    skipped.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class EventStream:
         """Yield the events that are complete now.
 
         Raises:
-            msgspec.DecodeError: one of them is no chunk of a completion.
+            msgspec.DecodeError: an event is not a chunk of a completion.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:

@@ -1,7 +1,7 @@
-"""What a workload's requests met with, as figures.
+"""The figures of how a workload's requests were served.
 
-The definitions are those of ``vllm.benchmarks.serve.calculate_metrics``: times and tokens are of
-the requests that finished, and percentiles are interpolated.
+The definitions are those of ``vllm.benchmarks.serve.calculate_metrics``: only finished requests
+count for times and tokens, and percentiles are interpolated.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from typing import Any
 from shoal.loadgen.workload import Phase
 
 PEAK_SECONDS = 5
-"""The peak throughput is the best of windows this long: what was sustained, not one step's."""
+"""Length of the windows whose best is the peak throughput: long enough to be sustained."""
 EVERYTHING = "all"
 """Name of the group of all requests."""
 
@@ -23,7 +23,7 @@ class Record:
 
     arrived: float
     started: float | None
-    """First time in a batch."""
+    """When it was first in a batch."""
     first_token: float | None
     ended: float | None
     output_tokens: int
@@ -33,7 +33,7 @@ class Record:
     phase: Phase = Phase.BETWEEN
     prompt_tokens: int = 0
     itls: Sequence[float] = ()
-    """Inter-token latencies, where they were taken."""
+    """Inter-token latencies, where they were measured."""
 
     @property
     def queue_time(self) -> float | None:
@@ -60,14 +60,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What requests of a priority are owed, and those between it and the objective before."""
+    """What is promised to requests up to this priority that no more urgent objective covers."""
 
     priority: int
     ttft: float
     tpot: float
 
     def met_by(self, record: Record) -> bool:
-        """Return whether the request got what it was owed."""
+        """Return whether the request got what was promised."""
         on_time = record.ttft is not None and record.ttft <= self.ttft
         return record.finished and on_time and (record.tpot or 0.0) <= self.tpot
 
@@ -102,7 +102,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A group of requests. Distributions are of those that finished."""
+    """Figures of a group of requests. Distributions are of the finished requests."""
 
     requests: int
     finished: int
@@ -112,9 +112,9 @@ class Figures:
     e2el: Distribution | None
     queue_time: Distribution | None
     attainment: float | None
-    """Part of the requests that got what they were owed; None where nothing is."""
+    """Share of the requests that got what was promised; None if nothing is promised."""
     goodput: float | None
-    """Requests per second that got it."""
+    """Requests per second that got what was promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ class Report:
     """One run of a workload."""
 
     run: str
-    """Its name: of the simulator, the policy."""
+    """The run's name; in the simulator, the policy's."""
     duration: float
-    """Seconds that all throughputs are taken over."""
+    """Seconds over which all throughputs are taken."""
     prompt_tokens: int
     output_tokens: int
     request_throughput: float
@@ -146,7 +146,7 @@ class Report:
     peak_throughput: float
     """Output tokens per second, in the best window."""
     switching: Switching | None
-    """None: the server has no layout."""
+    """What its switches did; None if the server has no layout."""
     groups: dict[str, Figures]
     """All requests, and those of each phase and priority if there are several."""
     step_errors: dict[str, float]
@@ -170,7 +170,7 @@ def report(
         records: every request.
         tokens: output tokens by the second in which they came.
         switching: what its switches did.
-        objectives: the most urgent first; None of them for a priority: nothing is owed.
+        objectives: the most urgent first; if there are none, nothing is promised.
         step_errors: see ``Report``.
         duration: seconds the run took; None: from the first arrival to the last end.
     """
@@ -238,7 +238,7 @@ def _objective(record: Record, objectives: Sequence[Objective]) -> Objective | N
 
 
 def peak(tokens: Mapping[int, float]) -> float:
-    """Return the most tokens per second in any ``PEAK_SECONDS`` seconds that follow each other."""
+    """Return the most tokens per second over any ``PEAK_SECONDS`` consecutive seconds."""
     windows = (
         sum(tokens.get(second + k, 0.0) for k in range(PEAK_SECONDS))
         for second in range(min(tokens, default=0), max(tokens, default=0) + 1)
@@ -247,5 +247,5 @@ def peak(tokens: Mapping[int, float]) -> float:
 
 
 def as_json(reports: Sequence[Report], **about: Any) -> dict[str, Any]:
-    """Return reports as JSON's types, beside what they are ``about``."""
+    """Return reports as JSON's types, beside the entries of ``about``."""
     return {**about, "reports": [asdict(one) for one in reports]}

@@ -82,12 +82,12 @@ def _totals(width: int, one: Report) -> str:
 def summary(
     one: Report, outcomes: Mapping[str, int], peaks: Mapping[str, float] | None = None
 ) -> str:
-    """Return a run under the labels of ``vllm bench serve``, with p90 beside its percentiles.
+    """Return a run with the labels of ``vllm bench serve``, and P90 beside its percentiles.
 
     Args:
         one: the run.
         outcomes: how many requests ended in which way.
-        peaks: what is to be said of it between the throughputs, by label.
+        peaks: figures to print between the throughputs, by label.
     """
     everything = one.groups[EVERYTHING]
     lines = [
@@ -119,7 +119,7 @@ def summary(
 
 
 def counts(both: Sequence[Count]) -> list[str]:
-    """Return a line for each thing that client and server counted, under a head."""
+    """Return a head, and a line for each thing that client and server both counted."""
     if not both:
         return []
     return [f"{'counted':<24}{'client':>12}{'server':>12}", *map(str, both)]

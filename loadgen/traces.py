@@ -1,4 +1,4 @@
-"""Readers of traces: files of requests that were served somewhere, without their text."""
+"""Readers of traces: files of requests that were served elsewhere, without their text."""
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ Row = Mapping[str, str]
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; the message is one line that names the file and its line."""
+    """A trace cannot be read; the message is one line that names the file and its line."""
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -45,13 +45,13 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_trace(path: Path) -> Workload:
-    """Read a trace; its format is known by its columns or fields (``docs/replay.md``).
+    """Read a trace, whose format is recognised by its columns or fields (``docs/replay.md``).
 
-    Requests come in the order of their time stamps, the first at 0 s; one without prompt or output
-    tokens is left out.
+    Requests come in the order of their time stamps, the first at 0 s. Requests without prompt or
+    output tokens are left out.
 
     Raises:
-        TraceError: the file is not there or not such a trace.
+        TraceError: the file does not exist or is not such a trace.
     """
     try:
         with path.open(newline="") as file:
@@ -72,7 +72,7 @@ def read_trace(path: Path) -> Workload:
 
 
 def _azure(row: Row) -> Arrival:
-    # Seven digits of a second are one more than Python 3.11 reads; a time zone may follow them.
+    # Cut off the seventh digit of the seconds, which Python 3.11 cannot read, and any time zone.
     at = datetime.fromisoformat(row["TIMESTAMP"][:_MICROSECONDS]).replace(tzinfo=UTC)
     return Arrival(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
@@ -85,7 +85,7 @@ CSV_FORMATS: Mapping[tuple[str, ...], Callable[[Row], Arrival]] = {
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _azure,
     ("Timestamp", "Request tokens", "Response tokens"): _burstgpt,
 }
-"""Columns that are needed, and what reads a row that has them."""
+"""Functions that read a row, by the columns that they need."""
 
 
 def _csv_rows(path: Path, file: Iterable[str]) -> Iterator[Arrival]:

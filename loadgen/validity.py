@@ -1,4 +1,4 @@
-"""Whether a run measured the server, and not the machine that made the load."""
+"""Judges whether a run measured the server, and not the machine that made the load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from shoal.loadgen.summary import quantile
 MAX_LAG_SECONDS = 0.05
 """Default bound of the 99th percentile of each lag."""
 MAX_SHARE_OF_TTFT = 0.1
-"""Bound of the median of the event loop's lag, as a part of the median TTFT."""
+"""Bound of the median of the event loop's lag, as a share of the median TTFT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What speaks against a run."""
+    """Whether a run is valid, and why not."""
 
     send_lag: Lag
     """From when a request was due to when it was sent."""
     loop_lag: Lag
-    """Of the event loop that takes all times."""
+    """How late the event loop was that measures all times."""
     problems: tuple[str, ...]
     """One line each; none: the run is valid."""
 
@@ -55,9 +55,9 @@ class Verdict:
 def judge(run: Run, max_lag_seconds: float = MAX_LAG_SECONDS) -> Verdict:
     """Return whether a run is valid.
 
-    A lag of sending changes the load; one of the event loop is in every time that was taken. Each
-    may be ``max_lag_seconds`` in its 99th percentile, and the median of the latter a tenth of the
-    median TTFT.
+    A lag of sending changes the load, and a lag of the event loop affects every measured time. The
+    99th percentile of each may be at most ``max_lag_seconds``, and the median of the event loop's
+    lag at most a tenth of the median TTFT.
     """
     send = Lag.of([exchange.lag for exchange in run.exchanges if exchange.sent is not None])
     loop = Lag.of(run.loop_lags)

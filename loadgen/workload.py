@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 WINDOW_SECONDS = 10.0
-"""A trace's bursts are looked for in windows of this length."""
+"""Length of the windows in which a trace's bursts are detected."""
 BURST_RATIO = 1.5
-"""A window is a burst from this multiple of the trace's mean rate on, and quiet below the mean."""
+"""A window is a burst from this multiple of the mean rate on, and quiet below the mean."""
 
 
 class Phase(enum.StrEnum):
-    """What the load is like when a request arrives."""
+    """The state of the load when a request arrives."""
 
     QUIET = "quiet"
     BURST = "burst"
     BETWEEN = "between"
-    """Neither of both."""
+    """Neither quiet nor a burst."""
 
 
 class Block(NamedTuple):
-    """A stretch of a prompt: wherever the same id comes up, so do the same tokens."""
+    """A stretch of a prompt. Blocks with the same id have the same tokens."""
 
     id: str
     tokens: int
@@ -41,8 +41,8 @@ class Arrival:
     priority: int = 0
     phase: Phase = Phase.BETWEEN
     prefix: tuple[Block, ...] = ()
-    """What the prompt begins with; the rest of it is the request's own. It may be longer than the
-    prompt, which then ends within it."""
+    """The blocks that the prompt begins with; the rest of the prompt is the request's own. If the
+    blocks are longer than the prompt, the prompt ends within them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
 
     def scaled(self, factor: float) -> "Workload":
-        """Return the workload at ``factor`` times its rate: everything happens sooner.
+        """Return the workload at ``factor`` times its rate.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -63,7 +63,7 @@ class Workload:
         return self._with(replace(a, at=a.at / factor) for a in self.arrivals)
 
     def resized(self, factor: float) -> "Workload":
-        """Return the workload with ``factor`` times the tokens, rounded, of each at least one.
+        """Return the workload with ``factor`` times the tokens, rounded, and at least one each.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -85,7 +85,7 @@ class Workload:
         )
 
     def first(self, requests: int | None = None, seconds: float | None = None) -> "Workload":
-        """Return what comes first: so many requests at most, and only those before ``seconds``."""
+        """Return the first ``requests`` requests, and of these only those before ``seconds``."""
         arrivals = itertools.islice(self.arrivals, requests)
         return self._with(a for a in arrivals if seconds is None or a.at < seconds)
 
@@ -113,7 +113,7 @@ class Workload:
 
 
 def with_phases(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    """Return arrivals with their phases, told by the rate in the window each is in."""
+    """Return arrivals with their phases, by the rate in the window of each."""
     if not arrivals:
         return ()
     counts = Counter(int(arrival.at / WINDOW_SECONDS) for arrival in arrivals)

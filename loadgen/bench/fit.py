@@ -1,8 +1,8 @@
-"""``shoal bench fit``: the hardware file that fits the results of ``shoal bench gpu``.
+"""``shoal bench fit``: fits a hardware file to the results of ``shoal bench gpu``.
 
-Takes the times of single units that these hold, stock vLLM's and Shoal's: TPOT by batch, and TTFT
-by prompt; and of TTFT in SP those that tell what a step by sequence takes of the host. The
-simulator and the policies then predict such nodes from the file.
+The fit uses the times of single units in these results, from stock vLLM and Shoal: TPOT by batch,
+and TTFT by prompt. It also uses the TTFTs in SP that show how much host time a step by sequence
+takes. The simulator and the policies use the file to predict such nodes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from shoal.server.errors import UserError
 from shoal.server.files import write_file
 
 FITTED = (*(name for name in calibration.FITTED if name != "message_seconds"), "prefill_seconds")
-"""A switch tells what messages take. What else there is to a first token is its step's."""
+"""Message times are measured by switches; the rest of a first token's time is its step's."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def samples_of(results: Results) -> Iterator[Sample]:
-    """Yield the times of single units, of every system and layout."""
+    """Yield the measured times of single units, for every system and layout."""
     tokens = results.sizes.decode_tokens
-    # Between the half and seven eighths of the output (``decode_seconds``), a request has so many.
+    # The mean tokens of a request between one half and seven eighths of its output, where TPOT is
+    # measured (``decode_seconds``).
     context = tokens + tokens * 11 // 16
     for name in COMPARED:
         for layout, found in results.found(name, "decode").items():
@@ -88,11 +89,11 @@ def samples_of(results: Results) -> Iterator[Sample]:
 
 
 def sp_host_samples_of(results: Results) -> Iterator[Sample]:
-    """Yield the TTFTs in SP of prompts whose one step waited for the host, as far as one can see.
+    """Yield the TTFTs in SP of prompts whose only step apparently waited for the host.
 
-    That step was no faster than TP's of the same prompt, which only the host explains once there
-    are enough tokens for their arithmetic to count. With no more tokens than a CUDA graph has, it
-    was run in TP.
+    Such a step was no faster than TP's step for the same prompt. If there are enough tokens for
+    their arithmetic to matter, only the host explains that. Prompts with no more tokens than a CUDA
+    graph are left out, because their step ran in TP.
     """
     found = results.found(SHOAL, MODES)
     if not found:

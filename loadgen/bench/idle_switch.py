@@ -1,8 +1,8 @@
-"""``shoal bench switch``: how long an idle bind and release take, beside one decode step.
+"""``shoal bench switch``: times idle binds and releases, and one decode step for comparison.
 
-Runs the same node twice through its public API: with the fake engine, which leaves the protocol
-alone, and with the real ones. Times come from one run on one machine and are to be compared with
-each other. A switch's duration is the controller's, from the decision to the last member's answer.
+It runs the same node twice through its public API: with fake engines, where only the protocol takes
+time, and with real ones. Times come from one run on one machine, so compare them only with each
+other. The controller measures a switch's duration, from the decision to the last member's answer.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from shoal.server.errors import UserError
 from shoal.server.number_options import check_at_least
 
 DECODE_TOKENS = 64
-"""Tokens of the request from which the time of one decode step is taken."""
+"""Output tokens of the request that measures the time of one decode step."""
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What one node measured. Times in seconds."""
+    """The figures of one node. Times are in seconds."""
 
     system: str
     engines: int
@@ -90,7 +90,7 @@ def ms(seconds: float) -> str:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return ``p50`` and ``p99`` of ``values``, each one of them (nearest rank)."""
+    """Return ``p50`` and ``p99`` of ``values`` by nearest rank, so each is one of the values."""
     ordered = sorted(values)
     return {
         name: ordered[math.ceil(share * len(ordered)) - 1]
@@ -99,7 +99,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _in_process_of_its_own(args: Namespace, system: str, serve_argv: Sequence[str]) -> Figures:
-    """Measure one system in a new process: a node's main process starts no second node."""
+    """Measure one system in a new process, because a process can only start one node."""
     command = [sys.executable, "-m", "shoal.server.commands.cli", "bench", "switch"]
     options = ["--system", system, "--switches", str(args.switches), *serve_argv]
     done = subprocess.run([*command, *options], stdout=subprocess.PIPE, check=False, text=True)

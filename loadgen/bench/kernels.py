@@ -1,6 +1,6 @@
-"""What a recorded step spent its time on: kinds of kernels, and whose an instant is.
+"""Sorts the time of a recorded step by kinds of kernels.
 
-The kinds are those of Shift Parallelism's Figure 13, finer: it tells the model's time from
+The kinds are finer than in Shift Parallelism's Figure 13, which divides the time into the model's,
 all-reduce, attention and all-to-all.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 
 
 class Kind(enum.StrEnum):
-    """What a kernel, or an operator on a CPU, is there for."""
+    """The purpose of a kernel, or of an operator on a CPU."""
 
     ALL_REDUCE = "all-reduce"
     ALL_TO_ALL = "all-to-all"
@@ -25,19 +25,18 @@ class Kind(enum.StrEnum):
     ATTENTION = "attention"
     OTHER = "other kernels"
     HOST = "host"
-    """None: the device waits for the host."""
+    """No kernel runs: the device waits for the host."""
 
 
 _NAMES: Sequence[tuple[str, Kind]] = (
-    # What the compiler has fused is named after all that went into it, vLLM's wrappers of
-    # collectives and of attention after what they call.
+    # Fused kernels are named after all operations in them, and vLLM's wrappers of collectives and
+    # attention after what they call: neither name tells the kind.
     (r"^triton_(poi|per|red|for)_fused", Kind.OTHER),
     (r"^vllm::unified_", Kind.OTHER),
     (r"reshape_and_cache", Kind.OTHER),
     (r"all_?reduce|cross_device_reduce", Kind.ALL_REDUCE),
     (r"sendrecv|all_?to_?all", Kind.ALL_TO_ALL),
-    # Those of runtime/engine/sequence/peer_exchange_kernel.py; to wait for members is torch's
-    # barrier.
+    # Kernels of runtime/engine/sequence/peer_exchange_kernel.py; members wait in torch's barrier.
     (r"^_(give|take)_kernel$", Kind.ALL_TO_ALL),
     (r"all_?gather", Kind.ALL_GATHER),
     (r"^nccl|^c10d::|^gloo:", Kind.COMMUNICATION),
@@ -46,7 +45,7 @@ _NAMES: Sequence[tuple[str, Kind]] = (
         Kind.ATTENTION,
     ),
     (r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|matmul|scaled_mm|^triton_.*mm", Kind.GEMM),
-    # Those of runtime/engine/kernels/partitioned_linear_kernel.py.
+    # Kernels of runtime/engine/kernels/partitioned_linear_kernel.py.
     (r"^_(vector|matrix)_kernel$", Kind.GEMM),
     (r"^aten::(mm|addmm|bmm|baddbmm|linear)$|::onednn_|^mkldnn::.*linear", Kind.GEMM),
 )
@@ -82,14 +81,14 @@ class _Trace(msgspec.Struct):
 
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""Categories of ``torch.profiler``'s events of what ran on a GPU."""
+"""Categories of ``torch.profiler``'s events that ran on a GPU."""
 
 
 def read_trace(path: Path) -> list[Activity]:
-    """Return what the device did, in no order; without a GPU what the host did.
+    """Return the device's activities in no order; without a GPU, the host's.
 
     Raises:
-        ValueError: the file is no trace of ``torch.profiler``.
+        ValueError: the file is not a trace of ``torch.profiler``.
     """
     try:
         trace = msgspec.json.decode(path.read_bytes(), type=_Trace, strict=False)
@@ -106,7 +105,7 @@ def read_trace(path: Path) -> list[Activity]:
 
 
 def _is_operator(event: _Event) -> bool:
-    # A collective over gloo, which has a thread of its own, is an annotation.
+    # gloo runs collectives in its own thread; the trace has annotations for them.
     return event.cat == "cpu_op" or event.name.startswith("gloo:")
 
 
@@ -117,11 +116,11 @@ _PRECEDENCE = (
 
 
 def divided(activities: Iterable[Activity], begin: float, end: float) -> dict[Kind, float]:
-    """Return the seconds between two moments by kind; they add up to all of them.
+    """Divide the seconds between two moments by kind; they add up to the whole time.
 
-    An instant in which several kinds ran is the first one's in this order: GEMMs, attention, the
-    collectives, others. So communication behind a GEMM counts as hidden, and what an operator calls
-    counts as what it is.
+    If several kinds ran at an instant, it counts for the first of them in this order: GEMMs,
+    attention, the collectives, others. So communication during a GEMM is hidden, and a kernel
+    inside a wrapping operator counts as its own kind.
     """
     changes = []
     for activity in activities:

@@ -1,9 +1,9 @@
-"""How long layers of TP take: on weights of their own, as in stock vLLM, and on views of DP's.
+"""Times layers of TP on weights of their own, as in stock vLLM, and on views of DP's weights.
 
 ``python -m shoal.loadgen.bench.linear_kernels [--dtype fp8]`` needs one GPU, PyTorch and Triton;
-with vLLM it times vLLM's FP8 kernels too. Every figure is a replay of a CUDA graph of calls that
-each have a weight of their own, so that weights come from memory as in a model's step. The tiles
-that are fastest go into ``linear_tiles``, and the order of all ways into ``linear_candidates``.
+with vLLM installed, it times vLLM's FP8 kernels too. Every figure is from a CUDA graph whose calls
+each read another weight, so that weights come from memory as in a model's step. The fastest tiles
+go into ``linear_tiles``, and the order of all ways into ``linear_candidates``.
 """
 
 import argparse
@@ -43,12 +43,12 @@ TOKENS = {
 }
 REPLAYS = 15
 WORST_ERROR = 0.02
-"""Largest error, relative to the largest output, that is taken for rounding of 16-bit floats."""
+"""The largest error, relative to the largest output, that 16-bit rounding may explain."""
 
 
 @dataclass
 class Case:
-    """What one layer of a layout and number of tokens took: microseconds a call, by way."""
+    """The microseconds per call of one layer, layout and number of tokens, by way."""
 
     dtype: str
     shape: str
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def stock(self) -> float:
-        """Time of one GEMM on a packed weight; not a number if that failed."""
+        """Time of the stock way, on a packed weight; NaN if that failed."""
         return self.ways.get(STOCK[self.dtype], math.nan)
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def _stream() -> torch.cuda.Stream:
 
 
 def measure(call: Callable[[int], torch.Tensor], layers: int) -> float:
-    """Return the microseconds that ``call(layer)`` takes in a CUDA graph of one call a layer."""
+    """Return the microseconds of ``call(layer)`` in a CUDA graph with one call for each layer."""
     stream = _stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -145,8 +145,8 @@ def run(dtype: str, models: list[tuple[Shape, Layout]], deadline: float) -> Iter
 
     Args:
         dtype: one of ``DTYPES``.
-        models: shapes, and in which layout.
-        deadline: when no other case is begun.
+        models: shapes, each with its layout.
+        deadline: the time after which no case is begun.
     """
     for shape, layout in models:
         for make in kinds(dtype, shape, layout):
@@ -160,7 +160,7 @@ def run(dtype: str, models: list[tuple[Shape, Layout]], deadline: float) -> Iter
 
 
 def compile_tiles(dtypes: list[str], models: list[tuple[Shape, Layout]]) -> None:
-    """Compile every candidate into Triton's cache, on all processors at once."""
+    """Compile every candidate into Triton's cache, on several processors at once."""
     work = [
         (dtype, depth, tile)
         for dtype in dtypes
@@ -182,13 +182,13 @@ def _depths(dtype: str, shape: Shape, layout: Layout) -> list[int]:
 
 def _compile(dtype: str, depth: int, tile: Tile) -> None:
     layers = Layers("any", dtype, [whole_weight(dtype, 128, depth)])
-    # A tile that cannot be compiled is reported where it is measured.
+    # If a tile cannot be compiled, the measurement reports it.
     with contextlib.suppress(Exception):
         layers.tiled(layers.input(tile.tokens), tile)(0)
 
 
 def compromises(cases: list[Case]) -> Iterator[str]:
-    """Yield, by layer and tokens, the tiles that are least behind the best where they do worst."""
+    """Yield, by layer and tokens, the tiles whose worst ratio to the best tile is smallest."""
     for (layer, tokens), group in itertools.groupby(
         sorted(cases, key=_by_layer_and_tokens), _by_layer_and_tokens
     ):

@@ -1,7 +1,7 @@
-"""What ``linear_kernels`` measures: layers of models under TP, in every way to compute them.
+"""The layers that ``linear_kernels`` measures, and every way to compute them under TP.
 
-A layer's weights are those of every member of a group, of as many layers as it takes that none is
-still in the GPU's L2 cache when its turn comes again.
+For each kind of layer, there are weights of every member of a group and of several layers: so many
+that no weight is still in the GPU's L2 cache when it is used again.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from shoal.runtime.engine.kernels.linear_candidates import (
 from shoal.runtime.engine.kernels.linear_tiles import ANY, BLOCK, Tile
 
 UNCACHED = 320 << 20
-"""Bytes of weights between two uses of one: some times the largest L2 cache there is."""
+"""Bytes of weights between two uses of the same weight: several times the largest L2 cache."""
 
 MOST_LAYERS = 128
 DEVICE = "cuda"
 
 DTYPES = ("bf16", "fp8", "fp8-block")
-"""Types of weights: of FP8 with a scale for each token and each row, or with those of blocks."""
+"""Types of weights. ``fp8`` has a scale per token and per row, ``fp8-block`` one per block."""
 
 Way = Callable[[int], torch.Tensor]
-"""Computes the layer of an index."""
+"""Computes the layer with a given index."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ SHAPES = (Shape("8b", 4096, 32, 8, 14336), Shape("70b", 8192, 64, 8, 28672))
 
 @dataclass(frozen=True)
 class Input:
-    """Activations ``[tokens, depth]``; for FP8 their scales, ``[tokens, 1 or blocks of depth]``."""
+    """Activations ``[tokens, depth]``; in FP8 with scales, ``[tokens, 1 or blocks of depth]``."""
 
     x: torch.Tensor
     scale: torch.Tensor | None = None
@@ -73,8 +73,8 @@ class Layers:
 
     Attributes:
         name: which layer of the model.
-        views: of each layer, its ranges of DP's weight.
-        packed: of each layer, the same as a weight of its own, as stock TP has it.
+        views: for each layer, its ranges of DP's weight.
+        packed: for each layer, the same ranges as a weight of its own, as in stock TP.
     """
 
     def __init__(self, name: str, dtype: str, views: list[Ranges]) -> None:
@@ -82,7 +82,7 @@ class Layers:
         self.views = views
         self.packed = [_packed(ranges) for ranges in views]
         self._dtype = dtype
-        # A layout's in 16 bits, where they are three GEMMs if not one and a batched one.
+        # In 16 bits a layout binds pairs, where three GEMMs become one GEMM and a batched one.
         self._bound = views if dtype != "bf16" else [_paired(ranges) for ranges in views]
 
     @property
@@ -96,7 +96,7 @@ class Layers:
         return int(self.packed[0].weights[0].shape[1])
 
     def input(self, tokens: int) -> Input:
-        """Return random activations; scales of blocks lie as quantisation leaves them."""
+        """Return random activations, with scales of blocks laid out as quantisation leaves them."""
         x = _random(self._dtype, tokens, self.depth)
         if self._dtype == "bf16":
             return Input(x)
@@ -114,10 +114,11 @@ class Layers:
         return x @ weight.t()
 
     def ways(self, given: Input) -> Mapping[str, Way]:
-        """Return what libraries can do, by name, and what a layout calls.
+        """Return the libraries' ways to compute the layer by name, and the operator of a layout.
 
-        Each is timed on packed weights, and on DP's if it reads them: in FP8 it copies several
-        ranges then. What reads only packed weights is also timed with a copy before.
+        Each library is timed on packed weights, and on DP's if it can read them; in FP8 it then
+        copies several ranges. A library that reads only packed weights is also timed with a copy
+        before it.
         """
         with contextlib.suppress(ImportError):  # It registers the operator for blocks.
             from vllm.model_executor.kernels.linear.scaled_mm import triton  # noqa: F401
@@ -133,7 +134,7 @@ class Layers:
         return ways | {"op": _way(_operator, given, self._bound)}
 
     def tiled(self, given: Input, tile: Tile) -> Way:
-        """Return one launch of our kernel."""
+        """Return a way that launches our kernel once."""
         return _way(partial(launch, tile), given, self.views)
 
 
@@ -152,19 +153,20 @@ STOCK = {
     "fp8": "torch._scaled_mm, packed",
     "fp8-block": "cuBLAS for blocks, packed",
 }
-"""The way that others are compared with: one product of PyTorch's over packed weights."""
+"""The way that others are compared with: one of PyTorch's products, on packed weights."""
 
 LIBRARIES = [candidate for candidate in CANDIDATES if candidate.best_up_to == ANY]
-"""What is timed beside our kernel; vLLM's, where it is installed."""
+"""The libraries timed beside our kernel; vLLM's are among them where vLLM is installed."""
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
 def kinds(dtype: str, shape: Shape, layout: Layout) -> list[Callable[[], Layers]]:
-    """Return what makes each kind of layer, of one of ``DTYPES``, of a model under TP.
+    """Return functions that make each kind of layer of a model under TP, in one of ``DTYPES``.
 
-    In 16 bits a layout reads row-parallel weights as vLLM does: only QKV is another layer.
+    In 16 bits a layout reads row-parallel weights as vLLM does, so only QKV differs and is
+    measured.
     """
     heads = shape.heads * shape.head_dim
     qkv = partial(_qkv, dtype, shape, layout)
@@ -191,7 +193,7 @@ def _qkv(dtype: str, shape: Shape, layout: Layout) -> Layers:
 
 
 def _row_parallel(name: str, dtype: str, outputs: int, inputs: int, layout: Layout) -> Layers:
-    """Return a row-parallel layer: a range of the inputs, so rows are parts of longer ones."""
+    """Return a row-parallel layer: a range of the inputs, so each row is part of a longer one."""
     depth = inputs // layout.tp
     return Layers(
         name,
@@ -204,7 +206,7 @@ def _row_parallel(name: str, dtype: str, outputs: int, inputs: int, layout: Layo
 
 
 def _members(dtype: str, rows: int, depth: int, layout: Layout) -> list[tuple[Ranges, int]]:
-    """Return weights, and of each its members, so many that none stays in the cache."""
+    """Return pairs of a weight and a member, so many that no weight stays in the cache."""
     first = whole_weight(dtype, rows, depth)
     count = min(MOST_LAYERS, max(8, -(-UNCACHED * layout.tp // first.weights[0].nbytes)))
     weights = [first, *(whole_weight(dtype, rows, depth) for _ in range(count // layout.tp))]
@@ -227,7 +229,7 @@ def _cut(full: Ranges, ranges: list[slice], inputs: slice) -> Ranges:
     weights = [full.weights[0][rows, inputs] for rows in ranges]
     scales: list[torch.Tensor] = []
     if full.block:
-        # A layout packs those of a range of inputs.
+        # A layout packs the scales of a range of inputs.
         scales = [full.scales[0][_blocks(rows), _blocks(inputs)].contiguous() for rows in ranges]
     elif full.scales:
         scales = [full.scales[0][rows] for rows in ranges]
@@ -239,8 +241,8 @@ def _blocks(elements: slice) -> slice:
 
 
 def _packed(ranges: Ranges) -> Ranges:
-    """Return a copy of ranges as one weight of its own."""
-    # As bytes: those any PyTorch copies.
+    """Return a copy of the ranges as one contiguous weight."""
+    # Viewed as bytes, which every PyTorch can concatenate.
     weight = torch.cat([part.view(torch.uint8) for part in ranges.weights])
     scales = [torch.cat(list(ranges.scales))] if ranges.scales else []
     return ranges._replace(weights=[weight.view(ranges.weights[0].dtype)], scales=scales)

@@ -1,7 +1,7 @@
-"""What is measured on a server that is up: latencies, throughput, switches, numerics.
+"""The measures of a running server: latencies, throughput, switches, numerics.
 
-A measure returns JSON's types; times are seconds. Every prompt is drawn anew, so that no prefix
-cache knows it.
+A measure returns JSON's types; times are in seconds. Every prompt is drawn anew, so that no prefix
+cache has it.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from shoal.loadgen.summary import quantile
 FIRST_TOKEN_ID, SMALLEST_VOCABULARY = 3, 2048
 """Prompts are drawn from these ids, which every vocabulary has."""
 MOST_REPEATS = 32
-"""Of a prompt, for the sake of ``Sizes.repeated_tokens``."""
+"""The most repeats of a prompt length that ``Sizes.repeated_tokens`` asks for."""
 STREAMS_PER_UNIT = 4
-"""Requests of a batch whose tokens are timed: neither client nor front end shall be the limit."""
+"""Requests of a batch whose tokens are timed: few, so that client and front end keep up."""
 POLL_SECONDS = 0.05
 IDLE_REQUESTS = 20
 HEAD_START_SECONDS = 0.001
-"""What a switch under load is asked for before the request that shall run after it."""
+"""How much earlier a switch under load is asked for than the request that runs after it."""
 PATIENCE_SECONDS = 1.0
 FIRST_REQUEST, FIRST_ROUNDS = (16, 2), 8
-"""Prompt and output tokens of the first requests of a layout, and how many every unit gets."""
+"""Prompt and output tokens of a layout's first requests, and how many requests a unit gets."""
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -41,13 +41,13 @@ class Sizes(msgspec.Struct, frozen=True):
     batches: tuple[int, ...] = (1, 8, 64)
     """Requests per unit that decode together."""
     decode_tokens: int = 128
-    """Prompt and output of each."""
+    """Prompt tokens of each, and output tokens of each."""
     decode_repeats: int = 3
     prompts: tuple[int, ...] = (512, 4096, 16384)
     """Prompt tokens whose TTFT is measured."""
     prompt_repeats: int = 5
     repeated_tokens: int = 16384
-    """Tokens that the prompts of a length shall have together: short ones, which the host holds up
+    """Tokens that all prompts of a length have together. So short prompts, which the host delays
     now and then, are repeated more often, up to ``MOST_REPEATS`` times."""
     saturation: tuple[int, int, int] = (256, 512, 128)
     """Requests per engine, their prompt tokens, their output tokens."""
@@ -56,22 +56,22 @@ class Sizes(msgspec.Struct, frozen=True):
     load: int = 64
     """Requests that every engine decodes in loaded switches."""
     load_tokens: int = 4096
-    """Output of each; another one follows it."""
+    """Output tokens of each request; another request follows it."""
     pause_seconds: float = 0.03
-    """Between loaded switches, in which the engines go on decoding."""
+    """Pause between loaded switches, in which the engines go on decoding."""
     long_prompts: tuple[int, ...] = (4096, 16384, 65536)
     """Prompt tokens whose TTFT is measured in every way of working (``modes.py``)."""
     long_repeats: int = 3
     prompt_load: tuple[int, int, int] = (12, 8192, 1)
-    """Requests per engine, their prompt tokens, their output tokens: prompts above all."""
+    """Requests per engine, their prompt tokens, their output tokens: mostly prompts."""
     combined_load: tuple[int, int, int] = (32, 4096, 250)
-    """The same for both, as in Shift Parallelism's Figure 9."""
+    """The same for prompts and outputs, as in Shift Parallelism's Figure 9."""
     throughput_repeats: int = 2
     shift_threshold: int = 256
-    """Of the way of working that changes its mode: the paper's."""
+    """The paper's threshold, for the way of working that changes its mode."""
     scored: tuple[int, int, int] = (8, 700, 24)
-    """Prompts whose log probabilities are compared, their tokens, the tokens after them: more than
-    the largest captured graph has, so that SP can compute them."""
+    """Prompts whose log probabilities are compared, their prompt tokens, their output tokens. The
+    prompts are longer than the largest captured graph, so that SP can compute them."""
 
     def repeats_of(self, tokens: int) -> int:
         """Return how often the TTFT of a prompt of so many tokens is measured."""
@@ -89,11 +89,11 @@ class Bench:
     rng: random.Random
 
     def prompt(self, tokens: int) -> Prompt:
-        """Return a prompt that was not there before."""
+        """Return a prompt that was not sent before."""
         return [self.rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(tokens)]
 
     async def batch(self, per_unit: int, prompt: int, output: int, streams: int) -> list[Answer]:
-        """Have requests answered together, of which ``streams`` per unit are streamed."""
+        """Send requests together, of which ``streams`` per unit are streamed."""
         units = len(self.layout.units)
         return await asyncio.gather(
             *(
@@ -110,13 +110,13 @@ class Bench:
 
 
 Measure = Callable[[Bench], Awaitable[dict[str, Any]]]
-"""What is measured in one layout."""
+"""Takes one measure in one layout."""
 
 
 async def first(bench: Bench) -> dict[str, Any]:
-    """Return the TTFT of the first requests of a layout, the slowest unit's, round by round.
+    """Return the slowest unit's TTFT of a layout's first requests, round by round.
 
-    Says whether something is left to be warmed up, if the server has done nothing before.
+    If the server has done nothing before, this shows whether something still needs a warm-up.
     """
     rounds = [await bench.batch(1, *FIRST_REQUEST, 1) for _ in range(FIRST_ROUNDS)]
     times = [max(answer.first - answer.sent for answer in answers) for answers in rounds]
@@ -145,9 +145,9 @@ async def decode(bench: Bench) -> dict[str, Any]:
 
 
 def decode_seconds(answer: Answer, tokens: int) -> float:
-    """Return the time per output token between the half and seven eighths of an answer.
+    """Return the time per output token between one half and seven eighths of an answer.
 
-    Before, others of the batch may be in their prefill; after, the first ones may be done.
+    Earlier, others of the batch may be in their prefill; later, the first ones may be done.
     """
     begin = next(point for point in answer.progress if point[1] >= tokens // 2)
     end = next(point for point in answer.progress if point[1] >= tokens * 7 // 8)
@@ -155,7 +155,7 @@ def decode_seconds(answer: Answer, tokens: int) -> float:
 
 
 def placed(answers: Sequence[Answer]) -> dict[str, int]:
-    """Return how many requests each unit got, where the server says so."""
+    """Return how many requests each unit got, if the server says so."""
     return dict(sorted(Counter(a.unit for a in answers if a.unit is not None).items()))
 
 
@@ -183,9 +183,9 @@ async def first_tokens(bench: Bench, tokens: int, repeats: int) -> list[float]:
 
 
 async def saturation(bench: Bench) -> dict[str, Any]:
-    """Return output tokens per second of the node with every batch full, from first to last.
+    """Return the node's output tokens per second with full batches, from first to last request.
 
-    Answers come whole: what is measured is the engines.
+    Answers are not streamed, so that the engines are the limit.
     """
     per_engine, prompt, output = bench.sizes.saturation
     engines = sum(len(unit) for unit in bench.layout.units)
@@ -220,7 +220,7 @@ async def numerics(bench: Bench) -> dict[str, Any]:
     }
 
 
-# --- switches: Shoal's alone ---
+# --- switches: only Shoal's ---
 
 
 async def switch_idle(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
@@ -234,11 +234,11 @@ async def switch_idle(client: Client, system: System, sizes: Sizes) -> dict[str,
 
 
 async def switch_loaded(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
-    """Return the same with every engine decoding, and the group's first token after the decision.
+    """Return the same with every engine decoding, and the time to the group's first token.
 
     A request is sent just after the switch is asked for, so that it waits in the task pool while
-    the group forms and is the first that the group runs. From the decision to its token it takes
-    the bind, one step of four tokens in the group, and the way back to the client.
+    the group forms, and is the first that the group runs. The time from the decision to its token
+    covers the bind, one step of four tokens in the group, and the way back to the client.
     """
     alone, together = system.layouts[0], system.layouts[-1]
     bench = Bench(client, system, together, sizes, random.Random(1))
@@ -262,18 +262,18 @@ async def switch_loaded(client: Client, system: System, sizes: Sizes) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One bind and release of engines that decode. Durations are the controller's, in seconds."""
+    """One bind and release of decoding engines. The controller measures durations, in seconds."""
 
     at: float
     """When the bind was decided, in seconds since the epoch."""
     epochs: tuple[int, int]
-    """Of the switch that binds, and of the one that releases; that of the bind lies between."""
+    """Epochs of the binding switch and of the releasing one; the group's own lies between."""
     bind: float
     release: float
     first_token: float
-    """Of the request that waited: from the decision to bind to its end at the client."""
+    """Time from the decision to bind until the client had the answer of the waiting request."""
     layout: str | None
-    """Where the request ran."""
+    """The layout in which the request ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ class Loaded:
 
     rounds: list[Round]
     running: dict[str, int]
-    """Requests by unit when they began."""
+    """Requests by unit when the rounds began."""
     running_at_the_end: dict[str, int]
 
 
@@ -291,11 +291,11 @@ async def _nothing() -> None:
 
 
 async def loaded_rounds(bench: Bench, before: Callable[[], Awaitable[None]] = _nothing) -> Loaded:
-    """Bind and release ``sizes.switches`` times, with a request that waits for the group each time.
+    """Bind and release ``sizes.switches`` times, each time with a request waiting for the group.
 
     Args:
-        bench: of the layout that is bound; the engines are alone now.
-        before: called before each round, with the engines alone; they shall be so after it.
+        bench: the bench of the layout that is bound; the engines are alone now.
+        before: called before each round with the engines alone, and must leave them alone.
     """
     alone = bench.system.layouts[0]
     rounds: list[Round] = []
@@ -312,7 +312,7 @@ async def _bind_ask_release(bench: Bench, alone: Layout) -> Round:
     await asyncio.sleep(HEAD_START_SECONDS)
     asking = asyncio.create_task(bench.client.generate(bench.prompt(4), 1))
     bound = await binding
-    # One that came before the bind is paused with its engine, and ends after the release.
+    # A request that came before the bind is paused with its engine, and ends after the release.
     await asyncio.wait([asking], timeout=PATIENCE_SECONDS)
     released = await _switch(bench.client, alone, "hard")
     answer = await asking
@@ -329,7 +329,7 @@ async def _bind_ask_release(bench: Bench, alone: Layout) -> Round:
 
 @asynccontextmanager
 async def _decoding(bench: Bench) -> AsyncIterator[dict[str, int]]:
-    """Keep every engine decoding; gives the running requests by unit once all are."""
+    """Keep every engine decoding; once all requests run, give their number by unit."""
 
     async def keep_on() -> None:
         while True:
@@ -367,7 +367,7 @@ async def _switch(client: Client, layout: Layout, preempt: str) -> dict[str, Any
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return ``p50``, ``p99`` and ``max``; None of nothing."""
+    """Return ``p50``, ``p99`` and ``max``; None if there are no values."""
     if not values:
         return None
     ordered = sorted(values)

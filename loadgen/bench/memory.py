@@ -1,4 +1,4 @@
-"""Where a GPU's memory goes, as far as a server's log and the driver tell."""
+"""Divides a GPU's memory by use, as far as a server's log and the driver tell."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from shoal.loadgen.bench.systems import STOCK_BETWEEN, STOCK_TP
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """GiB on one GPU; None where nothing tells."""
+    """GiB on one GPU; None where it is not known."""
 
     used: float | None
     weights: float | None
@@ -19,14 +19,14 @@ class GpuMemory:
 
     @property
     def overhead(self) -> float | None:
-        """What is neither weights nor KV."""
+        """Memory that is neither weights nor KV."""
         if self.used is None or self.weights is None or self.kv is None:
             return None
         return self.used - self.weights - self.kv
 
     @property
     def rest(self) -> float | None:
-        """What is not graphs either."""
+        """Memory that is not weights, KV or graphs."""
         if self.overhead is None or self.graphs is None:
             return None
         return self.overhead - self.graphs
@@ -35,7 +35,7 @@ class GpuMemory:
 def kv_tokens(kept: SystemResults, degree: int) -> float | None:
     """Return the KV capacity of a unit of ``degree`` engines, in tokens.
 
-    A server logs it for every layout it has, and the wider ones hold more.
+    A server logs it for every layout that it has, and wider layouts hold more.
     """
     tokens = kept.starts[-1].get("kv_tokens") if kept.starts else None
     if not tokens:
@@ -44,12 +44,12 @@ def kv_tokens(kept: SystemResults, degree: int) -> float | None:
 
 
 def gpu_memory(results: Results, system: str) -> GpuMemory | None:
-    """Return where the memory of the system's fullest GPU goes; None if it was not started."""
+    """Return the memory of the system's fullest GPU by use; None if it was not started."""
     kept = results.systems.get(system)
     if kept is None or not kept.starts:
         return None
     start, ready = kept.starts[-1], kept.memory.get("ready")
-    # A layout of one engine tells the bytes of a GPU directly, a wider one those of its members.
+    # A GPU holds all KV bytes of a token in a layout of one engine, and its share in a wider one.
     degrees = {name: degree for degree, name in STOCK_BETWEEN.items()}
     degree = results.settings.engines if system == STOCK_TP else degrees.get(system, 1)
     tokens = kv_tokens(kept, degree)

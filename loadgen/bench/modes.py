@@ -1,7 +1,7 @@
-"""TP and SP on the same group, as Shift Parallelism's Figure 9 compares them: alone, and at most.
+"""Compares TP and SP on the same group as in Shift Parallelism's Figure 9: latency and throughput.
 
-Each way of working is a layout, and what decides the mode of its steps. Stock vLLM's servers have
-one each, and are measured alike.
+A way of working is a layout with a threshold that decides the mode of its steps. Each server of
+stock vLLM has one way, and is measured in the same manner.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from shoal.loadgen.bench.token_client import Answer, Client
 MODES = "modes"
 """Name of the measure."""
 OFF = "off"
-"""``POST /admin/shift``: every step is TP."""
+"""A threshold for ``POST /admin/shift``: every step runs as TP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def ways(system: System, sizes: Sizes) -> list[Way]:
 
 
 def pure_ways(system: System) -> list[Way]:
-    """Return those in which every step has the same mode, if it can."""
+    """Return the ways in which every step has the same mode, if it can."""
     found = [Way(layout.name, layout) for layout in system.layouts]
     if system.shifts:
         groups = [layout for layout in system.layouts if len(layout.units[0]) > 1]
@@ -51,7 +51,7 @@ def pure_ways(system: System) -> list[Way]:
 
 
 async def enter(client: Client, system: System, way: Way) -> None:
-    """Let a server work in this way, if it can choose."""
+    """Make a server work in this way, if it can change its way."""
     if system.switches:
         await switch(client, way.layout, "sequential")
     if system.shifts:
@@ -59,12 +59,12 @@ async def enter(client: Client, system: System, way: Way) -> None:
 
 
 async def leave(client: Client, system: System) -> None:
-    """Let a server work as it did when it started."""
+    """Make a server work as it did when it started."""
     await enter(client, system, Way("", system.layouts[0], system.shift_threshold))
 
 
 async def modes(client: Client, system: System, sizes: Sizes) -> dict[str, Any]:
-    """Return latency at one request and throughput at many, by way of working."""
+    """Return the latency of single requests and the throughput of many, by way of working."""
     found = {}
     for way in ways(system, sizes):
         await enter(client, system, way)

@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def parser(name: str, does: str, node: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options of all of them.
+    """Return a parser with the options that all of these benchmarks have.
 
     Args:
-        name: of the benchmark.
-        does: one sentence.
+        name: the benchmark's name.
+        does: one sentence that says what it does.
         node: options of ``shoal serve`` if the user gives none.
     """
     found = argparse.ArgumentParser(
@@ -45,22 +45,22 @@ def serve_command(model: str, options: Sequence[str], port: int, *own: str) -> l
 
 
 def shown(command: Sequence[str]) -> list[str]:
-    """Return the words of such a command that a user would type after ``shoal``."""
+    """Return the words of a ``serve_command`` that a user would type after ``shoal``."""
     return list(command[3:])
 
 
 def run(
     measure: Callable[[Path], Coroutine[Any, Any, T]], report: Callable[[T], str], args: Namespace
 ) -> int:
-    """Measure, then print the report, and write what was asked for; return the exit code.
+    """Measure, print the report, and write the files that were asked for; return the exit code.
 
     Args:
-        measure: given the file for the node's log.
-        report: makes Markdown of what was measured.
-        args: of the parser.
+        measure: takes the measures; it is given the file for the node's log.
+        report: makes Markdown of the results.
+        args: the parsed arguments.
 
     Raises:
-        UserError: the node did not start or did not do what it must.
+        UserError: the node did not start, or failed.
     """
     with tempfile.TemporaryDirectory() as directory:
         try:

@@ -1,4 +1,4 @@
-"""How one system serves an open-loop workload: what the load generator saw, in figures."""
+"""Replays an open-loop workload on one system, and returns the load generator's figures."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 10.0
 async def serve_workload(
     client: Client, system: System, workload: Workload, policy: str
 ) -> dict[str, Any]:
-    """Have a system serve a workload, Shoal under ``policy``, and return the figures.
+    """Send a workload to a system, to Shoal under ``policy``, and return the figures.
 
     Raises:
         RequestFailedError: a request did not get all of its tokens.
@@ -43,7 +43,7 @@ async def serve_workload(
 async def replay(client: Client, workload: Workload, *, seed: int = 0) -> Run:
     """Send a workload to a server, with prompts drawn from ``seed``, and return what became of it.
 
-    Ends when the last response has.
+    The replay ends when the last response has ended.
     """
     settings = LoadSettings(client.address, admin_url=client.admin)
     ids = range(FIRST_TOKEN_ID, SMALLEST_VOCABULARY)
@@ -54,7 +54,7 @@ async def replay(client: Client, workload: Workload, *, seed: int = 0) -> Run:
 
 
 async def take_back(client: Client, system: System) -> None:
-    """Let no policy decide any more, and go to the system's first layout.
+    """Stop the policy, and return to the system's first layout.
 
     Raises:
         RequestFailedError: a switch that the policy began does not end in time.
@@ -96,7 +96,7 @@ def _figures(run: Run) -> dict[str, Any]:
 
 
 def of_node(run: Run) -> dict[str, Any]:
-    """Return what a run says of the node and of its client, whatever its requests were."""
+    """Return a run's figures of the node and the client that do not depend on single requests."""
     return {
         "peak_throughput": peak(tokens_by_second(run.exchanges)),
         "seconds": run.duration,
@@ -127,5 +127,5 @@ def groups(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def asdict_or_none(value: Any) -> dict[str, Any] | None:
-    """Return a dataclass's fields; None of None."""
+    """Return a dataclass's fields; None for None."""
     return None if value is None else asdict(value)

@@ -1,4 +1,4 @@
-"""The open-loop workloads of the comparison, and how one system serves one of them."""
+"""The open-loop workloads of the comparison."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from shoal.loadgen.traces import read_trace
 from shoal.loadgen.workload import Workload
 
 _QUIET_SHARE, _BURST_SHARE = 1 / 3, 1 / 6
-"""Of the duration: two quiet phases and two bursts, in the paper's proportion of two to one."""
+"""Shares of the duration: two quiet phases and two bursts, two to one as in the paper."""
 
 
 def bursty(seed: int, seconds: float, scale: float) -> Workload:
@@ -27,7 +27,7 @@ def bursty(seed: int, seconds: float, scale: float) -> Workload:
 
 
 def priority(seed: int, seconds: float, scale: float) -> Workload:
-    """Return its priority workload (6.3) at ``scale`` times its rate, drawn four times."""
+    """Return the paper's priority workload (6.3) at ``scale`` times its rate, drawn four times."""
     rate = (3 * scale, 5 * scale)
     return make_up("priority", seed, seconds=seconds, rate=rate, rate_seconds=seconds / 4)
 
@@ -45,13 +45,13 @@ def trace_cut(path: Path, seconds: float, scale: float) -> Workload:
     """Return the part of a trace, at ``scale`` times its rate, in which most requests come.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: the trace cannot be read.
     """
     return busiest(read_trace(path).scaled(scale), seconds)
 
 
 def busiest(workload: Workload, seconds: float) -> Workload:
-    """Return the stretch of this length with the most requests, beginning at 0."""
+    """Return the stretch of this length with the most requests, with times that begin at 0."""
     times = [arrival.at for arrival in workload.arrivals]
     counts = [bisect_left(times, at + seconds) - index for index, at in enumerate(times)]
     first = counts.index(max(counts)) if counts else 0

@@ -1,9 +1,9 @@
-"""``shoal bench overload``: a node that is asked for many times what it can do.
+"""``shoal bench overload``: sends a node many times the requests that it can serve.
 
-Finds out how much the node can do with as many clients as may wait, each of which asks again when
-it is answered. Then requests come at many times that rate, whatever becomes of them (an open loop).
-Reported is how soon those are answered that are refused, how soon those begin that are not, what
-every process's memory does meanwhile, and how soon nothing is refused any more.
+First it measures the node's capacity with as many clients as requests may wait; each client asks
+again when it is answered. Then requests come at many times that rate, whatever becomes of them (an
+open loop). It reports how soon refusals are answered, how soon the other requests begin, how the
+memory of every process grows, and how soon requests are no longer refused.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from shoal.server.errors import UserError
 from shoal.server.number_options import check_positive
 
 FAKE_OPTIONS = ("--fake-engine", "--fake-step-ms", "20", "--max-num-seqs", "8")
-"""Of the node if none are given: two engines that run no model."""
+"""Default options of the node: two engines that run no model."""
 MODEL = "overloaded"
 CAPACITY_SECONDS = 10.0
-"""How long the clients ask that find out what the node can do; the first fifth does not count."""
+"""How long the capacity is measured; the first fifth does not count."""
 PROBE_SECONDS = 0.02
-"""Pause between two requests that find out whether the node takes any again."""
+"""Pause between two requests that test whether the node accepts requests again."""
 SAMPLE_SECONDS = 1.0
 
 
 class Overload(msgspec.Struct, frozen=True):
-    """What one run has shown. Times in seconds."""
+    """The figures of one run. Times are in seconds."""
 
     command: list[str]
     environment: dict[str, Any]
@@ -64,12 +64,12 @@ class Overload(msgspec.Struct, frozen=True):
     refused: dict[str, float] | None
     """Time from sending a request to the end of its refusal."""
     ttft: dict[str, float] | None
-    """Of the requests that were not refused."""
+    """TTFT of the requests that were not refused."""
     recovery: float
-    """From the last request of the load to the first after it that was not refused."""
+    """From the end of the load to the sending of the first request that was not refused."""
     memory: list[Growth]
     problems: list[str]
-    """Why the figures may be the load generator's, not the node's."""
+    """Why the figures may show the load generator, not the node."""
 
     @property
     def wait_bound(self) -> float:
@@ -196,14 +196,14 @@ async def recovery_seconds(
     clock: Clock,
     check_alive: Callable[[], None],
 ) -> float:
-    """Return the seconds until the server takes a request again, asked every now and then.
+    """Return the seconds until the server accepts a request again.
 
     Args:
-        client: of the server.
+        client: the client of the server.
         prompts: make the requests' prompts.
-        one: what to ask for.
-        clock: the client's.
-        check_alive: raises if the server is not there any more.
+        one: the request to send.
+        clock: the client's clock.
+        check_alive: raises if the server has ended.
     """
     start = clock.now()
     while True:

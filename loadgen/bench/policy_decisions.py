@@ -1,8 +1,8 @@
-"""How long each policy takes to decide, where that is hardest.
+"""How long each policy takes to decide in hard cases.
 
-``python -m shoal.loadgen.bench.policy_decisions`` prints it for each policy and kind of partition.
-A node of eight engines in every kind of partition, with 10,000 requests waiting, of which a policy
-sees the head: all of them startable, none of them, none that any unit holds.
+``python -m shoal.loadgen.bench.policy_decisions`` prints each policy's worst median. The cases are
+several partitions of a node of eight engines with 10,000 waiting requests, of which a policy sees
+the head. Units have room for the requests, are full, or the requests are too long for any unit.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, T
 ENGINES = 8
 WAITING = 10_000
 HEAD = 256
-"""As many as the controller shows (``shoal.runtime.controller.books.capacity.POOL_HEAD``)."""
+"""Requests that the controller shows (``shoal.runtime.controller.books.capacity.POOL_HEAD``)."""
 ROUNDS = 100
 PARTITIONS: tuple[Partition, ...] = (
     singles(ENGINES),
@@ -33,7 +33,7 @@ TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
 
 
 def hard_snapshots() -> Iterator[tuple[str, Snapshot]]:
-    """Yield named snapshots."""
+    """Yield the snapshots by name."""
     for partition in PARTITIONS:
         for name, slots, prompt in (("room", 256, 100), ("full", 0, 100), ("long", 256, 10**6)):
             units = tuple(_unit(group, slots) for group in partition)
@@ -75,7 +75,7 @@ def _unit(group: Unit, slots: int) -> UnitState:
 
 
 def decision_seconds(name: str, snapshot: Snapshot) -> list[float]:
-    """Return the times of ``ROUNDS`` decisions of a policy, each checked as the controller does."""
+    """Return the times of ``ROUNDS`` decisions of a policy, with the controller's check of each."""
     policy, times = POLICIES[name], []
     for _ in range(ROUNDS):
         started = time.perf_counter()
@@ -85,7 +85,7 @@ def decision_seconds(name: str, snapshot: Snapshot) -> list[float]:
 
 
 def main() -> None:
-    """Print a line per policy: its median in the worst snapshot, and which that is."""
+    """Print a line per policy: the name of its worst snapshot, and its median time there."""
     print(f"{'policy':<12} {'median of the worst (ms)':>25}  snapshot")
     for name in sorted(POLICIES):
         medians = {

@@ -11,7 +11,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """How much memory one process had."""
+    """The memory of one process."""
 
     process: str
     """Its name, as ``ps -o comm`` shows it."""
@@ -19,7 +19,7 @@ class Growth(msgspec.Struct, frozen=True):
     first_mib: float
     last_mib: float
     slope_mib_per_minute: float
-    """Of the line through the samples of the second half, by least squares."""
+    """Slope of the least-squares line through the second half of the samples."""
     pid: int
 
 
@@ -27,7 +27,7 @@ class MemoryLog:
     """Samples of every process of a tree.
 
     Args:
-        root: process id of the tree's first.
+        root: process id of the tree's root.
     """
 
     def __init__(self, root: int) -> None:
@@ -37,7 +37,7 @@ class MemoryLog:
         self._names: dict[int, str] = {}
 
     def sample(self, at: float) -> None:
-        """Note what every process has now."""
+        """Note the memory of every process now."""
         for pid in tree(self._root):
             found = name_and_mib(pid)
             if found is not None:
@@ -56,7 +56,7 @@ class MemoryLog:
 
 
 def tree(root: int) -> Iterator[int]:
-    """Yield a process and all that it started, parents first."""
+    """Yield a process and all its descendants, parents first."""
     yield root
     try:
         threads = list(Path(f"/proc/{root}/task").iterdir())
@@ -79,7 +79,7 @@ def name_and_mib(pid: int) -> tuple[str, float] | None:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Return the slope of the least-squares line through points; 0 if they make none."""
+    """Return the slope of the least-squares line through points; 0 if there is no such line."""
     count = len(points)
     mean_x = sum(x for x, _ in points) / max(1, count)
     mean_y = sum(y for _, y in points) / max(1, count)

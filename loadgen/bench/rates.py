@@ -1,8 +1,8 @@
-"""Completion time against the arrival rate, as Shift Parallelism's Figure 11 has it.
+"""Completion time against the arrival rate, as in Shift Parallelism's Figure 11.
 
-Every way of working meets the same arrivals, one after the other on one running server: fixed ones,
-and policies that choose among them. A cell is one way at one rate; each is a step of its own, so a
-run that is cut short loses one cell.
+Every way of working gets the same arrivals, one way after the other on a running server: fixed
+ways, and policies that choose among them. A cell is one way at one rate. Each cell is a step of its
+own, so a run that is cut short loses only one cell.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from shoal.server.errors import UserError
 RATES = "rates"
 """Name of the measure."""
 CHOOSING = tuple(name for name in POLICIES if name not in (MANUAL.name, SHIFT.name))
-"""Policies that can be measured beside the fixed ways, of which these two are."""
+"""Policies that can be measured; the two that are left out work like fixed ways."""
 WARM_UP_PER_UNIT = 2
-"""Requests on every unit before a cell is measured: the first in a layout is slow."""
+"""Requests on every unit before a cell is measured: a layout's first request is slow."""
 WARM_UP_TOKENS = 8
 LEAD_SECONDS = 5.0
-"""A policy has this long on an idle node to take its first layout, as in the simulator."""
+"""Time that a policy has on an idle node to choose its first layout, as in the simulator."""
 
 Step = Callable[[Client], Awaitable[dict[str, Any]]]
 
@@ -54,27 +54,27 @@ class Cell:
     """One way of working at one rate."""
 
     name: str
-    """``rates 2 tp2``."""
+    """Such as ``rates 2 tp2``."""
     workload: Workload
     way: Way
-    """Of a policy: where it begins."""
+    """The way; for a policy, the way in which it begins."""
     policy: str | None = None
-    """What decides the layout; None: nothing does."""
+    """The policy that decides the layout; None: the layout is fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The arrivals of all rates, and the policies that meet them."""
+    """The arrivals of all rates, and the policies that are measured with them."""
 
     workloads: Mapping[str, Workload] = field(default_factory=dict)
-    """By the rate's name: ``rates 2``."""
+    """By the rate's name, such as ``rates 2``."""
     policies: Sequence[str] = ()
     lead_seconds: float = LEAD_SECONDS
     about: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """What the arrivals are made with, by the rate's name, in JSON's types."""
+    """The parameters of the arrivals, by the rate's name, in JSON's types."""
 
     def steps(self, system: System, sizes: Sizes) -> dict[str, Step]:
-        """Return what measures a system, by the cell's name: rate by rate."""
+        """Return the steps that measure a system, by the cell's name, in the order of the rates."""
         return {
             cell.name: partial(
                 _measure, system=system, sizes=sizes, cell=cell, lead_seconds=self.lead_seconds
@@ -83,7 +83,7 @@ class Sweep:
         }
 
     def _cells(self, system: System, sizes: Sizes) -> Iterator[Cell]:
-        """Yield, at every rate, the fixed ways and then the policies, if it can have any."""
+        """Yield the fixed ways and then the policies at every rate, if the system has policies."""
         first, threshold = system.layouts[0], system.shift_threshold
         for name, workload in self.workloads.items():
             for way in ways(system, sizes):
@@ -94,18 +94,18 @@ class Sweep:
 
 
 def rate_name(rate: float) -> str:
-    """Return the name of all cells of a rate, in requests per second."""
+    """Return the name of a rate, in requests per second, with which its cells' names begin."""
     return f"{RATES} {rate:g}"
 
 
 def arrivals(rate: float, seconds: float, request: Sequence[int], seed: int) -> Workload:
-    """Return Poisson arrivals of equal requests: those of ``shoal simulate --trace poisson``.
+    """Return Poisson arrivals of equal requests, as ``shoal simulate --trace poisson`` makes them.
 
     Args:
         rate: requests per second.
-        seconds: after which none come any more.
+        seconds: the time after which no more requests come.
         request: prompt and output tokens.
-        seed: the same one gives the same arrivals, the sooner the higher the rate.
+        seed: the same seed gives the same arrivals, only compressed in time at higher rates.
     """
     prompt, output = request
     lengths = Lengths((prompt, prompt), (output, output))
@@ -119,11 +119,11 @@ def read_sweep(args: Namespace, options: Sequence[str]) -> Sweep:
     """Return the sweep that the options of ``shoal bench gpu`` describe.
 
     Args:
-        args: its own.
-        options: those that go to every server.
+        args: the benchmark's own options.
+        options: the options that go to every server.
 
     Raises:
-        UserError: they do not go together, or with those of the server.
+        UserError: the options do not go together, or do not fit those of the server.
     """
     if len(args.rate_request) != 2:
         raise UserError("--rate-request: it must be PROMPT,OUTPUT")
@@ -166,20 +166,20 @@ async def _measure(
     Raises:
         RequestFailedError: a request did not get all of its tokens.
     """
-    await _rest(client, system)  # whatever a cell that failed has left
+    await _rest(client, system)  # a failed cell may have left the node in another state
     await _begin(client, system, sizes, cell)
     if cell.policy is not None:
         await client.call("POST", "/admin/policy", {"policy": cell.policy})
         await asyncio.sleep(lead_seconds)
     above = await _sp_above(client, system)
-    # Prompts of its own: were prefix caching on, the cell before would have computed them.
+    # Each cell has its own prompts: with prefix caching, the cell before would have computed them.
     run = await replay(client, cell.workload, seed=zlib.crc32(cell.name.encode()))
     await _rest(client, system)
     return {"policy": cell.policy, "sp_above": above, **figures(run)}
 
 
 async def _begin(client: Client, system: System, sizes: Sizes, cell: Cell) -> None:
-    """Have every layout that the cell may use warm, and the node in the cell's own."""
+    """Warm up every layout that the cell may use, and put the node into the cell's first way."""
     first = cell.workload.arrivals[0]
     prompt, output = first.prompt_tokens, min(first.output_tokens, WARM_UP_TOKENS)
     for way in ways(system, sizes) if cell.policy else [cell.way]:
@@ -196,7 +196,7 @@ async def _rest(client: Client, system: System) -> None:
 
 
 async def _sp_above(client: Client, system: System) -> dict[str, int] | None:
-    """Return the tokens above which steps are SP by layout, None of a system that has no SP."""
+    """Return the tokens above which steps are SP, by layout; None for a system without SP."""
     if not system.shifts:
         return None
     view = await client.call("GET", "/admin/layout")
@@ -204,7 +204,7 @@ async def _sp_above(client: Client, system: System) -> dict[str, int] | None:
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Return what the requests of a cell met with. Times are seconds.
+    """Return the figures of a cell's requests. Times are in seconds.
 
     Raises:
         RequestFailedError: a request did not get all of its tokens.

@@ -1,4 +1,4 @@
-"""Tables of the sweep over arrival rates: one of every figure, all ways of all systems beside."""
+"""Tables of the sweep over arrival rates: one for every figure, with a column for every way."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from shoal.loadgen.bench.systems import COMPARED
 
 Cell = Mapping[str, Any]
 _INVALID = " (!)"
-"""Stands behind a figure of a cell that does not count."""
+"""Marks the figures of a cell that is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """What was measured."""
+    """The measured cells."""
 
     rates: Mapping[str, Mapping[str, Cell]]
-    """Cells of every rate, the lowest first, by column: ``shoal tp2``."""
+    """Cells of every rate, the lowest rate first, by column, such as ``shoal tp2``."""
     fixed: Sequence[str]
-    """Columns of ways that no policy chooses."""
+    """Columns of the fixed ways."""
     policies: Sequence[str]
 
     @property
@@ -66,7 +66,7 @@ class _Sweep:
 
 
 def rates_table(results: Results) -> list[str]:
-    """Return the lines of all tables and of what is to be said of them."""
+    """Return the lines of all tables and of their notes."""
     sweep = _sweep(results)
     if not sweep.columns:
         return []
@@ -154,7 +154,7 @@ def _switching(cell: Cell | None) -> str:
 
 
 def _made_with(results: Results) -> list[str]:
-    """Return a line of every kind of request, with the rates at which it came."""
+    """Return a line for every kind of request, with the rates at which it came."""
     kinds: dict[str, list[str]] = {}
     for name in _names(results):
         about = results.workloads[name]
@@ -168,7 +168,7 @@ def _made_with(results: Results) -> list[str]:
 
 
 def _steps_in_sp(sweep: _Sweep) -> list[str]:
-    """Return the thresholds: ways that have the same ones run the same steps."""
+    """Return a line with the thresholds of SP: ways with the same thresholds run the same steps."""
     above: dict[str, None] = {}
     for _, column, cell in sweep.cells():
         if cell["sp_above"]:

@@ -1,4 +1,4 @@
-"""A server as a process tree: started in a process group of its own, and ended with all of it."""
+"""Runs a server in a process group of its own, and ends all processes of that group."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.loadgen.bench.token_client import Client
 
 EXIT_SECONDS = 20.0
-"""What a server may take to end in order, and what is left of its group to be gone."""
+"""How long a server may take to end in order, and then the rest of its group to vanish."""
 _POLL_SECONDS = 0.05
 
 
@@ -32,7 +32,7 @@ class ServerProcess:
 
     Args:
         command: what to run.
-        log: file that takes its output; text is added.
+        log: the file to which its output is appended.
         environment: its environment.
     """
 
@@ -41,7 +41,7 @@ class ServerProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         self.started = time.monotonic()
         with log.open("ab") as output:
-            # Not a new session: whoever ends the session of the benchmark ends the server too.
+            # Not a new session, so that ending the benchmark's session ends the server too.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -58,13 +58,13 @@ class ServerProcess:
 
     @property
     def output(self) -> str:
-        """What this process has printed so far."""
+        """Everything that this process has printed so far."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace").replace("\r", "\n")
 
     async def wait_until_ready(self, client: Client, path: str) -> float:
-        """Return how long the start took, seconds, once ``path`` answers with 200.
+        """Wait until ``path`` answers with 200, and return the seconds that the start took.
 
         Raises:
             ServerFailedError: the process has ended.
@@ -96,7 +96,7 @@ class ServerProcess:
             time.sleep(_POLL_SECONDS)
 
     def _signal_group(self, number: int) -> bool:
-        """Send a signal to what is left of the group, and return whether there is anything."""
+        """Send a signal to the rest of the group, and return whether any process is left."""
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Tables of the open-loop workloads: by phase, and Flying Serving's Table 1 beside ours."""
+"""Tables of the open-loop workloads: by phase, and beside Flying Serving's Table 1."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +17,9 @@ PAPER_TABLE_1 = (
     ("TTFT, urgent, ms", URGENT_GROUP, "ttft", (63.0, 166.0, 74.0)),
     ("TTFT, all, ms", "all", "ttft", (2130.0, 166.0, 142.0)),
 )
-"""Means of Flying Serving's Table 1 (Llama-3-70B on 8 H200s): static TP, static DP, its own."""
+"""Means in Flying Serving's Table 1 (Llama-3-70B on 8 H200s): static TP, static DP, its own."""
 PAPER_PEAK = (2530.0, 3164.0, 3040.0)
-"""Its peak throughput, tokens per second."""
+"""Peak throughputs in that table, in tokens per second."""
 _ORDER = (STOCK_TP, STOCK_DP, SHOAL)
 
 
@@ -89,7 +89,7 @@ def _totals(system: str, one: dict[str, Any]) -> list[str]:
 
 
 def _paper_table(served: dict[str, Any]) -> list[str]:
-    """Return Table 1 of the paper beside ours, and the ratio to static TP in both."""
+    """Return our figures beside the paper's Table 1, with the ratios to static TP in both."""
     head = ["means", *_ORDER, "to TP", "paper: TP", "DP", "Flying Serving", "to TP"]
     body = []
     for name, group, figure, paper in PAPER_TABLE_1:

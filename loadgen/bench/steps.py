@@ -1,8 +1,8 @@
-"""``shoal bench steps``: step times of a node in each of its layouts.
+"""``shoal bench steps``: times steps of a node in each of its layouts.
 
-Fits a hardware file to them, by which the simulator and the policies predict such nodes. Starts
-the node itself and measures it through its public API: what the front end adds to a step, and HTTP
-to the first token, is part of the times.
+It fits a hardware file to the times, which the simulator and the policies use to predict such
+nodes. It starts the node itself and measures it through its public API. So the times include what
+the front end adds to a step, and HTTP adds to the first token.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from shoal.server.errors import UserError
 from shoal.server.files import write_file
 
 MESSAGES = 3
-"""Of a request on its way to its first token: to the controller, to the engine, and back."""
+"""Messages of a request before its first token: to the controller, to the engine, and back."""
 DEMO_SHAPE = "shoal-demo"
 BATCHES, PROMPTS = (1, 4, 16), (32, 256, 1024)
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         raise StopRequestedError
 
     return serve.run(
-        # What is fitted is what a step takes in TP, whatever its length.
+        # The fit needs times of TP for steps of every length.
         ["--max-sp", "1", *serve_argv, "--port", "0"],
         on_ready,
         lambda line: print(line, file=sys.stderr),
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -> str:
-    """Return what was measured beside what the hardware file predicts, in milliseconds."""
+    """Return the measured times beside those that the hardware file predicts, in milliseconds."""
     lines = [
         f"{'layout':<8}{'decodes':>8}{'context':>9}{'prompt':>8}{'measured':>10}{'predicted':>11}"
     ]
@@ -125,7 +125,8 @@ async def _samples(node: serve.ReadyNode, args: Namespace) -> list[Sample]:
 
 async def _decodes(bench: Bench, batches: Sequence[int]) -> AsyncIterator[Sample]:
     tokens = bench.sizes.decode_tokens
-    # Between the half and seven eighths of the output (``decode_seconds``), a request has so many.
+    # The mean tokens of a request between one half and seven eighths of its output, where TPOT is
+    # measured (``decode_seconds``).
     context = tokens + tokens * 11 // 16
     for count in batches:
         await bench.batch(count, tokens, tokens, count)

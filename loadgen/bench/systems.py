@@ -1,4 +1,4 @@
-"""The systems that are compared: how each is started, and the layouts in which it is measured."""
+"""The systems that are compared: how each is started, and in which layouts it is measured."""
 
 import sys
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ ADMIN_PORT = "{admin_port}"
 """The same for Shoal's admin API."""
 
 STOCK_DP, STOCK_TP, SHOAL, CHECK = "stock-dp", "stock-tp", "shoal", "shoal-check"
-"""Names of the systems; the last serves another, real checkpoint, for numerics alone."""
+"""Names of the systems. The last one serves a real checkpoint, only for numerics."""
 STOCK_BETWEEN = {2: "stock-tp2", 4: "stock-tp4"}
-"""Stock vLLM in replicas of several GPUs each, by their degree of TP (``Settings.degrees``)."""
+"""Stock vLLM in replicas of several GPUs each, by the replicas' degree of TP."""
 COMPARED = (STOCK_DP, *STOCK_BETWEEN.values(), STOCK_TP, SHOAL)
 CHECK_MODEL_LEN = 1024
-"""Longest context of the real checkpoint: small ones take no more than a few thousand."""
+"""Longest context of the real checkpoint: small models allow only a few thousand tokens."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What all servers are started with alike."""
+    """The settings with which all servers are started."""
 
     shape: str
-    """As the user named it."""
+    """The shape's name, as the user gave it."""
     engines: int
     """GPUs of the node."""
     dtype: str
@@ -43,21 +43,21 @@ class Settings(msgspec.Struct, frozen=True):
     options: tuple[str, ...]
     """More options for every server."""
     shoal_options: tuple[str, ...] = ()
-    """More options for Shoal alone."""
+    """More options, only for Shoal."""
     degrees: tuple[int, ...] = ()
-    """Degrees of TP between one engine and all of them, measured too: groups side by side."""
+    """Degrees of TP between one engine and all engines that are measured, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way in which a system's units stand while it is measured."""
+    """An arrangement of a system's units while it is measured."""
 
     name: str
     """``dp`` or ``tp<p>``."""
     units: tuple[tuple[int, ...], ...]
     """Engines of every unit."""
     pinned: bool = False
-    """Whether a request can be sent to a unit: by its rank. Else the server places it."""
+    """Whether requests can be sent to a unit, by its rank; otherwise the server places them."""
 
     @property
     def partition(self) -> list[list[int]]:
@@ -71,11 +71,11 @@ class System:
 
     name: str
     command: tuple[str, ...]
-    """``PORT`` stands for the port."""
+    """The command, in which ``PORT`` stands for the port."""
     layouts: tuple[Layout, ...]
-    """The first is the one it starts in."""
+    """Its layouts; it starts in the first."""
     switches: bool = False
-    """Whether it changes its layout: it is Shoal."""
+    """Whether it can change its layout, as Shoal can."""
     recording_dir: Path | None = None
     """Where its runners record what their devices do, if they can."""
 
@@ -91,9 +91,9 @@ class System:
 
     @property
     def shift_threshold(self) -> int | str:
-        """Tokens above which a step is SP, or their rule, as the server was started.
+        """The threshold with which the server was started: tokens, or a rule.
 
-        What is neither is returned as it is: the server refuses it.
+        Any other value is returned as it is, and the server refuses it.
         """
         value = self._option("--shift-threshold")
         if value is None:
@@ -109,13 +109,13 @@ class System:
         return "/ready" if self.switches else "/health"
 
     def argv(self, port: int, admin_port: int) -> list[str]:
-        """Return the command that serves on ``port``, and the admin API on the other."""
+        """Return the command that serves on ``port``, with the admin API on ``admin_port``."""
         ports = {PORT: str(port), ADMIN_PORT: str(admin_port)}
         return [ports.get(word, word) for word in self.command]
 
 
 def last_value(words: Sequence[str], name: str) -> str | None:
-    """Return the value of an option in a command: of several, the last counts."""
+    """Return the value of an option in a command; if it is repeated, the last value counts."""
     found = None
     for word, following in pairwise((*words, "")):
         key, _, value = word.partition("=")
@@ -146,9 +146,9 @@ def all_systems(settings: Settings, model: str, check_model: str | None = None) 
     """Return the systems in the order in which they are measured.
 
     Args:
-        settings: of all of them.
-        model: directory of the model, whose weights are made up.
-        check_model: directory of a real checkpoint, on which Shoal's layouts shall agree.
+        settings: the settings of all systems.
+        model: directory of the model with dummy weights.
+        check_model: directory of a real checkpoint, on which Shoal's layouts should agree.
     """
     engines = settings.engines
     dummy = ["--load-format", "dummy", *_quantization(settings)]
@@ -186,14 +186,14 @@ def _replicas(settings: Settings, model: str, own: Sequence[str], degree: int) -
 
 def _stock(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
     run = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    # As Shoal has it: requests of one priority keep their order, urgent ones go first.
+    # As in Shoal: urgent requests go first, and requests of one priority keep their order.
     priority = ["--scheduling-policy", "priority"]
     return (*run, *_common(settings), *own, *priority, *settings.options)
 
 
 def _shoal(settings: Settings, model: str, own: Sequence[str]) -> tuple[str, ...]:
     run = [sys.executable, "-m", "shoal.server.commands.cli", "serve", model, "--policy", "manual"]
-    # As ``shoal serve`` has it on GPUs, but said: what is measured depends on it.
+    # This is Shoal's default on GPUs; it is given here because the figures depend on it.
     largest = last_value(settings.shoal_options, "--max-group") or str(settings.engines)
     engines = ["--engines", str(settings.engines), "--admin-port", ADMIN_PORT, "--max-sp", largest]
     return (

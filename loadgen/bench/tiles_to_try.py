@@ -1,4 +1,4 @@
-"""Tiles that ``linear_kernels`` tries: data, written as it prints them.
+"""The tiles that ``linear_kernels`` tries, written as it prints them.
 
 ``16x64x128/4w8s5r`` is a ``Tile`` of 16 tokens, 64 columns, a depth of 128, 4 splits, 8 warps, 5
 stages, and rows first.
@@ -55,7 +55,7 @@ _TO_TRY: Mapping[str, str] = {
        128: 64x64x128/2w4s5r 128x64x128/2w4s4 128x128x128/1w8s4 128x128x128/2w8s4
     """,
 }
-"""By type of the weights, after the most tokens for which they are meant."""
+"""Tiles by type of the weights. They follow the most tokens that they are meant for."""
 
 _TILE = re.compile(r"(\d+)x(\d+)x(\d+)/(\d+)w(\d+)s(\d+)(r?)")
 
@@ -67,10 +67,10 @@ def written(tile: Tile) -> str:
 
 
 def read_tile(word: str) -> Tile:
-    """Return a tile that is written so.
+    """Return the tile that a word stands for.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the word is not a tile.
     """
     match = _TILE.fullmatch(word)
     if match is None:
@@ -93,7 +93,7 @@ def tiles_by_tokens(dtype: str) -> Mapping[int, Sequence[Tile]]:
 
 
 def tiles_to_try(dtype: str, tokens: int) -> Sequence[Tile]:
-    """Return the tiles for a number of tokens: none for more than any is made for."""
+    """Return the tiles for a number of tokens; none if no tile is meant for so many."""
     by_tokens = tiles_by_tokens(dtype)
     fitting = [most for most in by_tokens if tokens <= most]
     return by_tokens[min(fitting)] if fitting else []

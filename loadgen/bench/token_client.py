@@ -1,4 +1,4 @@
-"""The benchmark's HTTP client: prompts are token ids, answers as long as was asked for."""
+"""The benchmarks' HTTP client: prompts are token ids, and answers have exactly the asked length."""
 
 import time
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import aiohttp
 import msgspec
 
 DP_RANK_HEADER = "X-data-parallel-rank"
-"""vLLM's: the engine of a static DP server that shall run the request."""
+"""vLLM's header that chooses the engine of a static DP server."""
 
 KEEP_ALIVE_SECONDS = 3.0
-"""Less than the 5 s after which the servers close a connection that is not used."""
+"""Less than the 5 s after which the servers close an unused connection."""
 
 ADMIN_PREFIX = "/admin/"
 
@@ -23,7 +23,7 @@ Prompt = Sequence[int]
 
 
 class RequestFailedError(RuntimeError):
-    """A server did not do what it was asked for; the message is one line."""
+    """A server did not do what it was asked to do; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,23 @@ class Answer:
     sent: float
     ended: float
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Of a stream: when a chunk came, and the output tokens until then."""
+    """For each chunk of a stream: when it came, and the number of output tokens until then."""
     unit: str | None = None
-    """Where Shoal ran it: its engines."""
+    """The engines of the unit where Shoal ran it."""
     layout: str | None = None
 
     @property
     def first(self) -> float:
-        """When the first token was there; that of the whole answer if it was not streamed."""
+        """When the first token came; the end of the answer if it was not streamed."""
         return self.progress[0][0] if self.progress else self.ended
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a model thinks of a prompt, and how it goes on greedily."""
+    """A model's log probabilities of a prompt, and its greedy continuation."""
 
     logprobs: list[float]
-    """Of every token of the prompt but the first."""
+    """Log probabilities of the prompt's tokens, except the first."""
     best: list[int]
     """The likeliest token at each of these positions."""
     generated: list[int]
@@ -82,7 +82,7 @@ class Client:
         self.admin = admin
 
     async def __aenter__(self) -> Self:
-        # Any number at once, for as long as they take.
+        # Any number of requests may run at once, for any time.
         self._http = aiohttp.ClientSession(
             self.address,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
@@ -101,7 +101,7 @@ class Client:
     async def generate(
         self, prompt: Prompt, tokens: int, *, stream: bool = False, rank: int | None = None
     ) -> Answer:
-        """Have exactly ``tokens`` tokens generated greedily, on engine ``rank`` if it is given.
+        """Have exactly ``tokens`` tokens generated greedily, on engine ``rank`` if one is given.
 
         Raises:
             RequestFailedError: the server refused, or generated another number of tokens.
@@ -133,7 +133,7 @@ class Client:
         """Return the log probabilities of a prompt, and ``tokens`` tokens that follow it greedily.
 
         Raises:
-            RequestFailedError: the server refused, or does not tell.
+            RequestFailedError: the server refused, or its answer lacks the log probabilities.
         """
         body = self._body(prompt, tokens) | {"prompt_logprobs": 1, "return_token_ids": True}
         choice = (await self.call("POST", "/v1/completions", body))["choices"][0]
@@ -199,7 +199,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 async def _read_stream(response: aiohttp.ClientResponse, progress: list[tuple[float, int]]) -> int:
-    """Note when the answer grew; return its tokens."""
+    """Note when the answer grew; return its number of tokens."""
     count = 0
     async for line in response.content:
         if not line.startswith(b"data: {"):

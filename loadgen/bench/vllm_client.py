@@ -1,9 +1,9 @@
 """vLLM's own load generator, ``vllm bench serve``, in a process that runs one load after another.
 
-A benchmark starts this module as a child (``python -m shoal.loadgen.bench.vllm_client``): to import
-vLLM once for each load would take longer than most loads. Each line of its standard input is a
-load's arguments as a JSON list. Each line of its standard output is a pair: the result, or why
-there is none.
+A benchmark starts this module as a child (``python -m shoal.loadgen.bench.vllm_client``), because
+an import of vLLM for each load would take longer than most loads. Each line of its standard input
+has a load's arguments as a JSON list. Each line of its standard output has a pair: the result, and
+the reason if there is none.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 RESULT_BYTES = 64 << 20
-"""Of the longest line that is read: a result names every request."""
+"""The longest line that can be read: a result names every request."""
 
 
 class LoadFailedError(RuntimeError):
@@ -59,7 +59,7 @@ class VllmClient:
         """Return the result of a load, as ``vllm bench serve --save-result`` writes it.
 
         Args:
-            arguments: of ``vllm bench serve``, without those that say where the result goes.
+            arguments: arguments of ``vllm bench serve``, without those for the result's file.
 
         Raises:
             LoadFailedError: there is no result.
