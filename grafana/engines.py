@@ -80,13 +80,14 @@ def deaths() -> list[PanelBuilder]:
         ),
         graph(
             "Requests that went on elsewhere",
-            "Their engine died, and they went back into the task pool with what their clients had.",
+            "Requests whose engine died: they went back into the task pool with the tokens that "
+            "their clients had.",
             Query(increase("shoal_requests_migrated_total", window=WINDOW), "migrated"),
         ),
         graph(
             "Late outputs",
-            "What dead engines had sent and front ends dropped: the requests had been begun again. "
-            "A few at a death are to be expected.",
+            "Outputs of dead engines that front ends dropped, because the requests had been begun "
+            "again. Expect a few at each death.",
             Query(increase("shoal_late_outputs_total", window=WINDOW), "dropped"),
         ),
         graph(
@@ -105,8 +106,8 @@ def memory() -> list[PanelBuilder]:
     return [
         graph(
             "KV cache in use",
-            "Share of each engine's own blocks that requests hold, whoever they belong to. Near "
-            "1, requests wait or are preempted: shorten `--max-model-len`, raise "
+            "Share of each engine's own blocks that its own requests or a group's hold. Near 1, "
+            "requests wait or are preempted: shorten `--max-model-len`, raise "
             "`--gpu-memory-utilization`, or let the policy form groups for long requests.",
             Query(f"max by ({BY_ENGINE}) ({series('vllm:kv_cache_usage_perc')})", ENGINE),
             unit="percentunit",
@@ -121,8 +122,8 @@ def memory() -> list[PanelBuilder]:
         ),
         graph(
             "Preemptions per second",
-            "Requests thrown out of a batch for want of KV blocks, and computed again later. Any "
-            "steady rate is capacity lost.",
+            "Requests that left a batch because KV blocks were short, and are computed again "
+            "later. Any steady rate is lost capacity.",
             Query(rate("vllm:num_preemptions_total", by=BY_ENGINE), ENGINE),
             unit="ops",
         ),
@@ -134,20 +135,22 @@ def batch() -> list[PanelBuilder]:
     return [
         graph(
             "Requests in a batch",
-            "Of the unit that the engine leads: in a group, the first engine shows all of them. "
-            "`--max-num-seqs` is the most.",
+            "Requests in the batch of the unit that the engine leads: the first engine of a group "
+            "shows all of the group's. `--max-num-seqs` is the limit.",
             Query(total("shoal_engine_requests", 'state="running"', by=BY_ENGINE), ENGINE),
         ),
         graph(
             "Requests behind a batch",
-            "Handed to the unit and not in its batch yet. Moments aside, that is one ahead of a "
-            "full batch; more, for long, means that KV blocks are short.",
+            "Requests that the unit has but that are not in its batch yet. Apart from moments, "
+            "that is one ahead of a full batch; more for a long time means that KV blocks are "
+            "short.",
             Query(total("shoal_engine_requests", 'state="waiting"', by=BY_ENGINE), ENGINE),
         ),
         graph(
             "Paused requests",
-            "Paused by a `hard` switch until their unit is back. Those that stay cannot be moved, "
-            "and nothing forms that unit again: docs/alerts.md, ShoalRequestsPausedLong.",
+            "Requests that a `hard` switch paused until their unit is back. If they stay, they "
+            "cannot be moved, and nothing forms that unit again: docs/alerts.md, "
+            "ShoalRequestsPausedLong.",
             Query(total("shoal_engine_requests", 'state="paused"', by=BY_ENGINE), ENGINE),
         ),
     ]
@@ -164,7 +167,7 @@ def steps() -> list[PanelBuilder]:
         graph(
             "Busy part of each engine",
             "Share of the time in which a step was in flight, shown at the first engine of a "
-            "group. Near 1 for all: more load only makes requests wait.",
+            "group. If it is near 1 for all engines, more load only makes requests wait.",
             Query(busy, ENGINE),
             unit="percentunit",
             limits=Limits(warn=0.95),
@@ -184,7 +187,7 @@ def steps() -> list[PanelBuilder]:
         ),
         graph(
             "Prefill tokens per second",
-            "Prompt tokens computed, those computed again included. An engine without any, while "
+            "Prompt tokens computed, including those computed again. An engine with none, while "
             "others have many, is not given requests: see its state.",
             Query(rate("shoal_step_tokens_total", 'kind="prefill"', by=BY_ENGINE), ENGINE),
         ),
@@ -196,8 +199,8 @@ def steps() -> list[PanelBuilder]:
         ),
         graph(
             "Prefix cache: share of prompt tokens found",
-            "Tokens that need no prefill, of those asked for. Empty while no prompt comes; engines "
-            "without a model have no cache.",
+            "Share of the requested prompt tokens that need no prefill. It is empty while no "
+            "prompt comes; engines without a model have no cache.",
             Query(
                 f"{rate('vllm:prefix_cache_hits_total', by=BY_ENGINE)} / "
                 f"({rate('vllm:prefix_cache_queries_total', by=BY_ENGINE)} > 0)",
@@ -213,9 +216,9 @@ def gpus() -> list[PanelBuilder]:
     return [
         graph(
             "GPU memory in use",
-            "From NVIDIA's dcgm-exporter, of all the GPUs that Prometheus knows: Shoal does not "
-            "export it, for it is constant after the start (weights and KV buffer). If it grows, "
-            "another process is on the GPU.",
+            "From NVIDIA's dcgm-exporter, for all GPUs that Prometheus knows. Shoal does not "
+            "export it, because it is constant after the start (weights and KV buffer). If it "
+            "grows, another process uses the GPU.",
             Query("DCGM_FI_DEV_FB_USED * 2^20", "{{Hostname}} GPU {{gpu}}"),
             unit="bytes",
             span=12,

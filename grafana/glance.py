@@ -77,7 +77,7 @@ def _health() -> list[PanelBuilder]:
         ),
         figure(
             "Engines that do not serve",
-            "Engines that start, are silent or are dead. The others go on serving; a dead engine "
+            "Engines that are starting, silent or dead. The others go on serving; a dead engine "
             "is started again a few times. The dashboard Engines shows which one it is.",
             Query(total("shoal_engines", 'state!="serving"')),
             limits=Limits(bad=1),
@@ -133,8 +133,8 @@ def _layout_timeline() -> PanelBuilder:
 def _why() -> PanelBuilder:
     return bars(
         "Why it switched (number of switches in the time shown)",
-        "Switches by what the policy, or the admin API, gave as reason. What each of them cost is "
-        "on the dashboard Switching; the log has one line for each of them.",
+        "Switches by the reason that the policy or the admin API gave. The dashboard Switching "
+        "shows what switches cost; the log has one line for each of them.",
         Query(increase("shoal_switches_total", by="reason"), "{{reason}}"),
         names=REASONS,
     )

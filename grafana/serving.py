@@ -46,14 +46,14 @@ def traffic() -> list[PanelBuilder]:
         graph(
             "Tokens per second",
             "Prompt tokens of requests that got their first token, and tokens sent to clients. If "
-            "it stays where it is while requests wait, the node is at its limit.",
+            "these stay the same while requests wait, the node is at its limit.",
             Query(rate("vllm:prompt_tokens_total"), "prompt"),
             Query(rate("vllm:generation_tokens_total"), "output"),
             unit="short",
         ),
         graph(
             "Length of prompts",
-            "Tokens per prompt, of requests that ended. Long ones take long to prefill: they "
+            "Tokens per prompt, of requests that ended. Long prompts take long to prefill: they "
             "explain a TTFT that rises while the rate of requests does not.",
             *_quantiles("vllm:request_prompt_tokens"),
             span=12,
@@ -73,9 +73,9 @@ def latency() -> list[PanelBuilder]:
     return [
         _by_priority(
             "Time to first token",
-            "From a request's arrival to its first token: wait in the task pool and prefill. If "
-            "it rises, look at the queue time beside it: equal, and engines are short; much "
-            "less, and prompts are long.",
+            "From a request's arrival to its first token: the wait in the task pool and the "
+            "prefill. If it rises, compare the time in the task pool: if that is about equal, "
+            "engines are too few; if it is much less, prompts are long.",
             TTFT,
         ),
         _by_priority(
@@ -86,8 +86,8 @@ def latency() -> list[PanelBuilder]:
         ),
         _by_priority(
             "Inter-token latency",
-            "Between two outputs of a stream. A high p99 beside a low p50 are gaps: "
-            "see the stalls below.",
+            "Between two outputs of a stream. A high p99 with a low p50 means gaps: see the "
+            "stalls below.",
             ITL,
         ),
         _by_priority(
@@ -112,15 +112,15 @@ def layouts() -> list[PanelBuilder]:
     return [
         graph(
             "Time to first token (p90), by layout",
-            "What a layout gives to requests that begin in it. TP should be faster than DP at "
+            "TTFT of the requests that begin in each layout. TP should be faster than DP at "
             "little load: if it never is, keep to DP (`--max-group 1`, or policy `static-dp`).",
             Query(quantile(0.9, TTFT, by="layout"), "{{layout}}"),
             unit="s",
         ),
         graph(
             "Inter-token latency (p90), by layout",
-            "What a layout gives to requests that run in it. TP should be below DP; if it is not, "
-            "the batches of the groups are too large, or the links between GPUs too slow.",
+            "Latency of the requests that run in each layout. TP should be below DP; if it is "
+            "not, the batches of the groups are too large, or the links between GPUs too slow.",
             Query(quantile(0.9, ITL, by="layout"), "{{layout}}"),
             unit="s",
         ),

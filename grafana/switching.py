@@ -35,15 +35,16 @@ def switches() -> list[PanelBuilder]:
         ),
         figure(
             "Switches in the time shown",
-            "All that ended, whatever their outcome. None, under a policy and with a load that "
-            "changes: the policy has no reason, or cannot switch; see the failed ones.",
+            "All switches that ended, whatever their outcome. If there are none although a policy "
+            "decides and the load changes, the policy has no reason to switch, or cannot: see the "
+            "failed ones.",
             Query(f"round({increase('shoal_switches_total')})"),
             span=6,
         ),
         figure(
             "Failed switches in the time shown",
-            "Switches that turned round: every engine went back to what it was, and no request "
-            "was lost. The log says why. Many of them: docs/alerts.md, ShoalSwitchesFail.",
+            "Switches that were undone: every engine went back to what it was, and no request was "
+            "lost. The log says why. If there are many, see docs/alerts.md, ShoalSwitchesFail.",
             Query(f"round({increase('shoal_switches_total', FAILED)})"),
             limits=Limits(warn=1, bad=3),
             span=6,
@@ -100,8 +101,8 @@ def cost() -> list[PanelBuilder]:
         graph(
             "Time of a switch, by treatment",
             "`soft` and `hard` switches take milliseconds; `sequential` and `interleave` wait for "
-            "requests. A `soft` or `hard` one that takes long: an engine is slow to reach a safe "
-            "point, see the phases.",
+            "requests. If a `soft` or `hard` switch takes long, an engine is slow to reach a safe "
+            "point: see the phases.",
             Query(quantile(0.5, "shoal_switch_seconds", by="treatment"), "{{treatment}} p50"),
             Query(quantile(0.99, "shoal_switch_seconds", by="treatment"), "{{treatment}} p99"),
             unit="s",
@@ -119,9 +120,9 @@ def cost() -> list[PanelBuilder]:
         ),
         graph(
             "Share of the time spent in switches",
-            "Serving goes on meanwhile on all engines that are not regrouped, and with "
-            "`sequential` and `interleave` on these too. Above a fifth with `soft` or `hard`: "
-            "switches are too many or too slow.",
+            "Engines that are not regrouped go on serving, and with `sequential` and `interleave` "
+            "the others do, too. If it is above a fifth with `soft` or `hard`, switches are too "
+            "many or too slow.",
             Query(rate("shoal_switch_seconds_sum", by="treatment"), "{{treatment}}"),
             unit="percentunit",
             stack=True,
@@ -134,15 +135,15 @@ def modes() -> list[PanelBuilder]:
     return [
         graph(
             "Units, by layout",
-            "Each unit serves requests of its own: more units take more requests at once, wider "
-            "ones answer each of them faster. It should follow the load.",
+            "Each unit serves requests of its own: more units serve more requests at once, and "
+            "wider units answer each request faster. The layout should follow the load.",
             Query(total("shoal_units", by="layout"), "{{layout}}"),
             stack=True,
         ),
         graph(
             "Steps per second, by mode",
             "How steps of the model are executed. A TP step is one step, however many engines "
-            "take part. Steps of a mode that no unit is in are of requests that interleave.",
+            "take part. Steps of a mode that no unit is in belong to requests that interleave.",
             Query(rate("shoal_steps_total", by="mode"), "{{mode}}"),
             unit="ops",
             stack=True,
@@ -179,15 +180,16 @@ def pool() -> list[PanelBuilder]:
         ),
         graph(
             "Prompt tokens in the task pool, by priority",
-            "How much prefill waits. Large beside few requests: long prompts, which may need a "
-            "group; `--max-waiting-tokens` bounds it.",
+            "How much prefill waits. If it is large and the requests are few, their prompts are "
+            "long and may need a group. `--max-waiting-tokens` bounds it.",
             Query(total("shoal_pool_waiting_tokens", by="priority"), "{{priority}}"),
             stack=True,
             span=6,
         ),
         graph(
             "Wait of the oldest request, by priority",
-            "Above a minute for `urgent` or `normal`: docs/alerts.md, ShoalRequestsWaitLong.",
+            "If it is above a minute for `urgent` or `normal`, see docs/alerts.md, "
+            "ShoalRequestsWaitLong.",
             Query(f"max by (priority) ({series('shoal_pool_oldest_seconds')})", "{{priority}}"),
             unit="s",
             limits=Limits(warn=10, bad=60),
@@ -201,8 +203,8 @@ def decisions() -> list[PanelBuilder]:
     return [
         graph(
             "Time of a decision",
-            "The policy is asked after every batch of events; all of the controller waits for it. "
-            "It should be well below a millisecond.",
+            "The policy is asked after every batch of events, and the whole controller waits for "
+            "it. This should be well below a millisecond.",
             Query(quantile(0.5, "shoal_policy_decision_seconds"), "p50"),
             Query(quantile(0.99, "shoal_policy_decision_seconds"), "p99"),
             unit="s",
@@ -211,7 +213,7 @@ def decisions() -> list[PanelBuilder]:
         graph(
             "One turn of the controller's loop",
             "Every request and every switch goes through this loop. Above 50 ms it delays first "
-            "tokens: docs/alerts.md, ShoalControllerSlow.",
+            "tokens: see docs/alerts.md, ShoalControllerSlow.",
             Query(quantile(0.5, "shoal_controller_loop_seconds"), "p50"),
             Query(quantile(0.99, "shoal_controller_loop_seconds"), "p99"),
             unit="s",
@@ -220,8 +222,9 @@ def decisions() -> list[PanelBuilder]:
         ),
         graph(
             "Errors of the policy and stale messages, per minute",
-            "Errors: decisions that raised or could not be done: the node kept what it had; the "
-            "log says why. Stale messages are of switches that were over; a few are harmless.",
+            "Errors are decisions that raised or could not be done; the node kept what it had, "
+            "and the log says why. Stale messages belong to switches that were over; a few are "
+            "harmless.",
             Query(f"60 * {rate('shoal_policy_errors_total')}", "policy errors"),
             Query(f"60 * {rate('shoal_stale_messages_total')}", "stale messages"),
             span=6,

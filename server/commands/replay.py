@@ -129,20 +129,20 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="send only what OpenAI's API has: no ignore_eos, no priority",
     )
-    add("--deadline-ms", type=int, metavar="MS", help="drop requests that still wait then")
+    add("--deadline-ms", type=int, metavar="MS", help="drop requests that wait longer than this")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for flag, default, unit, text in (
-        ("--timeout", 600.0, "S", "give up a response then"),
-        ("--grace", 5.0, "S", "after Ctrl-C, let responses end this long"),
+        ("--timeout", 600.0, "S", "give up a response after this time"),
+        ("--grace", 5.0, "S", "how long responses may go on after Ctrl-C"),
         ("--max-lag-ms", 1000 * MAX_LAG_SECONDS, "MS", "a run with more lag (p99) is not valid"),
     ):
         said = f"{text} (default: %(default)g)"
         add(flag, type=float, default=default, metavar=unit, help=said)
     add("--check-metrics", action="store_true", help="compare all totals with the server's metrics")
-    add("--name", help="of the run, in reports (default: the workload's)")
+    add("--name", help="name of the run in reports (default: the workload's)")
     add("--json", type=Path, metavar="FILE", help="write figures and all requests")
     add("--html", type=Path, metavar="FILE", help="write a report with a picture")
 

@@ -78,10 +78,10 @@ class BoundsError(ValueError):
 _OPTIONS = (
     ("max_body_bytes", DEFAULTS.body_bytes, "bytes of a request's body"),
     ("max_choices", DEFAULTS.choices, "answers that one request may ask for"),
-    ("max_logprob_values", DEFAULTS.logprob_values, "log probabilities in its answers"),
-    ("max_grammar_bytes", DEFAULTS.grammar_bytes, "bytes of its schemas and grammars"),
-    ("max_grammar_seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile one"),
-    ("max_waiting_grammars", DEFAULTS.grammars_waiting, "of one caller that wait for it"),
+    ("max_logprob_values", DEFAULTS.logprob_values, "log probabilities of one request"),
+    ("max_grammar_bytes", DEFAULTS.grammar_bytes, "bytes of a request's schemas and grammars"),
+    ("max_grammar_seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile a grammar"),
+    ("max_waiting_grammars", DEFAULTS.grammars_waiting, "waiting grammars of one caller"),
 )
 """The bounds that have an option: those that operators may want to change."""
 

@@ -38,13 +38,13 @@ def add_promise_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cost-model-shape",
         metavar="FILE|NAME",
-        help="model whose step times policies reckon with (default: the served one; built in: "
+        help="model whose step times policies assume (default: the served one; built in: "
         f"{', '.join(built_in('shapes'))})",
     )
     group.add_argument(
         "--cost-model-hardware",
         metavar="FILE|NAME",
-        help=f"hardware they reckon with (default: {GPU_HARDWARE} for GPUs, {CPU_HARDWARE} for "
+        help=f"hardware that policies assume (default: {GPU_HARDWARE} for GPUs, {CPU_HARDWARE} for "
         f"CPUs; built in: {', '.join(built_in('hardware'))})",
     )
 

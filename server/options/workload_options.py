@@ -34,7 +34,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
         help="a trace (Azure or BurstGPT CSV, Mooncake JSONL, or one's own), or one of "
         f"{', '.join(SHAPES)}",
     )
-    add("--rate-scale", type=float, default=1.0, metavar="X", help="let all come X times as fast")
+    add("--rate-scale", type=float, default=1.0, metavar="X", help="send requests X times as fast")
     add("--length-scale", type=float, default=1.0, metavar="X", help="scale prompts and outputs")
     add("--requests", type=int, metavar="N", help="only the first N requests")
     add("--duration", type=float, metavar="S", help="only the first S seconds")
@@ -50,14 +50,14 @@ def add_workload_options(parser: ArgumentParser) -> None:
         metavar="P:SHARE,...",
         help="draw priorities in these proportions (as --priorities=-10:1,0:4)",
     )
-    add("--seed", type=int, default=0, help="of what is made up (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of random draws (default: %(default)s)")
     made_up = parser.add_argument_group("made-up workloads")
     add = made_up.add_argument
     add("--rate", type=_rates, metavar="LOW[:HIGH]", help="requests per second; of a ramp FROM:TO")
     add("--burst-rate", type=_rates, metavar="LOW[:HIGH]", help="of bursty: rate of its bursts")
     add("--burstiness", type=float, metavar="X", help="of gamma: its shape; 1 is Poisson")
-    add("--quiet-seconds", type=float, metavar="S", help="of bursty")
-    add("--burst-seconds", type=float, metavar="S", help="of bursty")
+    add("--quiet-seconds", type=float, metavar="S", help="of bursty: quiet phases")
+    add("--burst-seconds", type=float, metavar="S", help="of bursty: bursts")
     add("--prompt-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of prompts")
     add("--output-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of outputs")
 
