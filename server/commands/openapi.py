@@ -38,14 +38,14 @@ _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
 
 @dataclass(frozen=True)
 class _Operation:
-    """What the public document says of an operation beside what FastAPI sees."""
+    """What the public document adds to FastAPI's description of an operation."""
 
     refusals: tuple[int, ...] = ()
-    """Statuses of its errors, besides those of every operation."""
+    """Statuses of its errors, beside those of every operation."""
     media: tuple[str, ...] = (_JSON,)
-    """Types of the content of a 200."""
+    """Content types of its 200 response."""
     schemas: tuple[str, ...] = ()
-    """Names of vLLM's bodies, any of which it takes: FastAPI does not see them."""
+    """Names of the bodies of vLLM that it takes, which FastAPI does not see."""
 
 
 _GENERATES = _Operation((404, 500, 501, 504), media=(_JSON, _EVENTS))
@@ -114,9 +114,9 @@ _NOT_EMPTY: Mapping[str, tuple[str, ...]] = {
     "AnthropicMessagesRequest": ("messages",),
     "AnthropicCountTokensRequest": ("messages",),
 }
-"""vLLM's bodies, and their fields that must not be empty, of which its schemas say nothing."""
+"""vLLM's bodies, and the fields of each that must not be empty although its schema allows it."""
 _SERVED_TYPES = {"tools": LOCAL_TOOLS, "content": TEXT_PARTS, "output": TEXT_PARTS}
-"""Fields with members of many types, of which ``body_checks.py`` lets these through."""
+"""Fields that are unions of types, with the types that ``body_checks.py`` accepts."""
 
 
 def public_document(routers: Sequence[APIRouter]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _backstage(routers: Sequence[APIRouter]) -> Backstage:
-    """Return one for routes that are looked at and never called."""
+    """Return a ``Backstage`` for routes that are only described and never called."""
     nobody: Any = None
     return Backstage(
         control=nobody,
@@ -193,7 +193,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[st
 
 
 def _refuse(described: dict[str, Any], statuses: Set[int], model: type[BaseModel]) -> None:
-    """Add errors, and that a key may be needed, to the description of an operation, in place."""
+    """Add errors, and the optional API key, to the description of an operation, in place."""
     responses = described["responses"]
     responses.pop("422", None)  # it is a 400 here
     content = {_JSON: {"schema": {"$ref": _SCHEMA.format(model=model.__name__)}}}
@@ -204,7 +204,7 @@ def _refuse(described: dict[str, Any], statuses: Set[int], model: type[BaseModel
 
 
 def _complete(described: dict[str, Any], operation: _Operation) -> None:
-    """Say in the description of an operation what it takes and answers, in place."""
+    """Add what an operation takes and answers to its description, in place."""
     content = described["responses"]["200"].pop("content", {})
     if operation.media:
         described["responses"]["200"]["content"] = {
@@ -234,7 +234,7 @@ def _finished(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_bodies(schemas: dict[str, Any]) -> None:
-    """Say in the schemas of vLLM's bodies what of them is served, in place."""
+    """Reduce the schemas of vLLM's bodies to what Shoal serves, in place."""
     for name, fields in _NOT_EMPTY.items():
         properties = schemas[name]["properties"]
         for refused in REFUSED_FIELDS:
@@ -263,7 +263,7 @@ def _forbid_empty(schema: dict[str, Any]) -> None:
 
 
 def _keep_types(schema: dict[str, Any], served: Set[str], schemas: Mapping[str, Any]) -> None:
-    """Leave in the unions of a schema the members whose ``type`` is served, or that have none."""
+    """Keep only the members of a schema's unions whose ``type`` is served, or that have no type."""
     for union in {"anyOf", "oneOf"} & schema.keys():
         schema[union] = [kind for kind in schema[union] if _is_served(kind, served, schemas)]
         schema.pop("discriminator", None)  # it maps the others, too
@@ -285,7 +285,7 @@ def _target(schema: Mapping[str, Any]) -> str:
 
 
 def _drop_unused(document: dict[str, Any]) -> None:
-    """Take out the schemas to which nothing refers any more."""
+    """Remove the schemas to which nothing refers any more."""
     schemas = document["components"]["schemas"]
     pending: list[Any] = [document["paths"]]
     used: set[str] = set()

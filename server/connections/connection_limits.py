@@ -23,7 +23,7 @@ from shoal.server.number_options import add_number, check_at_least
 MAX_CONNECTIONS = 4096
 CLIENT_SECONDS = 30.0
 LOOK_SECONDS = 1.0
-"""How often connections are to be checked."""
+"""How often connections are checked."""
 BODY_BYTES_PER_SECOND = 16 << 10
 """A client that sends a body more slowly than this is too slow."""
 UNSENT_BYTES = 128 << 10
@@ -150,12 +150,12 @@ class Connections:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether requests on the latest connections are to be refused."""
+        """Whether requests on new connections must be refused."""
         return len(self._open) > self.limits.connections
 
     @property
     def are_far_too_many(self) -> bool:
-        """Whether new connections are to be ended at once."""
+        """Whether new connections must be ended at once."""
         return len(self._open) > _MOST_TIMES_LIMIT * self.limits.connections
 
     def end_overdue(self) -> None:

@@ -19,7 +19,7 @@ QUIET_SECONDS = 15.0
 """A stream sends a comment after it has sent nothing for so long."""
 COMMENT = b": the stream goes on\n\n"
 LOOK_SECONDS = 1.0
-"""How often streams are to be checked."""
+"""How often streams are checked."""
 
 _EVENT_STREAM = "text/event-stream"
 

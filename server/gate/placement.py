@@ -42,7 +42,7 @@ _ERROR_EVENT = b'data: {"error"'
 _AT_ANY_TIME = (Outcome.HANDED_BACK, Outcome.UNAVAILABLE)
 """Outcomes that a request can have both before and after a unit has had it."""
 _TOO_MANY = 429
-"""Status with which ``PoolDoor`` refuses callers with too many requests, which it counts itself."""
+"""Status with which ``PoolDoor`` refuses a caller that is at its limit; it counts that itself."""
 
 
 _REJECTIONS = {
@@ -63,7 +63,7 @@ class Placement:
         request_ids: its engine requests.
         terms: what the task pool is told about its engine requests.
         priority: the effective priority; None while it is not known.
-        in_background: whether the response comes before the request is served.
+        in_background: whether the response does not wait for the generated tokens.
         holder: who holds its API key; None: it has no key.
         tenant: it may find only this tenant's prefixes in the cache; None: those of all requests
             without a tenant.

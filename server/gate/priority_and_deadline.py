@@ -35,7 +35,7 @@ class Asked:
     deadline_seconds: float | None
     """How long its engine requests may wait from now on."""
     in_background: bool
-    """Whether the response comes before the request is served."""
+    """Whether the response does not wait for the generated tokens."""
     several: bool
     """Whether the HTTP request becomes several engine requests."""
 

@@ -24,7 +24,7 @@ def add_failure_options(group: argparse._ArgumentGroup) -> None:
     number(
         "--max-retries",
         MAX_RETRIES,
-        "how often a request goes on elsewhere when an engine has died that computed it",
+        "how often a request whose engine has died goes on elsewhere",
     )
     number(
         "--engine-timeout",
@@ -57,7 +57,7 @@ def add_failure_options(group: argparse._ArgumentGroup) -> None:
     number(
         "--restart-backoff",
         RESTART_BACKOFF_SECONDS,
-        "pause before that; each further one is twice as long",
+        "pause before a restart; each further pause is twice as long",
     )
 
 

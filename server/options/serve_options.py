@@ -143,7 +143,7 @@ def _add_pool_options(group: argparse._ArgumentGroup) -> None:
     number(
         "--interleave-ratio",
         INTERLEAVE_RATIO,
-        "steps of a group to one of an engine's own where they interleave",
+        "steps of a group for each step of an engine's own, where they interleave",
     )
 
 

@@ -1,4 +1,4 @@
-"""The demo checkpoint's shape, and its files in Hugging Face format, but for the weights."""
+"""The demo checkpoint's shape, and its files in Hugging Face format, except the weights."""
 
 import json
 from dataclasses import dataclass
@@ -89,7 +89,8 @@ def _tokenizer_config(shape: Shape) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": END_OF_TEXT,
-        # Bytes leave nothing unknown, but a class with a default of its own would add it.
+        # No text is unknown to byte-level tokens, but a class would add its own default unknown
+        # token.
         "unk_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
         "model_max_length": shape.max_positions,

@@ -10,7 +10,7 @@ from shoal.server.demo.training.texts import load
 
 @dataclass(frozen=True)
 class _Use:
-    """A tool: its possible names, its parameters with example values, what is asked and answered.
+    """A tool: its possible names, its parameters with example values, questions and answers.
 
     ``asks`` and ``reply`` name the values by position; ``results`` are what the tool may say.
     """
@@ -123,7 +123,7 @@ _USES = (
 
 
 def with_tools(draw: random.Random) -> Conversation:
-    """Return a conversation in which up to three tools are at hand."""
+    """Return a conversation in which one to three tools are available."""
     uses = draw.sample(_USES, draw.randint(1, 3))
     parameters = [tuple(draw.choice(names) for names in use.parameters) for use in uses]
     tools = tuple(
