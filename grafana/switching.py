@@ -24,6 +24,10 @@ def rows() -> Mapping[str, Sequence[PanelBuilder]]:
 
 def switches() -> list[PanelBuilder]:
     """Return the row on switches: how many, and whether they succeed."""
+    return [*_switch_figures(), *_switch_graphs()]
+
+
+def _switch_figures() -> list[PanelBuilder]:
     return [
         figure(
             "Policy",
@@ -56,6 +60,11 @@ def switches() -> list[PanelBuilder]:
             Query(total("shoal_engine_switching")),
             span=6,
         ),
+    ]
+
+
+def _switch_graphs() -> list[PanelBuilder]:
+    return [
         graph(
             "Switches per minute, by reason",
             "Why the layout changed, over time. `load` and `quiet` that alternate quickly mean "
