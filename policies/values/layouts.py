@@ -100,6 +100,7 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=
         return self.layout.name
 
 
+@functools.cache  # one value for each engine: its hash is found once
 def alone(engine: int) -> Unit:
     """Return the unit of one engine."""
     return Unit((engine,))
@@ -117,6 +118,7 @@ def unit_of(engine: int, layout: Layout) -> Unit:
     return Unit(tuple(range(first, first + layout.world_size)), layout)
 
 
+@functools.cache
 def layouts_up_to(max_group: int) -> tuple[Layout, ...]:
     """Return the layouts of a node with ``--max-group max_group``: DP, TP2, TP4 and so on."""
     return tuple(Layout(tp=1 << k) for k in range(max_group.bit_length()) if 1 << k <= max_group)

@@ -4,6 +4,7 @@ The engines of a unit are an aligned, adjacent run whose length is a power of tw
 ``(2, 3)``, ``(0, 1, 2, 3)``, never ``(1, 2)``. The units of a node always partition its engines.
 """
 
+import functools
 from collections.abc import Iterable
 
 from shoal.policies.values.layouts import Layout, Unit, alone, layouts_up_to, tensor_parallel
@@ -21,6 +22,7 @@ def singles(engines: int) -> Partition:
     return tuple(map(alone, range(engines)))
 
 
+@functools.cache  # policies ask for the same ones in every decision
 def units_of(engines: int, layout: Layout) -> Partition:
     """Return the aligned units of a layout among ``engines`` engines; a remainder is left out."""
     size = layout.world_size
