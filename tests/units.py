@@ -1,12 +1,12 @@
 """Short names for units, for tests that write many of them."""
 
-from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.layouts import Layout, Unit, tensor_parallel
 from shoal.policies.values.partition import Partition, units_of
 
 
 def tp(*engines: int) -> Unit:
     """Return the TP unit of these engines: ``tp(0, 1)``."""
-    return Unit(engines, Layout(tp=len(engines)))
+    return tensor_parallel(engines)
 
 
 def tp_units(engines: int, size: int) -> Partition:

@@ -7,7 +7,14 @@ The engines of a unit are an aligned, adjacent run whose length is a power of tw
 import functools
 from collections.abc import Iterable
 
-from shoal.policies.values.layouts import Layout, Unit, alone, layouts_up_to, tensor_parallel
+from shoal.policies.values.layouts import (
+    Layout,
+    Unit,
+    alone,
+    layouts_up_to,
+    tensor_parallel,
+    unit_of,
+)
 
 Partition = tuple[Unit, ...]
 """Units that cover every engine of the node once, ordered by their first engine."""
@@ -26,8 +33,7 @@ def singles(engines: int) -> Partition:
 def units_of(engines: int, layout: Layout) -> Partition:
     """Return the aligned units of a layout among ``engines`` engines; a remainder is left out."""
     size = layout.world_size
-    starts = range(0, engines - size + 1, size)
-    return tuple(Unit(tuple(range(start, start + size)), layout) for start in starts)
+    return tuple(unit_of(first, layout) for first in range(0, engines - size + 1, size))
 
 
 def parse_partition(units: Iterable[Iterable[int]], *, engines: int, max_group: int) -> Partition:
@@ -62,12 +68,12 @@ def _parse_unit(engines: Iterable[int], node_engines: int, max_group: int) -> Un
         raise PartitionError(
             f"unit {list(members)} has {len(members)} engines: allowed sizes are {sizes}"
         )
-    first = members[0]
-    if first % len(members) or members != tuple(range(first, first + len(members))):
+    unit = tensor_parallel(members)
+    if unit != unit_of(unit.leader, unit.layout):
         raise PartitionError(
-            f"unit {list(members)} is not an aligned, adjacent group of {len(members)} engines"
+            f"unit {list(members)} is not an aligned, adjacent group of {unit.size} engines"
         )
-    return tensor_parallel(members)
+    return unit
 
 
 def _check_cover(partition: Partition, engines: int) -> None:

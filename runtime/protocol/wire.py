@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.layouts import Layout, Unit, unit_of
 
 
 class RequestType(bytes, enum.Enum):
@@ -347,7 +347,7 @@ def decode_utility(frames: Sequence[Any]) -> UtilityCall:
 def unit_index(unit: Unit) -> int:
     """Return the engine index in a unit's outputs. It encodes the first engine and the layout.
 
-    vLLM's format has one number for the sender; ``unit_of`` decodes it in the front end.
+    vLLM's format has one number for the sender; ``sender_of`` decodes it in the front end.
     """
     layout = unit.layout
     index = unit.leader
@@ -357,13 +357,12 @@ def unit_index(unit: Unit) -> int:
 
 
 @lru_cache(maxsize=1024)
-def unit_of(index: int) -> Unit | None:
+def sender_of(index: int) -> Unit | None:
     """Return the unit that sent outputs with this engine index; None: the controller sent them."""
     first, tp, pp, ep = (index >> field * _FIELD_BITS & _FIELD_MASK for field in range(4))
     if not tp:
         return None
-    layout = Layout(tp, pp, ep)
-    return Unit(tuple(range(first, first + layout.world_size)), layout)
+    return unit_of(first, Layout(tp, pp, ep))
 
 
 def encode_outputs(

@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import IterationStats
 
 from shoal.runtime.protocol.controller_client import ControlClient
-from shoal.runtime.protocol.wire import RequestType, unit_of
+from shoal.runtime.protocol.wire import RequestType, sender_of
 from shoal.server.frontend.decode_streams import shorten_prompt
 from shoal.server.frontend.interruptions import Interruptions
 from shoal.server.frontend.ordering import InOrder
@@ -104,7 +104,7 @@ class EngineClient:
         await asyncio.sleep(0)
         self.interruptions.settle()
         message = await self._receive()
-        unit = unit_of(message.engine_index)
+        unit = sender_of(message.engine_index)
         message.engine_index = 0 if unit is None else unit.leader
         outputs = self._order.take(unit, self.interruptions.admit(unit, message.outputs))
         self._observers.outputs(unit, outputs)

@@ -86,7 +86,7 @@ class Front:
         self.late += outputs
 
     def take(self, message: wire.Outputs) -> list[wire.Output]:
-        unit = wire.unit_of(message.engine_index)
+        unit = wire.sender_of(message.engine_index)
         return self.order.take(unit, self.interruptions.admit(unit, message.outputs))
 
 
@@ -228,7 +228,7 @@ class LoopbackNode:
         held: list[tuple[int, Frames]] = []
         wanted = tensor_parallel(unit)
         for client, frames_list in self.network.front_outputs.items():
-            sent = [f for f in frames_list if wire.unit_of(index_of(f)) == wanted][keep:]
+            sent = [f for f in frames_list if wire.sender_of(index_of(f)) == wanted][keep:]
             held += [(client, frames) for frames in sent]
             frames_list[:] = [f for f in frames_list if not any(f is taken for taken in sent)]
         return held

@@ -402,7 +402,7 @@ class RealNode:
         self.controller.turn(timeout)
         while self._output.poll(0):
             message = self._decoder.decode(self._output.recv_multipart())
-            unit = wire.unit_of(message.engine_index)
+            unit = wire.sender_of(message.engine_index)
             admitted = self._interruptions.admit(unit, message.outputs)
             for output in self._order.take(unit, admitted):
                 assert output.request_id not in self.finished, "a token after the end"

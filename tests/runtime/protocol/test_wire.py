@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
+from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.runtime.protocol import wire
+from tests.units import tp
 
 pytest.importorskip("vllm")
 
@@ -185,3 +187,22 @@ def test_merged_ready_response_is_vllms(vllm):
     response = msgspec.msgpack.decode(merged, type=vllm.engine.EngineCoreReadyResponse)
     assert (response.max_model_len, response.num_gpu_blocks) == (200, 20)
     assert (response.block_size, response.max_num_seqs, response.instance_id) == (16, 8, "i")
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        alone(0),
+        alone(7),
+        tp(2, 3),
+        tp(*range(8)),
+        Unit((4, 5, 6, 7), Layout(tp=2, pp=2)),
+        Unit((0, 1, 2, 3), Layout(tp=4, ep=4)),
+    ],
+)
+def test_an_index_tells_the_unit_and_its_layout(unit: Unit) -> None:
+    assert wire.sender_of(wire.unit_index(unit)) == unit
+
+
+def test_the_controller_is_no_unit() -> None:
+    assert wire.sender_of(0) is None

@@ -315,7 +315,7 @@ def test_leader_dies_in_a_bind_of_a_group_that_holds_paused_requests() -> None:
     node.switch(tp(0, 1), tp(2, 3))
     busy(node, tokens=40)
     node.switch(*ALONE)
-    assert node.backends[1].own.lent  # to requests paused in tp(0, 1)
+    assert node.backends[1].own.lent  # to requests that are paused in the group of engines 0 and 1
     node.hung = {0}
     node.set_layout(tp(0, 1), alone(2), alone(3))
     node.settle()  # 1 has lent more, to the bind
@@ -400,7 +400,7 @@ def test_member_that_dies_while_it_resumes_dies_alone() -> None:
     node.settle()
     assert failure(node, call).status == 503
     assert killed(node) == {1}
-    # What it left of was tp(0, 1) and tp(2, 3): only the latter can be had again.
+    # Both groups were formed before the switch. Only that of engines 2 and 3 is whole still.
     assert node.partition == (alone(0), alone(1), tp(2, 3))
     node.send("after", 10, 4)
     node.settle()
