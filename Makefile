@@ -1,6 +1,6 @@
 # `make serve` sets up and serves the demo model on two CPU engines; `make test` sets up and runs
-# every check. `make quick` lints and runs the tests that need neither vLLM nor a server, in less than
-# a minute. A finished set-up is kept in .venv and used again until what it was made from changes.
+# every check. `make quick` lints and runs the tests that need neither vLLM nor a server. A finished
+# set-up is kept in .venv and used again until what it was made from changes.
 #
 #   PYTHON       interpreter to set up with: 3.11 or 3.12
 #   TORCH_INDEX  package index for PyTorch, such as https://download.pytorch.org/whl/cpu;

@@ -126,18 +126,18 @@ class EngineClient:
 
     def _standing(self, request_id: str) -> tuple[int, int] | None:
         """Return how many prompt and received output tokens a request has; None if unknown."""
-        state = self._states.get(request_id)
-        if state is None or state.detokenizer is None:
-            return None
-        return state.prompt_len, state.detokenizer.num_output_tokens()
+        state = self._decoding(request_id)
+        return None if state is None else (state.prompt_len, state.detokenizer.num_output_tokens())
 
     def _tokens_of(self, request_id: str) -> Sequence[int] | None:
         """Return the output tokens received for a request; None if it has ended."""
+        state = self._decoding(request_id)
+        return None if state is None else state.detokenizer.output_token_ids
+
+    def _decoding(self, request_id: str) -> Any:
+        """Return vLLM's state of a request whose tokens it decodes; None if there is none."""
         state = self._states.get(request_id)
-        if state is None or state.detokenizer is None:
-            return None
-        tokens: Sequence[int] = state.detokenizer.output_token_ids
-        return tokens
+        return state if state is not None and state.detokenizer is not None else None
 
     def _end_unstarted(self, outputs: list[Any], timestamp: float) -> list[Any]:
         """End the requests that end without a token, and return the other outputs.
