@@ -91,12 +91,14 @@ def deaths() -> list[PanelBuilder]:
             Query(increase("shoal_late_outputs_total", window=WINDOW), "dropped"),
         ),
         graph(
-            "Restarts, and groups that wait for them",
+            "Restarts, groups that wait for them, and drained engines",
             "Dead engines that were started again, and groups that cannot be formed since: they "
-            "are formed anew when their engines are back, single, and no switch runs. "
+            "are formed anew when their engines are back, single, and no switch runs. Drained "
+            "engines are those that an operator has taken out. "
             "`GET /admin/layout` says what a group waits for.",
             Query(increase("shoal_engine_restarts_total", window=WINDOW), "restarts"),
             Query(total("shoal_groups_unavailable", by="layout"), "{{layout}} unavailable"),
+            Query(total("shoal_engine_drained"), "drained engines"),
         ),
     ]
 
@@ -148,9 +150,9 @@ def batch() -> list[PanelBuilder]:
         ),
         graph(
             "Paused requests",
-            "Requests that a `hard` switch paused until their unit is back. If they stay, they "
-            "cannot be moved, and nothing forms that unit again: docs/alerts.md, "
-            "ShoalRequestsPausedLong.",
+            "Requests that a `hard` switch paused until their unit is back. If it does not come "
+            "back, they go to another unit after half a minute. If they stay for longer, see "
+            "docs/alerts.md, ShoalRequestsPausedLong.",
             Query(total("shoal_engine_requests", 'state="paused"', by=BY_ENGINE), ENGINE),
         ),
     ]

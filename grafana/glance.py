@@ -35,7 +35,7 @@ REASONS: Mapping[str, str] = {
     "slo": "slo: a target was at risk",
     "start": "start: how the policy begins",
     "manual": "manual: the admin API asked",
-    "paused": "paused: requests were paused for long",
+    "drain": "drain: an engine was taken out",
     "other": "other: the policy gave no reason",
 }
 """Explanations for the values of the label ``reason`` of switches."""

@@ -9,6 +9,7 @@ from shoal.grafana.panels import Limits, PanelBuilder, Query, figure, graph
 from shoal.grafana.promql import increase, quantile, rate, series, total
 
 FAILED = 'outcome="failed"'
+CARRIED = 'outcome="carried"'
 
 
 def rows() -> Mapping[str, Sequence[PanelBuilder]]:
@@ -16,6 +17,7 @@ def rows() -> Mapping[str, Sequence[PanelBuilder]]:
     return {
         "Switches": switches(),
         "What switches cost": cost(),
+        "Requests that are carried": carries(),
         "Modes": modes(),
         "Leases and task pool": pool(),
         "Policy and controller": decisions(),
@@ -83,9 +85,9 @@ def _switch_graphs() -> list[PanelBuilder]:
         ),
         graph(
             "Late switches per minute, by reason",
-            "Switches of a policy whose requests did not end within `--switch-wait`: they went on "
-            "without waiting. Requests with a seed, penalties or a grammar cannot be moved, and so "
-            "make them late. Each one kept new requests waiting for that long.",
+            "`sequential` switches of a policy whose requests did not end within `--switch-wait`: "
+            "they went on without waiting, and carried these requests. Each one kept new requests "
+            "waiting for that long.",
             Query(f"60 * {rate('shoal_late_switches_total', by='reason')}", "{{reason}}"),
             stack=True,
             names=REASONS,
@@ -93,11 +95,12 @@ def _switch_graphs() -> list[PanelBuilder]:
         graph(
             "What switches did to requests, per second",
             "`paused` ones keep their KV and go on (`resumed`) when their unit is back; `drained` "
-            "ones were waited for; `moved` ones are recomputed elsewhere, which costs their "
-            "prefill again.",
+            "ones were waited for; `carried` ones went to another unit with their KV; `moved` ones "
+            "are recomputed elsewhere, which costs their prefill again.",
             Query(rate("shoal_paused_requests_total"), "paused"),
             Query(rate("shoal_resumed_requests_total"), "resumed"),
             Query(rate("shoal_drained_requests_total"), "drained"),
+            Query(rate("shoal_carried_requests_total", CARRIED), "carried"),
             Query(rate("shoal_moved_requests_total"), "moved"),
             unit="reqps",
         ),
@@ -109,9 +112,9 @@ def cost() -> list[PanelBuilder]:
     return [
         graph(
             "Time of a switch, by treatment",
-            "`soft` and `hard` switches take milliseconds; `sequential` and `interleave` wait for "
-            "requests. If a `soft` or `hard` switch takes long, an engine is slow to reach a safe "
-            "point: see the phases.",
+            "`sequential` switches wait for requests to end; the others take milliseconds, and "
+            "`carry` also what the copy of KV takes. If another than a `sequential` one takes "
+            "long, an engine is slow to reach a safe point: see the phases.",
             Query(quantile(0.5, "shoal_switch_seconds", by="treatment"), "{{treatment}} p50"),
             Query(quantile(0.99, "shoal_switch_seconds", by="treatment"), "{{treatment}} p99"),
             unit="s",
@@ -129,12 +132,54 @@ def cost() -> list[PanelBuilder]:
         ),
         graph(
             "Share of the time spent in switches",
-            "Engines that are not regrouped go on serving, and with `sequential` and `interleave` "
-            "the others do, too. If it is above a fifth with `soft` or `hard`, switches are too "
-            "many or too slow.",
+            "Engines that are not regrouped go on serving, and with `sequential` the others do, "
+            "too. If it is above a fifth with any other treatment, switches are too many or too "
+            "slow.",
             Query(rate("shoal_switch_seconds_sum", by="treatment"), "{{treatment}}"),
             unit="percentunit",
             stack=True,
+        ),
+    ]
+
+
+def carries() -> list[PanelBuilder]:
+    """Return the row on requests that go to another unit with their KV."""
+    return [
+        graph(
+            "Phases of carries (p90)",
+            "`export` until the unit has stopped computing the requests, at most a step of the "
+            "model; `import` until all of them go on in the next unit; `copy`: its members read "
+            "the KV of those for which there is room.",
+            Query(quantile(0.9, "shoal_carry_seconds", by="phase"), "{{phase}}"),
+            unit="s",
+            style=GraphDrawStyle.POINTS,
+            span=6,
+        ),
+        graph(
+            "Requests to be carried per second, by outcome",
+            "`carried` ones took their KV along; `recomputed` ones are computed again, and the "
+            "last panel of this row says why; `kept` ones stayed where they were, because their "
+            "switch failed; of `lost` ones an engine died meanwhile.",
+            Query(rate("shoal_carried_requests_total", by="outcome"), "{{outcome}}"),
+            unit="reqps",
+            stack=True,
+            span=6,
+        ),
+        graph(
+            "KV carried per second",
+            "Bytes that the members of the next units have read from the memory of other engines.",
+            Query(rate("shoal_carried_bytes_total"), "read"),
+            unit="Bps",
+            span=6,
+        ),
+        graph(
+            "Carried without their KV per minute, by reason",
+            "Requests that the next unit computes again. `no_room`: it had no free blocks for "
+            "their KV. `not_shared`: its engines cannot read the other engines' memory. "
+            "`unreadable`: the KV cannot be taken as it is.",
+            Query(f"60 * {rate('shoal_carry_fallbacks_total', by='reason')}", "{{reason}}"),
+            stack=True,
+            span=6,
         ),
     ]
 
@@ -152,7 +197,7 @@ def modes() -> list[PanelBuilder]:
         graph(
             "Steps per second, by mode",
             "How steps of the model are executed. A TP step is one step, however many engines "
-            "take part. Steps of a mode that no unit is in belong to requests that interleave.",
+            "take part.",
             Query(rate("shoal_steps_total", by="mode"), "{{mode}}"),
             unit="ops",
             stack=True,

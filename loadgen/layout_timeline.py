@@ -20,6 +20,7 @@ class Treated(msgspec.Struct, frozen=True):
 
     paused: int = 0
     moved: int = 0
+    carried: int = 0
 
 
 class Switch(msgspec.Struct, frozen=True):
@@ -74,6 +75,7 @@ class LayoutLog:
             seconds=sum(switch.duration_seconds for switch in done),
             paused=sum(switch.requests.paused for switch in done),
             moved=sum(switch.requests.moved for switch in done),
+            carried=sum(switch.requests.carried for switch in done),
         )
 
     def widths(self) -> list[tuple[float, float]]:

@@ -127,6 +127,7 @@ class Switching:
     """Sum of their durations, from the decision to the last engine's answer."""
     paused: int
     moved: int
+    carried: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ _LABEL_WIDTH = 40
 _RULE_WIDTH = 50
 _TOTALS_HEAD = (
     f"{'peak tok/s':>11}{'mean tok/s':>11}{'switches':>9}{'failed':>7}"
-    f"{'ms each':>9}{'paused':>8}{'moved':>7}   error of predicted step times"
+    f"{'ms each':>9}{'paused':>8}{'moved':>7}{'carried':>9}   error of predicted step times"
 )
 
 
@@ -71,8 +71,8 @@ def _totals(width: int, one: Report) -> str:
     each = f"{1000 * done.seconds / done.switches:.1f}" if done.switches else "-"
     errors = ", ".join(f"{layout} {error:.1%}" for layout, error in one.step_errors.items())
     return (
-        f"{line}{done.switches:>9}{done.failed:>7}{each:>9}{done.paused:>8}{done.moved:>7}   "
-        f"{errors}"
+        f"{line}{done.switches:>9}{done.failed:>7}{each:>9}{done.paused:>8}{done.moved:>7}"
+        f"{done.carried:>9}   {errors}"
     )
 
 

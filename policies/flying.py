@@ -3,10 +3,11 @@
 The policy asks three questions in this order. Is the node so loaded that only DP keeps up, or so
 quiet that every request can have many engines? Does an urgent request want a fast group? Does a
 long request want a wide group? Load changes the layout of the whole node, and running requests are
-recomputed on their new units (soft preempt). A group for an urgent or long request takes as few
-engines as possible. Requests on these pause (hard preempt), and the other engines go on in DP.
+carried to their new units. A group for an urgent or long request takes as few engines as possible,
+and the other engines go on in DP. Other requests pause on the engines of an urgent one (hard
+preempt).
 
-It pays to notice load early, because a change of layout recomputes every request on the node. So
+It pays to notice load early, because a change of layout interrupts every request on the node. So
 the policy reacts when the number of requests *grows*, long before it is large. The threshold for
 the way back is higher, because under DP each request takes longer and the same load means more
 requests. If the node knows its hardware, the policy also counts arriving prompt tokens: many long
@@ -15,7 +16,7 @@ prompts with short answers are a load that the number of requests does not show.
 Where prompts are most of the work, groups that run long steps in SP can do nearly as much as DP,
 and are much faster until they are full. Such a node keeps the widest layout until the arriving
 requests, by their rate and lengths, would take nearly all of its time. Even then it changes to DP
-only if DP is clearly faster; otherwise it would recompute all running requests for little gain.
+only if DP is clearly faster; otherwise it would interrupt all running requests for little gain.
 """
 
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def _plan(snapshot: Snapshot, settings: FlyingSettings) -> Plan:
     dispatches = dispatch_least_loaded(snapshot, prefer=_preference, hold=hold)
     if snapshot.switching or target == snapshot.partition:
         return Plan(dispatches)
-    return Plan(dispatches, target, _treatment(snapshot, target), reason)
+    return Plan(dispatches, target, _treatment(snapshot, target, reason), reason)
 
 
 def _preference(request: PoolRequest) -> int:
@@ -108,14 +109,15 @@ def _preference(request: PoolRequest) -> int:
     return -1 if request.priority < NORMAL_PRIORITY else 1
 
 
-def _treatment(snapshot: Snapshot, target: Partition) -> TreatmentName:
-    """Return hard if the target only adds groups on some engines; else soft.
+def _treatment(snapshot: Snapshot, target: Partition, reason: SwitchReason) -> TreatmentName:
+    """Return hard if the target only adds groups for urgent requests; else carry.
 
-    In the first case the requests that pause on these engines can resume there later.
+    In the first case the urgent requests have their group to themselves, and the requests that
+    pause on its engines resume there when it is dissolved.
     """
     only_added = all(unit in target for unit in snapshot.partition if unit.is_group)
     few = sum(unit.size for unit in target if unit.is_group) < snapshot.engines
-    return "hard" if only_added and few else "soft"
+    return "hard" if reason == "urgent" and only_added and few else "carry"
 
 
 # --- the layout ---

@@ -54,7 +54,7 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     target = _target(snapshot, model)
     if target == snapshot.partition:
         return Plan(dispatches)
-    return Plan(dispatches, target, "soft", "slo")
+    return Plan(dispatches, target, "carry", "slo")
 
 
 def _target(snapshot: Snapshot, model: StepPredictor) -> Partition:

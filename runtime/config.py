@@ -19,9 +19,6 @@ AGING_SECONDS = 30.0
 """Default wait in the task pool that makes up for one class of priority."""
 ENGINE_COUNTS = (1, 2, 4, 8)
 """How many engines a node may have, and a group of them."""
-INTERLEAVE_RATIO = 4
-"""Default number of a group's steps for each step of a member's own requests where the two
-interleave. The group has more because new requests, also urgent ones, run in the group."""
 MAX_RETRIES = 2
 """Default number of engine deaths that a request survives."""
 MAX_WAITING_REQUESTS = 4096
@@ -31,14 +28,14 @@ MAX_WAITING_TOKENS = 16_000_000
 """Default number of prompt tokens that may wait: some 50 bytes each, mostly in the front end."""
 OUTAGE_LIMIT_SECONDS = 60.0
 """Default time that requests wait on a served node while no engine serves."""
-PAUSE_LIMIT_SECONDS = 600.0
-"""Default time that a paused request that cannot be moved waits for its unit."""
 RESTART_LIMIT = 5
 """Default number of restarts of one engine within ``restarts.WINDOW_SECONDS`` on a served node."""
 RESTART_BACKOFF_SECONDS = 1.0
 """Default pause before an engine's first restart."""
 SWITCH_WAIT_SECONDS = 2.0
 """Default time that a policy's switch waits for requests to end."""
+PEER_BYTES_PER_SECOND = 390e9
+"""Rate at which an H200 reads the memory of another one over NVLink."""
 QUEUED_AHEAD = 1
 """Requests that a unit gets beyond its full batch. When the whole batch ends in one step, the
 unit's next step starts at once with these, without a round trip to the controller."""
@@ -66,6 +63,12 @@ class FakeSettings(msgspec.Struct, frozen=True):
     steps_at_once: int = 1
     """For simulated time: up to so many steps that decode the same requests run as one step of
     their total length. Their tokens come together. Any arrival ends the run at the next step."""
+    token_bytes: int = 0
+    """Bytes of one token's KV."""
+    peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
+    """Rate at which one engine reads the memory of another."""
+    copy_seconds: float = 0.0
+    """Time of a copy of KV, beyond that of its bytes."""
     layers: int = 8
     """A unit's stages divide them, down to one each, so that blocks hold more tokens."""
 
@@ -126,8 +129,6 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """Prompt tokens that may wait in the task pool; None: any number."""
     aging_seconds: float = AGING_SECONDS
     """See ``TaskPool``."""
-    interleave_ratio: int = INTERLEAVE_RATIO
-    """See ``step_queues.Turns``."""
     max_sp: int = 1
     """Largest sequence-parallel degree: a group of ``p`` may run a step in SP of ``min(p, max_sp)``
     combined with TP. 1: no step runs in SP."""
@@ -137,8 +138,6 @@ class NodeConfig(msgspec.Struct, frozen=True):
     switch_wait_seconds: float = SWITCH_WAIT_SECONDS
     """How long a switch that the policy asked for waits for requests to end. Then it goes on
     without waiting (``switch.py``)."""
-    pause_limit_seconds: float = PAUSE_LIMIT_SECONDS
-    """See ``pauses.Pauses``."""
     max_retries: int = MAX_RETRIES
     """How often a request is started again after an engine died with the request in its batch."""
     engine_timeout_seconds: float | None = None

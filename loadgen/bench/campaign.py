@@ -12,9 +12,10 @@ from typing import Any
 
 from shoal.loadgen.bench import system_info
 from shoal.loadgen.bench.breakdown import BREAKDOWN, breakdown
+from shoal.loadgen.bench.carry_measure import CARRY, carry_steps
 from shoal.loadgen.bench.comparison_results import Results, ResultsFile, SystemResults
 from shoal.loadgen.bench.first_step import FIRST_STEP, first_step
-from shoal.loadgen.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench, Sizes
+from shoal.loadgen.bench.measures import IN_LAYOUTS, OF_SWITCHES, Bench, Sizes, Step
 from shoal.loadgen.bench.modes import MODES, OFF, enter, leave, modes, pure_ways
 from shoal.loadgen.bench.open_loop_serving import serve_workload
 from shoal.loadgen.bench.rates import RATES, Sweep
@@ -27,9 +28,6 @@ SETTLE_SECONDS = 20.0
 """How long the driver may take to free a server's memory."""
 LEFT_GIB = 1.0
 """Memory that may be in use on a GPU without a server."""
-
-Step = Callable[[Client], Awaitable[Any]]
-"""Takes one measure of a running system, in all layouts that the measure needs."""
 
 OF_RECORDINGS: Mapping[str, Callable[[Client, System, Sizes], Awaitable[dict[str, Any]]]] = {
     FIRST_STEP: first_step,
@@ -101,6 +99,9 @@ class Campaign:
         """Return the steps that take this measure of this system, by the name in the results."""
         if name == RATES and system.name != CHECK:
             return self.sweep.steps(system, self.results.sizes)
+        if name == CARRY:
+            measurable = system.regroups and system.name != CHECK
+            return carry_steps(system, self.results.sizes) if measurable else {}
         step = self._step(system, name)
         return {} if step is None else {name: step}
 
@@ -112,8 +113,7 @@ class Campaign:
             return lambda client: self._in_layouts(client, system, name)
         if name == MODES:
             return lambda client: modes(client, system, self.results.sizes)
-        regroups = system.switches and len(system.layouts[0].units) > 1
-        if name in {*OF_SWITCHES, FIRST_STEP} and not regroups:
+        if name in {*OF_SWITCHES, FIRST_STEP} and not system.regroups:
             return None
         if name in OF_SWITCHES:
             return lambda client: OF_SWITCHES[name](client, system, self.results.sizes)

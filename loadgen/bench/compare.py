@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from shoal.loadgen.bench import comparison_tables, system_info
 from shoal.loadgen.bench.campaign import OF_RECORDINGS, Campaign, say
+from shoal.loadgen.bench.carry_measure import CARRY
 from shoal.loadgen.bench.comparison_results import Results, ResultsFile
 from shoal.loadgen.bench.dummy_model import built_in_shapes, read_shape, write_model
 from shoal.loadgen.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
@@ -41,7 +42,7 @@ from shoal.server.errors import UserError
 from shoal.server.number_options import check_at_least, check_positive
 
 N = TypeVar("N", int, float)
-MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
+MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, CARRY, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
 DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
 """The default measures of each benchmark; ``trace`` is added if a trace is given."""
 DURATION_SECONDS = 60.0
@@ -190,6 +191,25 @@ def _add_size_options(group: Any) -> None:
     )
     add("--switches", type=int, default=sizes.switches, help="binds, idle and loaded")
     add("--load", type=int, default=sizes.load, help="requests that every engine decodes")
+    add(
+        "--carry-cases",
+        type=_cases,
+        metavar="REQUESTSxPROMPT,...",
+        help="requests on the node that switches carry, and their prompt tokens (default: "
+        f"{','.join(f'{n}x{tokens}' for n, tokens in sizes.carry_cases)})",
+    )
+    add(
+        "--carry-tokens",
+        type=int,
+        default=sizes.carry_tokens,
+        help="the most output tokens of each of them (default: %(default)s)",
+    )
+    add(
+        "--carry-switches",
+        type=int,
+        default=sizes.carry_switches,
+        help="binds of each case, and releases (default: %(default)s)",
+    )
 
 
 def _add_workload_options(group: Any) -> None:
@@ -285,7 +305,7 @@ def _sizes(args: Namespace) -> Sizes:
     if len(args.saturation) != 3:
         raise UserError("--saturation: it must be REQUESTS,PROMPT,OUTPUT")
     sizes = Sizes()
-    check_at_least(args, 1, "switches", "throughput_repeats")
+    check_at_least(args, 1, "switches", "throughput_repeats", "carry_switches", "carry_tokens")
     return Sizes(
         batches=args.batches,
         prompts=args.prompts,
@@ -293,9 +313,28 @@ def _sizes(args: Namespace) -> Sizes:
         switches=args.switches,
         load=args.load,
         throughput_repeats=args.throughput_repeats,
+        carry_cases=_carry_cases(args, sizes),
+        carry_switches=args.carry_switches,
+        carry_tokens=args.carry_tokens,
         long_prompts=args.long_prompts
         or tuple(n for n in sizes.long_prompts if n < args.max_model_len),
     )
+
+
+def _carry_cases(args: Namespace, sizes: Sizes) -> tuple[tuple[int, int], ...]:
+    """Return the cases that were asked for, or those of the default that fit the longest context.
+
+    Raises:
+        UserError: a case that was asked for does not fit.
+    """
+    longest = args.max_model_len - args.carry_tokens
+    for _, tokens in args.carry_cases or ():
+        if tokens > longest:
+            raise UserError(
+                f"--carry-cases: {tokens} prompt tokens and --carry-tokens {args.carry_tokens} "
+                f"are more than --max-model-len {args.max_model_len}"
+            )
+    return args.carry_cases or tuple(case for case in sizes.carry_cases if case[1] <= longest)
 
 
 def _workloads(args: Namespace) -> dict[str, Workload]:
@@ -367,6 +406,13 @@ def _numbers(kind: type[N], text: str) -> tuple[N, ...]:
 
 
 _integers = partial(_numbers, int)
+
+
+def _cases(text: str) -> tuple[tuple[int, int], ...]:
+    found = tuple(_integers(case.replace("x", ",")) for case in text.split(","))
+    if any(len(case) != 2 for case in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTSxPROMPT,...")
+    return tuple((requests, tokens) for requests, tokens in found)
 
 
 def _by_workload(text: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.loadgen.bench.agreement import agreements
 from shoal.loadgen.bench.breakdown_tables import breakdown_table
+from shoal.loadgen.bench.carry_tables import TITLE, carry_table
 from shoal.loadgen.bench.comparison_results import Results, SystemResults
 from shoal.loadgen.bench.markdown import MISSING, ms, number, ratio, rows
 from shoal.loadgen.bench.measures import FIRST_ROUNDS
@@ -49,6 +50,7 @@ def markdown(results: Results) -> str:
         _section("Start-up", _startup_table(results)),
         _section("What vLLM chose", _choices_table(results)),
         _section("Switches", switch_table(results)),
+        _section(TITLE, carry_table(results)),
         _section("Numerics", _numerics_table(results)),
         _section("Ways of working", _modes_table(results)),
         _section("Arrival rates", rates_table(results)),

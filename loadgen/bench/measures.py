@@ -59,6 +59,14 @@ class Sizes(msgspec.Struct, frozen=True):
     """Output tokens of each request; another request follows it."""
     pause_seconds: float = 0.03
     """Pause between loaded switches, in which the engines go on decoding."""
+    carry_cases: tuple[tuple[int, int], ...] = ((8, 4096), (8, 16384), (64, 1024))
+    """Requests on the node that switches carry, and the prompt tokens of each."""
+    carry_switches: int = 100
+    """Binds of each case, and releases."""
+    carry_tokens: int = 8192
+    """The most output tokens of each of them; a case ends earlier if a request has them all."""
+    carry_steps: int = 8
+    """Tokens that every request gets between two switches."""
     long_prompts: tuple[int, ...] = (4096, 16384, 65536)
     """Prompt tokens whose TTFT is measured in every way of working (``modes.py``)."""
     long_repeats: int = 3
@@ -111,6 +119,8 @@ class Bench:
 
 Measure = Callable[[Bench], Awaitable[dict[str, Any]]]
 """Takes one measure in one layout."""
+Step = Callable[[Client], Awaitable[dict[str, Any]]]
+"""Takes one measure of a running system, in all layouts that the measure needs."""
 
 
 async def first(bench: Bench) -> dict[str, Any]:
@@ -304,17 +314,17 @@ async def loaded_rounds(bench: Bench, before: Callable[[], Awaitable[None]] = _n
             await before()
             rounds.append(await _bind_ask_release(bench, alone))
             await asyncio.sleep(bench.sizes.pause_seconds)
-        return Loaded(rounds, running, await _running(bench.client))
+        return Loaded(rounds, running, await requests_by_unit(bench.client))
 
 
 async def _bind_ask_release(bench: Bench, alone: Layout) -> Round:
-    binding = asyncio.create_task(_switch(bench.client, bench.layout, "hard"))
+    binding = asyncio.create_task(change_layout(bench.client, bench.layout, "hard"))
     await asyncio.sleep(HEAD_START_SECONDS)
     asking = asyncio.create_task(bench.client.generate(bench.prompt(4), 1))
     bound = await binding
     # A request that came before the bind is paused with its engine, and ends after the release.
     await asyncio.wait([asking], timeout=PATIENCE_SECONDS)
-    released = await _switch(bench.client, alone, "hard")
+    released = await change_layout(bench.client, alone, "hard")
     answer = await asking
     to_wall_clock = time.time() - time.perf_counter()
     return Round(
@@ -338,7 +348,7 @@ async def _decoding(bench: Bench) -> AsyncIterator[dict[str, int]]:
     wanted = bench.sizes.load * len(bench.layout.units)
     tasks = [asyncio.create_task(keep_on()) for _ in range(wanted)]
     try:
-        while sum((running := await _running(bench.client)).values()) < wanted:
+        while sum((running := await requests_by_unit(bench.client)).values()) < wanted:
             for task in tasks:
                 if task.done():
                     task.result()
@@ -350,17 +360,19 @@ async def _decoding(bench: Bench) -> AsyncIterator[dict[str, int]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _running(client: Client) -> dict[str, int]:
+async def requests_by_unit(client: Client) -> dict[str, int]:
+    """Return how many requests each unit has, running or paused."""
     view = await client.call("GET", "/admin/layout")
     return {",".join(map(str, u["engines"])): u["running"] + u["paused"] for u in view["units"]}
 
 
 async def switch(client: Client, layout: Layout, preempt: str) -> float:
     """Switch, and return the controller's duration: from its decision to the last answer."""
-    return float((await _switch(client, layout, preempt))["duration_seconds"])
+    return float((await change_layout(client, layout, preempt))["duration_seconds"])
 
 
-async def _switch(client: Client, layout: Layout, preempt: str) -> dict[str, Any]:
+async def change_layout(client: Client, layout: Layout, preempt: str) -> dict[str, Any]:
+    """Switch, and return the controller's answer, which tells of the whole switch."""
     body = {"units": layout.partition, "preempt": preempt}
     answer: dict[str, Any] = await client.call("POST", "/admin/layout", body)
     return answer

@@ -8,13 +8,13 @@ own, so a run that is cut short loses only one cell.
 import asyncio
 import zlib
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from shoal.loadgen.bench.measures import Bench, Sizes
+from shoal.loadgen.bench.measures import Bench, Sizes, Step
 from shoal.loadgen.bench.modes import Way, enter, leave, ways
 from shoal.loadgen.bench.open_loop_serving import (
     asdict_or_none,
@@ -45,8 +45,6 @@ WARM_UP_PER_UNIT = 2
 WARM_UP_TOKENS = 8
 LEAD_SECONDS = 5.0
 """Time that a policy has on an idle node to choose its first layout, as in the simulator."""
-
-Step = Callable[[Client], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)

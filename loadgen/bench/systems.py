@@ -100,6 +100,16 @@ class System:
             return DEFAULT_THRESHOLD
         return int(value) if value.isdecimal() else value
 
+    @property
+    def regroups(self) -> bool:
+        """Whether it can change its layout, and has engines enough to do so."""
+        return self.switches and len(self.layouts[0].units) > 1
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether it was started with vLLM's prefix caching."""
+        return "--enable-prefix-caching" in self.command
+
     def _option(self, name: str) -> str | None:
         return last_value(self.command, name)
 

@@ -1,7 +1,7 @@
 """The benchmarks' HTTP client: prompts are token ids, and answers have exactly the asked length."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
@@ -44,6 +44,19 @@ class Answer:
         return self.progress[0][0] if self.progress else self.ended
 
 
+@dataclass(slots=True)
+class Stream:
+    """An answer while it comes. Times are ``time.perf_counter`` seconds."""
+
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    """When each chunk with tokens came."""
+    tokens: list[int] = field(default_factory=list)
+    """The ids of the output tokens."""
+    unit: str | None = None
+    """The engines of the unit where Shoal began to run it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """A model's log probabilities of a prompt, and its greedy continuation."""
@@ -59,7 +72,12 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
 class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
 
@@ -111,13 +129,10 @@ class Client:
         if stream:
             usage = {"include_usage": True, "continuous_usage_stats": True}
             body |= {"stream": True, "stream_options": usage}
-        content = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"}
-        if rank is not None:
-            headers[DP_RANK_HEADER] = str(rank)
+        headers = {} if rank is None else {DP_RANK_HEADER: str(rank)}
         progress: list[tuple[float, int]] = []
         sent = time.perf_counter()
-        async with self._http.post("/v1/completions", data=content, headers=headers) as response:
+        async with self._post(body, headers) as response:
             await _check(response)
             if stream:
                 count = await _read_stream(response, progress)
@@ -128,6 +143,35 @@ class Client:
             raise RequestFailedError(f"asked for {tokens} tokens, got {count}")
         unit, layout = (response.headers.get(f"x-shoal-{name}") for name in ("unit", "layout"))
         return Answer(sent, ended, progress, unit, layout)
+
+    async def follow(self, prompt: Prompt, tokens: int, stream: Stream) -> None:
+        """Have exactly ``tokens`` tokens generated greedily, and note in ``stream`` as they come.
+
+        Raises:
+            RequestFailedError: the server refused, or generated another number of tokens.
+            aiohttp.ClientError: the server cannot be reached.
+        """
+        body = self._body(prompt, tokens) | {"stream": True, "return_token_ids": True}
+        stream.sent = time.perf_counter()
+        async with self._post(body, {}) as response:
+            await _check(response)
+            stream.unit = response.headers.get("x-shoal-unit")
+            async for now, chunk in _chunks(response):
+                if chunk.choices and chunk.choices[0].token_ids:
+                    stream.times.append(now)
+                    stream.tokens += chunk.choices[0].token_ids
+        if len(stream.tokens) != tokens:
+            raise RequestFailedError(f"asked for {tokens} tokens, got {len(stream.tokens)}")
+
+    async def token_ids(self, prompt: Prompt, tokens: int) -> list[int]:
+        """Return the ids of ``tokens`` tokens that follow a prompt greedily.
+
+        Raises:
+            RequestFailedError: the server refused.
+        """
+        body = self._body(prompt, tokens) | {"return_token_ids": True}
+        choice = (await self.call("POST", "/v1/completions", body))["choices"][0]
+        return list(choice["token_ids"])
 
     async def score(self, prompt: Prompt, tokens: int) -> Scores:
         """Return the log probabilities of a prompt, and ``tokens`` tokens that follow it greedily.
@@ -182,6 +226,14 @@ class Client:
         except aiohttp.ClientError:
             return False
 
+    def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        """Return the context of a completion's response."""
+        return self._http.post(
+            "/v1/completions",
+            data=msgspec.json.encode(body),
+            headers={"Content-Type": "application/json", **headers},
+        )
+
     def _body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
         return {
             "model": self._model,
@@ -201,6 +253,15 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 async def _read_stream(response: aiohttp.ClientResponse, progress: list[tuple[float, int]]) -> int:
     """Note when the answer grew; return its number of tokens."""
     count = 0
+    async for now, chunk in _chunks(response):
+        if chunk.usage is not None and chunk.usage.completion_tokens > count:
+            count = chunk.usage.completion_tokens
+            progress.append((now, count))
+    return count
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, _Chunk]]:
+    """Yield the chunks of a stream, each with the time at which it came."""
     async for line in response.content:
         if not line.startswith(b"data: {"):
             continue
@@ -208,10 +269,7 @@ async def _read_stream(response: aiohttp.ClientResponse, progress: list[tuple[fl
         chunk = _decode_chunk(line[len(b"data: ") :])
         if chunk.error is not None:
             raise RequestFailedError(f"the stream ended with {chunk.error.get('message')}")
-        if chunk.usage is not None and chunk.usage.completion_tokens > count:
-            count = chunk.usage.completion_tokens
-            progress.append((now, count))
-    return count
+        yield now, chunk
 
 
 def _count(body: bytes) -> int:

@@ -7,11 +7,10 @@ from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
 
-TreatmentName = Literal["sequential", "soft", "hard", "interleave"]
+TreatmentName = Literal["sequential", "carry", "soft", "hard"]
 """What happens to the requests that run on the units of a switch. ``sequential``: wait until they
-end. ``soft``: recompute them on another unit. ``hard``: pause them, with their KV in place, until
-their unit is back. ``interleave``: let those of single engines go on in turn with their new group,
-and wait for those of groups."""
+end. ``carry``: they go on in the new layout with their KV. ``soft``: recompute them on another
+unit. ``hard``: pause them, with their KV in place, until their unit is back."""
 
 
 SwitchReason = Literal["", "load", "quiet", "urgent", "long", "slo", "start"]
@@ -34,7 +33,7 @@ class Plan:
     dispatches: tuple[Dispatch, ...] = ()
     target: Partition | None = None
     """Partition to switch to; None keeps the current one."""
-    treatment: TreatmentName = "sequential"
+    treatment: TreatmentName = "carry"
     reason: SwitchReason = ""
     """Why the policy wants the target."""
 
@@ -133,7 +132,8 @@ def _check_target(target: Partition, snapshot: Snapshot) -> None:
         raise PlanError("the target's units are not in order, or of no layout of this node")
     for unit in target:
         named = list(unit.engines)
-        if unit.is_group and snapshot.dead.intersection(named):
+        is_new = unit not in snapshot.partition
+        if unit.is_group and is_new and snapshot.dead.intersection(named):
             raise PlanError(f"unit {named} names a dead engine")
         if unit in snapshot.broken:
             raise PlanError(f"unit {named} cannot be formed: an engine of it was restarted")

@@ -65,8 +65,8 @@ class UnitState:
     longest_tokens: int = 0
     """Tokens that the longest of its requests must be able to reach."""
     paused: int = 0
-    """Requests of other units on its engines. They wait until their unit is back, or, if they are
-    interleaved, go on in turn with the unit's own."""
+    """Requests of other units on its engines. They wait until their unit is back, or until they are
+    carried to another."""
 
     def blocks_for(self, request: PoolRequest) -> int:
         """Return the KV blocks that a request needs to produce its first token here."""

@@ -16,7 +16,15 @@ from shoal.runtime.controller.reporting.gauges import Gauges
 from shoal.runtime.controller.switching.shift_threshold import Shifting
 from shoal.runtime.protocol import messages as m
 
-Call = m.GetLayout | m.GetMetrics | m.SetLayout | m.SetPolicy | m.SetShiftThreshold | m.AuditNode
+Call = (
+    m.GetLayout
+    | m.GetMetrics
+    | m.SetLayout
+    | m.DrainEngines
+    | m.SetPolicy
+    | m.SetShiftThreshold
+    | m.AuditNode
+)
 
 
 class Calls:
@@ -58,6 +66,8 @@ class Calls:
                 self._operations.when_idle(partial(self._set_layout, peer, message))
             case m.SetLayout():
                 self._set_layout(peer, message)
+            case m.DrainEngines():
+                self._drain(peer, message)
             case m.SetPolicy():
                 self._change(peer, message.call, partial(self._adviser.change, message.policy))
             case m.SetShiftThreshold():
@@ -86,7 +96,9 @@ class Calls:
             moves_total=int(books.statistics.moved.total()),
             step_errors=self._capacity.step_errors,
             shift=self._shifting.view,
-            unavailable=layout_view.unavailable_views(self._operations.rejoin.unavailable()),
+            unavailable=layout_view.unavailable_views(
+                books, self._env.config.units, self._operations.rejoin.unavailable()
+            ),
             lengths=layout_view.lengths(books.engines),
         )
 
@@ -113,6 +125,13 @@ class Calls:
             self._fail(peer, call, 400, str(error))
             return
         self._env.transport.to_control(peer, self._layout(call))
+
+    def _drain(self, peer: str, message: m.DrainEngines) -> None:
+        status, error = self._operations.drains.set(message.engines, drained=message.drained)
+        if error:
+            self._fail(peer, message.call, status, error)
+        else:
+            self._env.transport.to_control(peer, self._layout(message.call))
 
     def _set_layout(self, peer: str, message: m.SetLayout) -> None:
         config = self._env.config

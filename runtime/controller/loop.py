@@ -29,6 +29,7 @@ from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.controller.requests.closing import Closing
 from shoal.runtime.controller.requests.dispatcher import Dispatcher
 from shoal.runtime.controller.requests.pauses import Pauses
+from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.shift_threshold import Shifting
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -72,9 +73,10 @@ class Controller:
         self._capacity = Capacity(config, books)
         self._shifting = Shifting(env, books.engines)
         self._admission = Admission(env, books, self._capacity)
-        self._closing = Closing(env, books.requests, self._admission)
-        self._pauses = Pauses(env, books, self._capacity, self._admission)
-        self._dispatcher = Dispatcher(env, books, self._pauses)
+        self._closing = Closing(env, books, self._admission)
+        self._carries = Carries(env, books, self._capacity)
+        self._pauses = Pauses(env, books, self._carries)
+        self._dispatcher = Dispatcher(env, books)
         self._pulse = Pulse(env, books.engines)
         self._outage = Outage(env, books, self._admission)
         self._migration = Migration(env, books, self._admission)
@@ -82,7 +84,8 @@ class Controller:
             env,
             books,
             self._capacity,
-            Losses(env, books, self._migration),
+            self._carries,
+            Losses(env, books, self._migration, self._carries),
             greet=self._shifting.greet,
             give_up=self._admission.give_up_unholdable,
         )
@@ -241,6 +244,10 @@ class Controller:
                 self._operations.audited(message)
             case m.Moved():
                 self._take_moved(message)
+            case m.Exported():
+                self._count_unless(taken=self._carries.exported(message))
+            case m.Imported():
+                self._count_unless(taken=self._carries.imported(message))
             case m.EngineReady() if self.books.engines.started:
                 self._operations.rejoin.ready(message)
             case m.EngineReady():
@@ -276,9 +283,7 @@ class Controller:
 
     def _take_load(self, load: m.Load) -> None:
         requests = self.books.requests
-        # Steps of another unit lie between two interleaved steps of a unit.
-        if not requests.interleaved_in(self.books.units.unit_of(load.engine)):
-            self._capacity.observe(requests.core(load.unit), load)
+        self._capacity.observe(requests.core(load.unit), load)
         for request in requests.report(load):
             self.books.statistics.left(request, m.Outcome.FINISHED)
             self._migration.finished(request, load.engine)
@@ -288,7 +293,6 @@ class Controller:
         for request_id, tokens in message.tokens.items():
             request = self.books.requests.remove(request_id, led_by=message.engine)
             if request is not None:
-                tokens = [*request.tokens, *tokens]
                 self._admission.readmit(continued(request, tokens, self._clock()))
                 self.books.statistics.moved.add()
 
@@ -314,30 +318,21 @@ class Controller:
         switches = self._operations.switches
         switching = switches.running is not None
         manual = not self._adviser.policy.decides_layout
-        self._pauses.end_long_ones(manual=manual, switching=switching)
+        self._pauses.end_long_ones(manual=manual, may_begin=self._operations.is_idle)
         if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and the members' answers are due
         snapshot = self.snapshot()
         plan = self._adviser.ask(snapshot)
-        turn = self._pauses.next_turn() if self._operations.can_switch else None
-        target = plan.target if turn is None else turn.target
-        if snapshot.switching and turn is None:
-            target = None
-        sent = self._dispatcher.send(plan, target)
-        if turn is not None:
-            switches.start_turn(turn)
-        elif target is not None and target != self.books.units.partition:
-            treatment = m.Treatment(plan.treatment)
-            waits = not self._pauses.had_turn
-            switches.start_for_policy(target, treatment, plan.reason, waits=waits)
+        sent = self._dispatcher.send(plan)
+        target = None if snapshot.switching else plan.target
+        if target is not None and target != self.books.units.partition:
+            switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)
         return sent
 
     def snapshot(self) -> Snapshot:
         """Return what policies see now."""
         now, switches = self._clock(), self._operations.switches
-        may_switch = (
-            self._operations.can_switch and not self._pauses.is_turn and switches.has_budget
-        )
+        may_switch = self._operations.can_switch and switches.has_budget
         return self._capacity.snapshot(
             now,
             self._demand,

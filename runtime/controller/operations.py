@@ -1,4 +1,4 @@
-"""The operations that a node runs one at a time: a switch, an audit, or forming a group again.
+"""The operations that a node runs one at a time: a switch, a carry, an audit, or forming a group.
 
 Each needs the engines to itself: a group is neither bound nor audited while its members form it. So
 an operation begins only when no other is running, and callers wait for their turn. An engine's
@@ -13,19 +13,25 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.drains import Drains
 from shoal.runtime.controller.failures.losses import Losses
 from shoal.runtime.controller.failures.rejoin import Rejoin
 from shoal.runtime.controller.switches import Switches
+from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.protocol import messages as m
 
 
 class Operations:
     """Starts every operation in its turn, and runs the audits.
 
+    Attributes:
+        drains: empties the engines that an operator has taken out.
+
     Args:
         env: the node, the way to its engines, and the time.
         books: engines, units and leases.
-        capacity: how much new groups are lent, and whether requests may go on beside them.
+        capacity: how much new groups are lent.
+        carries: lets requests go on in other units; a switch has carries of its own.
         losses: removes dead engines, and what depends on them, from the books.
         greet: tells an engine what engines must know about the node.
         give_up: ends the requests that the node can no longer hold.
@@ -36,15 +42,18 @@ class Operations:
         env: Environment,
         books: Books,
         capacity: Capacity,
+        carries: Carries,
         losses: Losses,
         *,
         greet: Callable[[int], None],
         give_up: Callable[[], None],
     ) -> None:
-        self.switches = Switches(env, books, capacity, lose=self.lose)
+        self.switches = Switches(env, books, capacity, carries, lose=self.lose)
         self.rejoin = Rejoin(env, books, lose=self.lose, greet=greet, give_up=give_up)
+        self.drains = Drains(env, books, capacity, carries, self.switches)
         self._env = env
         self._books = books
+        self._carries = carries
         self._losses = losses
         self._audit: Audit | None = None
         self._waiting: deque[Callable[[], None]] = deque()
@@ -55,23 +64,29 @@ class Operations:
     @property
     def is_idle(self) -> bool:
         """Whether no operation is running, so that one can begin."""
-        return not (self._audit or self.switches.running or self.rejoin.engines)
+        return not (self._is_regrouping or self._audit or self.rejoin.engines)
+
+    @property
+    def _is_regrouping(self) -> bool:
+        return self.switches.running is not None or self._carries.running
 
     @property
     def can_switch(self) -> bool:
         """Whether a switch that no operator asked for can begin, apart from its budget."""
-        return self.is_idle and not self.switches.is_held
+        return self.is_idle and not self.switches.is_held and not self.drains.groups
 
     @property
     def busy(self) -> frozenset[int]:
         """Engines that a switch regroups or that form a group; they get no new requests yet."""
-        return self.rejoin.engines | self.switches.engines
+        return self.rejoin.engines | self.switches.busy
 
     @property
     def deadline(self) -> float | None:
         """When something is due even if no message comes."""
         audit = None if self._audit is None else self._audit.deadline
-        due = (self.switches.deadline, self.rejoin.deadline, audit)
+        due = [self.switches.deadline, self._carries.deadline, self.rejoin.deadline, audit]
+        if self.is_idle:
+            due.append(self.drains.deadline)
         return min((at for at in due if at is not None), default=None)
 
     def when_idle(self, begin: Callable[[], None]) -> None:
@@ -83,11 +98,15 @@ class Operations:
 
     def tick(self) -> None:
         """Do what is due, end finished operations, and begin those that waited for them."""
+        for unit, reason in self._carries.tick():
+            self.lose(unit.engines, reason)
         self.switches.tick()
         self._end_audit()
-        self.rejoin.tick(may_begin=not (self.switches.running or self._audit))
+        self.rejoin.tick(may_begin=not (self._is_regrouping or self._audit))
         while self._waiting and self.is_idle:
             self._waiting.popleft()()
+        if self.is_idle:
+            self.drains.tick()
 
     def lose(
         self, engines: Collection[int], reason: str, cause: m.DeathCause = m.DeathCause.GROUP

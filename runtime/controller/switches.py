@@ -3,19 +3,17 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Collection
 
 import msgspec
 
-from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import SwitchBudget
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.statistics import MANUAL, PAUSED
+from shoal.runtime.controller.books.statistics import DRAIN, MANUAL
 from shoal.runtime.controller.reporting import layout_view
-from shoal.runtime.controller.requests.pauses import Turn
+from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.moves import LoseEngines, Node
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol import messages as m
@@ -43,7 +41,8 @@ class Switches:
     Args:
         env: the node, the transport to all processes, and the time.
         books: engines, units and leases; switches are counted.
-        capacity: how much new groups are lent, and whether requests may go on beside them.
+        capacity: how much new groups are lent.
+        carries: lets requests go on in other units.
         lose: takes down the engines of a broken group.
     """
 
@@ -52,15 +51,16 @@ class Switches:
         env: Environment,
         books: Books,
         capacity: Capacity,
+        carries: Carries,
         *,
         lose: LoseEngines,
     ) -> None:
         self.running: Switch | None = None
         self.past: deque[SwitchView] = deque(maxlen=SWITCHES_KEPT)
         self.ended_at = -math.inf
-        """When the last switch ended that the policy or an operator had asked for."""
+        """When the last switch ended."""
         self._config = env.config
-        self._node = Node(env, books, capacity, lose)
+        self._node = Node(env, books, capacity, carries, lose)
         self._books = books
         self._transport = env.transport
         self._clock = env.clock
@@ -72,9 +72,9 @@ class Switches:
     # --- what others see ----------------------------------------------------------------------
 
     @property
-    def engines(self) -> frozenset[int]:
-        """Engines that are regrouped now."""
-        return frozenset() if self.running is None else self.running.engines
+    def busy(self) -> frozenset[int]:
+        """Engines that get no new requests, because they are being regrouped."""
+        return frozenset() if self.running is None else self.running.busy
 
     @property
     def pending(self) -> Partition | None:
@@ -108,17 +108,15 @@ class Switches:
         self._caller = _Call(peer, message.call)
         self.end()
 
-    def start_for_policy(
-        self, target: Partition, treatment: m.Treatment, reason: str, *, waits: bool
-    ) -> None:
-        """Start a switch that the policy asked for; it waits a short time for requests, or none."""
+    def start_for_policy(self, target: Partition, treatment: m.Treatment, reason: str) -> None:
+        """Start a switch that the policy asked for; it waits only a short time for requests."""
         self._budget.spend(self._clock())
-        wait = self._config.switch_wait_seconds if waits else 0.0
-        self._start(target, treatment, reason, wait=wait)
+        self._start(target, treatment, reason, wait=self._config.switch_wait_seconds)
 
-    def start_turn(self, turn: Turn) -> None:
-        """Start a switch that lets long-paused requests go on; it never waits."""
-        self._start(turn.target, m.Treatment.INTERLEAVE, PAUSED, rebound=turn.rebound)
+    def start_for_drain(self, target: Partition) -> None:
+        """Start a switch that releases groups of drained engines, whatever the policy."""
+        self._start(target, m.Treatment.CARRY, DRAIN, wait=0.0)
+        self.end()
 
     def _start(
         self,
@@ -126,9 +124,8 @@ class Switches:
         treatment: m.Treatment,
         reason: str,
         *,
-        wait: float = 0.0,
+        wait: float,
         gives_up: bool = False,
-        rebound: Collection[Unit] = (),
     ) -> None:
         self.running = Switch(
             self._node,
@@ -137,7 +134,6 @@ class Switches:
             reason=reason,
             wait=wait,
             gives_up=gives_up,
-            rebound=rebound,
         )
         self._tell_fronts(self.running, None)
 
@@ -176,8 +172,7 @@ class Switches:
         self._tell_fronts(switch, view)
         level = logging.INFO if switch.error is None else logging.ERROR
         log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
-        if switch.reason != PAUSED:
-            self.ended_at = now
+        self.ended_at = now
         if not switch.rules.lasts:
             self._budget.learn(view.duration_seconds)
         if switch.error is not None:

@@ -15,6 +15,7 @@ from shoal.runtime.protocol.messages import (
     AuditNode,
     CallFailed,
     CountRefused,
+    DrainEngines,
     Ended,
     GetLayout,
     GetMetrics,
@@ -145,6 +146,22 @@ class ControlClient:
             timeout + ANSWER_SECONDS,
         )
         return done.switch
+
+    async def drain(self, engines: Sequence[int], *, drained: bool) -> LayoutView:
+        """Take engines out or let them serve again, and return the node's layout after that.
+
+        The engines that are taken out may still have requests then.
+
+        Args:
+            engines: the engines concerned.
+            drained: whether they are taken out.
+
+        Raises:
+            CallError: there is no such engine, no other engine would be left, or there was no
+                answer.
+        """
+        wanted = list(engines)
+        return await self._call(LayoutView, lambda call: DrainEngines(call, wanted, drained))
 
     async def set_policy(self, policy: str) -> LayoutView:
         """Change the policy, and return the node's layout after that.

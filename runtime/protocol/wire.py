@@ -40,34 +40,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
     max_tokens: int | None = 16
     """Upper bound of output tokens; None: up to the model's length."""
-    min_tokens: int = 0
-    temperature: float = 1.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     prompt_logprobs: int | None = None
     logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    structured_outputs: msgspec.Raw = msgspec.Raw()
-    bad_words: msgspec.Raw = msgspec.Raw()
-    extra_args: msgspec.Raw = msgspec.Raw()
-    repetition_detection: msgspec.Raw = msgspec.Raw()
-
-    @property
-    def counts_outputs(self) -> bool:
-        """Whether the next token or the end depends on which tokens so far are output tokens."""
-        opaque = (
-            self.structured_outputs,
-            self.bad_words,
-            self.extra_args,
-            self.repetition_detection,
-        )
-        return (
-            (self.seed is not None and self.temperature > 0)
-            or bool(self.presence_penalty or self.frequency_penalty)
-            or self.prompt_logprobs is not None
-            or not _NOTHING.issuperset(map(bytes, opaque))
-        )
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,8 +72,6 @@ _TERMS_HEADER = "x-shoal-terms"
 _ATTEMPT_HEADER = "x-shoal-attempt"
 _FIELD_BITS = 16
 _FIELD_MASK = (1 << _FIELD_BITS) - 1
-_NOTHING = frozenset((b"", b"\xc0", b"\x90", b"\x80"))
-"""The msgpack encodings of a field that is absent, nil, or an empty array or map."""
 
 
 class RequestView(msgspec.Struct, array_like=True, frozen=True):
@@ -141,22 +114,6 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
     def headers(self) -> dict[str, str] | None:
         """The request's trace headers, which each of its outputs carries."""
         return _trace_headers_decoder.decode(self.trace_headers) if self.trace_headers else None
-
-    @property
-    def movable(self) -> bool:
-        """Whether the request can go on elsewhere as a new one whose prompt has its tokens so far.
-
-        It cannot if output tokens count differently from prompt tokens, as with penalties,
-        grammars, bad words, repetition detection or a seed; nor if its prompt is more than tokens.
-        """
-        sampling = self.sampling_params
-        plain = (self.mm_features, self.pooling_params, self.prompt_embeds)
-        return (
-            sampling is not None
-            and not sampling.counts_outputs
-            and not self.resumable
-            and _NOTHING.issuperset(map(bytes, plain))
-        )
 
     def prompt_token_ids(self) -> list[int]:
         """Decode the prompt; an absent prompt gives an empty list."""
@@ -270,8 +227,6 @@ class ReadyResponse(msgspec.Struct, frozen=True):
 
 _request_decoder = msgspec.msgpack.Decoder(RequestView)
 _raw_fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_PROMPT_FIELD = RequestView.__struct_fields__.index("prompt")
-_SAMPLING_FIELD = RequestView.__struct_fields__.index("sampling_params")
 _HEADERS_FIELD = RequestView.__struct_fields__.index("trace_headers")
 _abort_decoder = msgspec.msgpack.Decoder(list[str])
 _utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
@@ -289,27 +244,16 @@ def decode_request(frames: Sequence[Any]) -> RequestView:
     return _request_decoder.decode(frames[0])
 
 
-def continue_request(frames: Sequence[Any], tokens: Sequence[int], attempt: int = 0) -> list[bytes]:
-    """Return an ``ADD`` payload that continues a movable request.
+def mark_attempt(frames: Sequence[Any], attempt: int) -> list[bytes]:
+    """Return an ``ADD`` payload whose outputs tell that they are of this attempt.
 
     Args:
         frames: the request's payload.
-        tokens: its output so far. They join the prompt, and the bounds on its output shrink.
         attempt: how often the request was started again; see ``attempt_of``.
     """
-    fields = _raw_fields_decoder.decode(frames[0])
-    view = decode_request(frames)
-    sampling = msgspec.msgpack.decode(fields[_SAMPLING_FIELD])
-    bound = sampling.get("max_tokens", Sampling().max_tokens)
-    if bound is not None:
-        sampling["max_tokens"] = bound - len(tokens)
-    if sampling.get("min_tokens"):
-        sampling["min_tokens"] = max(0, sampling["min_tokens"] - len(tokens))
-    fields[_PROMPT_FIELD] = _raw([*view.prompt_token_ids(), *tokens])
-    fields[_SAMPLING_FIELD] = _raw(sampling)
-    if attempt:
-        fields += [_raw(None)] * (_HEADERS_FIELD + 1 - len(fields))
-        fields[_HEADERS_FIELD] = _raw({**(view.headers or {}), _ATTEMPT_HEADER: str(attempt)})
+    fields, view = _raw_fields_decoder.decode(frames[0]), decode_request(frames)
+    fields += [_raw(None)] * (_HEADERS_FIELD + 1 - len(fields))
+    fields[_HEADERS_FIELD] = _raw({**(view.headers or {}), _ATTEMPT_HEADER: str(attempt)})
     return [_encoder.encode(fields), *map(bytes, frames[1:])]
 
 

@@ -12,6 +12,7 @@ import msgspec
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.config import PEER_BYTES_PER_SECOND
 from shoal.runtime.engine.fake.step_times import StepTimes
 
 DTYPE_BYTES = {"fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
@@ -94,6 +95,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP, for any number of tokens. Where nothing else was
     measured, it is the time of the two exchanges."""
+    peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
+    """Rate at which one engine reads the memory of another."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 

@@ -39,6 +39,8 @@ CAPTURED_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
 STEPS_AT_ONCE = 64
 """Up to so many steps that decode the same requests are simulated as one."""
+COPY_SECONDS = 0.001
+"""Time of a copy of KV beyond that of its bytes: the host plans the copy and launches it."""
 LEAD_SECONDS = 1.0
 """Time for the node to switch to its policy's first layout before the workload starts."""
 PATIENCE_SECONDS = 3600.0
@@ -162,6 +164,9 @@ class Node:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 captured_tokens=self.captured_tokens,
                 steps_at_once=STEPS_AT_ONCE,
+                token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
+                peer_bytes_per_second=self.hardware.peer_bytes_per_second,
+                copy_seconds=COPY_SECONDS,
             ),
             seed=self.seed,
             queued_ahead=self.queued_ahead,
@@ -200,7 +205,7 @@ class _Simulation:
         self._controller = Controller(
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
-        devices = Devices(config.interleave_ratio, self._wake)
+        devices = Devices()
         times = step_times(node.shape, node.hardware, node.max_sp)
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
@@ -260,10 +265,6 @@ class _Simulation:
             return
         self._due[number] = time
         self._events.at(time, partial(self._ring, number, time))
-
-    def _wake(self, number: int) -> None:
-        """Give a process a turn now."""
-        self._wake_at(number, self._clock.now)
 
     def _ring(self, number: int, time: float) -> Hashable:
         if self._due.get(number) != time:

@@ -176,6 +176,7 @@ def _switching(run: Run) -> figures.Switching:
         seconds=sum(switch.duration_seconds for switch in run.switches),
         paused=sum(switch.paused for switch in run.switches),
         moved=run.moves,
+        carried=sum(switch.carried for switch in run.switches),
     )
 
 

@@ -116,6 +116,7 @@ class Interruptions(Observer):
         for request_id, attempt in asked.items():
             tokens = self._tokens_of(request_id)
             if tokens is None:
+                self._order.drop(request_id)
                 ended.append(request_id)
             else:
                 attempt = self._begin_again(request_id, attempt)

@@ -2,9 +2,9 @@
 
 Every engine sends its outputs over its own connection. When a request moves, the first tokens of
 its new unit can reach a busy front end before the last tokens of its old unit. The first output of
-the new unit says how long the prompt was that the unit computed: the original prompt and every
-token before the move. So the front end knows which tokens it must have received, and waits for
-them.
+the new unit says how many tokens the request had when it came there: its prompt and every output
+before the move. So the front end knows which tokens it must have received, and waits for them. A
+busy front end may even wait for the outputs of several units, if the request has moved on since.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ class EngineOutput(Protocol):
     prefill_stats: Any
 
 
-class _Held(msgspec.Struct):
-    """Outputs of a request's new unit that came too early."""
+class _Early(msgspec.Struct):
+    """Outputs of one stay of a request in a unit that came too early."""
 
     unit: Unit | None
     after: int
@@ -48,7 +48,8 @@ class InOrder:
     def __init__(self, standing: Standing, clock: Clock = monotonic) -> None:
         self._standing = standing
         self._clock = clock
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, list[_Early]] = {}
+        """By request: its stays in units, in their order."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -74,26 +75,35 @@ class InOrder:
     def overdue(self, seconds: float) -> list[str]:
         """Return the requests whose missing outputs have been awaited for ``seconds`` or more."""
         before = self._clock() - seconds
-        return [request_id for request_id, held in self._held.items() if held.since <= before]
+        return [name for name, stays in self._held.items() if stays[0].since <= before]
 
     def _take(self, unit: Unit | None, output: EngineOutput) -> list[Any]:
         standing = self._standing(output.request_id)
-        held = self._held.get(output.request_id)
         if standing is None:
-            self._held.pop(output.request_id, None)
+            self.drop(output.request_id)
             return [output]
         prompt, seen = standing
-        if held is None:
-            stats = output.prefill_stats
-            after = stats.num_prompt_tokens - prompt if stats is not None else 0
-            if after <= seen:
-                return [output]
-            self._held[output.request_id] = _Held(unit, after, [output], self._clock())
-            return []
-        if held.unit == unit:
-            held.outputs.append(output)
-            return []
-        if seen + len(output.new_token_ids) < held.after:
-            return [output]
-        del self._held[output.request_id]
-        return [output, *held.outputs]
+        stays = self._held.get(output.request_id, [])
+        if output.prefill_stats is not None:
+            after = output.prefill_stats.num_prompt_tokens - prompt
+            if after > seen:
+                stays.append(_Early(unit, after, [output], self._clock()))
+                stays.sort(key=lambda stay: stay.after)
+                self._held[output.request_id] = stays
+                return []
+        else:
+            # Each unit sends in order: if some of its outputs wait, this one comes after them.
+            same = next((stay for stay in reversed(stays) if stay.unit == unit), None)
+            if same is not None:
+                same.outputs.append(output)
+                return []
+        return self._follow(stays, output, seen)
+
+    def _follow(self, stays: list[_Early], output: EngineOutput, seen: int) -> list[Any]:
+        """Return an output that is due, and what has waited for it."""
+        due: list[Any] = [output]
+        while stays and stays[0].after <= seen + sum(len(each.new_token_ids) for each in due):
+            due += stays.pop(0).outputs
+        if not stays:
+            self.drop(output.request_id)
+        return due

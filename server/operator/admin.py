@@ -49,9 +49,15 @@ class LayoutRequest(_Body):
     """Body of ``POST /admin/layout``: the engines of every unit, and how to get there."""
 
     units: list[list[EngineNumber]]
-    preempt: Annotated[Treatment, Field(strict=False)] = Treatment.SEQUENTIAL
+    preempt: Annotated[Treatment, Field(strict=False)] = Treatment.CARRY
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_SECONDS)] = DEFAULT_TIMEOUT_SECONDS
     wait: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_SECONDS)] | None = None
+
+
+class EnginesRequest(_Body):
+    """Body of ``POST /admin/drain`` and ``POST /admin/resume``: the engines concerned."""
+
+    engines: Annotated[list[EngineNumber], Field(min_length=1)]
 
 
 class PolicyRequest(_Body):
@@ -105,6 +111,18 @@ async def get_layout(control: Control) -> LayoutView:
 async def set_layout(wanted: LayoutRequest, control: Control) -> SwitchView:
     """Switch to another layout, and answer when that is done."""
     return await control.set_layout(wanted.units, wanted.preempt, wanted.timeout, wanted.wait)
+
+
+@router.post("/drain", response_model=LayoutAnswer, responses=refusals(400, 409))
+async def drain(wanted: EnginesRequest, control: Control) -> LayoutView:
+    """Take engines out for maintenance; their requests go to other units."""
+    return await control.drain(wanted.engines, drained=True)
+
+
+@router.post("/resume", response_model=LayoutAnswer, responses=refusals(400))
+async def resume(wanted: EnginesRequest, control: Control) -> LayoutView:
+    """Let drained engines serve again."""
+    return await control.drain(wanted.engines, drained=False)
 
 
 @router.get("/policy", response_model=PolicyAnswer)

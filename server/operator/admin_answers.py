@@ -39,17 +39,18 @@ class UnitAnswer(_Answer):
     running: int
     waiting: int
     paused: int = Field(validation_alias="paused_requests")
-    interleaved: int = Field(validation_alias="interleaved_requests")
     lease_blocks: int
 
 
 class EngineAnswer(_Answer):
-    """One engine, and the KV blocks that it has lent, by group."""
+    """One engine, the requests that need it, and the KV blocks that it has lent, by group."""
 
     engine: int
     state: str
     reason: str | None
     restarts: int
+    drained: bool
+    requests: int
     num_blocks: int
     lent_blocks: dict[str, int]
 
@@ -76,6 +77,8 @@ class SwitchedRequestsAnswer(_Answer):
     resumed: int
     drained: int
     moved: int
+    carried: int
+    recomputed: dict[str, int]
 
 
 class SwitchAnswer(_Answer):
@@ -91,6 +94,8 @@ class SwitchAnswer(_Answer):
     late: bool
     error: str | None
     duration_seconds: float
+    carried_bytes: int
+    carry_seconds: float
     requests: SwitchedRequestsAnswer
 
     @model_validator(mode="before")

@@ -25,7 +25,7 @@ FLUSH_SECONDS = 1.5
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
-Value = str | int
+Value = str | int | float
 Attributes = Mapping[str, Value]
 
 
@@ -79,6 +79,9 @@ class Life:
     name: str
     sent: float
     placed: list[Placed] = field(default_factory=list)
+    """Its ways out of the task pool."""
+    unit: Unit | None = None
+    """The unit that has the request; None if no unit has had it yet."""
     stays: list[Stay] = field(default_factory=list)
     switches: list[Switch] = field(default_factory=list)
     """The switches that were made while it waited, or on engines of its unit."""
@@ -90,9 +93,10 @@ class Life:
     ended: float = 0.0
 
     @property
-    def unit(self) -> Unit | None:
-        """The unit that has the request; None if no unit has had it yet."""
-        return self.placed[-1].unit if self.placed else None
+    def units(self) -> list[Unit]:
+        """The units that have had the request, in order."""
+        ways = self.ways()
+        return [unit for way, stays, _ in ways for unit in (way.unit, *(s.unit for s in stays))]
 
     def resume(self, now: float) -> None:
         """Note that the request goes on, if it was paused."""
@@ -101,17 +105,20 @@ class Life:
             self.pauses.append((since, now, switch))
             self.paused = None
 
-    def ways(self) -> Iterator[tuple[Placed, Stay | None, float]]:
-        """Yield every placement, the stay that followed, and when the request left the unit.
+    def ways(self) -> Iterator[tuple[Placed, list[Stay], float]]:
+        """Yield every way out of the task pool, the stays that followed, and when these were over.
 
-        The stay is None if the request was moved on before its unit made a token.
+        There is no stay if the request left its unit before that made a token, and there are
+        several if the request was carried.
         """
         stays = list(self.stays)
         for position, placed in enumerate(self.placed, start=1):
-            moved = position < len(self.placed)
-            left = waited(self.placed[position])[0] if moved else self.ended
-            made = bool(stays) and stays[0].unit == placed.unit and stays[0].scheduled <= left
-            yield placed, stays.pop(0) if made else None, left
+            is_last = position == len(self.placed)
+            left = self.ended if is_last else waited(self.placed[position])[0]
+            followed = []
+            while stays and (is_last or stays[0].scheduled <= left):
+                followed.append(stays.pop(0))
+            yield placed, followed, left
 
 
 def waited(placed: Placed) -> tuple[float, float]:
@@ -163,7 +170,7 @@ class Trace:
         found: dict[str, Value] = {"gen_ai.usage.completion_tokens": tokens}
         if self.status is not None:
             found["http.response.status_code"] = self.status
-        units = list(dict.fromkeys(placed.unit for life in lives for placed in life.placed))
+        units = list(dict.fromkeys(unit for life in lives for unit in life.units))
         if units:
             found["shoal.unit"] = units_text(unit.engines for unit in units)
             found["shoal.layout"] = " ".join(unit.name for unit in units)
@@ -270,15 +277,21 @@ class Spans:
 
         if not life.placed:
             make("pool_wait", life.sent, life.ended, {})
-        for placed, stay, left in life.ways():
+        for placed, stays, left in life.ways():
             unit = _of_unit(placed.unit)
             pooled, dispatched = waited(placed)
             make("pool_wait", pooled, dispatched, unit)
-            make("dispatch", dispatched, left if stay is None else stay.scheduled, unit)
-            if stay is not None:
-                make("first_token", stay.scheduled, stay.first, unit)
+            make("dispatch", dispatched, stays[0].scheduled if stays else left, unit)
+            before: Stay | None = None
+            for stay in stays:
+                unit = _of_unit(stay.unit)
+                if before is None:
+                    make("first_token", stay.scheduled, stay.first, unit)
+                else:
+                    make("carry", before.last, stay.first, unit)
                 tokens = {"gen_ai.usage.completion_tokens": stay.tokens}
                 make("decode", stay.first, stay.last, {**unit, **tokens})
+                before = stay
         for switch in life.switches:
             start = max(switch.told.at, life.sent)
             end = life.ended if switch.ended is None else min(switch.ended, life.ended)
@@ -309,6 +322,10 @@ class Spans:
                 "shoal.switch.resumed": done.resumed,
                 "shoal.switch.drained": done.drained,
                 "shoal.switch.moved": done.moved,
+                "shoal.switch.carried": done.carried,
+                "shoal.switch.recomputed": sum(done.recomputed.values()),
+                "shoal.switch.carried_bytes": done.carried_bytes,
+                "shoal.switch.carry_seconds": done.carry_seconds,
             },
         )
         parent = otel.set_span_in_context(root)

@@ -94,8 +94,8 @@ class Traces(Observer):
 
     def _take_tokens(self, life: Life, unit: Unit, output: Any) -> None:
         now = self._clock()
-        # Only the first output of a unit says how the prompt was computed.
-        if not life.stays or output.prefill_stats is not None:
+        # The first output of a stay says how the prompt was computed.
+        if output.prefill_stats is not None or not life.stays or life.stays[-1].unit != unit:
             begun = (e.timestamp for e in output.events or () if e.type == EventType.SCHEDULED)
             life.stays.append(Stay(unit, next(begun, now), now, now))
         life.stays[-1].last = now
@@ -114,7 +114,12 @@ class Traces(Observer):
     def placed(self, note: Placed) -> None:
         """Note where a request went, if it is followed."""
         _, life = self._followed.get(note.request_id, (None, None))
-        if life is not None:
+        if life is None:
+            return
+        life.unit = note.unit
+        if note.waited is None:  # it was carried
+            life.resume(self._clock())
+        else:
             life.resume(waited(note)[0])
             life.placed.append(note)
 

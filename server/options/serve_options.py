@@ -15,10 +15,8 @@ from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
 from shoal.runtime.config import (
     AGING_SECONDS,
     ENGINE_COUNTS,
-    INTERLEAVE_RATIO,
     MAX_WAITING_REQUESTS,
     MAX_WAITING_TOKENS,
-    PAUSE_LIMIT_SECONDS,
     SWITCH_WAIT_SECONDS,
     FakeSettings,
 )
@@ -116,12 +114,6 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         "how long a switch that the policy asks for waits for requests to end, before it goes "
         "on without waiting",
     )
-    number(
-        "--pause-limit",
-        PAUSE_LIMIT_SECONDS,
-        "how long a request that a hard switch has paused, and that cannot be moved, waits "
-        "for its unit before it ends",
-    )
 
 
 def _add_pool_options(group: argparse._ArgumentGroup) -> None:
@@ -139,11 +131,6 @@ def _add_pool_options(group: argparse._ArgumentGroup) -> None:
         choices=tuple(LogFormat),
         default=LogFormat.TEXT,
         help="lines for people, or one JSON object per line (default: %(default)s)",
-    )
-    number(
-        "--interleave-ratio",
-        INTERLEAVE_RATIO,
-        "steps of a group for each step of an engine's own, where they interleave",
     )
 
 
@@ -251,10 +238,9 @@ def check_shoal_options(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value not in ENGINE_COUNTS:
             raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
-    check_positive(args, "prepare_timeout", "pause_limit", "priority_aging")
+    check_positive(args, "prepare_timeout", "priority_aging")
     check_at_least(args, 0, "switch_wait", "fake_step_ms")
-    check_at_least(args, 1, "max_waiting_requests", "max_waiting_tokens")
-    check_at_least(args, 1, "interleave_ratio", "api_server_count")
+    check_at_least(args, 1, "max_waiting_requests", "max_waiting_tokens", "api_server_count")
     check_bounds_options(args)
     check_connection_options(args)
     if args.recording_dir is not None:

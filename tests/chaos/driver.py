@@ -53,8 +53,6 @@ where four processes import vLLM on two cores."""
 OPTIONS = (
     *("--max-num-seqs", "8", "--max-waiting-requests", "32"),
     *("--restart-limit", "1000", "--restart-backoff", "1e-9"),
-    # What waits longer for a unit that nobody forms again has to end before clients give up.
-    *("--pause-limit", "45"),
 )
 CLIENTS = 10
 BURST = 80
@@ -70,7 +68,7 @@ END_SECONDS = 120.0
 """A node that is asked to end must have done so."""
 SWITCH_ANSWERS = {200, 409, 503, 504}
 POLICY_ANSWERS = {200, 400}
-TREATMENTS = ("sequential", "soft", "hard", "interleave")
+TREATMENTS = ("sequential", "carry", "soft", "hard")
 _ENGINE = re.compile(r"(?:engine|runner|scheduler) (\d+).*")
 
 
@@ -419,7 +417,7 @@ def _names(paths: Iterable[Path]) -> frozenset[str]:
 
 def _is_at_rest(view: dict[str, Any]) -> bool:
     """Return whether a node is whole, and has nothing to do."""
-    counts = ("running", "waiting", "paused", "interleaved")
+    counts = ("running", "waiting", "paused")
     busy = view["waiting"] or any(unit[key] for unit in view["units"] for key in counts)
     whole = not view["unavailable"] and all(e["state"] == "serving" for e in view["engines"])
     return whole and not busy

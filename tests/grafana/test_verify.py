@@ -25,7 +25,7 @@ LOAD = (
 ALONE, PAIR = [[0], [1]], [[0, 1]]
 SWITCHES = (
     *((PAIR, "soft"), (ALONE, "soft"), (PAIR, "hard"), (ALONE, "hard")),
-    *((PAIR, "interleave"), (ALONE, "interleave"), (PAIR, "sequential"), (ALONE, "sequential")),
+    *((PAIR, "carry"), (ALONE, "carry"), (PAIR, "sequential"), (ALONE, "sequential")),
 )
 
 

@@ -189,11 +189,11 @@ async def test_the_layout_is_seen_over_time(server: StandIn) -> None:
     # What was before the run is not the run's.
     assert (switching.switches, switching.failed) == (2, 1)
     assert switching.seconds == pytest.approx(0.2)
-    assert (switching.paused, switching.moved) == (4, 2)
+    assert (switching.paused, switching.moved, switching.carried) == (4, 2, 6)
 
 
 def switch(epoch: int, outcome: str = "done") -> dict[str, object]:
-    requests = {"paused": 2, "resumed": 0, "drained": 0, "moved": 1}
+    requests = {"paused": 2, "resumed": 0, "drained": 0, "moved": 1, "carried": 3}
     return {
         "epoch": epoch,
         "at": 1.0,

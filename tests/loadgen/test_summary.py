@@ -17,7 +17,7 @@ from shoal.loadgen.summary import (
 from shoal.loadgen.text_tables import side_by_side, summary
 from shoal.loadgen.workload import Phase
 
-NONE = Switching(0, 0, 0.0, 0, 0)
+NONE = Switching(0, 0, 0.0, 0, 0, 0)
 
 
 def record(
@@ -151,12 +151,13 @@ def test_a_summary_names_what_failed() -> None:
 
 
 def test_json_and_table_show_the_same_report() -> None:
-    switching = Switching(switches=4, failed=1, seconds=0.1, paused=7, moved=9)
+    switching = Switching(switches=4, failed=1, seconds=0.1, paused=7, moved=9, carried=5)
     one = report("flying", [record()], {0: 5.0}, switching=switching, step_errors={"dp": 0.25})
     content = as_json([one], trace="t")
     assert content["trace"] == "t"
     assert content["reports"][0]["groups"]["all"]["ttft"]["p90"] == 1.0
     assert content["reports"][0]["switching"]["moved"] == 9
+    assert content["reports"][0]["switching"]["carried"] == 5
     text = side_by_side([one])
     assert "flying" in text
     assert "dp 25.0%" in text

@@ -94,8 +94,8 @@ def test_a_switch_has_a_reason(seen: Snapshot, reason: str) -> None:
 
 
 def test_load_moves_requests_and_pauses_none() -> None:
-    assert FLYING.plan(node(TP, BUSY)).treatment == "soft"
-    assert FLYING.plan(node(DP, QUIET)).treatment == "soft"
+    assert FLYING.plan(node(TP, BUSY)).treatment == "carry"
+    assert FLYING.plan(node(DP, QUIET)).treatment == "carry"
 
 
 def test_a_full_node_is_loaded() -> None:

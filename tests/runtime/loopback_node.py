@@ -129,7 +129,7 @@ class LoopbackNode:
         self.incarnations = dict.fromkeys(range(engines), 0)
         self.backends: dict[int, FakeBackend] = {}
         self.agents: dict[int, Agent] = {}
-        self._devices = Devices(self.config.interleave_ratio)
+        self._devices = Devices()
         for engine in range(engines):
             self._start(engine, (faults or {}).get(engine, NO_FAULTS))
         self.hung: set[int] = set()

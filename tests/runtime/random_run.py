@@ -1,6 +1,7 @@
 """One long random life of a node: switches, requests, aborts and audits in any order of arrival."""
 
 import random
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
@@ -27,6 +28,9 @@ from tests.runtime.loopback_node import LoopbackNode
 
 MOST_MISSING = 40
 """Requests under way at once: enough to fill every batch and the pool."""
+
+KINDS: list[dict[str, int]] = [{}, {}, {"logprobs": 2}, {"prompt_logprobs": 1}]
+"""What requests ask for beside tokens."""
 
 
 def random_partition(rng: random.Random, engines: int, max_group: int) -> Partition:
@@ -56,7 +60,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
 
     monkeypatch.setattr(SwitchBudget, "allows", lambda *_: True)
     monkeypatch.setattr(pauses, "PAUSE_SECONDS", 0.3)
-    monkeypatch.setattr(pauses, "TURN_SECONDS", 0.1)
     monkeypatch.setitem(registry.POLICIES, "hasty", Policy("hasty", plan, decides_layout=True))
     return "hasty"
 
@@ -67,13 +70,19 @@ class RandomRun:
     Args:
         node: whose ``rng`` decides what happens.
         decided: whether a policy decides the layout: else it is drawn here.
-        pinned: part of the requests that cannot be moved.
+        treatments: what is drawn for switches.
     """
 
-    def __init__(self, node: LoopbackNode, *, decided: bool = False, pinned: float = 0.0) -> None:
+    def __init__(
+        self,
+        node: LoopbackNode,
+        *,
+        decided: bool = False,
+        treatments: Sequence[Treatment] = tuple(Treatment),
+    ) -> None:
         self.node = node
+        self._treatments = treatments
         self._decided = decided
-        self._pinned = pinned
         self.switches: list[SwitchDone | CallFailed] = []
         self.audits: list[AuditDone] = []
         self.shifts = 0
@@ -97,9 +106,8 @@ class RandomRun:
             number = len(node.prompts)
             prompt = rng.randrange(200, 380) if rng.random() < 0.05 else rng.randrange(1, 50)
             tokens, priority = rng.randrange(1, 20), rng.randrange(3)
-            is_pinned = self._pinned > 0 and rng.random() < self._pinned
-            sampling = {"presence_penalty": 0.5} if is_pinned else {}
-            node.send(f"r{number}", prompt, tokens, priority=priority, **sampling)
+            kind = rng.choice(KINDS)
+            node.send(f"r{number}", prompt, tokens, priority=priority, **kind)
         elif draw < 0.5 and node.missing:
             node.abort(rng.choice(node.missing))
         elif draw < 0.55 and self._audit is None:
@@ -110,7 +118,7 @@ class RandomRun:
             self.changes += 1
         elif self._switch is None and not self._decided:
             units = random_partition(rng, node.config.engines, node.config.max_group)
-            treatment = rng.choice(list(Treatment))
+            treatment = rng.choice(self._treatments)
             self._switch = node.set_layout(*units, treatment=treatment, timeout=0.2)
         for _ in range(rng.randrange(12)):
             node.step()

@@ -79,7 +79,7 @@ def test_policies_change_under_load() -> None:
         load(node, waves=1)
         node.call(m.SetPolicy, policy)
     finish(node)
-    assert node.view().moves_total > 0
+    assert node.value("shoal_carried_requests_total", outcome="carried") > 0
 
 
 def test_measured_steps_correct_the_cost_model() -> None:
@@ -95,8 +95,6 @@ def test_measured_steps_correct_the_cost_model() -> None:
     assert set(node.view().step_errors) == {"dp decode", "dp prefill"}
 
 
-PINNED = ({"seed": 7, "temperature": 1.0}, {"frequency_penalty": 0.5})
-"""What keeps a request from being moved."""
 ROOMY = FakeSettings(
     step_seconds=0.02, num_blocks=1000, block_tokens=4, max_num_seqs=64, max_model_len=4000
 )
@@ -117,43 +115,16 @@ def waits_under_load(node: LoopbackNode, seconds: float, rate: float) -> dict[st
     return waits | {name: node.clock.now - at for name, at in sent.items()}
 
 
-def node_with_pinned_requests(policy: str, tokens: int, **limits: float) -> LoopbackNode:
-    """Return a quiet node whose widest group computes a seeded request and a penalised one."""
-    node = LoopbackNode(
-        4, policy="static-tp", settings=ROOMY, cost_model=MODEL, targets=TARGETS, **limits
-    )
+def test_a_switch_under_load_holds_up_nobody() -> None:
+    node = LoopbackNode(4, policy="static-tp", settings=ROOMY, cost_model=MODEL, targets=TARGETS)
     let_pass(node, 1.0)
-    for k, sampling in enumerate(PINNED):
-        node.send(f"pinned-{k}", 10, tokens, **sampling)
+    for k in range(4):
+        node.send(f"long-{k}", 10, 1000)
     let_pass(node, 0.5)
     assert set(node.placed().values()) == {tp(0, 1, 2, 3)}
-    node.call(m.SetPolicy, policy)
-    let_pass(node, 1.0)
-    return node
-
-
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"manual"}))
-def test_requests_that_cannot_be_moved_hold_up_nobody(policy: str) -> None:
-    node = node_with_pinned_requests(policy, 1000)
-    waits = waits_under_load(node, 10.0, 40.0)
-    assert max(waits.values()) < node.config.switch_wait_seconds + 1.0
-    finish(node)
-    assert node.value("shoal_requests_total", outcome="finished") == len(node.prompts)
-    assert node.value("shoal_requests_total") == len(node.prompts)
-
-
-@pytest.mark.parametrize("policy", ["flying", "static-dp"])
-def test_without_the_bound_they_do(policy: str) -> None:
-    """The control."""
-    node = node_with_pinned_requests(policy, 1000, switch_wait_seconds=600.0)
+    node.call(m.SetPolicy, "static-dp")
     waits = waits_under_load(node, 6.0, 40.0)
-    assert max(waits.values()) > 4.0
-
-
-def test_under_a_load_that_stays_they_end_nonetheless() -> None:
-    node = node_with_pinned_requests("flying", 500)
-    waits = waits_under_load(node, 30.0, 80.0)
-    assert {f"pinned-{k}" for k in range(len(PINNED))} <= set(node.finish)
-    assert max(waits.values()) < node.config.switch_wait_seconds + 1.0
+    assert max(waits.values()) < 1.0
     finish(node)
-    assert node.value("shoal_switches_total", reason="paused") > 0
+    assert node.value("shoal_carried_requests_total", outcome="carried") >= 4
+    assert node.value("shoal_requests_total", outcome="finished") == len(node.prompts)

@@ -19,8 +19,8 @@ LEAST_ALIVE = 4
 class DeadlyRun(RandomRun):
     """Also hangs, wakes and kills engines; their last outputs arrive, come late, or are lost."""
 
-    def __init__(self, node: LoopbackNode, *, decided: bool = False, pinned: float = 0.0) -> None:
-        super().__init__(node, decided=decided, pinned=pinned)
+    def __init__(self, node: LoopbackNode, *, decided: bool = False) -> None:
+        super().__init__(node, decided=decided)
         self._late: list[tuple[int, Frames]] = []
 
     def act(self) -> None:
@@ -100,7 +100,7 @@ def test_survivors_go_on_where_switches_are_late(
 ) -> None:
     policy, wait = hasty(monkeypatch, seed), 0.03
     node = LoopbackNode(ENGINES, max_group=4, seed=seed, policy=policy, switch_wait_seconds=wait)
-    live(DeadlyRun(node, decided=True, pinned=0.3))
+    live(DeadlyRun(node, decided=True))
     assert node.value("shoal_late_switches_total") > 0
 
 

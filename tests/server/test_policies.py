@@ -40,6 +40,27 @@ async def streams(url: str, prompts: list[str]) -> list[str]:
         return list(await asyncio.gather(*(stream(client, prompt) for prompt in prompts)))
 
 
+def test_a_stream_goes_on_while_its_engine_is_drained(node: ServedNode, http: httpx.Client) -> None:
+    (whole,) = asyncio.run(streams(node.url, ["Leaves"]))
+    http.post("/admin/layout", json={"units": [[0], [1]]}).raise_for_status()
+    text, drained = "", -1
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="none") as client:
+        for chunk in client.completions.create(
+            model=MODEL, prompt="Leaves", max_tokens=TOKENS, stream=True
+        ):
+            text += chunk.choices[0].text
+            if drained < 0:
+                engines = http.get("/admin/layout").json()["engines"]
+                drained = next(each["engine"] for each in engines if each["requests"])
+                http.post("/admin/drain", json={"engines": [drained]}).raise_for_status()
+    assert text == whole
+    engine = http.get("/admin/layout").json()["engines"][drained]
+    assert (engine["drained"], engine["requests"]) == (True, 0)
+    assert http.post("/admin/layout", json={"units": [[0, 1]]}).status_code == 409
+    http.post("/admin/resume", json={"engines": [drained]}).raise_for_status()
+    http.post("/admin/layout", json={"units": [[0, 1]]}).raise_for_status()
+
+
 def test_a_stream_goes_on_while_its_request_moves(node: ServedNode, http: httpx.Client) -> None:
     (whole,) = asyncio.run(streams(node.url, ["Moves"]))
     layouts = [[[0, 1]], [[0], [1]]] * 3

@@ -52,8 +52,10 @@ ADMIN_ROUTES = {
     ("GET", "/admin/layout"),
     ("GET", "/admin/policy"),
     ("POST", "/admin/audit"),
+    ("POST", "/admin/drain"),
     ("POST", "/admin/layout"),
     ("POST", "/admin/policy"),
+    ("POST", "/admin/resume"),
     ("POST", "/admin/shift"),
 }
 ELSEWHERE = (

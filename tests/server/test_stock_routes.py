@@ -170,10 +170,11 @@ def test_the_load_is_what_runs(http: httpx.Client) -> None:
         while load() < 2:
             pass  # bounded by the test's time limit
         other.join()
-        assert load() <= 1
+        while load() > 1:
+            pass  # the count ends after the response
         list(lines)
     while load():
-        pass  # the count ends after the response
+        pass
 
 
 def test_the_tokenizer_is_described_where_that_is_asked_for(http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.runtime.controller.books.carry_book import CarryBook
 from shoal.runtime.controller.books.engine_book import EngineBook
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.leases import Leases
@@ -18,6 +19,7 @@ class Books:
     engines: EngineBook
     units: UnitBook
     requests: RequestBook
+    carries: CarryBook
     leases: Leases
     statistics: Statistics
 
@@ -39,6 +41,7 @@ def open_books(env: Environment) -> Books:
         engines,
         units,
         RequestBook(units, TaskPool(config.aging_seconds)),
+        CarryBook(),
         Leases(engines, units, env.transport),
         Statistics(config.layouts),
     )

@@ -18,6 +18,7 @@ from shoal.policies.values.snapshot import (
 )
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
 from shoal.runtime.controller.books.demand import Demand, Lengths, most_urgent
 from shoal.runtime.controller.books.engine_book import EngineState
@@ -44,6 +45,7 @@ class Capacity:
         self._requests = books.requests
         self._pool = books.requests.pool
         self._leases = books.leases
+        self._carries = books.carries
         self.cost_model: CostModel | None = config.cost_model
         """The cost model, corrected by measured steps (``observe``)."""
         self._forms_groups = True
@@ -83,7 +85,7 @@ class Capacity:
             now=now,
             engines=self._config.engines,
             max_group=self._config.max_group,
-            dead=engines.gone | engines.in_state(EngineState.SILENT),
+            dead=engines.gone | engines.in_state(EngineState.SILENT) | engines.drained,
             broken=frozenset(engines.unformed(self._possible_groups)),
             partition=self._units.partition,
             switching=switching,
@@ -131,8 +133,7 @@ class Capacity:
                 if self.cost_model is not None and news.steps > 0 and news.seconds > 0:
                     seconds = news.seconds / news.steps
                     self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
-        started = (load.added - load.waiting) - (before.added - before.waiting)
-        self._lengths.see(known, started=max(0, started), ended=len(load.finished))
+        self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
 
     @property
     def step_errors(self) -> dict[str, float]:
@@ -145,7 +146,7 @@ class Capacity:
         return tuple(
             self._unit(
                 group,
-                serving=self._engines.serves(group)
+                serving=self._engines.takes(group)
                 and not any(engine in busy for engine in group.engines),
                 paused=paused[group],
             )
@@ -214,28 +215,42 @@ class Capacity:
         return self._engines.num_blocks(engine) - sum(n for g, n in lent.items() if g != group)
 
     def lease_for(self, group: Unit) -> int:
-        """Return how many blocks to ask a new group's members for, as the waiting requests need."""
+        """Return how many blocks to ask a new group's members for.
+
+        The group needs them for the requests that wait, and for those that are carried to it: for
+        each of these two more, as its last block may be nearly empty, and it may need the next one
+        before the lease can grow.
+        """
         limits = self._engines.limits(group)
         waiting = self._pool.head(limits.max_num_seqs)
         need = sum(-(-(r.prompt_tokens + 1) // limits.block_tokens) for r in waiting)
+        need += sum(
+            -(-self._tokens_of(carry) // limits.block_tokens) + 2 * len(carry.ids)
+            for carry in self._carries
+            if carry.destination == group
+        )
         spare = min(
             self._free_blocks(self._requests.core(alone(engine))) for engine in group.engines
         )
         return max(LEASE_BLOCKS, min(need, spare))
 
-    def leaves_room(self, group: Unit) -> bool:
-        """Return whether requests of a group's single engines may go on beside it (interleave).
+    def _tokens_of(self, carry: Carry) -> int:
+        """Return at most how many tokens' KV a carry takes along: its share of what is in use."""
+        source = carry.source
+        core, tokens = self._requests.core(source), self._engines.limits(source).block_tokens
+        if core.load is None or not core.requests:
+            return 0
+        if source.is_group:
+            blocks = self._leases.opened.get(source, 0)
+        else:
+            lent = sum(self._leases.lent_by(source.leader).values())
+            blocks = self._engines.num_blocks(source.leader) - lent
+        used = max(0, blocks - core.load.free_blocks)
+        return -(-used * tokens * len(carry.ids) // len(core.requests))
 
-        Blocks that these requests need up to their bounds are lent to no group. So they must leave
-        the group half of every member's blocks; otherwise the group's requests would wait for them.
-        """
-        tokens = self._engines.limits(alone(group.leader)).block_tokens
-        for engine in group.engines:
-            totals = self._requests.core(alone(engine)).figures.totals
-            needed = sum(count * -(-total // tokens) for total, count in totals.items())
-            if 2 * needed > self._unleased(engine, group):
-                return False
-        return True
+    def can_hold(self, unit: Unit, request: PoolRequest) -> bool:
+        """Return whether a unit holds the request while nothing else runs on its engines."""
+        return self._idle(unit).can_hold(request)
 
     @cached_property
     def longest(self) -> int:

@@ -69,17 +69,22 @@ class CoreBook(msgspec.Struct):
     requests: dict[str, Request] = {}
     """The requests by id, in the order in which they were sent."""
     sent: int = 0
-    """``AddRequest`` messages ever sent for this unit."""
+    """Requests ever sent to this core, by ``AddRequest`` or ``Import``."""
+    carried: int = 0
+    """Those of them that had begun elsewhere: requests that were carried here."""
     load: m.Load | None = None
     """The core's last report."""
+    begun: int = 0
+    """Most requests that had begun here, in any report."""
     figures: Figures = msgspec.field(default_factory=Figures)
     """Sums over ``requests``."""
     _uncounted: Uncounted | None = None
 
-    def put(self, request: Request) -> None:
-        """Note a request that is sent."""
+    def put(self, request: Request, *, carried: bool = False) -> None:
+        """Note a request that is sent; ``carried``: it has begun elsewhere."""
         self.requests[request.id] = request
         self.sent += 1
+        self.carried += carried
         self.figures.count(request.seen, 1)
 
     def take(self, request_id: str) -> Request:
@@ -95,14 +100,14 @@ class CoreBook(msgspec.Struct):
     def report(self, load: m.Load) -> None:
         """Note the core's report."""
         self.load = load
+        self.begun += self.begun_since(load)
 
-    def movable(self) -> list[str]:
-        """Return the requests that can go on elsewhere."""
-        return [request.id for request in self.requests.values() if request.movable]
+    def begun_since(self, load: m.Load) -> int:
+        """Return how many requests a report shows to have begun here since the last one.
 
-    def pinned(self) -> list[str]:
-        """Return the requests that can only go on here."""
-        return [request.id for request in self.requests.values() if not request.movable]
+        A request that is carried here, or preempted, waits although it has begun before.
+        """
+        return max(0, load.added - load.waiting - self.carried - self.begun)
 
     @property
     def uncounted(self) -> Uncounted:

@@ -31,6 +31,8 @@ class Engine(msgspec.Struct, frozen=True):
     """How often it was restarted."""
     returns: bool = False
     """Whether it is restarted after its death."""
+    drained: bool = False
+    """Whether an operator has taken it out; its death and return change nothing about that."""
 
     @property
     def is_gone(self) -> bool:
@@ -83,11 +85,15 @@ class EngineBook:
         """Engines that died and are not back."""
         self.lost = frozenset(number for number in self.gone if engines[number].is_lost)
         """Engines that died and will not be back."""
+        self.drained = frozenset(engine.number for engine in engines if engine.drained)
+        """Engines that an operator has taken out."""
         self._restarted = any(engine.incarnation for engine in engines)
         self._in_state = {
             state: frozenset(engine.number for engine in engines if engine.state is state)
             for state in EngineState
         }
+        self.open = self._in_state[EngineState.SERVING] - self.drained
+        """Engines on which requests may start."""
 
     # --- what happens to them -----------------------------------------------------------------
 
@@ -107,6 +113,11 @@ class EngineBook:
         if was_silent:
             self._set(engine, state=EngineState.SERVING, reason=None)
         return was_silent
+
+    def drain(self, engines: Iterable[int], *, drained: bool) -> None:
+        """Note that an operator takes engines out, or lets them serve again."""
+        for engine in engines:
+            self._set(engine, drained=drained)
 
     def die(self, engines: Collection[int], reason: str) -> None:
         """Note that engines are dead."""
@@ -130,6 +141,10 @@ class EngineBook:
     def serves(self, unit: Unit) -> bool:
         """Return whether every engine of the unit serves."""
         return all(self._engines[engine].state is EngineState.SERVING for engine in unit.engines)
+
+    def takes(self, unit: Unit) -> bool:
+        """Return whether requests may start on the unit: it serves, and no engine is drained."""
+        return self.open.issuperset(unit.engines)
 
     def limits(self, unit: Unit) -> m.LayoutLimits:
         """Return what a unit's layout can hold.

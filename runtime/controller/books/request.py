@@ -20,8 +20,6 @@ class Request(msgspec.Struct, frozen=True):
     """vLLM's own payload, as it came."""
     seen: PoolRequest
     """What policies see of the request."""
-    movable: bool
-    """Whether it can be moved once it has begun (``wire.RequestView.movable``)."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
     family: Family | None = None
@@ -29,7 +27,7 @@ class Request(msgspec.Struct, frozen=True):
     moved_at: float | None = None
     """When it was last taken out of a unit, seconds."""
     tokens: tuple[int, ...] = ()
-    """Tokens that earlier units have generated for it; the next unit gets them in the prompt."""
+    """Output tokens that earlier units have generated for it; the next unit takes it up there."""
     attempt: int = 0
     """How often it was started again because its engine died."""
     deaths: int = 0
@@ -48,19 +46,12 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def payload(self) -> list[bytes]:
-        """The frames that a unit is sent to start the request, or to go on with it."""
-        if not self.tokens and not self.attempt:
-            return self.frames
-        return wire.continue_request(self.frames, self.tokens, self.attempt)
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether another unit can continue the request."""
-        return not self.tokens or self.movable
+        """The frames that a unit is sent; its outputs tell of which attempt they are."""
+        return wire.mark_attempt(self.frames, self.attempt) if self.attempt else self.frames
 
 
 def continued(request: Request, tokens: Sequence[int], now: float) -> Request:
-    """Return a request that was taken out of a unit, ready to wait in the pool again.
+    """Return a request that leaves a unit: what another unit would have to compute of it has grown.
 
     Args:
         request: the request.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.books.request import Request
@@ -63,6 +63,12 @@ class RequestBook:
         self.core(unit).put(request)
         self._where[request.id] = unit
 
+    def carry(self, request: Request, unit: Unit) -> None:
+        """Note that a request, which was on another unit, is being carried to this one."""
+        self.remove(request.id)
+        self.core(unit).put(request, carried=True)
+        self._where[request.id] = unit
+
     def where(self, request_id: str) -> Unit | None:
         """Return the unit that a request was sent to."""
         return self._where.get(request_id)
@@ -106,21 +112,12 @@ class RequestBook:
 
     @property
     def paused(self) -> Counter[Unit]:
-        """Number of requests whose unit is not bound, by the unit in which its leader is now.
-
-        Such requests wait for their unit to come back, or are interleaved.
-        """
+        """Number of requests whose unit is not bound, by the unit in which its leader is now."""
         paused: Counter[Unit] = Counter()
         for core in self._cores.values():
             if core.requests and core.unit not in self._units.partition:
                 paused[self._units.unit_of(core.unit.leader)] += len(core.requests)
         return paused
-
-    def interleaved_in(self, unit: Unit) -> int:
-        """Return the number of requests whose steps alternate with those of this unit."""
-        if unit not in self._units.interleaving:
-            return 0
-        return sum(len(self.core(alone(engine)).requests) for engine in unit.engines)
 
     # --- suspects, and those whose engine died ------------------------------------------------
 

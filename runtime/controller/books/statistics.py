@@ -6,7 +6,7 @@ from typing import get_args
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.plan import SwitchReason
 from shoal.runtime.controller.books.request import Request
-from shoal.runtime.protocol.messages import DeathCause, Outcome, Treatment
+from shoal.runtime.protocol.messages import DeathCause, Fallback, Outcome, Treatment
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
     Counter,
@@ -18,15 +18,20 @@ from shoal.runtime.protocol.messages.views import SwitchView
 
 MANUAL = "manual"
 """Reason of a switch that the admin API asked for."""
-PAUSED = "paused"
-"""Reason of a switch that gives a turn to requests which were paused for long (``pauses.py``)."""
+DRAIN = "drain"
+"""Reason of a switch that releases groups of drained engines."""
 OTHER = "other"
 """Reason, in metrics, of a switch whose policy named no known reason."""
-REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, PAUSED, OTHER)
+REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, DRAIN, OTHER)
 
 SWITCH_OUTCOMES = ("done", "failed")
 BIND_OUTCOMES = ("done", "aborted", "lost")
 RELEASE_OUTCOMES = ("done", "kept", "lost")
+CARRY_OUTCOMES = ("carried", "recomputed", "kept", "lost")
+"""What became of a request that was to be carried: it went with its KV, or without it; it stayed
+where it was; or an engine died before it was settled."""
+CARRY_PHASES = ("export", "import", "copy")
+"""From ``Export`` to its answer; from ``Import`` to its last answer; one copy of the members."""
 PHASES = ("drain", "lease", "commit", "release", "resume")
 
 WAIT_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -125,6 +130,30 @@ class SwitchStatistics:
         return [metric.family() for metric in vars(self).values()]
 
 
+class CarryStatistics:
+    """Counters and histograms of requests that go to another unit with their KV."""
+
+    def __init__(self) -> None:
+        self.requests = Counter(
+            "shoal_carried_requests_total",
+            "Requests that were to go to another unit with their KV, by what became of that.",
+            {"outcome": CARRY_OUTCOMES},
+        )
+        self.fallbacks = Counter(
+            "shoal_carry_fallbacks_total",
+            "Requests whose KV the other unit computed again, by the reason.",
+            {"reason": Fallback},
+        )
+        self.bytes = Counter("shoal_carried_bytes_total", "Bytes of KV that were carried.")
+        self.seconds = Histogram(
+            "shoal_carry_seconds", "Phases of carries.", PHASE_BOUNDS, {"phase": CARRY_PHASES}
+        )
+
+    def families(self) -> list[Family]:
+        """Return all metrics of carries as they are now."""
+        return [metric.family() for metric in vars(self).values()]
+
+
 class Statistics:
     """Counters and histograms of one controller.
 
@@ -135,6 +164,7 @@ class Statistics:
     def __init__(self, layouts: Sequence[Layout]) -> None:
         names = [layout.name for layout in layouts]
         self.switches = SwitchStatistics(names)
+        self.carries = CarryStatistics()
         self.requests = Counter(
             "shoal_requests_total",
             "Requests that have left the node, by outcome.",
@@ -193,8 +223,9 @@ class Statistics:
 
     def families(self) -> list[Family]:
         """Return all metrics as they are now."""
-        own = [metric.family() for metric in vars(self).values() if metric is not self.switches]
-        return self.switches.families() + own
+        groups = (self.switches, self.carries)
+        own = [metric.family() for metric in vars(self).values() if metric not in groups]
+        return self.switches.families() + self.carries.families() + own
 
 
 def _reason(reason: str) -> str:

@@ -1,6 +1,6 @@
 """The book of units: which engines work together now."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition, singles
@@ -16,13 +16,10 @@ class UnitBook:
     def __init__(self, engines: int) -> None:
         self._partition = singles(engines)
         self._bound: dict[Unit, int] = {}
-        self._interleaving: set[Unit] = set()
         self._starting: Unit | None = None
         self._epoch = 0
         self.bound: Mapping[Unit, int] = self._bound
         """The groups of the partition, each with the epoch of its bind."""
-        self.interleaving: Set[Unit] = self._interleaving
-        """Bound units whose members go on with requests of their own."""
 
     @property
     def partition(self) -> Partition:
@@ -43,30 +40,19 @@ class UnitBook:
         """Return the unit that an engine is in."""
         return next(unit for unit in self._partition if engine in unit.engines)
 
-    def interleaves(self, unit: Unit) -> bool:
-        """Return whether a single engine's requests go on in turn with those of its group."""
-        return not unit.is_group and self.unit_of(unit.leader) in self._interleaving
-
-    def runs(self, unit: Unit) -> bool:
-        """Return whether a core takes steps: its unit is in the partition, or is interleaved."""
-        return unit in self._partition or self.interleaves(unit)
-
     # --- changes ------------------------------------------------------------------------------
 
-    def bind(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
+    def bind(self, unit: Unit, epoch: int) -> None:
         """Make a unit of engines that were alone."""
         rest = [u for u in self._partition if not set(u.engines) & set(unit.engines)]
         self._partition = tuple(sorted([*rest, unit]))
         self._bound[unit] = epoch
-        if interleaves:
-            self._interleaving.add(unit)
 
     def release(self, unit: Unit) -> None:
         """Make each engine of a unit a unit of its own."""
         rest = [u for u in self._partition if u != unit]
         self._partition = tuple(sorted([*rest, *(alone(engine) for engine in unit.engines)]))
         self._bound.pop(unit, None)
-        self._interleaving.discard(unit)
 
     def start(self, unit: Unit | None) -> None:
         """Note the group whose members start its core now; None: no group does."""

@@ -7,6 +7,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.failures.migration import Migration
+from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import DeathCause, KillEngines
 from shoal.runtime.protocol.transport import SUPERVISOR
@@ -21,15 +22,19 @@ class Losses:
         env: the transport to the supervisor.
         books: engines, units and leases; deaths are counted.
         migration: moves the requests of dead engines to other engines.
+        carries: lets requests go on in other units.
     """
 
-    def __init__(self, env: Environment, books: Books, migration: Migration) -> None:
+    def __init__(
+        self, env: Environment, books: Books, migration: Migration, carries: Carries
+    ) -> None:
         self._transport = env.transport
         self._engines = books.engines
         self._units = books.units
         self._leases = books.leases
         self._statistics = books.statistics
         self._migration = migration
+        self._carries = carries
 
     def lose(
         self, engines: Collection[int], reason: str, cause: DeathCause, switch: Switch | None
@@ -63,7 +68,7 @@ class Losses:
             # This is first because members of an aborted bind take back their blocks by themselves.
             switch.lost(gone, f"engines {sorted(gone)} are lost: {reason}")
         self._leases.lose(gone)
-        self._migration.interrupt(gone, blamed)
+        self._migration.interrupt(gone, blamed, self._carries.lost(gone))
         known = {number: self._engines[number].incarnation for number in sorted(gone)}
         self._transport.to_control(SUPERVISOR, KillEngines(known, reason))
         return gone

@@ -3,8 +3,8 @@
 Engines send outputs straight to the front ends, so after a death only the front ends know what
 clients have. A request that was on a dead engine is *interrupted*: its front end is asked how far
 the request has come, and from then on drops late outputs of that attempt. The answer decides what
-follows: either the request waits in the pool again, in its old place, with the tokens that its
-client has at the end of its prompt; or it ends.
+follows: either the request waits in the pool again, in its old place, and goes on after the tokens
+that its client has; or it ends.
 
 A request may have caused the engine's death. All requests that the engine computed are suspects. A
 unit gets no second suspect until the front end has an output of the first. If the unit dies before
@@ -22,6 +22,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import Request, continued
+from shoal.runtime.controller.requests.aborts import send_aborts
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -47,6 +48,7 @@ class Migration:
         self._most_deaths = env.config.max_retries
         self._transport = env.transport
         self._clock = env.clock
+        self._books = books
         self._units = books.units
         self._requests = books.requests
         self._pool = books.requests.pool
@@ -67,7 +69,7 @@ class Migration:
         """Return the requests that may have killed engines; of a core with suspects, only these."""
         found: set[str] = set()
         for core in self._cores(gone):
-            computed = core.computed if self._units.runs(core.unit) else []
+            computed = core.computed if core.unit in self._units.partition else []
             suspects = [request for request in computed if request.suspect]
             found.update(request.id for request in suspects or computed)
         return found
@@ -87,19 +89,25 @@ class Migration:
                 yield msgspec.structs.replace(request, counted=True)
         self._finished = deque(kept)
 
-    def interrupt(self, gone: Collection[int], blamed: Collection[str]) -> None:
+    def interrupt(
+        self, gone: Collection[int], blamed: Collection[str], damaged: Collection[str]
+    ) -> None:
         """Take requests out of cores that have lost KV, and ask their front ends about them.
 
         Args:
             gone: engines that died.
             blamed: the requests that may have killed them.
+            damaged: requests of other engines that were carried away from these.
         """
         taken = list(self._take_finished(gone))
         for core in self._cores(gone):
             if core.unit.leader not in gone:
-                abort = m.AbortRequests(list(core.requests))
+                abort = m.AbortRequests(core.unit, list(core.requests))
                 self._transport.to_engine(core.unit.leader, abort)
             taken += self._requests.remove_all(core.unit)
+        send_aborts(self._transport, self._books, damaged)
+        removed = map(self._requests.remove, damaged)
+        taken += [request for request in removed if request is not None]
         questions: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for request in taken:
             charged = request.id in blamed
@@ -149,7 +157,7 @@ class Migration:
             return f"{request.deaths} engines died of this request: it is not tried again"
         if request.deaths > self._most_deaths:
             return f"{request.deaths} engines died while they had this request"
-        return None if request.can_continue else _CANNOT_CONTINUE
+        return None
 
     # --- requests whose tokens were lost on the way -------------------------------------------
 
@@ -165,7 +173,7 @@ class Migration:
             return None
         if group is None:
             return self._pool.remove(request_id)
-        self._transport.to_engine(group.leader, m.AbortRequests([request_id]))
+        send_aborts(self._transport, self._books, [request_id])
         return self._requests.remove(request_id)
 
     def _is_known(self, request_id: str) -> bool:
@@ -188,7 +196,3 @@ class Migration:
 
 
 _TOKENS_LOST = "an engine died with the request's last tokens"
-_CANNOT_CONTINUE = (
-    "the engine died, and the request cannot go on elsewhere: it has a seed, penalties, structured "
-    "output or the like, and its client has tokens of it"
-)

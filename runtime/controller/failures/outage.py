@@ -8,7 +8,6 @@ all waiting requests are handed back, and so are newcomers until an engine serve
 import logging
 
 from shoal.runtime.controller.books.books import Books
-from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.protocol.messages import UNAVAILABLE_RETRY_SECONDS, Outcome
@@ -45,7 +44,7 @@ class Outage:
         """End all waiting requests, newcomers included, if no engine has served for too long."""
         if self._limit is None or not self._engines.started:
             return
-        if self._engines.in_state(EngineState.SERVING):
+        if self._engines.open:
             self._since, self._is_over_limit = None, False
             return
         now = self._clock()

@@ -55,8 +55,8 @@ class Gauges:
     # --- the node -----------------------------------------------------------------------------
 
     def _node(self) -> Iterator[Family]:
-        engines, serving = self.books.engines, self.books.engines.in_state(EngineState.SERVING)
-        ready = engines.started and not self.books.requests.closed and bool(serving)
+        engines = self.books.engines
+        ready = engines.started and not self.books.requests.closed and bool(engines.open)
         yield gauge("shoal_ready", "1 if the node can take requests.", (), {(): int(ready)})
         policies = {(name,): int(name == self.policy) for name in {*POLICIES, self.policy}}
         yield gauge("shoal_policy_info", "1 for the policy that decides.", ("policy",), policies)
@@ -85,6 +85,12 @@ class Gauges:
                 for engine in self.books.engines
                 for state in EngineState
             },
+        )
+        yield gauge(
+            "shoal_engine_drained",
+            "1 while an operator has taken the engine out.",
+            ("engine",),
+            {(str(engine.number),): int(engine.drained) for engine in self.books.engines},
         )
         yield counter(
             "shoal_engine_restarts_total",
@@ -147,7 +153,7 @@ class Gauges:
             if core.unit.leader != engine:
                 continue
             held = len(core.requests)
-            if self.books.units.runs(core.unit):
+            if core.unit in self.books.units.partition:
                 running = 0 if core.load is None else min(core.load.running, held)
                 counts["running"] += running
                 counts["waiting"] += held - running

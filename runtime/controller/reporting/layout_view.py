@@ -6,7 +6,6 @@ from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import Engine, EngineBook, EngineState
-from shoal.runtime.controller.books.leases import Leases
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import SHUTTING_DOWN
 from shoal.runtime.protocol.messages.views import (
@@ -20,10 +19,10 @@ from shoal.runtime.protocol.messages.views import (
 
 def engine_views(books: Books) -> list[EngineView]:
     """Return the view of every engine."""
-    return [_engine_view(engine, books.leases) for engine in books.engines]
+    return [_engine_view(engine, books) for engine in books.engines]
 
 
-def _engine_view(engine: Engine, leases: Leases) -> EngineView:
+def _engine_view(engine: Engine, books: Books) -> EngineView:
     ready = engine.ready
     return EngineView(
         engine=engine.number,
@@ -31,12 +30,27 @@ def _engine_view(engine: Engine, leases: Leases) -> EngineView:
         num_blocks=0 if ready is None else ready.num_blocks,
         lent_blocks={
             ",".join(map(str, group.engines)): blocks
-            for group, blocks in leases.lent_by(engine.number).items()
+            for group, blocks in books.leases.lent_by(engine.number).items()
         },
         startup_seconds={} if ready is None else ready.startup.seconds,
         startup_bytes={} if ready is None else ready.startup.device_bytes,
         restarts=engine.incarnation,
         reason=engine.reason,
+        drained=engine.drained,
+        requests=_requests_of(books, engine.number),
+    )
+
+
+def _requests_of(books: Books, engine: int) -> int:
+    """Return the number of requests that need an engine: it computes them or holds their KV."""
+    cores = books.requests.cores.values()
+    held = sum(len(core.requests) for core in cores if engine in core.unit.engines)
+    # While KV is read, the book of requests has them at the destination only.
+    read = (carry for carry in books.carries if carry.holder == carry.destination)
+    return held + sum(
+        len(carry.ids)
+        for carry in read
+        if engine in carry.source.engines and engine not in carry.destination.engines
     )
 
 
@@ -47,8 +61,7 @@ def unit_views(books: Books, busy: Collection[int]) -> list[UnitView]:
 
 
 def _unit_view(books: Books, group: Unit, busy: Collection[int], paused: int) -> UnitView:
-    requests = books.requests
-    load, interleaved = requests.core(group).load, requests.interleaved_in(group)
+    load = books.requests.core(group).load
     return UnitView(
         engines=group.engines,
         layout=group.name,
@@ -58,8 +71,7 @@ def _unit_view(books: Books, group: Unit, busy: Collection[int], paused: int) ->
         running=0 if load is None else load.running,
         waiting=0 if load is None else load.waiting,
         lease_blocks=books.leases.opened.get(group, 0),
-        paused_requests=paused - interleaved,
-        interleaved_requests=interleaved,
+        paused_requests=paused,
     )
 
 
@@ -69,9 +81,24 @@ def _state(engines: EngineBook, group: Unit) -> str:
     return next((state for state in worst_first if state in states), EngineState.SERVING)
 
 
-def unavailable_views(reasons: Mapping[Unit, str]) -> list[UnavailableView]:
-    """Return the groups that cannot be formed now, and why."""
-    return [UnavailableView(group.engines, reason) for group, reason in reasons.items()]
+def unavailable_views(
+    books: Books, groups: Iterable[Unit], broken: Mapping[Unit, str]
+) -> list[UnavailableView]:
+    """Return the groups that cannot be formed now, and why.
+
+    Args:
+        books: knows which engines are drained.
+        groups: all units that the node can have.
+        broken: groups that cannot be formed because engines died, with the reasons.
+    """
+    drained = books.engines.drained
+    out = [group for group in groups if group.is_group and drained.intersection(group.engines)]
+    reasons = {group: _drained_text(drained.intersection(group.engines)) for group in out}
+    return [UnavailableView(g.engines, reason) for g, reason in {**reasons, **broken}.items()]
+
+
+def _drained_text(engines: Iterable[int]) -> str:
+    return f"engines {sorted(engines)} are drained"
 
 
 def lengths(engines: EngineBook) -> dict[str, int]:
@@ -89,9 +116,10 @@ def not_ready_reason(books: Books) -> str | None:
     starting = sorted(engines.in_state(EngineState.STARTING))
     if not engines.started:
         return f"engines {starting} are starting"
-    if not engines.in_state(EngineState.SERVING):
+    if not engines.open:
         lost = sorted(engines.in_state(EngineState.DEAD, EngineState.SILENT))
-        states = ((starting, "starting"), (lost, "lost"))
+        drained = sorted(engines.drained & engines.in_state(EngineState.SERVING))
+        states = ((starting, "starting"), (lost, "lost"), (drained, "drained"))
         return ", ".join(f"engines {which} are {state}" for which, state in states if which)
     return None
 
@@ -106,6 +134,9 @@ def refusal(books: Books, target: Partition, unavailable: Mapping[Unit, str]) ->
     """
     silent = books.engines.in_state(EngineState.SILENT)
     for group in target:
+        out = books.engines.drained.intersection(group.engines)
+        if group.is_group and out:
+            return 409, f"unit {list(group.engines)} cannot be formed: {_drained_text(out)}"
         if not group.is_group or group in books.units.partition:
             continue
         if late := sorted(silent.intersection(group.engines)):
@@ -133,12 +164,16 @@ def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float)
         outcome=switch.outcome,
         error=switch.error,
         duration_seconds=now - switch.started,
-        paused=switch.counts.paused,
+        paused=switch.paused,
         resumed=switch.counts.resumed,
         drained=switch.counts.drained,
         moved=switch.counts.moved,
         reason=switch.reason,
         late=switch.late,
+        carried=switch.tally.carried,
+        recomputed=dict(switch.tally.recomputed),
+        carried_bytes=switch.tally.bytes,
+        carry_seconds=switch.tally.seconds,
     )
 
 
@@ -161,4 +196,4 @@ def switch_trace(
 
 def _paused_units(books: Books) -> list[Unit]:
     cores = books.requests.cores.values()
-    return sorted(c.unit for c in cores if c.requests and not books.units.runs(c.unit))
+    return sorted(c.unit for c in cores if c.requests and c.unit not in books.units.partition)

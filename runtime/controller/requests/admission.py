@@ -15,6 +15,7 @@ from shoal.runtime.controller.books.demand import Drain
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.family import Families
 from shoal.runtime.controller.books.request import Request, pool_request
+from shoal.runtime.controller.requests.aborts import send_aborts
 from shoal.runtime.controller.requests.limits import Limits
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -47,6 +48,7 @@ class Admission:
         self._api_servers = env.config.api_servers
         self._transport = env.transport
         self._clock = env.clock
+        self._books = books
         self._requests = books.requests
         self._pool = books.requests.pool
         self._statistics = books.statistics
@@ -75,9 +77,7 @@ class Admission:
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
         terms = view.terms
         family = self._families.join(view.client_index, terms.family, view.request_id)
-        request = Request(
-            view.request_id, view.client_index, frames, seen, view.movable, terms, family
-        )
+        request = Request(view.request_id, view.client_index, frames, seen, terms, family)
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
             return 0
@@ -131,11 +131,8 @@ class Admission:
             request_ids: the requests; unknown ones have ended in the meantime.
             outcome: the outcome that is counted.
         """
-        by_leader: dict[int, list[str]] = {}
+        send_aborts(self._transport, self._books, request_ids)
         for request_id in request_ids:
-            group = self._requests.where(request_id)
-            if group is not None:
-                by_leader.setdefault(group.leader, []).append(request_id)
             waiting = self._pool.remove(request_id)
             waiting = waiting or self._requests.take_interrupted(request_id)
             if waiting is not None:
@@ -145,8 +142,6 @@ class Admission:
             request = waiting or self._requests.remove(request_id)
             if request is not None:
                 self._statistics.left(request, outcome)
-        for engine, ids in by_leader.items():
-            self._transport.to_engine(engine, m.AbortRequests(ids))
 
     def fail(
         self,

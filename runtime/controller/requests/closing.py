@@ -9,11 +9,11 @@ that says when to try again, or, if its stream has begun, an error as the last e
 import logging
 import math
 
+from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import Request
-from shoal.runtime.controller.books.request_book import RequestBook
+from shoal.runtime.controller.requests.aborts import send_aborts
 from shoal.runtime.controller.requests.admission import Admission
-from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import RETRY_SECONDS, SHUTTING_DOWN, Outcome
 
 log = logging.getLogger("shoal.controller")
@@ -27,14 +27,15 @@ class Closing:
 
     Args:
         env: the transport to engines, and the time.
-        requests: where every request is.
+        books: where every request is.
         admission: ends requests.
     """
 
-    def __init__(self, env: Environment, requests: RequestBook, admission: Admission) -> None:
+    def __init__(self, env: Environment, books: Books, admission: Admission) -> None:
         self._transport = env.transport
         self._clock = env.clock
-        self._requests = requests
+        self._books = books
+        self._requests = books.requests
         self._admission = admission
         self._last_start = math.inf
         """Clock time from which no request leaves the pool for a unit."""
@@ -74,7 +75,6 @@ class Closing:
         taken = self._requests.take_all_interrupted()
         for core in self._requests.cores.values():
             if core.requests:
-                abort = m.AbortRequests(list(core.requests))
-                self._transport.to_engine(core.unit.leader, abort)
+                send_aborts(self._transport, self._books, core.requests)
                 taken += self._requests.remove_all(core.unit)
         return taken

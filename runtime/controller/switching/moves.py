@@ -11,6 +11,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.statistics import SwitchStatistics
+from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import Phase
 
@@ -25,26 +26,15 @@ class Node(msgspec.Struct, frozen=True):
     books: Books
     """Engines, requests, and the units and leases that switches change."""
     capacity: Capacity
-    """Says how much new units are lent, and whether the members' own requests leave them room."""
+    """Says how much new units are lent."""
+    carries: Carries
+    """Lets requests go on in other units."""
     lose: LoseEngines
 
     @property
     def answer_timeout(self) -> float:
         """Seconds that an engine has to answer when it waits for no request."""
         return self.env.config.prepare_timeout_seconds
-
-
-class Told(msgspec.Struct, frozen=True):
-    """What the engines of a move are told to do with running requests."""
-
-    treatment: m.Treatment
-    """The treatment that ``Prepare`` and ``Release`` name."""
-    waits: bool = False
-    """Whether engines answer only when these requests have ended."""
-    interleaves: bool = False
-    """Whether the members' own requests go on beside those of the new unit."""
-    detour: "Stage | None" = None
-    """An extra stage before COMMITTING (for a bind) or before RESUMING (for a release)."""
 
 
 class Counts(msgspec.Struct):
@@ -63,12 +53,10 @@ class Move(msgspec.Struct):
     unit: Unit
     epoch: int
     stage: "Stage"
-    told: Told
+    told: m.Treatment
+    """What ``Prepare`` and ``Release`` name: SEQUENTIAL if engines answer only when their running
+    requests have ended, HARD if they pause them."""
     counts: Counts
-    tell_late: "Tell"
-    """What the engines are told when the switch no longer waits."""
-    moves_late: bool = False
-    """Whether the movable requests of the unit are moved then."""
     since: float = 0.0
     """Clock time at which the current stage was entered."""
     deadline: float | None = None
@@ -85,7 +73,7 @@ class Move(msgspec.Struct):
     @property
     def waits(self) -> bool:
         """Whether the move may now be waiting for running requests."""
-        return self.told.waits and self.stage.waits
+        return self.told is m.Treatment.SEQUENTIAL and self.stage.waits
 
 
 class Missing(enum.Enum):
@@ -99,8 +87,6 @@ class Missing(enum.Enum):
     """The stage goes on, and ends, without that member."""
 
 
-Tell = Callable[[Node, Unit], Told]
-"""Returns what the engines of a unit are told."""
 Next = Callable[[Move], "Stage"]
 """Returns another stage, or the current stage of the move."""
 

@@ -14,7 +14,6 @@ the cells name stand above the rows. ``switch.py`` executes the table.
 from collections.abc import Callable, Collection
 
 from shoal.policies.values.layouts import alone
-from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.statistics import SwitchStatistics
 from shoal.runtime.controller.switching.moves import Missing, Move, Next, Node, Stage, always
@@ -56,7 +55,7 @@ def are_alone(node: Node, move: Move) -> bool:
 
 def prepare(_: Node, move: Move, __: int) -> m.Message:
     """To a member: reach a safe point, and lend blocks."""
-    return m.Prepare(move.epoch, move.unit, move.told.treatment, move.asked_blocks)
+    return m.Prepare(move.epoch, move.unit, move.told, move.asked_blocks)
 
 
 def commit(node: Node, move: Move, _: int) -> m.Message:
@@ -72,7 +71,7 @@ def abort(_: Node, move: Move, __: int) -> m.Message:
 
 def release(_: Node, move: Move, __: int) -> m.Message:
     """To the leader: take no further step of the unit, and return its blocks."""
-    return m.Release(move.epoch, move.unit, move.told.treatment)
+    return m.Release(move.epoch, move.unit, move.told)
 
 
 def keep(_: Node, move: Move, __: int) -> m.Message:
@@ -103,20 +102,6 @@ def forget_lent(node: Node, move: Move) -> None:
     """Forget the blocks lent after ``Prepare``; each engine takes its own back by itself."""
     for engine, blocks in move.lent.items():
         node.books.leases.remove(engine, move.unit, blocks)
-
-
-def move_late(node: Node, move: Move) -> None:
-    """Move the movable requests of a unit if the switch does not, or no longer, wait for them."""
-    if move.moves_late and not move.told.waits:
-        move.counts.moved += move_out(node, node.books.requests.core(move.unit))
-
-
-def move_out(node: Node, core: CoreBook) -> int:
-    """Ask a core to give back its movable requests; return how many there are."""
-    movable = core.movable()
-    if movable:
-        node.env.transport.to_engine(core.unit.leader, m.MoveOut(core.unit, movable))
-    return len(movable)
 
 
 # --- what one answer does ---
@@ -156,7 +141,7 @@ def take_resumed(_: Node, move: Move, answer: m.Resumed) -> None:
 
 def bind(node: Node, move: Move) -> None:
     """Make the members one unit."""
-    node.books.units.bind(move.unit, move.epoch, interleaves=move.told.interleaves)
+    node.books.units.bind(move.unit, move.epoch)
     move.counts.resumed += len(node.books.requests.core(move.unit).requests)
 
 
@@ -179,11 +164,6 @@ def drained_and_lent(move: Move, now: float) -> list[Phase]:
 # --- the next stage ---
 
 
-def or_detour(stage: Stage) -> Next:
-    """Return a cell that names the move's detour if there is one, otherwise ``stage``."""
-    return lambda move: move.told.detour or stage
-
-
 def resume_if_released(move: Move) -> Stage:
     """Return what follows KEEPING: the leader may have released the unit before it got ``keep``."""
     return DONE if move.returned is None else RESUMING
@@ -191,7 +171,7 @@ def resume_if_released(move: Move) -> Stage:
 
 def while_waiting(stage: Stage) -> Next:
     """Return a cell that names ``stage`` only while the move waits for requests."""
-    return lambda move: stage if move.told.waits else move.stage
+    return lambda move: stage if move.waits else move.stage
 
 
 # --- the table ---
@@ -224,12 +204,11 @@ KEEPING = Stage(
 
 RELEASING = Stage(
     "releasing",
-    begin=move_late,
     ask=release,
     whom=leader,
     answers={m.Released: take_lease},
     phases=lasted("release"),
-    then=or_detour(RESUMING),
+    then=always(RESUMING),
     missing=Missing.BREAKS,
     undo=while_waiting(KEEPING),
     waits=True,
@@ -271,7 +250,7 @@ PREPARING = Stage(
     whom=members,
     answers={m.Prepared: take_loan},
     phases=drained_and_lent,
-    then=or_detour(COMMITTING),
+    then=always(COMMITTING),
     missing=Missing.UNDOES,
     undo=always(ABORTING),
     waits=True,

@@ -16,6 +16,7 @@ from functools import cached_property
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
+from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.engine_book import EngineBook
 from shoal.runtime.controller.switching.moves import (
     Counts,
@@ -23,12 +24,9 @@ from shoal.runtime.controller.switching.moves import (
     Move,
     Node,
     Stage,
-    Tell,
-    Told,
-    always,
 )
-from shoal.runtime.controller.switching.stages import DONE, RELEASING, RESUMING, WAITING, move_out
-from shoal.runtime.controller.switching.treatments import BESIDE, PAUSE, TREATMENTS
+from shoal.runtime.controller.switching.stages import DONE, RELEASING, RESUMING, WAITING
+from shoal.runtime.controller.switching.treatments import TREATMENTS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import Phase
 
@@ -51,9 +49,7 @@ class Switch:
         reason: why the switch happens, for the log and the metrics.
         wait: seconds for which the switch waits for requests to end.
         gives_up: whether the switch turns round if a stage waits longer than that. Otherwise it
-            stops waiting this long after its start, and goes on.
-        rebound: groups of both partitions that are released and bound again, so that requests that
-            are paused on their single engines go on beside them.
+            stops waiting this long after its start, and carries the requests that are left.
     """
 
     def __init__(
@@ -65,7 +61,6 @@ class Switch:
         reason: str,
         wait: float,
         gives_up: bool,
-        rebound: Collection[Unit] = (),
     ) -> None:
         units = node.books.units
         self.before = units.partition
@@ -87,15 +82,14 @@ class Switch:
         self._node = node
         self._wait = wait
         self._gives_up = gives_up
-        self._interleaving = frozenset(units.interleaving)
+        self.tally = node.carries.tally()
+        """What the switch's carries have done."""
         self._restoring = False
         self._moves: list[Move] = []
-        waits = gives_up or wait > 0
         rules = self.rules
-        release, bind = rules.release, rules.bind
-        if not waits:
-            release, bind = rules.late_release, rules.late_bind
-        self._plan(target, release, bind, rebound)
+        waits = rules.waits and (gives_up or wait > 0)
+        self._carries = rules.carries or (rules.lasts and not waits)
+        self._plan(target, m.Treatment.SEQUENTIAL if waits else m.Treatment.HARD)
         self._free_engines(waits=waits)
         self._start()
 
@@ -109,6 +103,11 @@ class Switch:
     @property
     def done(self) -> bool:
         """Whether the switch is over, successfully or not."""
+        has_turned = self.error is None or self._restoring
+        return has_turned and self._is_regrouped and not self._node.carries.running
+
+    @property
+    def _is_regrouped(self) -> bool:
         return all(move.stage is DONE for move in self._moves)
 
     @property
@@ -118,8 +117,22 @@ class Switch:
 
     @property
     def engines(self) -> frozenset[int]:
-        """Engines that the switch regroups; they get no new requests until it is over."""
+        """Engines that the switch regroups."""
         return frozenset(engine for move in self._moves for engine in move.unit.engines)
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Engines that get no new requests: none while the switch only carries requests."""
+        return frozenset() if self._is_regrouped else self.engines
+
+    @property
+    def paused(self) -> int:
+        """Number of requests that the switch has paused, and that were not carried."""
+        if not self._carries:
+            return self.counts.paused
+        books, ended = self._node.books, self.tally.ended_early
+        lost = (unit for unit in self.before if unit not in books.units.partition)
+        return sum(len(books.requests.core(unit).requests.keys() - ended) for unit in lost)
 
     @property
     def deadline(self) -> float | None:
@@ -140,34 +153,40 @@ class Switch:
 
     # --- start --------------------------------------------------------------------------------
 
-    def _plan(
-        self, target: Partition, release: Tell, bind: Tell, rebound: Collection[Unit] = ()
-    ) -> None:
+    def _plan(self, target: Partition, told: m.Treatment) -> None:
         """Add the moves that lead from the current partition to the target."""
-        node, rules, units = self._node, self.rules, self._node.books.units
+        units = self._node.books.units
         before = units.partition
-        stays = {unit for unit in before if unit in target and unit not in rebound}
         for unit in before:
-            if unit.is_group and unit not in stays:
-                epoch, told = units.bound[unit], release(node, unit)
-                move = Move(unit, epoch, RELEASING, told, self.counts, rules.late_release)
-                move.moves_late = rules.moves_late and not self._restoring and unit not in rebound
-                self._moves.append(move)
+            if unit.is_group and unit not in target:
+                self._moves.append(Move(unit, units.bound[unit], RELEASING, told, self.counts))
         for unit in target:
-            if unit.is_group and unit not in stays:
-                epoch, told = units.next_epoch(), bind(node, unit)
-                self._moves.append(Move(unit, epoch, WAITING, told, self.counts, rules.late_bind))
+            if unit.is_group and unit not in before:
+                self._moves.append(Move(unit, units.next_epoch(), WAITING, told, self.counts))
 
     def _free_engines(self, *, waits: bool) -> None:
-        """Move the requests that the treatment moves first; count those that the switch awaits."""
-        rules, books, engines = self.rules, self._node.books, self.engines
-        for core in books.requests.cores.values():
-            if core.unit in self.target or not engines.intersection(core.unit.engines):
+        """Carry or move the requests that the treatment does not leave where they are."""
+        partition, engines = self._node.books.units.partition, self.engines
+        if self._carries:
+            self._carry(self.target)
+        for core in self._homeless(self.target):
+            if engines.isdisjoint(core.unit.engines):
                 continue
-            moved = move_out(self._node, core) if rules.moves_first else 0
-            self.counts.moved += moved
-            if waits and rules.waits_for(books.units, core):
-                self.counts.drained += len(core.requests) - moved
+            if self.rules.moves:
+                self.counts.moved += len(core.requests)
+                message = m.MoveOut(core.unit, list(core.requests))
+                self._node.env.transport.to_engine(core.unit.leader, message)
+            elif waits and core.unit in partition:
+                self.counts.drained += len(core.requests)
+
+    def _carry(self, target: Partition) -> None:
+        """Begin to carry the requests of all cores whose unit a partition lacks."""
+        self._node.carries.begin(self._homeless(target), target)
+
+    def _homeless(self, target: Partition) -> list[CoreBook]:
+        """Return the cores with requests whose unit a partition lacks."""
+        cores = self._node.books.requests.cores.values()
+        return [core for core in cores if core.requests and core.unit not in target]
 
     def _start(self) -> None:
         for move in self._open_moves():
@@ -176,16 +195,13 @@ class Switch:
         self._end_waits()
 
     def _restore(self) -> None:
-        """Go back to the partition before, as far as its engines are alive.
-
-        A unit that this releases held no request, because none was sent to it.
-        """
+        """Go back to the partition before, as far as its engines are alive."""
         self._restoring = True
-        self._plan(whole(self.before, self._node.books.engines), always(PAUSE), self._bind_again)
+        target = whole(self.before, self._node.books.engines)
+        self._plan(target, m.Treatment.HARD)
+        if self._carries:
+            self._carry(target)
         self._start()
-
-    def _bind_again(self, _: Node, unit: Unit) -> Told:
-        return BESIDE if unit in self._interleaving else PAUSE
 
     # --- stages -------------------------------------------------------------------------------
 
@@ -238,10 +254,14 @@ class Switch:
                 self._end(move)
 
     def _settle(self) -> None:
-        """Start the next binds, or the restoration of a failed switch. Call it after any change."""
+        """Start what has become possible: binds, imports, the restoration of a failed switch.
+
+        Call it after any change.
+        """
         if self.error is None or self._restoring:
             self._end_waits()
-        elif self.done:
+            self._node.carries.settle()
+        elif self._is_regrouped and not self._node.carries.running:
             self._restore()
 
     # --- answers ------------------------------------------------------------------------------
@@ -310,12 +330,13 @@ class Switch:
             self._fail(504, error)
 
     def _wait_no_longer(self) -> None:
-        """Stop waiting for requests: the switch is late."""
-        self.late = True
+        """Stop waiting for requests, and carry them: the switch is late."""
+        self.late = self._carries = True
+        self._carry(self.target)
         deadline = self._node.env.clock() + self._node.answer_timeout
         for move in self._open_moves():
             if move.waits:
-                move.told = move.tell_late(self._node, move.unit)
+                move.told = m.Treatment.HARD
                 if move.deadline is not None:
                     move.deadline = deadline
                     self._ask(move)
@@ -330,6 +351,7 @@ class Switch:
         """Turn round: undo every open move whose stage can be undone."""
         if self.error is None:
             self.error, self.status = error, status
+        self._node.carries.give_up()
         for move in self._open_moves():
             stage = move.stage.undo(move)
             if stage is not move.stage:

@@ -5,12 +5,12 @@ produce. Modules beside this one hold what it does for a switch, for leases and 
 holds the order of these within a turn, on which their correctness depends.
 """
 
-import logging
 from collections.abc import Sequence
 
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.binding import Binding, State
+from shoal.runtime.engine.agent.carrying import Carrying
 from shoal.runtime.engine.agent.forming import POLL_SECONDS, Forming
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.lending import Lending
@@ -18,10 +18,7 @@ from shoal.runtime.engine.agent.moving import Moving
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.engine.agent.watchdog import HungStepError, StepWatch
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.transport import AgentTransport, Frames, ZmqAgentTransport
-
-log = logging.getLogger("shoal.engine")
 
 
 class Agent:
@@ -50,8 +47,9 @@ class Agent:
         self._watch = watch or StepWatch(None)
         self.binding = Binding(backend, transport, self._watch, clock)
         """Where the engine stands."""
-        self._lending = Lending(backend, transport, self.binding, clock)
-        self._stepping = Stepping(backend, transport, self.binding, self._watch, clock)
+        self._stepping = Stepping(backend, transport, self._watch, clock)
+        self._carrying = Carrying(backend, transport, self.binding, self._stepping, clock)
+        self._lending = Lending(backend, transport, self.binding, self._carrying, clock)
         self._moving = Moving(backend, transport)
         self._forming = Forming(backend, transport)
         # The first turn waits for nothing: the controller starts no request before the first load.
@@ -64,11 +62,10 @@ class Agent:
 
         A core that serves may not while its steps in flight have to be collected first.
         """
-        held = self._backend.own if self._lending.holds_own else None
         return [
             core
             for core in self.binding.serving
-            if core is not held and not self._moving.holds(core)
+            if not self._moving.holds(core) and not self._carrying.holds(core)
         ]
 
     def run(self) -> None:
@@ -96,11 +93,13 @@ class Agent:
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
             self._backend.on_readable()
             self._tend_forming()
+            if self._carrying.tend():
+                self._lending.ask_again()
             self._busy = self._stepping.drive(self.active, judges=not self._forming.busy)
             self._busy |= self._moving.take_out()
-            self._busy |= self._lending.lend_interleaved()
+            self._busy |= self._carrying.take_out()
             self.binding.reach_safe_point()
-            self._lending.tend(self.active)
+            self._lending.tend()
             self._stepping.publish()
         except Exception as error:
             cause = m.DeathCause.HUNG if isinstance(error, HungStepError) else m.DeathCause.FAILED
@@ -126,11 +125,22 @@ class Agent:
         match message:
             case m.AddRequest():
                 self._add(message, frames)
-            case m.AbortRequests(request_ids):
-                for core in self._backend.cores.values():
-                    core.abort(request_ids)
+            case m.AbortRequests(unit, request_ids):
+                self._carrying.forget(unit, request_ids)
+                if unit in self._backend.cores:  # a group that is formed anew has no core
+                    self._backend.cores[unit].abort(request_ids)
             case m.MoveOut():
                 self._moving.begin(message)
+            case m.Expect():
+                self._carrying.expect(message)
+            case m.Export():
+                self._carrying.export(message)
+            case m.Import():
+                self._carrying.take_in(message)
+            case m.Drop():
+                self._carrying.drop(message)
+            case m.Keep():
+                self._carrying.keep(message)
             case m.Prepare():
                 self.binding.prepare(message)
             case m.Commit():
@@ -166,13 +176,9 @@ class Agent:
     def _add(self, message: m.AddRequest, frames: Frames) -> None:
         self._stepping.count(message.unit)
         try:
-            self._backend.cores[message.unit].add(message.request_id, frames)
+            self._backend.cores[message.unit].add(message.request_id, frames, message.tokens)
         except ValueError as error:
-            log.warning("refused %s: %s", message.request_id, error)
-            client = wire.decode_request(frames).client_index
-            answer = wire.encode_finish([message.request_id], wire.FinishReason.ERROR)
-            self._transport.to_front(client, [answer])
-            self._stepping.refuse(message.unit, message.request_id)
+            self._stepping.refuse(message.unit, message.request_id, frames, error)
 
     def _utility(self, frames: Sequence[bytes], answer: bool) -> None:
         output = self._backend.utility(frames, answer=answer)
@@ -210,7 +216,8 @@ class Agent:
             POLL_SECONDS if self._forming.busy else None,
             self._backend.next_wakeup(),
             self._stepping.due_in(),
-            self._lending.due_in(self.active),
+            self._lending.due_in(),
+            self._carrying.due_in(),
         )
         return min((seconds for seconds in due if seconds is not None), default=None)
 

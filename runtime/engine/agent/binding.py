@@ -3,15 +3,14 @@
     SOLO ──Prepare──> PREPARING ──safe point──> PREPARED ──Commit──> BOUND ──Resume──> SOLO
                           └───────AbortBind───────┴──────> SOLO
 
-A core *serves* while it may dispatch steps: the engine's own in SOLO and PREPARING, and in every
-state of a bind that interleaves; the group's while it is bound and this engine leads it. Every
-other core is paused: steps already in flight are still collected.
+A core *serves* while it may dispatch steps: the engine's own in SOLO and PREPARING; the group's
+while it is bound and this engine leads it. Every other core is paused: steps already in flight are
+still collected.
 
-A switch stops a core at a safe point: at once under hard preemption and where requests interleave,
-else when its last request is done. There are two such points, ``_stop_own`` and ``_stop_group``,
-and two points from which a core goes on, ``commit`` and ``_go_solo``. Running requests stay in the
-core that has stopped. A treatment that takes their KV along exports it in the first two, before
-blocks change hands, and imports it in the last two, once the blocks are there.
+A switch stops a core at a safe point: at once under hard preemption, else when its last request is
+done. There are two such points, ``_stop_own`` and ``_stop_group``, and two points from which a core
+goes on, ``commit`` and ``_go_solo``. Running requests stay in the core that has stopped, until they
+are carried to another one (``carrying``).
 """
 
 import enum
@@ -44,8 +43,6 @@ class Bind(msgspec.Struct):
     blocks_asked: int
     lent: list[int]
     """What this engine lent in ``Prepare``; taken back if the bind is aborted."""
-    interleaves: bool = False
-    """The engine's own requests go on, in turn with those of the group."""
     waits_to_release: bool = False
     """A release waits for the group's requests to be done."""
     released: bool = False
@@ -80,16 +77,11 @@ class Binding:
         """The cores whose requests this engine serves now."""
         bind = self.bind
         cores: list[Core] = []
-        if bind is None or bind.interleaves or self.state is State.PREPARING:
+        if bind is None or self.state is State.PREPARING:
             cores.append(self._backend.own)
         if bind is not None and self.state is State.BOUND and not bind.released:
             cores += [self._group_core(bind)] if self._leads(bind) else []
         return cores
-
-    @property
-    def interleaves(self) -> bool:
-        """Whether the engine's own steps take turns with those of a group."""
-        return self.bind is not None and self.bind.interleaves
 
     @property
     def awaits_answer(self) -> bool:
@@ -107,23 +99,17 @@ class Binding:
 
     def prepare(self, message: m.Prepare) -> None:
         """Stop the engine's own core and answer, now or at ``reach_safe_point``."""
-        bind, interleaves = self.bind, message.treatment is m.Treatment.INTERLEAVE
-        repeated = bind is not None and bind.epoch == message.epoch
-        if bind is not None and repeated and self.state is State.PREPARED:
-            # All members of a group take turns, or none does.
-            bind.interleaves = interleaves
+        repeated = self.bind is not None and self.bind.epoch == message.epoch
+        if repeated and self.state is State.PREPARED:
             return
         waits = repeated and self.state is State.PREPARING
         if not waits and (message.epoch <= self.epoch or self.state is not State.SOLO):
             self.stale += 1
             return
         self.epoch = message.epoch
-        blocks = message.blocks
-        if interleaves:
-            blocks = min(blocks, self._backend.own.spare_blocks)
-        self.bind = Bind(message.epoch, message.unit, blocks, [], interleaves)
+        self.bind = Bind(message.epoch, message.unit, message.blocks, [])
         self.state = State.PREPARING
-        if interleaves or message.treatment is m.Treatment.HARD:
+        if message.treatment is m.Treatment.HARD:
             self._stop_own(self.bind)
 
     def _stop_own(self, bind: Bind) -> None:
@@ -132,9 +118,8 @@ class Binding:
         bind.lent = own.lend(bind.blocks_asked)
         took = self._clock() - began
         self.state = State.PREPARED
-        paused = 0 if bind.interleaves else own.num_requests
         self._transport.to_controller(
-            m.Prepared(bind.epoch, self._backend.engine, bind.lent, paused, took)
+            m.Prepared(bind.epoch, self._backend.engine, bind.lent, own.num_requests, took)
         )
 
     def commit(self, message: m.Commit) -> bool:
@@ -142,7 +127,7 @@ class Binding:
         bind = self.current(message.epoch, State.PREPARED)
         if bind is None:
             return False
-        self._backend.attach(bind.unit, bind.epoch, interleaves=bind.interleaves)
+        self._backend.attach(bind.unit, bind.epoch)
         if self._leads(bind):
             self._group_core(bind).bind(bind.epoch, message.lease, message.seed)
         self.state = State.BOUND
@@ -188,8 +173,6 @@ class Binding:
         """Go on alone with the blocks that come back from the group."""
         bind = self.current(message.epoch, State.BOUND)
         if bind is not None:
-            if bind.interleaves:
-                self._backend.await_detach(bind.epoch)
             self._go_solo(bind, message.blocks)
 
     def _go_solo(self, bind: Bind, blocks: Sequence[int]) -> None:
@@ -200,8 +183,7 @@ class Binding:
         self.state = State.SOLO
         # The next own step queues up behind the group's steps in flight.
         self._watch.expect_delay(own.unit)
-        resumed = 0 if bind.interleaves else own.num_requests
-        self._transport.to_controller(m.Resumed(bind.epoch, self._backend.engine, resumed))
+        self._transport.to_controller(m.Resumed(bind.epoch, self._backend.engine, own.num_requests))
 
     # --- safe points ---
 

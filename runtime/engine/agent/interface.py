@@ -14,7 +14,13 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.step_mode import Shift
-from shoal.runtime.protocol.messages import LayoutLimits, Mode, Work
+from shoal.runtime.protocol.messages import (
+    CarriedRequest,
+    Fallback,
+    LayoutLimits,
+    Mode,
+    Work,
+)
 
 Lease = Mapping[int, Sequence[int]]
 """Member engine -> physical block ids, all of one length (see ``messages.Commit``)."""
@@ -76,6 +82,26 @@ class Collected(msgspec.Struct, frozen=True):
     """Requests that ended, for any reason but ``abort``."""
 
 
+class Adoption(msgspec.Struct, frozen=True):
+    """How a core has taken a request that was carried to it."""
+
+    fallback: Fallback | None = None
+    """Why the request's KV did not come along; None: it did, or there was none."""
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """A copy that every member of a unit has ended."""
+
+    request_ids: list[str]
+    bytes: int
+    """Bytes of KV that all members together have read."""
+    seconds: float
+    """What it took the slowest member."""
+    problem: str = ""
+    """Why the KV could not be read, in one line. The core has forgotten the requests then, and has
+    sent no output of theirs."""
+
+
 class Core(Protocol):
     """One unit's scheduler and its way to the runners.
 
@@ -86,21 +112,88 @@ class Core(Protocol):
     shift: Shift
     """Chooses the mode of the next steps."""
 
-    def add(self, request_id: str, frames: Sequence[Any]) -> None:
-        """Queue a request from vLLM's raw ``ADD`` payload frames.
+    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: the request.
+            frames: vLLM's raw ``ADD`` payload, as the front end sent it.
+            tokens: output tokens that other units have generated for it. Their KV is computed
+                again, and the request goes on as if this core had generated them.
 
         Raises:
             ValueError: the request is not valid for this core; it holds no state afterwards.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; unknown ids are ignored. Frees their blocks."""
+        """Forget requests, also exported and expected ones; unknown ids are ignored.
+
+        Frees their blocks.
+        """
 
     def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
-        """Forget requests; return the tokens each has generated. Unknown ids are left out.
+        """Forget requests; return all output tokens of each. Unknown ids are left out.
 
         Only while no step is in flight: the result of such a step would be lost.
         """
+
+    # --- requests that are carried: they go from core to core with their KV ---
+
+    def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """Stop computing requests, and describe them; unknown ids are left out.
+
+        They keep their blocks until ``abort`` or ``keep``. Exported requests count as requests of
+        the core, but as neither running nor waiting. Only while no step is in flight, and while no
+        copy into this core's blocks is going on (``copies``).
+        """
+
+    def keep(self, request_ids: Sequence[str]) -> None:
+        """Go on with exported requests, where they were; unknown ids are ignored."""
+
+    def expect(self, request_id: str, frames: Sequence[Any]) -> None:
+        """Prepare what can be prepared of a request before it arrives with ``adopt``.
+
+        An expected request is no request of the core yet.
+
+        Raises:
+            ValueError: see ``add``.
+        """
+
+    def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
+        """Go on with an expected request, as if this core had computed it so far.
+
+        With its KV, the request gets blocks into which ``copy`` reads it. Adopted requests may be
+        scheduled at once: the runners do what they are told in order.
+
+        Args:
+            source: the unit whose members have the KV.
+            request: the request.
+            with_kv: whether to take its KV along; otherwise the core computes it again.
+
+        Returns:
+            How it was taken; None: there are not enough free blocks now, and nothing has changed.
+
+        Raises:
+            KeyError: the request is not expected, because it was aborted.
+        """
+
+    def copy(self) -> None:
+        """Tell the runners to read the KV of the requests adopted since the last call."""
+
+    def copied(self) -> list[Copied]:
+        """Return the copies that have ended since the last call.
+
+        Steps that were dispatched after a copy are collected only after the copy was returned here.
+
+        Raises:
+            RunnerDied: a copy failed, and other requests use the blocks that it was to fill.
+        """
+
+    @property
+    def copies(self) -> int:
+        """Copies into this core's blocks that were begun and have not been returned as ended."""
+
+    # --- steps ---
 
     def collect(self) -> Collected | None:
         """Collect every step that has ended; return what came of them, None if none has ended."""
@@ -157,14 +250,6 @@ class BlockLender(Protocol):
     @property
     def lent(self) -> frozenset[int]:
         """Ids of the blocks lent now."""
-
-    @property
-    def spare_blocks(self) -> int:
-        """Free blocks that the engine's own requests will not need for the rest of their outputs.
-
-        A request whose output only the model's length bounds counts as needing none: few come near
-        that bound.
-        """
 
 
 class OwnCore(Core, BlockLender, Protocol):
@@ -225,17 +310,8 @@ class EngineBackend(Protocol):
     def layouts(self) -> Sequence[LayoutLimits]:
         """Limits of every layout this engine leads a group of, its own included."""
 
-    def attach(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
-        """Tell this engine's runner to leave its own queue for the group's, after what it holds.
-
-        ``interleaves``: to read both in turn from then on.
-        """
-
-    def await_detach(self, epoch: int) -> None:
-        """Tell this engine's runner to do what follows only after the group's last step.
-
-        Only while the runner interleaves; otherwise it does so anyway.
-        """
+    def attach(self, unit: Unit, epoch: int) -> None:
+        """Tell this engine's runner to leave its own queue for the group's, after what it holds."""
 
     def form(self, unit: Unit, generation: int) -> "Future[str]":
         """Have this engine's runner make its part of a group anew; collective over its members.

@@ -4,13 +4,12 @@ A lease starts with what members lend for the bind (``binding``). It grows befor
 of blocks, and shrinks when the group is idle; what paused requests held goes back when they end.
 """
 
-from collections.abc import Sequence
-
 import msgspec
 
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.agent.binding import Binding, State
-from shoal.runtime.engine.agent.interface import Core, EngineBackend, GroupCore, plain_lease
+from shoal.runtime.engine.agent.carrying import Carrying
+from shoal.runtime.engine.agent.interface import EngineBackend, GroupCore, plain_lease
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
@@ -38,55 +37,32 @@ class Lending:
         backend: the engine.
         transport: the way to the controller.
         binding: the bind that the engine is in.
+        carrying: knows the requests that wait for room.
         clock: seconds.
     """
 
     def __init__(
-        self, backend: EngineBackend, transport: AgentTransport, binding: Binding, clock: Clock
+        self,
+        backend: EngineBackend,
+        transport: AgentTransport,
+        binding: Binding,
+        carrying: Carrying,
+        clock: Clock,
     ) -> None:
         self._backend = backend
         self._transport = transport
         self._binding = binding
+        self._carrying = carrying
         self._clock = clock
         self._growth = Growth()
-        self._lends: list[m.Lend] = []
-        """Requests for blocks that wait for the engine's own steps in flight."""
 
     # --- as a member ---
 
-    @property
-    def holds_own(self) -> bool:
-        """Whether the engine's own core pauses until its steps in flight are collected."""
-        return bool(self._lends)
-
     def lend(self, message: m.Lend) -> None:
-        """Lend at once; while the engine interleaves, at ``lend_interleaved``."""
-        bind = self._binding.current(message.epoch, State.BOUND)
-        if bind is not None and bind.interleaves:
-            self._lends.append(message)
-        elif bind is not None:
-            self._answer(message, message.blocks, urgent=message.urgent)
-
-    def lend_interleaved(self) -> bool:
-        """Lend what was asked for, once no step of the engine's own is in flight.
-
-        The runner may take a step of the group before one that was queued earlier here, and such a
-        step still writes to the blocks of requests that have ended meanwhile. Returns whether the
-        engine's own core goes on.
-        """
-        own = self._backend.own
-        if not self._lends or own.in_flight:
-            return False
-        lends, self._lends = self._lends, []
-        for message in lends:
-            if self._binding.current(message.epoch, State.BOUND) is not None:
-                # If none of its own requests runs, keeping blocks for them could stop both sides.
-                spare = own.spare_blocks if own.load.running else message.blocks
-                self._answer(message, min(message.blocks, spare), urgent=False)
-        return True
-
-    def _answer(self, message: m.Lend, blocks: int, *, urgent: bool) -> None:
-        lent = self._backend.own.lend(blocks, urgent=urgent)
+        """Lend what is free, and answer."""
+        if self._binding.current(message.epoch, State.BOUND) is None:
+            return
+        lent = self._backend.own.lend(message.blocks, urgent=message.urgent)
         self._transport.to_controller(
             m.Lent(message.epoch, self._backend.engine, message.unit, lent)
         )
@@ -108,39 +84,38 @@ class Lending:
         else:
             self._growth.retry_at = self._clock() + RETRY_SECONDS
 
-    def tend(self, active: Sequence[Core]) -> None:
-        """Ask for blocks that the active group lacks; give back what idle or paused groups hold.
-
-        Args:
-            active: the cores that may dispatch steps now.
-        """
+    def tend(self) -> None:
+        """Ask for blocks that the bound group lacks; give back what idle or paused groups hold."""
+        serving = self._binding.serving
         for core in self._backend.groups.values():
-            if core in active:
-                self._tend_active(core)
+            if core in serving:
+                self._tend_bound(core)
             elif core.lease_blocks and not core.in_flight:
                 self._return(core, keep=0)
 
-    def _tend_active(self, core: GroupCore) -> None:
+    def _tend_bound(self, core: GroupCore) -> None:
         growth, now = self._growth, self._clock()
-        if core.num_requests or core.in_flight:
+        if self._works(core):
             growth.idle_since = None
             self._ask(core, now)
             return
         if growth.idle_since is None:
             growth.idle_since = now
-        if now >= growth.idle_since + IDLE_SECONDS and core.lease_blocks > self._floor:
-            self._return(core, keep=self._floor)
+        if now >= growth.idle_since + IDLE_SECONDS and core.lease_blocks > LEASE_FLOOR:
+            self._return(core, keep=LEASE_FLOOR)
 
-    @property
-    def _floor(self) -> int:
-        """Virtual blocks that the idle group keeps: none if requests beside it may want them."""
-        return 0 if self._binding.interleaves else LEASE_FLOOR
+    def _works(self, core: GroupCore) -> bool:
+        return bool(core.num_requests or core.in_flight or self._carrying.lacking(core))
+
+    def ask_again(self) -> None:
+        """Ask without a pause: members may have blocks now that they did not have before."""
+        self._growth.retry_at = 0.0
 
     def _ask(self, core: GroupCore, now: float) -> None:
         growth, bind = self._growth, self._binding.bind
         if bind is None or growth.asked or now < growth.retry_at:
             return
-        wanted = core.blocks_wanted
+        wanted = core.blocks_wanted + self._carrying.lacking(core)
         if wanted > 0:
             # With nothing running no block of the group will come free by itself.
             urgent = not core.in_flight and not core.load.running
@@ -152,19 +127,15 @@ class Lending:
         if any(returned.values()):
             self._transport.to_controller(m.Returning(self._binding.epoch, core.unit, returned))
 
-    def due_in(self, active: Sequence[Core]) -> float | None:
-        """Return seconds until ``tend`` has something to do without a message; None: never.
-
-        Args:
-            active: the cores that may dispatch steps now.
-        """
-        growth = self._growth
-        core = next((core for core in self._backend.groups.values() if core in active), None)
+    def due_in(self) -> float | None:
+        """Return seconds until ``tend`` has something to do without a message; None: never."""
+        growth, serving = self._growth, self._binding.serving
+        core = next((core for core in self._backend.groups.values() if core in serving), None)
         if core is None:
             return None
         due, now = [], self._clock()
-        if core.num_requests and not growth.asked and growth.retry_at > now:
+        if self._works(core) and not growth.asked and growth.retry_at > now:
             due.append(growth.retry_at - now)
-        if growth.idle_since is not None and core.lease_blocks > self._floor:
+        if growth.idle_since is not None and core.lease_blocks > LEASE_FLOOR:
             due.append(max(0.0, growth.idle_since + IDLE_SECONDS - now))
         return min(due, default=None)

@@ -1,16 +1,19 @@
 """The steps of an engine's cores: driven, judged, and told to the controller."""
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
-from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.interface import Core, CoreLoad, EndedSteps, EngineBackend
 from shoal.runtime.engine.agent.watchdog import SHORTEST_SECONDS, StepWatch
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.transport import AgentTransport
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.transport import AgentTransport, Frames
+
+log = logging.getLogger("shoal.engine")
 
 WATCH_SECONDS = 0.25
 """Time between two looks whether a step in flight hangs."""
@@ -63,7 +66,6 @@ class Stepping:
     Args:
         backend: the engine.
         transport: the way to the controller and the front ends.
-        binding: the bind that the engine is in.
         watch: judges the steps in flight.
         clock: seconds.
     """
@@ -72,13 +74,11 @@ class Stepping:
         self,
         backend: EngineBackend,
         transport: AgentTransport,
-        binding: Binding,
         watch: StepWatch,
         clock: Clock,
     ) -> None:
         self._backend = backend
         self._transport = transport
-        self._binding = binding
         self._watch = watch
         self._clock = clock
         self._accounts = {unit: Account() for unit in backend.cores}
@@ -87,15 +87,37 @@ class Stepping:
         """Take note of a request that was sent to a unit."""
         self._accounts[unit].added += 1
 
-    def refuse(self, unit: Unit, request_id: str) -> None:
-        """Take note of a request that ended before its unit's core took it."""
+    def refuse(self, unit: Unit, request_id: str, frames: Frames, error: ValueError) -> None:
+        """End a request that is not valid for its unit's core.
+
+        Args:
+            unit: the core's.
+            request_id: the request.
+            frames: its payload.
+            error: says why.
+        """
+        log.warning("refused %s: %s", request_id, error)
+        client = wire.decode_request(frames).client_index
+        answer = wire.encode_finish([request_id], wire.FinishReason.ERROR)
+        self._transport.to_front(client, [answer])
         self._accounts[unit].finished.append(request_id)
 
     def note_formed(self, unit: Unit) -> None:
         """Take note that a group was formed: own steps in flight have waited for that."""
         self._accounts.setdefault(unit, Account())
-        own = self._accounts[self._backend.own.unit]
-        own.since = None if own.since is None else self._clock()
+        self._begin_now(self._backend.own.unit)
+
+    def expect_copy(self, unit: Unit) -> None:
+        """Take note that a core's next steps come after a copy of KV."""
+        self._watch.expect_delay(unit)
+
+    def note_copied(self, unit: Unit) -> None:
+        """Take note that a copy of KV has ended: a core's steps in flight have waited for it."""
+        self._begin_now(unit)
+
+    def _begin_now(self, unit: Unit) -> None:
+        account = self._accounts[unit]
+        account.since = None if account.since is None else self._clock()
 
     def drive(self, active: Sequence[Core], *, judges: bool) -> bool:
         """Collect the steps that have ended and dispatch the next; return whether there were any.
@@ -140,8 +162,6 @@ class Stepping:
 
     def _judge(self, core: Core, ended: Sequence[EndedSteps], since: float, now: float) -> None:
         watch = self._watch
-        if self._binding.interleaves:
-            watch.expect_delay(core.unit)
         watch.see(core.unit, ended, (now - since) / max(1, len(ended)))
         # If steps have ended, they were the oldest, and the next one has only just begun.
         took = 0.0 if ended else now - max(since, watch.awake_since)

@@ -16,13 +16,9 @@ from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import CoreOutputs, RunnerDied
 from shoal.runtime.engine.agent.step_mode import sp_floor
-from shoal.runtime.engine.fake.fake_core import (
-    FakeCore,
-    FakeGroupCore,
-    FakeOwnCore,
-    OnStart,
-    Surroundings,
-)
+from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
+from shoal.runtime.engine.fake.fake_group_core import FakeGroupCore
+from shoal.runtime.engine.fake.fake_own_core import FakeOwnCore
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, StepTimes, constant
 from shoal.runtime.protocol import wire
@@ -58,8 +54,8 @@ class FakeBackend:
         on_start: OnStart | None = None,
     ) -> None:
         settings = config.fake or FakeSettings()
-        self._devices = devices or Devices(config.interleave_ratio)
-        self._devices.forget(engine)
+        self._devices = devices or Devices()
+        self._devices.renew(engine)
         self._clock = clock
         self.faults = faults
         self._surroundings = Surroundings(
@@ -97,16 +93,10 @@ class FakeBackend:
 
     # --- the runner ---------------------------------------------------------------------------
 
-    def attach(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, unit: Unit, epoch: int) -> None:
         """See ``EngineBackend.attach``."""
         self.faults.strike(Seam.ATTACH)
         self.attached = unit
-        if interleaves:
-            self._devices.interleave(self.engine, unit, self._clock())
-
-    def await_detach(self, epoch: int) -> None:
-        """See ``EngineBackend.await_detach``."""
-        self._devices.separate(self.engine, self._clock())
 
     def form(self, unit: Unit, generation: int) -> "Future[str]":
         """See ``EngineBackend.form``."""

@@ -1,29 +1,30 @@
 """The fake engine's cores: the whole of what vLLM's do, with made-up steps and tokens."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.interface import (
+    Adoption,
     Collected,
+    Copied,
     CoreLoad,
     CoreOutputs,
     EndedSteps,
-    Lease,
     RunnerDied,
     work_of_step,
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.engine.fake import fake_logprobs
+from shoal.runtime.engine.fake.fake_copies import FakeCopies
 from shoal.runtime.engine.fake.fake_scheduler import Batch, BlockIds, FakeRequest, FakeScheduler
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, StepTimes
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import LayoutLimits, Mode, Work
+from shoal.runtime.protocol.messages import CarriedRequest, LayoutLimits, Mode, Work
 
 OnStart = Callable[[str, float], None]
 
@@ -75,25 +76,35 @@ class FakeCore:
         self._clock = surroundings.clock
         self._devices = surroundings.devices
         self._scheduler = FakeScheduler(limits, surroundings.settings, pool, surroundings.clock)
+        self._expected: dict[str, FakeRequest] = {}
+        self._copies = FakeCopies(unit, surroundings.settings, surroundings.devices)
         self._step: _Step | None = None
 
     # --- requests -----------------------------------------------------------------------------
 
-    def add(self, request_id: str, frames: Sequence[Any]) -> None:
+    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
         """See ``Core.add``."""
+        self._scheduler.add(self._request(frames, tokens))
+        self._cut()
+
+    def _request(self, frames: Sequence[Any], tokens: Sequence[int] = ()) -> FakeRequest:
         view = wire.decode_request(frames)
         prompt = view.prompt_token_ids()
         room = self._limits.max_model_len - len(prompt)
-        if not prompt or room <= 0:
-            raise ValueError(f"prompt of {len(prompt)} tokens, limit {self._limits.max_model_len}")
+        if not prompt or room <= len(tokens):
+            length = len(prompt) + len(tokens)
+            raise ValueError(f"prompt of {length} tokens, limit {self._limits.max_model_len}")
         sampling = view.sampling_params or wire.Sampling()
         max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        self._scheduler.add(FakeRequest(view, prompt, max_tokens))
-        self._cut()
+        return FakeRequest(view, prompt, max_tokens, tokens)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``Core.abort``."""
+        if self._scheduler.parked.keys() & set(request_ids):
+            self._around.faults.strike(Seam.DROP)
         self._scheduler.remove(set(request_ids))
+        for request_id in request_ids:
+            self._expected.pop(request_id, None)
 
     def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
         """See ``Core.withdraw``."""
@@ -102,14 +113,98 @@ class FakeCore:
         self.abort(list(tokens))
         return tokens
 
+    # --- requests that are carried ------------------------------------------------------------
+
+    def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``Core.export``.
+
+        Raises:
+            AssertionError: a step is in flight, or a copy into this core's blocks.
+        """
+        self._around.faults.strike(Seam.EXPORT)
+        assert not self.in_flight, "a request was exported during a step"
+        assert not self.copies, "a request was exported before its own copy had ended"
+        return [self._describe(request) for request in self._scheduler.park(request_ids)]
+
+    def _describe(self, request: FakeRequest) -> CarriedRequest:
+        tokens, computed = list(request.generated), request.computed
+        used = request.blocks[: -(-computed // self._limits.block_tokens)]
+        if used and self._around.faults.wrong_block:
+            used = [*used[:-1], used[0] + len(used)]
+        if tokens and self._around.faults.lose_token:
+            tokens, computed = tokens[:-1], min(computed, request.tokens - 2)
+        blocks = {engine: [ids] for engine, ids in self._physical(used).items()}
+        return CarriedRequest(request.id, tokens, computed, blocks, request.tokens)
+
+    def keep(self, request_ids: Sequence[str]) -> None:
+        """See ``Core.keep``."""
+        self._around.faults.strike(Seam.KEEP)
+        self._scheduler.unpark(request_ids)
+
+    def expect(self, request_id: str, frames: Sequence[Any]) -> None:
+        """See ``Core.expect``."""
+        request = self._request(frames)
+        self._scheduler.check_is_new(request)
+        self._expected[request_id] = request
+
+    def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
+        """See ``Core.adopt``."""
+        self._around.faults.strike(Seam.ADOPT)
+        expected = self._expected[request.request_id]
+        computed = request.computed if with_kv else 0
+        if not self._scheduler.adopt(expected, request.tokens, computed):
+            return None
+        del self._expected[request.request_id]
+        if computed:
+            self._write(expected)
+            self._copies.adopt(expected, request)
+        self._cut()
+        return Adoption()
+
+    def copy(self) -> None:
+        """See ``Core.copy``."""
+        self._around.faults.strike(Seam.COPY)
+        self._copies.start(self._clock())
+
+    def copied(self) -> list[Copied]:
+        """See ``Core.copied``."""
+        self._copies.end(self._clock())
+        return self._copies.take()
+
+    @property
+    def copies(self) -> int:
+        """See ``Core.copies``."""
+        return len(self._copies)
+
+    def _write(self, request: FakeRequest) -> None:
+        """Let a request compute or read its tokens into the blocks that it has got."""
+        if len(request.blocks) > request.written:
+            new = self._physical(request.blocks[request.written :])
+            self._devices.memory.write(request, request.written, new)
+            request.written = len(request.blocks)
+
+    def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
+        """Return each member's own ids of the core's blocks."""
+        raise NotImplementedError
+
     # --- steps --------------------------------------------------------------------------------
 
     def dispatch(self) -> bool:
         """See ``Core.dispatch``."""
-        dispatched = self._dispatch()
-        if self._step is None:
-            self._devices.rest(self.unit, self._clock())
-        return dispatched
+        if self._step is not None:
+            return False
+        batch, crowded = self._scheduler.schedule()
+        if not batch:
+            return False
+        count = 1 if crowded else self._scheduler.run_length(batch)
+        work = work_of_step((request.computed, share) for request, share in batch)
+        mode = self.shift.mode(sum(tokens for _, tokens in batch))
+        seconds = self._around.step_times(self.unit.layout, _repeated(work, count).mean, mode)
+        self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
+        self._devices.queue(self.unit, self._step, self._clock())
+        for request, _ in batch:
+            self._write(request)
+        return True
 
     def dispatch_ahead(self) -> bool:
         """See ``Core.dispatch_ahead``: never, as collecting a step takes no time here."""
@@ -122,27 +217,13 @@ class FakeCore:
     def _cut(self) -> None:
         self._devices.cut(self.unit, self._clock())
 
-    def _dispatch(self) -> bool:
-        if self._step is not None:
-            return False
-        batch, crowded = self._scheduler.schedule()
-        if not batch:
-            return False
-        undisturbed = not crowded and not self._devices.is_shared(self.unit)
-        count = self._scheduler.run_length(batch) if undisturbed else 1
-        work = work_of_step((request.computed, share) for request, share in batch)
-        mode = self.shift.mode(sum(tokens for _, tokens in batch))
-        seconds = self._around.step_times(self.unit.layout, _repeated(work, count).mean, mode)
-        self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
-        self._devices.queue(self.unit, self._step, self._clock())
-        return True
-
     def collect(self) -> Collected | None:
         """See ``Core.collect``."""
         step = self._step
         if step is None or self._clock() < step.due:
             return None
         self._step = None
+        self._copies.end(self._clock())
         self._look_for_poison(step)
         finished: list[str] = []
         outputs = [
@@ -178,13 +259,13 @@ class FakeCore:
         return outputs
 
     def _emit(self, request: FakeRequest, count: int) -> wire.Output:
-        first = not request.generated
+        is_new, request.is_new = request.is_new, False
+        first, length = not request.generated, request.tokens
         tokens = [request.generate() for _ in range(count)]
         request.computed += count - 1
         if self._around.faults.repeat_token and len(request.generated) == 2:
             tokens *= 2
-        length = len(request.prompt)
-        stats = wire.PrefillStats(length, length) if first else None
+        stats = wire.PrefillStats(length, length) if is_new else None
         events, request.events = request.events, []
         return wire.Output(
             request.id,
@@ -206,8 +287,9 @@ class FakeCore:
 
     @property
     def due(self) -> float | None:
-        """Clock time at which the step in flight is done; None while it waits for its turn."""
-        return None if self._step is None or self._step.due == math.inf else self._step.due
+        """Clock time at which the next step or copy is done; None: none is in flight."""
+        step = None if self._step is None else self._step.due
+        return min((due for due in (step, self._copies.due) if due is not None), default=None)
 
     @property
     def oldest_step(self) -> tuple[Mode, Work] | None:
@@ -217,7 +299,7 @@ class FakeCore:
     @property
     def num_requests(self) -> int:
         """See ``Core.num_requests``."""
-        return len(self._scheduler.running) + len(self._scheduler.waiting)
+        return len(self._scheduler.requests)
 
     @property
     def load(self) -> CoreLoad:
@@ -233,126 +315,11 @@ class FakeCore:
     def check_integrity(self) -> list[str]:
         """See ``Core.check_integrity``."""
         return [
-            f"core {self.unit.engines}: waiting request {request.id} holds blocks"
-            for request in self._scheduler.waiting
-            if request.blocks
+            f"core {self.unit.engines}: request {request.id} has blocks for nothing"
+            for request in self._scheduler.requests
+            if request.blocks and not request.computed
+            if request not in self._scheduler.running
         ]
-
-
-class FakeOwnCore(FakeCore):
-    """``OwnCore``: an engine alone, on blocks of its own, which it lends."""
-
-    def __init__(self, engine: int, limits: LayoutLimits, surroundings: Surroundings) -> None:
-        num_blocks = surroundings.settings.num_blocks
-        self._pool = BlockIds(range(1, num_blocks + 1))
-        self._num_blocks = num_blocks
-        self._lent: set[int] = set()
-        super().__init__(alone(engine), limits, surroundings, self._pool)
-
-    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
-        """See ``BlockLender.lend``."""
-        faults = self._around.faults
-        faults.strike(Seam.LEND)
-        if urgent:
-            self._scheduler.preempt_until(blocks)
-        if faults.double_lend and self._lent:
-            return sorted(self._lent)[:blocks]
-        taken = self._pool.take(blocks)
-        self._lent.update(taken)
-        return taken
-
-    def take_back(self, blocks: Sequence[int]) -> None:
-        """See ``BlockLender.take_back``."""
-        faults = self._around.faults
-        faults.strike(Seam.TAKE_BACK)
-        for block in blocks:
-            self._lent.remove(block)
-        self._pool.give(blocks[1:] if faults.drop_block else blocks)
-
-    @property
-    def lent(self) -> frozenset[int]:
-        """See ``BlockLender.lent``."""
-        return frozenset(self._lent)
-
-    @property
-    def spare_blocks(self) -> int:
-        """See ``BlockLender.spare_blocks``."""
-        return self._scheduler.spare_blocks
-
-    def check_integrity(self) -> list[str]:
-        """See ``Core.check_integrity``."""
-        engine = self.unit.leader
-        problems = super().check_integrity()
-        blocks = [*self._pool.ids, *self.held, *self._lent]
-        if len(set(blocks)) != len(blocks):
-            problems.append(f"engine {engine}: a block is free, held and lent at once")
-        missing = self._num_blocks - len(set(blocks))
-        if missing:
-            problems.append(f"engine {engine}: {missing} blocks are lost")
-        return problems
-
-
-class FakeGroupCore(FakeCore):
-    """``GroupCore``: virtual blocks of a lease, each backed by one block of every member."""
-
-    def __init__(self, unit: Unit, limits: LayoutLimits, surroundings: Surroundings) -> None:
-        self._pool = BlockIds()
-        self._backing: dict[int, tuple[int, ...]] = {}
-        self._next_virtual = 1
-        self._bound = False
-        super().__init__(unit, limits, surroundings, self._pool)
-
-    def dispatch(self) -> bool:
-        """See ``Core.dispatch``; nothing is dispatched while the group is not bound."""
-        return self._bound and super().dispatch()
-
-    def bind(self, epoch: int, lease: Lease, seed: int) -> None:
-        """See ``GroupCore.bind``."""
-        self._around.faults.strike(Seam.BIND)
-        self._bound = True
-        self.grow(lease)
-
-    def grow(self, lease: Lease) -> None:
-        """See ``GroupCore.grow``."""
-        opened = []
-        for physical in zip(*(lease[engine] for engine in self.unit.engines), strict=True):
-            self._backing[self._next_virtual] = physical
-            opened.append(self._next_virtual)
-            self._next_virtual += 1
-        self._pool.give(opened)
-
-    def release(self, epoch: int) -> Lease:
-        """See ``GroupCore.release``."""
-        self._around.faults.strike(Seam.RELEASE)
-        self._bound = False
-        self._devices.rest(self.unit, self._clock())
-        return self.shrink(0)
-
-    def shrink(self, keep: int) -> Lease:
-        """See ``GroupCore.shrink``."""
-        closed = self._pool.take(self.lease_blocks - keep)
-        rows = [self._backing.pop(block) for block in closed]
-        return {engine: [row[k] for row in rows] for k, engine in enumerate(self.unit.engines)}
-
-    @property
-    def blocks_wanted(self) -> int:
-        """See ``GroupCore.blocks_wanted``."""
-        return self._scheduler.blocks_wanted
-
-    @property
-    def lease_blocks(self) -> int:
-        """See ``GroupCore.lease_blocks``."""
-        return len(self._backing)
-
-    def check_integrity(self) -> list[str]:
-        """See ``Core.check_integrity``."""
-        problems = super().check_integrity()
-        blocks = self.held + self._pool.ids
-        if len(set(blocks)) != len(blocks):
-            problems.append(f"core {self.unit.engines}: a block is in two places")
-        if set(blocks) != set(self._backing):
-            problems.append(f"core {self.unit.engines}: leased blocks are neither free nor held")
-        return problems
 
 
 def _repeated(step: Work, count: int) -> Work:

@@ -38,31 +38,58 @@ class BlockIds:
 
 
 class FakeRequest:
-    """A request inside a core. ``blocks`` is empty while it has no KV."""
+    """A request inside a core. ``blocks`` is empty while it has no KV.
 
-    def __init__(self, view: wire.RequestView, prompt: list[int], max_tokens: int) -> None:
+    Args:
+        view: what the front end sent.
+        prompt: its prompt's token ids.
+        max_tokens: most output tokens, those included that other cores have generated.
+        tokens: output tokens that other cores have generated.
+    """
+
+    def __init__(
+        self,
+        view: wire.RequestView,
+        prompt: list[int],
+        max_tokens: int,
+        tokens: Sequence[int] = (),
+    ) -> None:
         self.id = view.request_id
         self.sampling = view.sampling_params or wire.Sampling()
         self.client = view.client_index
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.generated: list[int] = []
+        """All its output tokens."""
         self.tokens = len(prompt)
         """All its tokens, computed or not."""
         self.digest = digest_of(prompt)
+        self.is_new = True
+        """Whether this core has sent no output of it yet."""
         self.blocks: list[int] = []
+        self.written = 0
+        """How many of its blocks are known to hold its tokens."""
         self.computed = 0
         """Tokens whose KV is in the cache."""
         self.headers = view.headers
         self.events: list[wire.Event] = []
         """Events that no output has reported yet."""
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add output tokens that other cores have generated."""
+        self.generated += tokens
+        self.tokens += len(tokens)
+        self.digest = digest_of(tokens, self.digest)
+
+    def spoil(self) -> None:
+        """Let its next tokens be wrong, because its KV is not its own."""
+        self.digest = digest_of([0], self.digest)
 
     def generate(self) -> int:
         """Return the next token."""
         token = next_token(self.digest)
-        self.generated.append(token)
-        self.tokens += 1
-        self.digest = digest_of([token], self.digest)
+        self.extend([token])
         return token
 
     @property
@@ -96,6 +123,9 @@ class FakeScheduler:
         self.pool = pool
         self.running: list[FakeRequest] = []
         self.waiting: deque[FakeRequest] = deque()
+        """Requests to start, in order. Those that were carried here with their KV hold blocks."""
+        self.parked: dict[str, FakeRequest] = {}
+        """Exported requests."""
         self._limits = limits
         self._budget = settings.max_num_batched_tokens
         self._longest_run = settings.steps_at_once
@@ -106,7 +136,7 @@ class FakeScheduler:
     @property
     def requests(self) -> list[FakeRequest]:
         """Every request, those that run first."""
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.waiting, *self.parked.values()]
 
     def add(self, request: FakeRequest) -> None:
         """Queue a request.
@@ -114,10 +144,55 @@ class FakeScheduler:
         Raises:
             ValueError: there is already a request with its id.
         """
-        if any(other.id == request.id for other in self.requests):
-            raise ValueError(f"request {request.id} exists already")
+        self.check_is_new(request)
         self._note(request, wire.EventType.QUEUED)
         self.waiting.append(request)
+
+    def check_is_new(self, request: FakeRequest) -> None:
+        """Check that no request has the id of this one.
+
+        Raises:
+            ValueError: there is already a request with its id.
+        """
+        if any(other.id == request.id for other in self.requests):
+            raise ValueError(f"request {request.id} exists already")
+
+    def adopt(self, request: FakeRequest, tokens: Sequence[int], computed: int) -> bool:
+        """Queue a request that another core has computed, before those that no core has.
+
+        Args:
+            request: the request.
+            tokens: its output tokens.
+            computed: how many of its tokens will have their KV in the blocks that it gets.
+
+        Returns:
+            Whether there were blocks enough; if not, nothing has changed.
+        """
+        if computed and self._needs(request, len(tokens)) > len(self.pool):
+            return False
+        request.extend(tokens)
+        if computed:
+            self._reserve(request)
+        request.computed = computed
+        self._note(request, wire.EventType.QUEUED)
+        self.waiting.insert(len(self._holders), request)
+        return True
+
+    def park(self, ids: Sequence[str]) -> list[FakeRequest]:
+        """Take requests out of the queues, with their blocks; return those that there are."""
+        wanted = set(ids)
+        self.parked |= {r.id: r for r in self.requests if r.id in wanted}
+        self.running = [r for r in self.running if r.id not in wanted]
+        self.waiting = deque(r for r in self.waiting if r.id not in wanted)
+        return [self.parked[id_] for id_ in ids if id_ in self.parked]
+
+    def unpark(self, ids: Sequence[str]) -> None:
+        """Put parked requests back into the queues; unknown ids are ignored."""
+        for request in [self.parked.pop(id_) for id_ in ids if id_ in self.parked]:
+            if request.blocks:
+                self.running.append(request)
+            else:
+                self.waiting.append(request)
 
     def remove(self, ids: Collection[str]) -> None:
         """Forget requests and free their blocks; unknown ids are ignored."""
@@ -126,6 +201,7 @@ class FakeScheduler:
                 self.free(request)
         self.running = [r for r in self.running if r.id not in ids]
         self.waiting = deque(r for r in self.waiting if r.id not in ids)
+        self.parked = {id_: r for id_, r in self.parked.items() if id_ not in ids}
 
     def drop_ended(self) -> None:
         """Forget running requests that have all their tokens, and free their blocks."""
@@ -148,7 +224,7 @@ class FakeScheduler:
         preempted = False
         while len(batch) < len(self.running) and budget > 0:
             request = self.running[len(batch)]
-            while not self._reserve(request):
+            while not self._make_room(request):
                 preempted = True
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -160,9 +236,10 @@ class FakeScheduler:
                 budget -= share
         while not preempted and self.waiting and budget > 0:
             request = self.waiting[0]
-            if len(self.running) >= self._limits.max_num_seqs or not self._reserve(request):
+            reserve = self._reserve if self.running else self._make_room
+            if len(self.running) >= self._limits.max_num_seqs or not reserve(request):
                 break
-            share = min(request.tokens, budget)
+            share = min(request.tokens - request.computed, budget)
             self.running.append(self.waiting.popleft())
             self._note(request, wire.EventType.SCHEDULED)
             batch.append((request, share))
@@ -196,6 +273,20 @@ class FakeScheduler:
         request.blocks += self.pool.take(lacking)
         return True
 
+    def _make_room(self, request: FakeRequest) -> bool:
+        """Like ``_reserve``, but waiting requests lose their blocks for it, the last one first."""
+        while not self._reserve(request):
+            holders = self._holders
+            if not holders or holders == [request]:
+                return False
+            self.free(holders[-1])
+        return True
+
+    @property
+    def _holders(self) -> list[FakeRequest]:
+        """Waiting requests that hold blocks."""
+        return [request for request in self.waiting if request.blocks]
+
     def _needs(self, request: FakeRequest, ahead: int = 0) -> int:
         """Return the blocks that a request lacks to have ``ahead`` tokens more than it has."""
         blocks = -(-(request.tokens + ahead) // self._limits.block_tokens)
@@ -208,15 +299,24 @@ class FakeScheduler:
         self.waiting.appendleft(request)
 
     def preempt_until(self, free: int) -> None:
-        """Preempt running requests, latest first, until ``free`` blocks are free or none runs."""
-        while self.running and len(self.pool) < free:
-            self._preempt(self.running[-1])
+        """Take blocks from waiting requests, then from running ones, until ``free`` are free.
+
+        The latest requests lose their blocks first; exported ones keep them.
+        """
+        while len(self.pool) < free:
+            if holders := self._holders:
+                self.free(holders[-1])
+            elif self.running:
+                self._preempt(self.running[-1])
+            else:
+                return
 
     def free(self, request: FakeRequest) -> None:
         """Take a request's blocks from it: it has no KV any more."""
         self.pool.give(request.blocks)
         request.blocks = []
         request.computed = 0
+        request.written = 0
 
     @property
     def held(self) -> list[int]:
@@ -228,14 +328,8 @@ class FakeScheduler:
         """See ``GroupCore.blocks_wanted``."""
         slots = self._limits.max_num_seqs - len(self.running)
         waiting = sum(self._needs(request) for request in list(self.waiting)[:slots])
-        # Steps must find their blocks when they start, so ask for them during earlier steps.
-        ahead = 2 * self._longest_run - 1
+        # Steps must find their blocks when they start, so ask for them during earlier steps. Like
+        # a real core, this one asks at least for the next block of each request.
+        ahead = max(2 * self._longest_run - 1, self._limits.block_tokens)
         running = sum(self._needs(request, ahead) for request in self.running)
         return max(0, running + waiting - len(self.pool))
-
-    @property
-    def spare_blocks(self) -> int:
-        """See ``BlockLender.spare_blocks``."""
-        longest = self._limits.max_model_len
-        bounded = [r for r in self.requests if r.tokens + r.tokens_left < longest]
-        return max(0, len(self.pool) - sum(self._needs(r, r.tokens_left) for r in bounded))

@@ -8,13 +8,18 @@ from shoal.runtime.engine.agent.interface import RunnerDied
 
 
 class Seam(enum.Enum):
-    """Where a fault can strike: what the agent calls for each message of a switch."""
+    """Where a fault can strike: what the agent calls for each message of a switch or a carry."""
 
     LEND = "lend"
     ATTACH = "attach"
     BIND = "bind"
     RELEASE = "release"
     TAKE_BACK = "take_back"
+    EXPORT = "export"
+    ADOPT = "adopt"
+    COPY = "copy"
+    DROP = "drop"
+    KEEP = "keep"
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -30,6 +35,10 @@ class Faults(msgspec.Struct, frozen=True):
     """Do not make this engine's part of a group that is formed anew."""
     repeat_token: bool = False
     """Emit the second token of every request twice."""
+    lose_token: bool = False
+    """Leave the last output token out of every request that is exported."""
+    wrong_block: bool = False
+    """Say of every request that is exported that another block holds its last tokens."""
 
     def strike(self, seam: Seam) -> None:
         """Die if this is the seam at which the engine has to die.

@@ -16,26 +16,44 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
 
-NULL_BLOCK = 0
-"""vLLM's null block: id 0 in every pool, virtual or physical."""
+from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
+from shoal.runtime.engine.kv.kv_memory import KvMemory, kv_memory
 
 
 class SharedKVBuffer:
-    """The one allocation behind the KV caches of every layout of this engine."""
+    """The one allocation behind the KV caches of every layout of this engine.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the node's KV memory; see ``kv_memory``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._memory: KvMemory | None = None
         self._raw: torch.Tensor | None = None
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the buffer.
+    def raw(self) -> torch.Tensor:
+        """All of it, int8.
 
         Raises:
             RuntimeError: the first layout has not allocated it yet.
         """
         if self._raw is None:
             raise RuntimeError("the KV buffer is allocated by the first layout's start")
-        return int(self._raw.numel())
+        return self._raw
+
+    @property
+    def memory(self) -> KvMemory:
+        """By which other engines can map it; errors are those of ``raw``."""
+        assert self.raw is not None
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer; errors are those of ``raw``."""
+        return int(self.raw.numel())
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -63,7 +81,8 @@ class SharedKVBuffer:
     ) -> dict[str, torch.Tensor]:
         (size,) = {tensor.size for tensor in config.kv_cache_tensors}
         if self._raw is None:
-            self._raw = torch.zeros(size, dtype=torch.int8, device=device)
+            self._memory = kv_memory(self._name, device)
+            self._raw = self._memory.allocate(size)
         if size != self._raw.numel():
             raise RuntimeError(
                 f"a layout needs {size} bytes of KV cache, the shared buffer has {self.num_bytes}"

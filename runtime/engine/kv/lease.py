@@ -73,6 +73,14 @@ class GroupLease:
             for member, backing in self._backing.items()
         }
 
+    def physical(self, virtual: Sequence[int]) -> dict[int, list[int]]:
+        """Return what backs virtual blocks, by member. The null block is every member's own."""
+        null = self._pool.null_block.block_id
+        return {
+            member: [null if block == null else backing[block] for block in virtual]
+            for member, backing in self._backing.items()
+        }
+
     def check_integrity(self) -> list[str]:
         """Return one line per broken invariant."""
         problems, group = [], list(self._group.engines)

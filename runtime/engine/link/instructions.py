@@ -1,22 +1,24 @@
 """What an engine's scheduler process tells its runners, and what they answer.
 
 Messages are pickled and sent over private Unix sockets. A runner reads its own queue. Between
-``Attach`` and ``Detach`` it reads its group's queue, or both in turn while it interleaves
-(``step_queues.py``). All queues are first in, first out, so a step that was queued before a switch
-always runs before it.
+``Attach`` and ``Detach`` it reads its group's queue (``step_queues.py``). All queues are first in,
+first out, so a step that was queued before a switch always runs before it.
 """
 
 import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.protocol.messages import Mode
 
 STARTUP_PHASES = "startup_phases"
 """``Call`` method that the runner answers itself: seconds that each phase of loading took."""
 STARTUP_BYTES = "startup_bytes"
 """The same for the bytes of the device that each phase took, also each core's start."""
+SHARES_KV = "shares_kv"
+"""The same for why this runner cannot read the KV of the node's other engines; "" if it can. If it
+cannot, requests that come from other engines have to be computed again."""
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
 
@@ -57,23 +59,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """On a runner's own queue: read the queue of its group in this layout from now on.
+    """On a runner's own queue: read the queue of its group in this layout until ``Detach``.
 
-    With ``interleaves``, the runner reads its own queue in turn with it, until ``AwaitDetach``.
+    The runner takes it up by itself (``step_queues.py``), as it only changes what is read next.
     """
 
     layout: Layout
-    epoch: int
-    interleaves: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitDetach:
-    """On a runner's own queue: what follows comes after the group's ``Detach``.
-
-    What follows may be ``Attach``, or use blocks that queued steps of the group still write to.
-    """
-
     epoch: int
 
 
@@ -96,6 +87,53 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that comes to a unit with what other units have computed of it."""
+
+    request_id: str
+    prompt: list[int]
+    """Its prompt's token ids."""
+    tokens: list[int]
+    """All its output tokens so far."""
+    computed: int
+    """How many of these tokens have their KV in this unit's blocks once it is read."""
+    sampling: Any
+    """vLLM's ``SamplingParams`` of the request."""
+    begin: int = 0
+    """The first token whose KV is to be read: those before it were in the unit's prefix cache."""
+    source: dict[int, list[list[int]]] = field(default_factory=dict)
+    """The physical blocks that have the KV: by member of ``Carry.source``, for each KV group."""
+    target: dict[int, list[list[int]]] = field(default_factory=dict)
+    """The physical blocks that are to have it: by member of the unit, for each KV group. The first
+    block of each list holds token 0, also when ``begin`` is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Know these requests, and read their KV from the members of another unit.
+
+    Every member answers with a ``Copied`` once its device has read all of it. Steps that come later
+    in the queue may use this KV.
+    """
+
+    seq: int
+    source: Unit
+    requests: list[Arrival]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One member's answer to ``Carry``."""
+
+    bytes: int
+    """Bytes of KV that the member has read, also from its own memory."""
+    seconds: float
+    problem: str = ""
+    """Why it has read nothing, in one line: an engine of the source has ended. The requests' KV in
+    this unit is damaged, and so are all tokens that steps make of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """On a runner's own queue: make a layout's worker anew; answered with the error, or "".
 
@@ -108,26 +146,19 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """On a group's queue: it has no step now, so members that interleave do not wait for one."""
-
-
-@dataclass(frozen=True, slots=True)
 class Detach:
     """On a group's queue: read the runner's own queue again."""
 
     epoch: int
 
 
-Instruction = Call | Step | Sample | Attach | AwaitDetach | Bind | Extend | Form | Rest | Detach
+Instruction = Call | Step | Sample | Attach | Bind | Extend | Carry | Form | Detach
 """What a runner reads from a queue."""
-OrderOfQueues = Attach | AwaitDetach | Rest
-"""Instructions that only change which queue is read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One runner's answer to ``Call``, ``Step`` or ``Form``."""
+    """One runner's answer to ``Call``, ``Step``, ``Carry`` or ``Form``."""
 
     layout: str
     """Name of the layout that the answer is from: an engine leads no more than one unit of each.

@@ -25,6 +25,7 @@ _DISPATCHER = "vllm.v1.cudagraph_dispatcher"
 _V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 _V2_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTENTION = f"{_LAYERS}.attention.attention"
+_CUDA = "vllm.distributed.device_communicators.cuda_wrapper"
 _SCALED_MM = "vllm.model_executor.kernels.linear.scaled_mm"
 
 SEAMS = (
@@ -35,6 +36,18 @@ SEAMS = (
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler._holds_kv_blocks", "carried_requests"),
+    Seam(
+        "vllm.v1.core.sched.scheduler", "Scheduler._is_blocked_waiting_status", "carried_requests"
+    ),
+    Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "carried_requests"),
+    Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "carried_requests"),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_block_ids_for_computed_tokens",
+        "carried_requests",
+    ),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager.accept_tokens", "grammar_replay"),
     Seam("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", "lease"),
     Seam("vllm.v1.core.block_pool", "BlockPool.free_blocks", "lease"),
     Seam("vllm.v1.core.block_pool", "BlockPool.evict_blocks", "vllm_core"),
@@ -46,6 +59,15 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache", "kv_cache"),
     Seam("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache", "kv_cache"),
     Seam("vllm.v1.kv_cache_interface", "create_kv_cache_views", "kv_cache"),
+    Seam("vllm.v1.worker.utils", "select_common_block_size", "vllm_pages"),
+    Seam("vllm.v1.kv_cache_interface", "KVCacheLayout.BLNHC", "vllm_pages"),
+    Seam("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", "vllm_pages"),
+    Seam("vllm._custom_ops", "cpu_attn_reshape_and_cache", "cpu_pages"),
+    Seam(_CUDA, "CudaRTLibrary.cudaIpcGetMemHandle", "kv_memory"),
+    Seam(_CUDA, "CudaRTLibrary.cudaIpcOpenMemHandle", "kv_memory"),
+    Seam("vllm.v1.worker.gpu_input_batch", "CachedRequestState", "arrivals"),
+    Seam("vllm.v1.worker.gpu_input_batch", "InputBatch.remove_request", "arrivals"),
+    Seam("vllm.v1.sample.ops.topk_topp_sampler", "TopKTopPSampler.forward_native", "arrivals"),
     Seam("vllm.v1.worker.workspace", "_manager", "communicators"),
     Seam("vllm.engine.arg_utils", "AsyncEngineArgs.create_engine_config", "layout_configs"),
     Seam("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", "vllm_options"),

@@ -123,10 +123,7 @@ class BoundPhases:
         self._taken: float | None = None
 
     def step_queued(self) -> None:
-        """Take note that the device has been given a step; does nothing in a group.
-
-        A group that interleaves has own steps beside it, but its first step waits for none of them.
-        """
+        """Take note that the device has been given a step; does nothing in a group."""
         if self._epoch is None:
             self._marks.set(FREED)
 
@@ -135,7 +132,7 @@ class BoundPhases:
         self._epoch, self._taken = epoch, None
 
     def group_step(self, tokens: int) -> None:
-        """Take note of a step of the group just before it runs.
+        """Take note of a step just before it runs; does nothing outside a group.
 
         Args:
             tokens: the step's tokens; a step of none only tells which requests have ended.

@@ -59,7 +59,7 @@ class LayoutLoader:
         self._node = node
         self._engine = engine
         self._directory = Path(node.runtime_dir)
-        self._buffer = SharedKVBuffer()
+        self.buffer = SharedKVBuffer(f"{self._directory.name}-kv")
         self._dp: VllmConfig
         register_view_loader(
             lambda: ResidentWeights(self.workers[DP].model),
@@ -136,7 +136,7 @@ class LayoutLoader:
             agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
         )
         worker = LayoutWorker(
-            unit, config, communicators, self._buffer, self._engine, self._reserved(), agree
+            unit, config, communicators, self.buffer, self._engine, self._reserved(), agree
         )
         workers = {**self.workers, layout: worker}
         self.workers = {of: workers[of] for of in self._node.layouts if of in workers}

@@ -15,7 +15,6 @@ import torch
 from torch.profiler import ProfilerActivity
 from vllm.platforms import current_platform
 
-from shoal.policies.values.layouts import DP
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.runner.bound_phases import BoundPhases, EventMarks, HostMarks, Marks
@@ -101,8 +100,7 @@ class RecordingRunner(Runner):
         self._phases = BoundPhases(phases_file(directory, engine), device_marks())
 
     def _on_step(self, step: instructions.Step) -> None:
-        if self._layout != DP:
-            self._phases.group_step(step.scheduler_output.total_num_scheduled_tokens)
+        self._phases.group_step(step.scheduler_output.total_num_scheduled_tokens)
         self._recorder.look(step)
         super()._on_step(step)
         self._phases.step_queued()

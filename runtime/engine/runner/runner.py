@@ -32,13 +32,15 @@ from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
 from shoal.runtime.engine.link.step_queues import StepQueues
 from shoal.runtime.engine.runner.loading import LayoutLoader
+from shoal.runtime.engine.runner.taking_up import TakingUp
 from shoal.runtime.node.runtime_dir import remove_former
 
 
 class Responder:
     """Sends answers from a thread of its own, so that a copy off the device never holds the runner.
 
-    An asynchronous output is resolved here, in the order the steps ran.
+    An asynchronous output is resolved here, in the order the steps ran; so is an answer that is a
+    function, which may wait for the device.
     """
 
     def __init__(self, context: zmq.Context[Any], addresses: Addresses, engine: int) -> None:
@@ -67,6 +69,8 @@ class Responder:
             try:
                 if isinstance(value, AsyncModelRunnerOutput):
                     value = value.get_output()
+                elif callable(value):
+                    value = value()
                 result = instructions.Result(unit.name, seq, self._engine, value)
                 message = instructions.dumps(result)
             except Exception as error:  # noqa: BLE001 - reported to the scheduler, which ends
@@ -132,6 +136,7 @@ class Runner:
         loader: LayoutLoader,
         context: zmq.Context[Any],
     ) -> None:
+        self._node = node
         self._loader = loader
         self._engine = engine
         self._context = context
@@ -139,9 +144,11 @@ class Runner:
         self._responder = Responder(context, self._addresses, engine)
         self._random = RandomStates()
         queues = {layout: self._queue(worker.unit) for layout, worker in loader.workers.items()}
-        self._queues = StepQueues(queues, node.interleave_ratio)
+        self._queues = StepQueues(queues)
         self._layout = DP
         """The layout of the latest instruction."""
+        self._carrying: TakingUp
+        """Exists once the cores have started."""
 
     def _queue(self, unit: Unit, generation: int = 0) -> "zmq.Socket[bytes]":
         queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -168,6 +175,7 @@ class Runner:
         set_random_seed(seed + self._engine)
         # As vLLM's own processes do: without this, every step looks settings up at each use.
         enable_envs_cache()
+        self._carrying = TakingUp(self._node, self._engine, self._loader)
         while True:
             self._turn()
 
@@ -192,6 +200,8 @@ class Runner:
             value: Any = self._loader.phases
         elif call.method == instructions.STARTUP_BYTES:
             value = self._loader.memory.taken
+        elif call.method == instructions.SHARES_KV:
+            value = self._carrying.problem()
         else:
             value = self._worker.call(call.method, call.args, call.kwargs)
         self._responder.answer(self._worker.unit, call.seq, value)
@@ -224,6 +234,10 @@ class Runner:
         if block_map is None:
             raise RuntimeError("lease extended before the group was bound")
         block_map.extend(extend.virtual, extend.physical[self._engine])
+
+    def _on_carry(self, carry: instructions.Carry) -> None:
+        copied = self._carrying.carry(self._worker, carry)
+        self._responder.answer(self._worker.unit, carry.seq, copied)
 
     def _on_form(self, form: instructions.Form) -> None:
         """Make a layout's worker anew; if that fails, the engine goes on without it."""

@@ -70,16 +70,22 @@ class VllmBackend:
         self._generations: dict[Unit, int] = {}
         self.own = self._start_own()
         self.num_blocks = self.own.num_blocks
+        self._shares_kv = True
         self._lead(self._start_groups() if incarnation == 0 else {})
         # The answer comes when the groups that this engine is in, but does not lead, have begun.
         taken = self._inbox.wait(self._ask_runner(instructions.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
         self.startup = Startup(self._startup_seconds, taken)
+        problem = self._inbox.wait(self._ask_runner(instructions.SHARES_KV), LOAD_TIMEOUT_SECONDS)
+        self._shares_kv = not problem
+        self._lead(self.groups)
         *_, widest = self.cores.values()
         self.ready_response = _ready_response(widest.engine_core.vllm_config)
 
     def _lead(self, groups: Mapping[Unit, VllmGroupCore]) -> None:
         self.groups = groups
         self.cores: Mapping[Unit, VllmCore] = {self.own.unit: self.own, **groups}
+        for core in self.cores.values():
+            core.share_kv(self._shares_kv)
 
     def _start_own(self) -> VllmOwnCore:
         began = time.monotonic()
@@ -183,13 +189,9 @@ class VllmBackend:
 
     # --- runner ---
 
-    def attach(self, unit: Unit, epoch: int, *, interleaves: bool = False) -> None:
+    def attach(self, unit: Unit, epoch: int) -> None:
         """See ``interface.EngineBackend.attach``."""
-        self._own_channel.send(instructions.Attach(unit.layout, epoch, interleaves))
-
-    def await_detach(self, epoch: int) -> None:
-        """See ``interface.EngineBackend.await_detach``."""
-        self._own_channel.send(instructions.AwaitDetach(epoch))
+        self._own_channel.send(instructions.Attach(unit.layout, epoch))
 
     def pollables(self) -> Sequence[Any]:
         """See ``interface.EngineBackend.pollables``."""

@@ -15,12 +15,14 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import (
+    Adoption,
     Collected,
+    Copied,
     CoreLoad,
     CoreOutputs,
     EndedSteps,
@@ -28,8 +30,9 @@ from shoal.runtime.engine.agent.interface import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import Mode, Work
+from shoal.runtime.protocol.messages import CarriedRequest, Mode, Work
 
 AHEAD_REQUESTS = 16
 """With so many running requests, a step is scheduled before an ended one is collected."""
@@ -48,6 +51,8 @@ class InFlight:
     future: "Future[Any]"
     mode: Mode
     work: Work
+    copy: int
+    """The last copy that was begun before it (``CarriedRequests.latest_copy``)."""
 
 
 class VllmCore:
@@ -83,6 +88,13 @@ class VllmCore:
         self._stalled = False
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
+        self._carried = CarriedRequests(
+            unit, self.engine_core, self._executor.channel, self._physical
+        )
+
+    def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
+        """Return each member's own ids of blocks of this core."""
+        return {self.unit.leader: list(blocks)}
 
     @property
     def block_pool(self) -> Any:
@@ -91,17 +103,33 @@ class VllmCore:
 
     # --- requests ---
 
-    def add(self, request_id: str, frames: Sequence[Any]) -> None:
+    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
         """See ``interface.Core.add``."""
-        request = self._decoder.decode(frames)
+        request = self._decoded(frames)
         try:
-            self.engine_core.add_request(*self.engine_core.preprocess_add_request(request))
+            if tokens:
+                self._carried.add(request, tokens)
+            else:
+                self.engine_core.add_request(request)
         except (TypeError, ValueError) as error:
             raise ValueError(str(error)) from error
         self._stalled = False
 
+    def _decoded(self, frames: Sequence[Any]) -> Request:
+        """Return vLLM's request of raw frames; its grammar is being compiled.
+
+        Raises:
+            ValueError: it is not valid.
+        """
+        try:
+            request, _ = self.engine_core.preprocess_add_request(self._decoder.decode(frames))
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error)) from error
+        return request
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``interface.Core.abort``."""
+        self._carried.forget(request_ids)
         self.engine_core.abort_requests(list(request_ids))
         self._stalled = False
 
@@ -112,16 +140,63 @@ class VllmCore:
         self.abort(list(tokens))
         return tokens
 
+    # --- requests that are carried ---
+
+    def share_kv(self, shared: bool) -> None:
+        """Say whether the members can read other engines' KV. They can unless it is said."""
+        self._carried.shares_kv = shared
+
+    def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``interface.Core.export``."""
+        return self._carried.export(request_ids)
+
+    def keep(self, request_ids: Sequence[str]) -> None:
+        """See ``interface.Core.keep``."""
+        self._carried.keep(request_ids)
+        self._stalled = False
+
+    def expect(self, request_id: str, frames: Sequence[Any]) -> None:
+        """See ``interface.Core.expect``."""
+        self._carried.expect(self._decoded(frames))
+
+    def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
+        """See ``interface.Core.adopt``."""
+        self._stalled = False
+        return self._carried.adopt(source, request, with_kv=with_kv)
+
+    def copy(self) -> None:
+        """See ``interface.Core.copy``."""
+        self._carried.copy()
+
+    def copied(self) -> list[Copied]:
+        """See ``interface.Core.copied``."""
+        copied = self._carried.copied()
+        for copy in copied:
+            if copy.problem:
+                self.abort(copy.request_ids)
+        return copied
+
+    @property
+    def copies(self) -> int:
+        """See ``interface.Core.copies``."""
+        return self._carried.copies
+
     # --- steps ---
 
     def collect(self) -> Collected | None:
         """See ``interface.Core.collect``."""
-        if not (self._in_flight and self._in_flight[0].future.done()):
+        if not self._oldest_has_ended():
             return None
         collected = Collected([], [], [])
-        while self._in_flight and self._in_flight[0].future.done():
+        while self._oldest_has_ended():
             self._collect_one(self._in_flight.popleft(), collected)
         return collected
+
+    def _oldest_has_ended(self) -> bool:
+        if not (self._in_flight and self._in_flight[0].future.done()):
+            return False
+        # If a copy before it has failed on any member, the step may have made wrong tokens.
+        return self._carried.has_ended(self._in_flight[0].copy)
 
     def _collect_one(self, step: InFlight, collected: Collected) -> None:
         outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
@@ -159,8 +234,7 @@ class VllmCore:
         steps, running = self._in_flight, len(self._scheduler.running)
         if running < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
             return False
-        ended = steps[0].future
-        if not ended.done() or ended.exception() is not None:
+        if not self._oldest_has_ended() or steps[0].future.exception() is not None:
             return False
         # A first token must not wait, and no request may be preempted in vain.
         if any(step.work.prefill_tokens for step in steps):
@@ -178,10 +252,13 @@ class VllmCore:
     def _dispatch(self, ended: int = 0) -> bool:
         if self._deferred or len(self._in_flight) - ended >= self._depth:
             return False
+        if self._carried.settle():
+            self._stalled = False
         if self._stalled and not self._grammar_ready():
             return False
         if not self._scheduler.has_requests():
             return False
+        self._carried.copy()
         scheduled = self._scheduler.schedule()
         if not scheduled.total_num_scheduled_tokens:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
@@ -193,7 +270,7 @@ class VllmCore:
         grammar = self._grammar(scheduled) if sample else None
         mode = self.shift.mode(scheduled.total_num_scheduled_tokens)
         seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
-        step = InFlight(seq, scheduled, future, mode, work_of(scheduled))
+        step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
         if not sample:
             self._deferred = step
@@ -205,7 +282,7 @@ class VllmCore:
 
         The end of compiling sends no message, so somebody has to look.
         """
-        return any(self._grammars())
+        return self._carried.num_aside > 0 or any(self._grammars())
 
     def _grammar_ready(self) -> bool:
         return any(grammar.is_grammar_ready for grammar in self._grammars())
@@ -242,6 +319,7 @@ class VllmCore:
     def load(self) -> CoreLoad:
         """See ``interface.Core.load``."""
         running, waiting = self._scheduler.get_request_counts()
+        waiting += self._carried.num_aside
         return CoreLoad(running, waiting, int(self.block_pool.get_num_free_blocks()))
 
     def evict_prefix_cache(self) -> None:
@@ -261,10 +339,10 @@ class VllmCore:
 
     def check_integrity(self) -> list[str]:
         """See ``interface.Core.check_integrity``."""
-        waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
-        if waiting + running <= self.num_requests:
+        queued, parked = self.load.running + self.load.waiting, self._carried.num_parked
+        if queued + parked == self.num_requests:
             return []
-        return [f"{self._name}: {waiting + running} queued, {self.num_requests} known"]
+        return [f"{self._name}: {queued} queued, {parked} exported, {self.num_requests} known"]
 
     @property
     def _name(self) -> str:
@@ -316,20 +394,6 @@ class VllmOwnCore(VllmCore):
     def lent(self) -> frozenset[int]:
         """See ``interface.BlockLender.lent``."""
         return frozenset(self._lent)
-
-    @property
-    def spare_blocks(self) -> int:
-        """See ``interface.BlockLender.spare_blocks``."""
-        config = self.engine_core.vllm_config
-        size, longest = config.cache_config.block_size, config.model_config.max_model_len
-        requests = self._scheduler.requests.values()
-        bounds = [(r, r.num_prompt_tokens + r.max_tokens) for r in requests]
-        ahead: int = sum(
-            -(-bound // size) - request.num_computed_tokens // size
-            for request, bound in bounds
-            if bound < longest
-        )
-        return max(0, int(self.block_pool.get_num_free_blocks()) - ahead)
 
     def check_integrity(self) -> list[str]:
         """See ``interface.Core.check_integrity``."""

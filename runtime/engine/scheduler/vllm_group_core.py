@@ -1,5 +1,7 @@
 """The unit of a group: an ``EngineCore`` whose KV blocks are virtual, and lent by the members."""
 
+from collections.abc import Sequence
+
 from vllm.config import VllmConfig
 
 from shoal.policies.values.layouts import Unit
@@ -18,19 +20,9 @@ class VllmGroupCore(VllmCore):
     def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int) -> None:
         super().__init__(unit, config, log_stats=log_stats, max_sp=max_sp)
         self._lease = GroupLease(unit, self.block_pool)
-        self._rests = True
 
-    def dispatch(self) -> bool:
-        """See ``interface.Core.dispatch``.
-
-        Also tells the runners when they need not expect another step.
-        """
-        dispatched = super().dispatch()
-        rests = not self._in_flight
-        if rests and not self._rests:
-            self._executor.channel.send(steps.Rest())
-        self._rests = rests
-        return dispatched
+    def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
+        return self._lease.physical(blocks)
 
     def bind(self, epoch: int, lease: Lease, seed: int) -> None:
         """See ``interface.GroupCore.bind``."""
@@ -61,7 +53,8 @@ class VllmGroupCore(VllmCore):
             for request in self._scheduler.waiting
         )
         # Each running request may cross into a new block before the next chance to grow.
-        lacking = len(self._scheduler.running) + waiting - self._lease.num_free
+        holding = len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
+        lacking = holding + waiting - self._lease.num_free
         return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
 
     @property

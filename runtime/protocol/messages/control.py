@@ -41,6 +41,19 @@ class SetLayout(Message, frozen=True):
     """If less than the time-out: seconds after which the switch stops waiting for requests."""
 
 
+class DrainEngines(Message, frozen=True):
+    """Take engines out, or let them serve again; the answer is a ``LayoutView`` or ``CallFailed``.
+
+    The answer does not wait: ``EngineView.requests`` says how many requests an engine still has.
+    Nothing changes for an engine that is as it should be.
+    """
+
+    call: int
+    engines: list[int]
+    drained: bool
+    """Whether they are taken out."""
+
+
 class SetPolicy(Message, frozen=True):
     """Ask for another policy; the answer is a ``LayoutView`` or ``CallFailed``."""
 
@@ -129,6 +142,7 @@ ToControllerControl = (
     GetLayout
     | GetMetrics
     | SetLayout
+    | DrainEngines
     | SetPolicy
     | SetShiftThreshold
     | AuditNode
@@ -205,13 +219,13 @@ class CallFailed(Message, frozen=True):
 
 
 class Placed(Message, frozen=True, omit_defaults=True):
-    """A request of this front end was handed to a unit."""
+    """A request of this front end was handed to a unit, out of the task pool or by a carry."""
 
     request_id: str
     unit: Unit
     waited: tuple[float, float] | None = None
-    """When it last came into the task pool and when it left, in monotonic seconds; None unless
-    requests are traced."""
+    """When it last came into the task pool and when it left, in monotonic seconds; None if it was
+    carried, and unless requests are traced."""
 
 
 class Ended(Message, frozen=True):

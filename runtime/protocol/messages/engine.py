@@ -10,6 +10,15 @@ ascending order. A receiver drops and counts a message whose epoch is older than
 import msgspec
 
 from shoal.policies.values.layouts import Layout, Unit
+from shoal.runtime.protocol.messages.carry_messages import (
+    Drop,
+    Expect,
+    Export,
+    Exported,
+    Import,
+    Imported,
+    Keep,
+)
 from shoal.runtime.protocol.messages.values import (
     NOTHING_DONE,
     DeathCause,
@@ -23,15 +32,21 @@ from shoal.runtime.protocol.messages.values import (
 
 
 class AddRequest(Message, frozen=True):
-    """Start a request on ``unit``, which this engine leads. Raw request frames follow."""
+    """Start a request on ``unit``, which this engine leads. Raw request frames follow.
+
+    ``tokens`` are the output tokens that other units have generated for it. The unit computes the
+    KV of the prompt and of these tokens, and generates the next one.
+    """
 
     unit: Unit
     request_id: str
+    tokens: list[int] = msgspec.field(default_factory=list)
 
 
 class AbortRequests(Message, frozen=True):
-    """Forget these requests, whichever of this engine's units they are in."""
+    """Forget these requests of ``unit``, also those that it expects."""
 
+    unit: Unit
     request_ids: list[str]
 
 
@@ -45,9 +60,8 @@ class MoveOut(Message, frozen=True):
 class Prepare(Message, frozen=True):
     """Phase one of a bind: reach a safe point, lend ``blocks`` KV blocks, answer ``Prepared``.
 
-    Under ``INTERLEAVE`` the engine's own requests go on before and after ``Commit``. A second
-    ``Prepare`` of the same epoch, ``HARD`` or ``INTERLEAVE``, ends the wait of a ``SEQUENTIAL``
-    one. A member that has answered does not answer again.
+    A second ``Prepare`` of the same epoch that is ``HARD`` ends the wait of a ``SEQUENTIAL`` one. A
+    member that has answered does not answer again.
     """
 
     epoch: int
@@ -112,7 +126,7 @@ class Lend(Message, frozen=True):
     """To a member of a bound group: lend up to ``blocks`` more blocks; answer ``Lent``.
 
     ``urgent``: preempt this member's own paused requests, which are recomputed later, rather than
-    lend too little. A member that interleaves lends only blocks that its requests will not need.
+    lend too little.
     """
 
     epoch: int
@@ -187,6 +201,11 @@ ToEngine = (
     AddRequest
     | AbortRequests
     | MoveOut
+    | Expect
+    | Export
+    | Import
+    | Drop
+    | Keep
     | Prepare
     | Commit
     | AbortBind
@@ -316,8 +335,8 @@ class Load(Message, frozen=True):
     waiting: int
     free_blocks: int
     added: int
-    """``AddRequest`` messages for this unit that the engine has taken in since it started. The
-    counts above include no later ones."""
+    """Requests for this unit, of ``AddRequest`` and ``Import``, that the engine has taken in since
+    it started. The counts above include no later ones."""
     finished: list[str]
     """Requests that ended since the last report, for any reason except ``AbortRequests``."""
     work: dict[Mode, ModeWork] = msgspec.field(default_factory=dict)
@@ -344,7 +363,7 @@ class Integrity(Message, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """Answer to ``MoveOut``: the tokens that each request has generated here, by request.
+    """Answer to ``MoveOut``: all output tokens of each request, by request.
 
     The engine forgets these requests. Requests that had ended before are not in the answer.
     """
@@ -387,6 +406,8 @@ ToController = (
     | Load
     | Integrity
     | Moved
+    | Exported
+    | Imported
     | EngineFailed
     | Formed
     | Pong

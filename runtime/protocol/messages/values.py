@@ -11,6 +11,7 @@ __all__ = [
     "RETRY_SECONDS",
     "SHUTTING_DOWN",
     "UNAVAILABLE_RETRY_SECONDS",
+    "Fallback",
     "Message",
     "Mode",
     "ModeWork",
@@ -33,15 +34,25 @@ class Treatment(enum.StrEnum):
 
     SEQUENTIAL = "sequential"
     """Wait until they are done (Flying Serving, 5: sequential)."""
+    CARRY = "carry"
+    """Stop them at the next safe point, and let them go on in the new layout with their KV."""
     SOFT = "soft"
     """Take them out at the next safe point and recompute them on another unit, with their tokens so
-    far (Flying Serving, 5: soft preempt). Wait for those that cannot go on elsewhere."""
+    far (Flying Serving, 5: soft preempt)."""
     HARD = "hard"
     """Pause them at the next safe point. Their KV stays, and they resume when their unit is back
     (Flying Serving, 5: hard preempt)."""
-    INTERLEAVE = "interleave"
-    """Let them go on where they are: each member's own steps alternate with those of the new group.
-    The switch waits for the requests of a group that it dissolves."""
+
+
+class Fallback(enum.StrEnum):
+    """Why a unit has taken a request without its KV, and computes it again."""
+
+    NO_ROOM = "no_room"
+    """The unit had no blocks for it."""
+    NOT_SHARED = "not_shared"
+    """The members cannot read the memory of the engines that have the KV."""
+    UNREADABLE = "unreadable"
+    """The KV cannot be taken as it is, for instance because prompt logprobs were not all sent."""
 
 
 class Outcome(enum.StrEnum):

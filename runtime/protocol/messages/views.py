@@ -24,6 +24,10 @@ class EngineView(msgspec.Struct, frozen=True):
     """How often it was restarted."""
     reason: str | None = None
     """Why it does not serve, if it does not."""
+    drained: bool = False
+    """Whether an operator has taken it out: no request starts on it, and no group contains it."""
+    requests: int = 0
+    """Requests that need it: those of every unit that it is in, paused and exported ones too."""
 
 
 class UnitView(msgspec.Struct, frozen=True):
@@ -36,8 +40,6 @@ class UnitView(msgspec.Struct, frozen=True):
     waiting: int
     lease_blocks: int
     paused_requests: int
-    interleaved_requests: int = 0
-    """Requests of its single engines whose steps alternate with its own."""
 
 
 class UnavailableView(msgspec.Struct, frozen=True):
@@ -79,6 +81,14 @@ class SwitchView(msgspec.Struct, frozen=True):
     """See ``shoal.policies.values.plan.SwitchReason``; empty: no reason was given."""
     late: bool = False
     """Whether the switch went on without waiting, because requests did not end in time."""
+    carried: int = 0
+    """Requests that went on in another unit with their KV."""
+    recomputed: dict[str, int] = {}
+    """Requests that were to be carried, but whose KV was computed again, by ``Fallback``."""
+    carried_bytes: int = 0
+    """Bytes of KV that the members of the new units have read."""
+    carry_seconds: float = 0.0
+    """Time in which requests of the switch were on their way between two units."""
 
     def line(self) -> str:
         """Return the switch in one line, for people to read."""
@@ -87,6 +97,8 @@ class SwitchView(msgspec.Struct, frozen=True):
             "resumed": self.resumed,
             "waited for": self.drained,
             "moved": self.moved,
+            "carried": self.carried,
+            "carried without their KV": sum(self.recomputed.values()),
         }
         did = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         why = ", ".join(filter(None, (self.reason, self.treatment, "late" if self.late else "")))

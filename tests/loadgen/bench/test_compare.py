@@ -83,9 +83,34 @@ def test_steps_are_timed_before_a_profiler_has_been_there(
     assert list(campaign._missing(shoal)) == ["first-step", "breakdown"], "in one start"
 
 
-def test_an_engine_that_is_alone_for_ever_binds_to_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measure", ["first-step", "carry"])
+def test_an_engine_that_is_alone_for_ever_binds_to_none(tmp_path: Path, measure: str) -> None:
     arguments = ["--engines", "1", "--out", str(tmp_path), "--budget-seconds", "0"]
-    assert bench.main([*GPU[:3], *arguments, "--measures", "first-step"]) == 0
+    assert bench.main([*GPU[:3], *arguments, "--measures", measure]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "cases"),
+    [
+        ([], ((8, 4096), (8, 16384), (64, 1024))),
+        (["--max-model-len", "16384"], ((8, 4096), (64, 1024))),
+        (["--max-model-len", "1024", "--carry-tokens", "900"], ()),
+        (["--carry-cases", "2x64,4x128"], ((2, 64), (4, 128))),
+    ],
+)
+def test_what_is_carried_fits_the_longest_context(
+    options: list[str],
+    cases: tuple[tuple[int, int], ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    campaigns: list[Campaign] = []
+    monkeypatch.setattr(compare, "run", lambda one, _budget: campaigns.append(one))
+    bench.main([*GPU[:-2], "--out", str(tmp_path), "--measures", "carry", *options])
+    (campaign,) = campaigns
+    assert campaign.results.sizes.carry_cases == cases
+    steps = {name for system in campaign.systems for name in campaign._missing(system)}
+    assert steps == {f"carry {requests}x{tokens}" for requests, tokens in cases}
 
 
 def test_results_of_other_settings_are_not_taken_up(tmp_path: Path) -> None:
@@ -137,6 +162,8 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
         (["--shoal-option=--max-sp=auto"], "--max-sp=auto: say a number"),
         (["--shoal-option=--max-sp", "--shoal-option=auto"], "--max-sp=auto: say a number"),
         (["--shoal-option=--max-sp=some"], "--max-sp=some: say a number"),
+        (["--carry-cases", "8x32768"], "32768 prompt tokens and --carry-tokens 8192 are more than"),
+        (["--carry-switches", "0"], "--carry-switches 0: it must be at least 1"),
         (["--degrees", "3"], "--degrees 3: it must be one of 2, 4"),
         (["--policy", "fish"], "no policy 'fish'"),
         (["--trace", "none.csv"], "cannot read none.csv"),
@@ -155,6 +182,8 @@ def test_what_is_wrong_is_named(arguments: list[str], message: str, tmp_path: Pa
     "arguments",
     [
         ["--measures", "fish"],
+        ["--carry-cases", "8"],
+        ["--carry-cases", "8x0"],
         ["--rate-scale", "fish=1"],
         ["--rate-scale", "0"],
         ["--duration", "bursty=long"],

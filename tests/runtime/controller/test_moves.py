@@ -1,13 +1,9 @@
 """Soft preempt: requests that are taken out of a unit go on elsewhere, token by token the same."""
 
-import msgspec
-import pytest
-
 from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.wire import FinishReason
-from tests.runtime.loopback_node import LoopbackNode, request_payload
+from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
 
 SOFT, HARD = m.Treatment.SOFT, m.Treatment.HARD
@@ -78,20 +74,6 @@ def test_a_request_can_move_again_and_again() -> None:
     assert_sound(node)
 
 
-def test_a_request_that_cannot_move_is_waited_for() -> None:
-    node = started()
-    payload = request_payload("pinned", [7] * 10, 30)
-    fields = msgspec.msgpack.decode(payload[0])
-    fields[3]["presence_penalty"] = 0.5
-    node.prompts["pinned"] = ([7] * 10, 30)
-    node.network.front_sends(0, wire.RequestType.ADD, [msgspec.msgpack.encode(fields)])
-    node.send("free", 10, 30)
-    node.turns(8)
-    view = node.switch(tp(0, 1, 2, 3), treatment=SOFT)
-    assert (view.moved, view.drained) == (1, 1)
-    assert_sound(node)
-
-
 def test_a_moved_request_can_be_withdrawn() -> None:
     node = started()
     node.send("r", 10, 60)
@@ -101,43 +83,3 @@ def test_a_moved_request_can_be_withdrawn() -> None:
     node.settle()
     assert node.audit() == []
     assert len(node.pool) == 0
-
-
-# --- what a moved request becomes ---
-
-
-def payload(**sampling: object) -> list[bytes]:
-    head = ["r", [1, 2, 3], None, {"max_tokens": 9, **sampling}, None, 0.0, None, None, None]
-    return [msgspec.msgpack.encode([*head, None, None, 1, 0, 5, None, False, "outer"])]
-
-
-def test_tokens_join_the_prompt_and_bounds_shrink() -> None:
-    (frame,) = wire.continue_request(payload(min_tokens=5, temperature=0.0), [8, 9])
-    before, after = msgspec.msgpack.decode(payload()[0]), msgspec.msgpack.decode(frame)
-    assert after[1] == [1, 2, 3, 8, 9]
-    assert after[3] == {"max_tokens": 7, "min_tokens": 3, "temperature": 0.0}
-    assert after[2:3] + after[4:] == before[2:3] + before[4:]
-
-
-def test_nothing_generated_changes_nothing() -> None:
-    view = wire.decode_request(wire.continue_request(payload(), []))
-    assert (view.prompt_token_ids(), view.sampling_params.max_tokens) == ([1, 2, 3], 9)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "movable"),
-    [
-        ({}, True),
-        ({"temperature": 0.0, "seed": 3}, True),
-        ({"seed": 3}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"structured_outputs": {"json": "{}"}}, False),
-        ({"bad_words": ["no"]}, False),
-        ({"bad_words": []}, True),
-        ({"prompt_logprobs": 0}, False),
-        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 4}}, False),
-        ({"logprobs": 3}, True),
-    ],
-)
-def test_what_can_move(sampling: dict[str, object], movable: bool) -> None:
-    assert wire.decode_request(payload(**sampling)).movable is movable

@@ -21,6 +21,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.groups.head_order import head_shard
+from shoal.runtime.engine.kv import carry_plan
+from shoal.runtime.engine.kv.carry_plan import Strip
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.runner import runner as runner_module
 from shoal.runtime.engine.runner.runner import Runner, run_runner
@@ -80,6 +82,8 @@ class ProbedRunner(Runner):
         """Steps that computed something, by how they ran."""
         self.scheduled: Counter[str] = Counter()
         """Tokens computed, by request."""
+        self.led: Counter[str] = Counter()
+        """The same, of the units that this engine leads."""
         self.blocks: dict[str, list[int]] = {}
         """Block ids (virtual in a group) of every request's table, as the scheduler said."""
         self.sampled: dict[str, list[int]] = {}
@@ -87,16 +91,9 @@ class ProbedRunner(Runner):
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
         self.skips_reseed = False
-        self.shares_generators = False
         context: zmq.Context[Any] = zmq.Context()
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._probes.connect(address(node))
-
-    def _enter(self, layout: Layout) -> None:
-        if self.shares_generators:
-            self._layout = layout
-        else:
-            super()._enter(layout)
 
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
@@ -104,6 +101,8 @@ class ProbedRunner(Runner):
     def _on_step(self, step: instructions.Step) -> None:
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
+        if self._worker.unit.leader == self._engine:
+            self.led.update(output.num_scheduled_tokens)
         self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
         self.modes[step.mode] += output.total_num_scheduled_tokens > 0
         for request in output.scheduled_new_reqs:
@@ -156,6 +155,11 @@ def scheduled(runner: ProbedRunner) -> dict[str, int]:
     return dict(runner.scheduled)
 
 
+def led(runner: ProbedRunner) -> dict[str, int]:
+    """Return the tokens computed by units that this engine leads, by request."""
+    return dict(runner.led)
+
+
 def largest_step(runner: ProbedRunner) -> int:
     return runner.largest_step
 
@@ -191,11 +195,6 @@ def blocks(runner: ProbedRunner, request_id: str) -> list[int]:
 
 def skip_reseed(runner: ProbedRunner, skip: bool) -> None:
     runner.skips_reseed = skip
-
-
-def share_generators(runner: ProbedRunner, share: bool) -> None:
-    """Let layouts that interleave draw from one state of the generators."""
-    runner.shares_generators = share
 
 
 def owned_bytes(runner: ProbedRunner) -> dict[str, int]:
@@ -234,6 +233,21 @@ def swap_kv_heads(runner: ProbedRunner, layout: Layout) -> None:
     exchange = runner._workers[layout].executions[Mode.SP].model._exchange
     replicate = exchange._replicate
     exchange._replicate = lambda tensors: replicate([tensor.flip(1) for tensor in tensors])
+
+
+_strips = carry_plan.strips
+
+
+def swap_carried_heads(runner: ProbedRunner, swap: bool) -> None:
+    """Let a member read heads of another member from single engines that it reads from."""
+
+    def swapped(source: Unit, target: Unit, engine: int, kv_heads: int, max_sp: int) -> list[Strip]:
+        found = _strips(source, target, engine, kv_heads, max_sp)
+        if source.is_group:
+            return found
+        return [strip._replace(source=(strip.source + strip.heads) % kv_heads) for strip in found]
+
+    carry_plan.strips = swapped if swap else _strips
 
 
 def pretend_captures(runner: ProbedRunner, *sizes: int) -> None:

@@ -34,6 +34,19 @@ SCHEMA = {
     "required": ["engine", "bound", "members"],
     "additionalProperties": False,
 }
+CALL, CALL_END = "<call>", "</call>"
+TOOL_CALL = json.dumps(
+    {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": CALL,
+            "content": {"type": "json_schema", "json_schema": SCHEMA},
+            "end": CALL_END,
+        },
+    }
+)
+"""The grammar of a call of a tool."""
 
 
 @pytest.fixture(scope="module")
@@ -124,39 +137,51 @@ def test_paused_requests_go_on_exactly(node: RealNode, stock: Stock) -> None:
     assert node.wait(paused) == expected
 
 
-def test_interleaved_requests_go_on_exactly(node: RealNode, llama: Path, stock: Stock) -> None:
-    expected = stock(PROMPTS, 150)
-    own = [node.submit(unit, PROMPTS, max_tokens=150) for unit in UNITS]
-    for requests in own:
-        node.wait_for_tokens(requests, 5)
-    node.switch(GROUP, treatment=m.Treatment.INTERLEAVE)
-    group = node.submit(GROUP, PROMPTS, max_tokens=30)
-    # Its steps and their sampling are two messages: no own step of a member comes between them.
-    assert set(json.loads(as_text(llama, structured(node, GROUP, PROMPTS[0])))) == set(
-        SCHEMA["required"]
-    )
-    assert node.wait(group) == [tokens[:30] for tokens in expected]
-    assert not node.finished.keys() & {request for requests in own for request in requests}
-    for requests in own:
-        assert node.wait(requests) == expected
-    node.switch()
-    assert node.audit() == []
-
-
 def as_text(llama: Path, tokens: list[int]) -> str:
     text: str = Tokenizer.from_file(str(llama / "tokenizer.json")).decode(tokens)
     return text
 
 
-def structured(node: RealNode, unit: Unit, prompt: list[int]) -> list[int]:
-    params = StructuredOutputsParams(json=SCHEMA)
+def begin_structured(node: RealNode, unit: Unit, prompt: list[int], **grammar: Any) -> str:
+    params = StructuredOutputsParams(**(grammar or {"json": SCHEMA}))
     params._backend = "xgrammar"  # what vLLM's front end chooses
     (request,) = node.submit(
         unit, [prompt], max_tokens=200, ignore_eos=False, structured_outputs=params
     )
+    return request
+
+
+def end(node: RealNode, request: str) -> list[int]:
     node.until(lambda: request in node.finished, "structured output")
-    assert str(node.finished[request]) == "stop"
     return node.tokens[request]
+
+
+def structured(node: RealNode, unit: Unit, prompt: list[int]) -> list[int]:
+    request = begin_structured(node, unit, prompt)
+    tokens = end(node, request)
+    assert str(node.finished[request]) == "stop"
+    return tokens
+
+
+@pytest.mark.parametrize("grammar", [{"json": SCHEMA}, {"structural_tag": TOOL_CALL}], ids=list)
+def test_a_grammar_goes_on_in_requests_that_are_carried(
+    node: RealNode, llama: Path, grammar: dict[str, Any]
+) -> None:
+    prompts = PROMPTS[:3]
+    plain = [begin_structured(node, alone(1), prompt, **grammar) for prompt in prompts]
+    requests = [begin_structured(node, alone(0), prompt, **grammar) for prompt in prompts]
+    node.wait_for_tokens(requests, 3)
+    view = node.switch(GROUP, treatment=m.Treatment.CARRY)
+    assert view.carried >= len(requests)
+    node.switch(treatment=m.Treatment.CARRY)
+    expected = [end(node, request) for request in plain]
+    assert [end(node, request) for request in requests] == expected
+    for tokens in expected:
+        # Blanks in the call are the model's choice: the call need not end.
+        text = as_text(llama, tokens)
+        assert text.removeprefix(CALL).startswith("{")
+        assert text.startswith(CALL) == ("structural_tag" in grammar)
+    assert node.audit() == []
 
 
 def test_a_json_schema_holds_in_a_group_though_sampling_is_deferred(

@@ -59,7 +59,7 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> No
     switches = 0
     for _ in range(OPERATIONS):
         if draw.random() < 0.4:
-            treatment = draw.choice((m.Treatment.HARD, m.Treatment.INTERLEAVE))
+            treatment = draw.choice((m.Treatment.HARD, m.Treatment.SOFT, *[m.Treatment.CARRY] * 2))
             switch_to(node, draw.choice(PARTITIONS), treatment)
             switches += 1
         else:

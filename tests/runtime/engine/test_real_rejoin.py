@@ -6,7 +6,7 @@ node up, so they run in the order they are written.
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -87,6 +87,35 @@ def test_an_engine_comes_back_while_the_other_serves(
 
     bring_back(node, 1 - survivor)
     assert [tokens[:32] for tokens in node.wait(serving)] == expected
+    assert_serve(node, expected)
+
+
+@pytest.mark.parametrize(
+    ("message", "receiver"),
+    [(m.Export, 0), (m.Import, 0), (m.Import, 1)],
+    ids=["source", "both", "destination"],
+)
+def test_an_engine_dies_while_requests_are_carried(
+    node: RealNode, expected: list[list[int]], message: type[m.Message], receiver: int
+) -> None:
+    """Half of the KV is its own, and half of the requests come to it."""
+    node.switch(PAIR)
+    requests = node.submit(None, SHORT, max_tokens=300)
+    node.wait_for_tokens(requests, 3)
+
+    def kill(engine: int, sent: m.Message) -> None:
+        if engine == receiver and isinstance(sent, message):
+            node.transport.before_send = nothing
+            node.kill("runner-1")
+
+    nothing, node.transport.before_send = node.transport.before_send, kill
+    with suppress(SwitchFailed):  # once all members are alone it has succeeded
+        node.switch(treatment=m.Treatment.CARRY)
+    assert node.transport.before_send is nothing
+    dead = node.controller.books.engines.in_state
+    node.until(lambda: dead(EngineState.DEAD) == node.dead != set(), "the deaths to be known")
+    bring_back(node, *sorted(node.dead))
+    assert [tokens[:32] for tokens in node.wait(requests)] == expected
     assert_serve(node, expected)
 
 

@@ -4,6 +4,7 @@ Prompts go through chunked prefill (the nodes' step budget is 64 tokens) and, th
 where they share a beginning, through the prefix cache; before and after switches.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles
+from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, Stock, make_model
+from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, Stock, make_model, random_prompts
 from tests.runtime.engine.real_node import NODE_ARGS, RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp, tp_units
@@ -180,6 +182,68 @@ def test_the_wrong_replica_of_a_kv_head_changes_the_tokens(
     assert generate_in(node, QUARTET, Script.PREFILL) != expected_of_mixed
     node.probe_all(probes.swap_kv_heads, WIDEST)
     assert generate_in(node, QUARTET, Script.PREFILL) == expected_of_mixed
+
+
+# --- carries ---
+
+CARRY = m.Treatment.CARRY
+CARRIED_TOKENS = 100
+WAY = ("tp4", "tp2x2", "mixed", "tp2x2", "tp4", "dp")
+"""From single engines on, which gives every way between two layouts but one, and that is the first
+of them in the other direction."""
+_seeds = itertools.count(300)
+
+
+def carried(node: RealNode, *way: Partition) -> tuple[list[str], list[list[int]]]:
+    """Carry requests of single engines on a way of partitions; return them, and their prompts."""
+    node.switch(*singles(ENGINES))
+    prompts = random_prompts((5, 33, 64, 100, 150), next(_seeds))
+    requests = [
+        node.submit(alone(number % ENGINES), [prompt], CARRIED_TOKENS)[0]
+        for number, prompt in enumerate(prompts)
+    ]
+    node.script(Script.RANDOM)
+    for partition in way:
+        goal = {request: len(node.tokens[request]) + 3 for request in requests}
+        node.until(
+            lambda g=goal: all(r in node.finished or len(node.tokens[r]) >= g[r] for r in g),
+            "more tokens",
+        )
+        left = len(set(requests) - node.finished.keys())
+        view = node.switch(*partition, treatment=CARRY)
+        assert view.carried > 0 or left < len(requests), "nothing moved"
+        assert (view.recomputed, view.paused) == ({}, 0)
+    node.wait(requests)
+    node.script(Script.TP)
+    return requests, prompts
+
+
+def test_requests_are_carried_between_all_layouts_and_no_token_is_computed_twice(
+    node: RealNode,
+) -> None:
+    requests, prompts = carried(node, *(LAYOUTS[name] for name in WAY))
+    led = node.probe_all(probes.led)
+    for request, prompt in zip(requests, prompts, strict=True):
+        computed = sum(tokens.get(request, 0) for tokens in led)
+        assert computed == len(prompt) + CARRIED_TOKENS - 1
+    expected = node.generate_spread(singles(ENGINES), prompts, CARRIED_TOKENS)
+    assert [node.tokens[request] for request in requests] == expected
+    assert node.audit() == []
+
+
+def test_other_heads_than_its_own_change_a_carried_requests_tokens(
+    node: RealNode, model: Path
+) -> None:
+    if model.name != "llama":
+        pytest.skip("that the comparison notices it does not depend on the model")
+    node.probe_all(probes.swap_carried_heads, True)
+    requests, prompts = carried(node, LAYOUTS["tp4"])
+    node.probe_all(probes.swap_carried_heads, False)
+    node.switch(*singles(ENGINES))
+    expected = node.generate_spread(singles(ENGINES), prompts, CARRIED_TOKENS)
+    found = [node.tokens[request] for request in requests]
+    assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
+    assert all(one != other for one, other in zip(found, expected, strict=True))
 
 
 # --- what the above covers ---

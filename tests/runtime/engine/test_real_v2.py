@@ -1,7 +1,7 @@
 """The V2 model runner, vLLM's default on GPUs: stock, DP, TP2 and SP2 generate the same tokens.
 
 Sampled at random, those of a group's members are the same. With a seed, penalties, a grammar or log
-probabilities they are stock's too, in requests that a switch pauses and another resumes.
+probabilities they are stock's too, in requests that are carried to other layouts and back.
 """
 
 import json
@@ -45,7 +45,6 @@ def assert_sampled_as_stock_does(result: dict[str, Any]) -> None:
     assert result["switches"] == {
         "moved": 2,
         "lease grew": True,
-        "paused": True,
-        "resumed": True,
-        "beside": True,
+        "carried": [True, True],
+        "not carried": [[0, 0, {}]] * 2,
     }

@@ -2,7 +2,7 @@
 
 Run as ``python -m tests.runtime.engine.v2_main DIRECTORY``. Writes to standard output, as JSON,
 what stock vLLM and each layout of a two-engine node generate for the same prompts, whether the
-members of its group sample alike, and what became of requests that switches moved or paused.
+members of its group sample alike, and what became of requests that switches moved or carried.
 """
 
 import json
@@ -72,7 +72,7 @@ def submit_each(node: real_node.RealNode, sampling: list[dict[str, Any]]) -> lis
 
 
 def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Move requests into a group, pause it, and resume it beside an engine's own requests.
+    """Move requests into a group, then carry all of its requests to its members and back.
 
     Returns:
         The requests, all ended, by what became of them; and what the switches said.
@@ -86,20 +86,17 @@ def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], di
     requests["sampled"] = submit_each(node, SAMPLED)
     requests["others"] = submit_each(node, OTHERS)
     node.wait_for_tokens(requests["sampled"], 4)
-    paused = node.switch().paused
-    requests["beside"] = node.submit(alone(1), PROMPTS[:2], TOKENS)
-    node.wait_for_tokens(requests["beside"], 2)
-    interleaved = node.switch(GROUP, treatment=m.Treatment.INTERLEAVE)
-    beside = not node.finished.keys() & set(requests["beside"])
+    views = [node.switch(treatment=m.Treatment.CARRY)]
+    node.wait_for_tokens(requests["sampled"], 7)
+    views.append(node.switch(GROUP, treatment=m.Treatment.CARRY))
     for ids in requests.values():
         node.wait(ids)
     node.switch()
     return requests, {
         "moved": moved,
         "lease grew": any(isinstance(message, m.Grow) for message in sent),
-        "paused": paused >= len(SAMPLED),
-        "resumed": interleaved.resumed >= len(SAMPLED),
-        "beside": beside and interleaved.paused == interleaved.moved == 0,
+        "carried": [view.carried >= len(SAMPLED) for view in views],
+        "not carried": [[view.paused, view.moved, view.recomputed] for view in views],
     }
 
 
@@ -145,7 +142,7 @@ def main(directory: Path) -> None:
         modes = node.probe(1, probes.take_modes)
         tokens["paused dp"] = node.wait(paused)
         requests, switches = through_switches(node)
-        tokens["moved, beside a group"] = node.wait(requests["beside"] + requests["moved"])
+        tokens["moved"] = tokens["dp"][:2] + node.wait(requests["moved"])
         sampled |= {name: node.wait(requests[name]) for name in ("sampled", "others")}
         differ = difference(node, requests["sampled"][-1], expected[-1])
         problems = node.audit()

@@ -9,12 +9,9 @@ import pytest
 from shoal.loadgen.workload import Arrival
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftRule
-from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.values.batch import Batch, Mode
-from shoal.policies.values.layouts import DP, Layout, alone
-from shoal.policies.values.plan import Plan, Policy
-from shoal.policies.values.snapshot import Snapshot, Target
-from shoal.runtime.config import INTERLEAVE_RATIO
+from shoal.policies.values.layouts import Layout
+from shoal.policies.values.snapshot import Target
 from shoal.runtime.protocol.messages import Outcome
 from shoal.runtime.simulation import simulated_node as module
 from shoal.runtime.simulation.shape_files import MEMORY_SHARE, read_hardware, read_shape, step_times
@@ -138,35 +135,6 @@ def test_layouts_and_switches_are_those_of_the_policy() -> None:
     run = simulate(NODE, "static-tp", [Arrival(0.0, 10, 2)])
     assert run.layouts == [(0.0, (tp(*range(8)),))]
     assert run.switches == []
-
-
-def group_for_the_urgent(snapshot: Snapshot, /) -> Plan:
-    """Bind both engines when somebody urgent comes, beside what runs on them."""
-    waits = [request for request in snapshot.pool if request.priority < 0]
-    if waits and len(snapshot.units) > 1:
-        return Plan((), (tp(0, 1),), "interleave")
-    return Plan(dispatch_least_loaded(snapshot))
-
-
-def test_interleaved_requests_share_devices_in_the_set_ratio(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(POLICIES, "urgent", Policy("urgent", group_for_the_urgent, True))
-    node = Node(SHAPE, H200, engines=2, max_group=2)
-    load = [Arrival(0.0, 100, 900), Arrival(0.0, 100, 900), Arrival(2.0, 100, 300, -1)]
-    run = simulate(node, "urgent", load)
-    assert [switch.treatment for switch in run.switches] == ["interleave"]
-    assert [(life.tokens, life.units) for life in run.lives] == [
-        (900, [alone(0)]),
-        (900, [alone(1)]),
-        (300, [tp(0, 1)]),
-    ]
-    seconds = step_times(SHAPE, H200)
-    own, group = (seconds(layout, Batch(1, 300)) for layout in (DP, Layout(tp=2)))
-    assert tpot(run, 2) == pytest.approx(group + own / INTERLEAVE_RATIO, rel=0.02)
-    # Side by side: the group's steps delay both, theirs do not delay each other.
-    for life in run.lives[:2]:
-        assert life.ended == pytest.approx(900 * own + 300 * group, rel=0.02)
 
 
 # --- SP ---

@@ -103,13 +103,13 @@ def test_what_needs_no_key_says_so(public: dict[str, Any]) -> None:
 
 def test_bodies_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
     schemas = admin["components"]["schemas"]
-    for route in ("layout", "policy", "shift"):
+    bodies = {route: f"{route.title()}Request" for route in ("layout", "policy", "shift")}
+    for route, name in {**bodies, "drain": "EnginesRequest", "resume": "EnginesRequest"}.items():
         body = operations(admin)["POST", f"/admin/{route}"]["requestBody"]
-        name = f"{route.title()}Request"
         assert body["content"]["application/json"]["schema"]["$ref"].endswith(f"/{name}")
         assert schemas[name]["additionalProperties"] is False
     assert schemas["LayoutRequest"]["required"] == ["units"]
-    assert set(schemas["Treatment"]["enum"]) == {"sequential", "soft", "hard", "interleave"}
+    assert set(schemas["Treatment"]["enum"]) == {"sequential", "carry", "soft", "hard"}
 
 
 def test_answers_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
@@ -121,6 +121,8 @@ def test_answers_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
     assert models == {
         ("GET", "/admin/layout"): "LayoutAnswer",
         ("POST", "/admin/layout"): "SwitchAnswer",
+        ("POST", "/admin/drain"): "LayoutAnswer",
+        ("POST", "/admin/resume"): "LayoutAnswer",
         ("GET", "/admin/policy"): "PolicyAnswer",
         ("POST", "/admin/policy"): "PolicyAnswer",
         ("POST", "/admin/shift"): "ShiftAnswer",

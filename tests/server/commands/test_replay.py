@@ -219,9 +219,11 @@ def test_totals_are_exactly_the_servers(
     assert "another prompt length" not in out
 
 
-@pytest.mark.parametrize("preempt", ["hard", "soft"])
+@pytest.mark.parametrize(
+    ("preempt", "treated"), [("hard", "paused"), ("soft", "moved"), ("carry", "carried")]
+)
 def test_totals_are_exact_across_switches(
-    node: ServedNode, preempt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    node: ServedNode, preempt: str, treated: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
     over = threading.Event()
@@ -250,7 +252,7 @@ def test_totals_are_exact_across_switches(
     assert out.count("  agrees") == 7, out
     switching = json.loads(figures.read_text())["report"]["switching"]
     assert switching["switches"] > 1
-    assert switching["paused" if preempt == "hard" else "moved"] > 0
+    assert switching[treated] > 0
 
 
 def test_two_runs_side_by_side(

@@ -240,7 +240,10 @@ def test_a_switch_answers_with_what_it_did(single: httpx.Client) -> None:
     assert switch["preempt"] == "hard"
     assert switch["outcome"] == "done"
     assert switch["duration_seconds"] >= 0
-    assert set(switch["requests"]) == {"paused", "resumed", "drained", "moved"}
+    assert set(switch["requests"]) == {
+        *("paused", "resumed", "drained", "moved"),
+        *("carried", "recomputed"),
+    }
     view = single.get("/admin/layout").json()
     assert [unit["engines"] for unit in view["units"]] == [[0, 1]]
     assert view["switches"][-1] == switch

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.protocol.messages import Ended, GoesOn, Interrupted, Outcome, Placed, Received
@@ -253,3 +256,21 @@ async def test_it_is_alive_until_vllm_says_otherwise(front: Front) -> None:
     assert front.client.is_alive()
     front.llm.errored = True
     assert not front.client.is_alive()
+
+
+def test_vllm_counts_the_prompt_of_a_request_that_goes_to_another_unit_once() -> None:
+    """The first output of every unit has these statistics; ``ordering`` reads them."""
+    processor, stats = OutputProcessor(None, log_stats=True), IterationStats()
+    request = EngineCoreRequest(
+        "r", [1, 2, 3, 4], None, SamplingParams(max_tokens=8), None, 0.0, None, None, None
+    )
+    request.external_req_id = "r"
+    processor.add_request(request, None)
+    for token, tokens, cached in ((5, 4, 3), (6, 5, 0)):
+        found = PrefillStats()
+        found.set(tokens, cached, 0)
+        processor.process_outputs([EngineCoreOutput("r", [token], prefill_stats=found)], 1.0, stats)
+    assert stats.num_prompt_tokens == 4
+    assert stats.prompt_token_stats.cached_tokens == 3
+    assert processor.request_states["r"].num_cached_tokens == 3
+    assert stats.num_generation_tokens == 2

@@ -8,7 +8,7 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import GoesOn, Interrupted, Progress, Received
-from shoal.runtime.protocol.wire import continue_request, decode_request
+from shoal.runtime.protocol.wire import decode_request, mark_attempt
 from shoal.server.frontend.interruptions import OVERDUE_SECONDS, Interruptions
 from shoal.server.frontend.ordering import InOrder
 from tests.runtime.loopback_node import request_payload
@@ -58,7 +58,7 @@ class Front:
 
 
 def output(request: str, *tokens: int, attempt: int = 0, prompt: int | None = None) -> Any:
-    frames = continue_request(request_payload(request, [1], 9), [], attempt)
+    frames = mark_attempt(request_payload(request, [1], 9), attempt)
     stats = None if prompt is None else SimpleNamespace(num_prompt_tokens=prompt)
     return SimpleNamespace(
         request_id=request,
@@ -172,3 +172,14 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     del front.tokens["a"]
     front.interrupt(b=1)
     assert len(front.interruptions) == 1
+
+
+def test_what_waits_for_outputs_of_a_request_that_has_ended_is_forgotten() -> None:
+    front = Front("a")
+    front.receive(NEW, output("a", 4, prompt=PROMPT + 3))
+    del front.tokens["a"]
+    front.clock.advance(OVERDUE_SECONDS)
+    front.interruptions.begin_overdue_again()
+    front.interruptions.begin_overdue_again()
+    assert front.sent == [Received(3, {}, ["a"])]
+    assert len(front.order) == 0

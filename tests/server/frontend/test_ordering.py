@@ -50,6 +50,44 @@ def test_the_new_units_outputs_wait_for_the_old_ones() -> None:
     assert len(front.order) == 0
 
 
+def test_outputs_of_a_request_that_moved_twice_wait_for_each_other() -> None:
+    front = Front()
+    front.receive(0, 1, prompt=PROMPT)
+    front.receive(2, 6, prompt=PROMPT + 5)
+    front.receive(1, 4, prompt=PROMPT + 3)
+    front.receive(2, 7)
+    front.receive(0, 2)
+    assert front.tokens == [1, 2]
+    front.receive(0, 3)
+    assert front.tokens == [1, 2, 3, 4]
+    front.receive(1, 5)
+    assert front.tokens == [1, 2, 3, 4, 5, 6, 7]
+    front.receive(2, 8)
+    assert front.tokens[-1] == 8
+    assert len(front.order) == 0
+
+
+def test_outputs_of_a_request_that_came_back_to_a_unit_wait_for_those_in_between() -> None:
+    front = Front()
+    front.receive(0, 1, 2, prompt=PROMPT)
+    front.receive(0, 5, prompt=PROMPT + 4)
+    front.receive(0, 6)
+    front.receive(1, 3, prompt=PROMPT + 2)
+    assert front.tokens == [1, 2, 3]
+    front.receive(1, 4)
+    assert front.tokens == [1, 2, 3, 4, 5, 6]
+    assert len(front.order) == 0
+
+
+def test_all_that_waits_may_be_due_at_once() -> None:
+    front = Front()
+    front.receive(1, 2, prompt=PROMPT + 1)
+    front.receive(2, 3, prompt=PROMPT + 2)
+    assert front.tokens == []
+    front.receive(0, 1, prompt=PROMPT)
+    assert front.tokens == [1, 2, 3]
+
+
 def test_a_request_that_moves_before_its_first_token_waits_for_nothing() -> None:
     front = Front()
     front.receive(1, 1, prompt=PROMPT)

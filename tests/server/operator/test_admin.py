@@ -35,11 +35,17 @@ SWITCH = SwitchView(
     resumed=0,
     drained=2,
     reason="manual",
+    carried=4,
+    recomputed={"no_room": 1},
+    carried_bytes=4096,
+    carry_seconds=0.004,
 )
 NODE = LayoutView(
     call=1,
-    engines=[EngineView(0, "serving", 1024, {"0,1": 64}, startup_seconds={"weights": 1.0})],
-    units=[UnitView((0, 1), "tp2", "serving", 1, 0, 64, paused_requests=5, interleaved_requests=6)],
+    engines=[
+        EngineView(0, "serving", 1024, {"0,1": 64}, {"weights": 1.0}, drained=True, requests=3)
+    ],
+    units=[UnitView((0, 1), "tp2", "serving", 1, 0, 64, paused_requests=5)],
     switches=[SWITCH],
     waiting=7,
     policy="manual",
@@ -63,7 +69,16 @@ SWITCH_ANSWER = {
     "late": False,
     "error": None,
     "duration_seconds": 0.012,
-    "requests": {"paused": 3, "resumed": 0, "drained": 2, "moved": 0},
+    "carried_bytes": 4096,
+    "carry_seconds": 0.004,
+    "requests": {
+        "paused": 3,
+        "resumed": 0,
+        "drained": 2,
+        "moved": 0,
+        "carried": 4,
+        "recomputed": {"no_room": 1},
+    },
 }
 SHIFT_ANSWER = {"threshold": "auto", "max_sp": 2, "sp_above": {"tp2": 512}}
 
@@ -94,6 +109,10 @@ class Controller:
     ) -> SwitchView:
         self._take((units, treatment, timeout, wait))
         return SWITCH
+
+    async def drain(self, engines: Sequence[int], *, drained: bool) -> LayoutView:
+        self._take((engines, drained))
+        return NODE
 
     async def set_policy(self, policy: str) -> LayoutView:
         self._take(policy)
@@ -141,7 +160,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     [
         (
             b'{"units": [[0, 1], [2]]}',
-            ([[0, 1], [2]], Treatment.SEQUENTIAL, DEFAULT_TIMEOUT_SECONDS, None),
+            ([[0, 1], [2]], Treatment.CARRY, DEFAULT_TIMEOUT_SECONDS, None),
         ),
         (
             b'{"units": [[0]], "preempt": "hard", "timeout": 1.5}',
@@ -149,11 +168,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ),
         (
             b'{"units": [[0]], "wait": 0, "timeout": 3600}',
-            ([[0]], Treatment.SEQUENTIAL, 3600, 0),
+            ([[0]], Treatment.CARRY, 3600, 0),
         ),
         (
             b'{"units": [], "wait": null}',
-            ([], Treatment.SEQUENTIAL, DEFAULT_TIMEOUT_SECONDS, None),
+            ([], Treatment.CARRY, DEFAULT_TIMEOUT_SECONDS, None),
         ),
     ],
 )
@@ -269,6 +288,39 @@ async def test_a_policy_is_its_name(
     assert controller.asked == [policy]
 
 
+@pytest.mark.parametrize(("route", "drained"), [("drain", True), ("resume", False)])
+async def test_engines_are_taken_out_and_serve_again(
+    controller: Controller, admin: httpx.AsyncClient, route: str, drained: bool
+) -> None:
+    response = await admin.post(f"/admin/{route}", json={"engines": [0, 1]})
+    assert response.status_code == 200
+    assert response.json() == (await admin.get("/admin/layout")).json()
+    assert controller.asked[0] == ([0, 1], drained)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"", "not valid"),
+        (b"[1]", "object"),
+        (b"{}", "engines"),
+        (b'{"engines": []}', "engines"),
+        (b'{"engines": 1}', "engines"),
+        (b'{"engines": ["1"]}', r"engines\[0\]"),
+        (b'{"engines": [0, -1]}', r"engines\[1\]"),
+        (b'{"engines": [2147483648]}', r"engines\[0\]"),
+        (b'{"engines": [1], "drained": true}', "drained: there is no such field"),
+    ],
+)
+@pytest.mark.parametrize("route", ["drain", "resume"])
+async def test_what_is_wrong_with_engines_is_named(
+    controller: Controller, admin: httpx.AsyncClient, route: str, body: bytes, named: str
+) -> None:
+    error = error_of(await admin.post(f"/admin/{route}", content=body), 400)
+    assert re.search(named, error["message"])
+    assert controller.asked == []
+
+
 @pytest.mark.parametrize(
     ("body", "threshold"),
     [
@@ -329,7 +381,6 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
                 "running": 1,
                 "waiting": 0,
                 "paused": 5,
-                "interleaved": 6,
                 "lease_blocks": 64,
             }
         ],
@@ -339,6 +390,8 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
                 "state": "serving",
                 "reason": None,
                 "restarts": 0,
+                "drained": True,
+                "requests": 3,
                 "num_blocks": 1024,
                 "lent_blocks": {"0,1": 64},
             }
@@ -374,6 +427,8 @@ async def test_an_audit_is_clean_without_problems(
     [
         ("GET", "layout", None),
         ("POST", "layout", {"units": [[0]]}),
+        ("POST", "drain", {"engines": [0]}),
+        ("POST", "resume", {"engines": [0]}),
         ("GET", "policy", None),
         ("POST", "policy", {"policy": "flying"}),
         ("POST", "shift", {"threshold": 512}),

@@ -207,7 +207,7 @@ async def load(node: ServedNode) -> list[dict[str, Any]]:
             {"prompt": "Stop", "max_tokens": 60, "stop": whole["text"][30 + k]} for k in range(5)
         ]
         answers = asyncio.gather(*(complete(http, **body) for body in bodies + stops))
-        for units, preempt in zip((PAIR, ALONE) * 3, ("soft", "soft", "hard") * 2, strict=True):
+        for units, preempt in zip((PAIR, ALONE) * 3, ("carry", "soft", "hard") * 2, strict=True):
             answer = await http.post("/admin/layout", json={"units": units, "preempt": preempt})
             assert answer.status_code == 200, answer.text
         # Some may be paused where a hard switch left them: their unit comes back.
@@ -249,6 +249,7 @@ async def test_totals_equal_what_clients_saw(node: ServedNode) -> None:
     assert gained("shoal_inter_token_latency_seconds_count") == generated - len(answers)
     moved = gained("shoal_moved_requests_total")
     assert moved > 0
+    assert gained("shoal_carried_requests_total", outcome="carried") > 0
     assert gained("shoal_step_tokens_total", kind="prefill") > prompts
     assert gained("shoal_switches_total", outcome="done", reason="manual") == 8
     # No time is negative, however often a request moved.

@@ -54,6 +54,9 @@ class Bench:
         waited = (self.clock() if pooled is None else pooled, self.clock())
         self.traces.placed(Placed(name, unit, waited))
 
+    def carry(self, unit: Unit, name: str = "r") -> None:
+        self.traces.placed(Placed(name, unit))
+
     def output(
         self,
         unit: Unit = FIRST,
@@ -110,6 +113,10 @@ class Bench:
                 paused=1,
                 resumed=0,
                 drained=0,
+                carried=2,
+                recomputed={"no_room": 3, "unreadable": 1},
+                carried_bytes=4096,
+                carry_seconds=0.004,
             )
             phases = [Phase("drain", tp(0, 1), self.clock() - 0.5, self.clock())]
         told = SwitchTrace(
@@ -206,6 +213,65 @@ def test_a_request_that_moves_has_spans_of_every_unit(bench: Bench) -> None:
     root = attributes(bench.span(f"POST {PATH}"))
     assert (root["shoal.unit"], root["shoal.layout"]) == ("[0] [0,1]", "dp tp2")
     assert root["gen_ai.usage.completion_tokens"] == 3
+
+
+def test_a_request_that_is_carried_has_a_span_of_every_way(bench: Bench) -> None:
+    trace = bench.open()
+    bench.start()
+    bench.place(alone(0))
+    bench.output(alone(0), scheduled=100.0, tokens=2, after=1.0)
+    bench.carry(tp(0, 1))
+    bench.output(tp(0, 1), scheduled=101.25, tokens=3, after=0.5)
+    bench.output(tp(0, 1), after=0.5)
+    # Its first output in the next unit need not say how the prompt was computed.
+    bench.carry(alone(1))
+    bench.output(alone(1), after=0.5, reason=FinishReason.STOP)
+    bench.close(trace)
+    times = bench.times()
+    assert times["pool_wait"] == [(100.0, 100.0)]
+    assert times["dispatch"] == [(100.0, 100.0)]
+    assert times["first_token"] == [(100.0, 101.0)]
+    assert times["carry"] == [(101.0, 101.5), (102.0, 102.5)]
+    assert times["decode"] == [(101.0, 101.0), (101.5, 102.0), (102.5, 102.5)]
+    decodes = [attributes(span) for span in bench.spans if span.name == "decode"]
+    assert [each["shoal.unit"] for each in decodes] == ["[0]", "[0,1]", "[1]"]
+    assert [each["gen_ai.usage.completion_tokens"] for each in decodes] == [2, 4, 1]
+    root = attributes(bench.span(f"POST {PATH}"))
+    assert (root["shoal.unit"], root["shoal.layout"]) == ("[0] [0,1] [1]", "dp tp2 dp")
+
+
+def test_a_request_may_be_carried_before_its_first_token_and_moved_after_it(bench: Bench) -> None:
+    trace = bench.open()
+    bench.start()
+    bench.place(alone(0))
+    bench.carry(tp(0, 1))
+    bench.output(tp(0, 1), scheduled=100.5, after=1.0)
+    bench.clock.advance(1.0)
+    bench.place(alone(1), pooled=101.5)
+    bench.output(alone(1), scheduled=102.0, after=1.0, reason=FinishReason.STOP)
+    bench.close(trace)
+    times = bench.times()
+    assert times["dispatch"] == [(100.0, 100.5), (102.0, 102.0)]
+    assert times["first_token"] == [(100.5, 101.0), (102.0, 103.0)]
+    assert "carry" not in times
+    root = attributes(bench.span(f"POST {PATH}"))
+    assert root["shoal.unit"] == "[0] [0,1] [1]"
+
+
+def test_a_paused_request_goes_on_when_it_is_carried(bench: Bench) -> None:
+    trace = bench.open()
+    bench.start()
+    bench.place(alone(0))
+    bench.switch([tp(0, 1)], over=False)
+    bench.switch([tp(0, 1)], over=True, paused=[alone(0)])
+    bench.clock.advance(2.0)
+    bench.carry(tp(0, 1))
+    # A switch from now on concerns it if it concerns its new unit.
+    bench.switch([alone(0), alone(1)], over=False, engines=(1,))
+    bench.output(tp(0, 1), scheduled=102.0, after=1.0, reason=FinishReason.STOP)
+    bench.close(trace)
+    assert bench.times()["paused"] == [(100.0, 102.0)]
+    assert "release" in bench.times()
 
 
 def test_the_controllers_word_on_an_end_counts_whenever_it_comes(bench: Bench) -> None:
@@ -359,18 +425,6 @@ def test_what_a_switch_says_is_paused(
     assert ("paused" in bench.times()) == bool(paused)
 
 
-def test_a_switch_of_other_engines_pauses_nothing_that_is_interleaved(bench: Bench) -> None:
-    bench.open()
-    bench.start()
-    bench.place(alone(0))
-    bench.switch([tp(0, 1), alone(2), alone(3)], over=False, treatment=Treatment.INTERLEAVE)
-    bench.switch([tp(0, 1), alone(2), alone(3)], over=True, treatment=Treatment.INTERLEAVE)
-    bench.switch([tp(0, 1), tp(2, 3)], over=False, engines=(2, 3))
-    bench.switch([tp(0, 1), tp(2, 3)], over=True, engines=(2, 3))
-    bench.traces.aborted(["r"])
-    assert "paused" not in bench.times()
-
-
 def test_a_switch_has_a_trace_of_its_own_with_the_ids_it_was_given(bench: Bench) -> None:
     bench.switch([tp(0, 1)], over=False)
     bench.clock.advance(1.0)
@@ -386,6 +440,9 @@ def test_a_switch_has_a_trace_of_its_own_with_the_ids_it_was_given(bench: Bench)
     assert drain.parent == switch.context
     assert attributes(switch)["shoal.switch.before"] == "[0] [1]"
     assert attributes(switch)["shoal.switch.after"] == "[0,1]"
+    counts = {"carried": 2, "recomputed": 4, "carried_bytes": 4096, "carry_seconds": 0.004}
+    for name, value in counts.items():
+        assert attributes(switch)[f"shoal.switch.{name}"] == value
     assert attributes(drain)["shoal.layout"] == "tp2"
     # Ids that are not given are random again.
     bench.close(bench.open())

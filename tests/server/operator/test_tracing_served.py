@@ -204,6 +204,30 @@ async def test_a_moved_request_has_spans_of_both_units(
     assert llm.attributes["gen_ai.usage.completion_tokens"] == 60
 
 
+async def test_a_carried_request_has_spans_of_both_units(
+    node: ServedNode, collector: Collector
+) -> None:
+    trace = new_trace()
+    stream = await start(node.url, trace, 60)
+    epoch = await switch(node, PAIR, "carry")
+    await stream
+    await switch(node, ALONE, "carry")
+    spans = collector.of_trace(trace)
+    root = assert_tree(spans)
+    assert root.attributes["shoal.layout"] == "dp tp2"
+    before, after = named(spans, "decode")
+    assert [span.attributes["shoal.layout"] for span in (before, after)] == ["dp", "tp2"]
+    (carry,) = named(spans, "carry")
+    assert (carry.start, carry.end) == (before.end, after.start)
+    assert len(named(spans, "pool_wait")) == 1
+    (bind,) = named(spans, "bind")
+    (switched,) = collector.wait(lambda span: span.id == bind.links[0].span)
+    assert switched.attributes["shoal.switch.epoch"] == epoch
+    assert switched.attributes["shoal.switch.carried"] == 1
+    (llm,) = named(spans, "llm_request")
+    assert llm.attributes["gen_ai.usage.completion_tokens"] == 60
+
+
 async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> None:
     invalid, unknown, expired, full = (new_trace() for _ in range(4))
     assert (await ask(node.url, unknown, model="nobody")).status_code == 404

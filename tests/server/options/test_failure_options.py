@@ -15,7 +15,7 @@ from shoal.loadgen.bench.engine_failures import counter
 from tests.server.node import ServedNode, children_of
 
 STREAMS = 8
-PINNED = 4
+SEEDED = 4
 TOKENS = 120
 EARLY = 5
 """Chunks that every stream has got before an engine goes."""
@@ -80,7 +80,7 @@ def requests() -> list[dict[str, Any]]:
     return (
         [body(k) for k in range(STREAMS - 1)]
         + [twice]
-        + [body(100 + k, seed=k, temperature=0.8) for k in range(PINNED)]
+        + [body(100 + k, seed=k, temperature=0.8) for k in range(SEEDED)]
     )
 
 
@@ -97,20 +97,17 @@ async def run_streams(node: ServedNode, act: Any = None) -> list[Stream]:
 
 
 def check_streams(node: ServedNode, act: Any) -> None:
-    """Have a part of the node die under streams: their clients see nothing of it, or the reason."""
+    """Have a part of the node die under streams: their clients see nothing of it."""
     undisturbed = asyncio.run(run_streams(node))
     streams = asyncio.run(run_streams(node, act))
     greedy = slice(0, STREAMS)
-    assert [stream.error for stream in streams[greedy]] == [None] * STREAMS
+    assert [stream.error for stream in streams] == [None] * (STREAMS + SEEDED)
     assert [s.texts for s in streams[greedy]] == [s.texts for s in undisturbed[greedy]]
-    reasons = [stream.error for stream in streams[STREAMS:] if stream.error is not None]
-    assert 0 < len(reasons) < PINNED
-    assert all("cannot go on elsewhere" in reason for reason in reasons)
     with node.client() as http:
         metrics = http.get("/metrics").text
     assert counter(metrics, "shoal_requests_migrated_total") > 0
     outcomes = 'shoal_requests_total{outcome="%s"}'
-    assert counter(metrics, outcomes % "lost") == len(reasons)
+    assert counter(metrics, outcomes % "lost") == 0
     assert counter(metrics, outcomes % "poisoned") == 0
 
 

@@ -290,23 +290,11 @@ def test_aging_takes_a_time(value: str) -> None:
         check(parsed("--priority-aging", value))
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "inf", "nan"])
-def test_the_limit_of_pauses_takes_a_time(value: str) -> None:
-    with pytest.raises(UserError, match=f"--pause-limit {value}"):
-        check(parsed("--pause-limit", value))
-
-
 @pytest.mark.parametrize("value", ["-1", "inf", "nan"])
 def test_a_switch_waits_for_a_time_or_not_at_all(value: str) -> None:
     with pytest.raises(UserError, match=f"--switch-wait {value}"):
         check(parsed("--switch-wait", value))
     check(parsed("--switch-wait", "0"))
-
-
-@pytest.mark.parametrize("value", ["0", "-1"])
-def test_interleaving_takes_a_step_of_the_group(value: str) -> None:
-    with pytest.raises(UserError, match=f"--interleave-ratio {value}"):
-        check(parsed("--interleave-ratio", value))
 
 
 def test_fake_settings_follow_the_options() -> None:

@@ -26,7 +26,7 @@ def request(number: int, rng: random.Random) -> Request:
     prompt = rng.randint(1, 40)
     total, priority = prompt + rng.randint(1, 9), rng.choice((-1, 0, 0, 2))
     seen = PoolRequest(f"r{number}", prompt, total, priority, arrival=0.0)
-    return Request(seen.request_id, 0, [], seen, movable=True)
+    return Request(seen.request_id, 0, [], seen)
 
 
 def load(core: CoreBook, waiting: int) -> m.Load:

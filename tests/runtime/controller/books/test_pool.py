@@ -21,7 +21,7 @@ def request(
     caller: str | None = None,
 ) -> Request:
     seen = PoolRequest(name, tokens, tokens + 1, priority, arrival)
-    return Request(name, 0, [], seen, movable=True, terms=Terms(caller=caller))
+    return Request(name, 0, [], seen, terms=Terms(caller=caller))
 
 
 def order(pool: TaskPool) -> list[str]:

@@ -15,7 +15,6 @@ FIRST, SECOND = alone(0), alone(1)
 
 
 def request(name: str, **fields: bool) -> Request:
-    fields = {"movable": True} | fields
     return Request(name, 0, [], PoolRequest(name, 8, 16, 0, arrival=0.0), **fields)
 
 
@@ -71,11 +70,8 @@ def test_requests_of_units_that_are_not_there_are_paused(
     book.place(request("single"), SECOND)
     book.place(request("group"), PAIR)
     assert book.paused == {FIRST: 1}, "that of the group, by its leader's unit"
-    units.bind(PAIR, 1, interleaves=True)
+    units.bind(PAIR, 1)
     assert book.paused == {PAIR: 1}
-    assert book.interleaved_in(PAIR) == 1
-    units.release(PAIR)
-    assert book.interleaved_in(PAIR) == 0
 
 
 def test_a_unit_gets_its_second_suspect_when_the_first_is_absolved(book: RequestBook) -> None:
@@ -89,11 +85,26 @@ def test_a_unit_gets_its_second_suspect_when_the_first_is_absolved(book: Request
     assert book.may_start(suspects[1], FIRST)
 
 
-def test_movable_and_pinned_requests_are_told_apart(book: RequestBook) -> None:
-    book.place(request("moves"), FIRST)
-    book.place(request("stays", movable=False), FIRST)
+def test_a_carried_request_is_at_its_destination_alone(book: RequestBook) -> None:
+    book.place(request("a"), FIRST)
+    book.carry(request("a"), PAIR)
+    assert book.where("a") == PAIR
+    assert not book.core(FIRST).requests
+    assert [each.id for each in book.core(PAIR).uncounted.requests] == ["a"], "no report has it yet"
+    assert book.check_integrity() == []
+
+
+def test_only_what_begins_here_counts_as_begun(book: RequestBook) -> None:
     core = book.core(FIRST)
-    assert (core.movable(), core.pinned()) == (["moves"], ["stays"])
+    book.place(request("new"), FIRST)
+    book.place(request("old"), SECOND)
+    book.carry(request("old"), FIRST)
+    begun = []
+    for added, waiting in ((1, 1), (2, 2), (2, 1), (2, 0)):
+        load = m.Load(0, FIRST, 0, waiting, 9, added, [])
+        begun.append(core.begun_since(load))
+        core.report(load)
+    assert begun == [0, 0, 0, 1]
 
 
 def test_interrupted_requests_are_taken_once(book: RequestBook) -> None:

@@ -19,22 +19,6 @@ def test_a_bind_makes_one_unit_of_engines_and_a_release_takes_it_apart() -> None
     assert book.bound == {}
 
 
-def test_single_engines_run_alone_or_beside_a_group_that_lets_them() -> None:
-    book = UnitBook(2)
-    assert book.runs(alone(0))
-    book.bind(PAIR, 1)
-    assert book.runs(PAIR)
-    assert not book.runs(alone(0))
-    book.release(PAIR)
-    assert not book.runs(PAIR)
-    book.bind(PAIR, 2, interleaves=True)
-    assert book.runs(alone(0))
-    assert book.runs(PAIR)
-    assert not book.interleaves(PAIR), "it is the unit itself"
-    book.release(PAIR)
-    assert book.interleaving == set()
-
-
 def test_epochs_rise() -> None:
     book = UnitBook(1)
     assert [book.next_epoch() for _ in range(3)] == [1, 2, 3]

@@ -300,40 +300,6 @@ def test_it_keeps_its_place_in_the_pool() -> None:
 
 # --- what cannot go on ---
 
-PINNED = [
-    {"seed": 3},
-    {"structured_outputs": {"json": "{}"}},
-    {"prompt_logprobs": 1},
-    {"presence_penalty": 0.5},
-]
-
-
-@pytest.mark.parametrize("sampling", PINNED)
-def test_what_cannot_go_on_ends_with_a_reason(sampling: dict[str, object]) -> None:
-    node = started()
-    node.send("pinned", 10, 40, **sampling)
-    node.send("free", 10, 40)
-    node.turns(8)
-    node.collect()
-    node.kill(0)
-    node.settle()
-    note = node.ended()["pinned"]
-    assert (note.outcome, note.status) == (Outcome.LOST, 500)
-    assert "cannot go on elsewhere" in note.message
-    assert node.finish == {"pinned": FinishReason.ERROR, "free": FinishReason.LENGTH}
-    node.assert_exact()
-
-
-@pytest.mark.parametrize("sampling", PINNED)
-def test_it_is_run_again_when_its_client_has_nothing(sampling: dict[str, object]) -> None:
-    node = started()
-    node.send("pinned", 10, 40, **sampling)
-    node.turns(8)
-    node.hold_outputs(0)
-    node.kill(0)
-    node.settle()
-    assert_whole(node)
-
 
 def test_what_no_group_holds_any_more_ends_with_a_reason() -> None:
     node = started(settings=FakeSettings(num_blocks=8, block_tokens=4, max_model_len=60))
@@ -484,7 +450,7 @@ def test_an_engine_that_a_signal_stopped_did_not_die_of_its_requests() -> None:
 def test_an_attempt_is_told_from_the_one_before() -> None:
     terms = wire.Terms(caller="me")
     frames = request_payload("r", [1, 2, 3], 9, terms=terms)
-    view = wire.decode_request(wire.continue_request(frames, [7, 8], attempt=2))
+    view = wire.decode_request(wire.mark_attempt(frames, 2))
     assert wire.attempt_of(view.headers) == 2
     assert view.terms == terms
     assert wire.attempt_of(None) == wire.attempt_of({}) == 0

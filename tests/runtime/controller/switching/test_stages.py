@@ -17,14 +17,13 @@ from shoal.runtime.controller.books.statistics import (
     RELEASE_OUTCOMES,
     SwitchStatistics,
 )
+from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.moves import (
     Counts,
     Missing,
     Move,
     Node,
     Stage,
-    Told,
-    always,
 )
 from shoal.runtime.controller.switching.stages import (
     ABORTING,
@@ -36,23 +35,15 @@ from shoal.runtime.controller.switching.stages import (
     RESUMING,
     STAGES,
     WAITING,
-    members,
-    take_word,
 )
 from shoal.runtime.controller.switching.switch import Switch
-from shoal.runtime.controller.switching.treatments import (
-    BESIDE,
-    PAUSE,
-    TREATMENTS,
-    WAIT,
-    Rules,
-    nobody,
-)
+from shoal.runtime.controller.switching.treatments import TREATMENTS, Rules
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import ControllerTransport
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
 
+WAIT, PAUSE = m.Treatment.SEQUENTIAL, m.Treatment.HARD
 PAIR = tp(0, 1)
 ALONE = (alone(0), alone(1))
 SOME = {
@@ -99,10 +90,13 @@ class Bench:
         config = replace(node.config, prepare_timeout_seconds=5.0, seed=0)
         # Of the ways to everybody a switch takes the one to engines alone.
         transport = cast(ControllerTransport, self)
+        env = Environment(config, transport, self.clock, self.clock)
+        capacity = Capacity(config, self.books)
         self.node = Node(
-            Environment(config, transport, self.clock, self.clock),
+            env,
             self.books,
-            Capacity(config, self.books),
+            capacity,
+            Carries(env, self.books, capacity),
             lose=lambda engines, _: self.lost.append(set(engines)),
         )
         with pytest.MonkeyPatch.context() as patch:
@@ -149,9 +143,9 @@ def bench(stage: Stage) -> Bench:
 
 def followers(stage: Stage) -> Iterator[Stage]:
     """Yield the stages that one leads to, whatever engines were told and have answered."""
-    for told in (WAIT, PAUSE, BESIDE):
+    for told in (WAIT, PAUSE):
         for returned in (None, {0: [1]}):
-            move = Move(PAIR, 1, stage, told, Counts(), always(told), returned=returned)
+            move = Move(PAIR, 1, stage, told, Counts(), returned=returned)
             yield from (stage.then(move), stage.undo(move))
 
 
@@ -266,7 +260,7 @@ def test_a_death(stage: Stage) -> None:
     ids=lambda value: getattr(value, "name", None),
 )
 def test_what_a_failure_elsewhere_undoes(
-    stage: Stage, told: Told, undone: Stage, sent: list[tuple[int, str]]
+    stage: Stage, told: m.Treatment, undone: Stage, sent: list[tuple[int, str]]
 ) -> None:
     node = bench(stage)
     node.move.told = told
@@ -282,122 +276,20 @@ def test_every_treatment_has_a_row() -> None:
     assert set(TREATMENTS) == set(m.Treatment) == set(get_args(TreatmentName))
 
 
-@pytest.mark.parametrize("treatment", m.Treatment)
-def test_nobody_who_is_late_is_told_to_wait(treatment: m.Treatment) -> None:
-    node, rules = bench(PREPARING).node, TREATMENTS[treatment]
-    assert not any(tell(node, PAIR).waits for tell in (rules.late_release, rules.late_bind))
-    assert not (rules.moves_first and rules.moves_late), "they have been moved"
+def test_engines_are_told_to_wait_or_to_pause() -> None:
+    assert {rules.told for rules in TREATMENTS.values()} == {WAIT, PAUSE}
 
 
 def test_a_treatment_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that no other is like: what can be moved is, and what cannot be is paused at once."""
-    rules = Rules(
-        release=always(PAUSE),
-        bind=always(PAUSE),
-        late_bind=always(PAUSE),
-        waits_for=nobody,
-        moves_first=True,
-    )
-    monkeypatch.setitem(TREATMENTS, m.Treatment.HARD, rules)
+    """One that no other is like: requests move at once, and the engines wait for none."""
+    monkeypatch.setitem(TREATMENTS, m.Treatment.HARD, Rules(PAUSE, moves=True))
     node = LoopbackNode(2)
     node.settle()
-    for name, sampling in (("pinned", {"presence_penalty": 0.5}), ("free", {}), ("other", {})):
-        node.send(name, 10, 30, **sampling)
+    for name in ("one", "other"):
+        node.send(name, 10, 30)
     node.turns(4)
     view = node.switch(PAIR)
     assert (view.moved, view.drained) == (2, 0)
-    assert node.missing == ["pinned"]
-    node.switch(*ALONE)
     assert node.missing == []
     node.assert_exact()
     assert node.audit() == []
-
-
-class Carry(m.Message, frozen=True):
-    """What members are told in a stage that no other treatment has."""
-
-    epoch: int
-    lent: int
-
-
-class Carried(m.Message, frozen=True):
-    """Their answer."""
-
-    epoch: int
-    engine: int
-
-
-CARRYING = Stage(
-    "carrying",
-    ask=lambda _, move, engine: Carry(move.epoch, len(move.lent.get(engine, ()))),
-    whom=members,
-    answers={Carried: take_word},
-    then=always(COMMITTING),
-    missing=Missing.UNDOES,
-    undo=always(ABORTING),
-    count=SwitchStatistics.bound,
-)
-CARRY = Told(m.Treatment.HARD, detour=CARRYING)
-
-
-def carrying(monkeypatch: pytest.MonkeyPatch, *, room: bool = True) -> Bench:
-    """Return a switch whose members have lent under a treatment that goes through CARRYING."""
-
-    def carry_or_pause(node: Node, unit: Unit) -> Told:
-        return CARRY if node.capacity.leaves_room(unit) else PAUSE
-
-    monkeypatch.setattr(Capacity, "leaves_room", lambda *_: room)
-    monkeypatch.setitem(SOME, Carried, Carried(0, 0))
-    node = Bench(
-        *ALONE,
-        rules=Rules(always(PAUSE), carry_or_pause, carry_or_pause, waits_for=nobody),
-    )
-    assert node.move.stage is PREPARING
-    node.sent.clear()
-    assert node.answer(m.Prepared, *PAIR.engines)
-    return node
-
-
-def test_a_treatment_may_have_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = carrying(monkeypatch)
-    assert node.sent == [(engine, Carry(node.move.epoch, 2)) for engine in PAIR.engines]
-    node.sent.clear()
-    assert not node.answer(m.Committed, 0), "stale"
-    assert node.answer(Carried, *PAIR.engines)
-    assert node.names() == [(0, "Commit"), (1, "Commit")]
-    assert node.answer(m.Committed, *PAIR.engines)
-    assert node.switch.done
-    assert node.books.units.partition == (PAIR,)
-
-
-def test_a_release_may_have_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SOME, Carried, Carried(0, 0))
-    back = replace(CARRYING, then=always(RESUMING), missing=Missing.BREAKS, undo=lambda _: back)
-    carry = always(Told(m.Treatment.HARD, detour=back))
-    node = Bench(PAIR, rules=Rules(carry, carry, carry, nobody, late_release=carry))
-    assert node.names() == [(0, "Release")]
-    assert node.answer(m.Released)
-    assert node.names()[1:] == [(0, "Carry"), (1, "Carry")]
-    assert node.answer(Carried, *PAIR.engines)
-    assert node.names()[3:] == [(0, "Resume"), (1, "Resume")]
-    assert node.answer(m.Resumed, *PAIR.engines)
-    assert (node.switch.done, node.books.units.partition) == (True, ALONE)
-
-
-def test_it_may_fall_back_on_another_where_room_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = carrying(monkeypatch, room=False)
-    assert node.names() == [(0, "Commit"), (1, "Commit")]
-
-
-def test_its_stage_is_undone_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = carrying(monkeypatch)
-    assert node.books.leases.holds(PAIR)
-    node.answer(Carried, 0)
-    node.sent.clear()
-    node.clock.advance(5.0)
-    node.switch.tick()
-    assert node.names() == [(0, "AbortBind"), (1, "AbortBind")]
-    assert not node.books.leases.holds(PAIR)
-    assert node.answer(m.Resumed, 0)
-    assert (node.switch.done, node.switch.status) == (True, 504)
-    assert node.books.units.partition == ALONE

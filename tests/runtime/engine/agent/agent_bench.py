@@ -13,7 +13,6 @@ from tests.runtime.loopback_node import request_payload
 from tests.units import tp
 
 GROUP = tp(0, 1)
-INTERLEAVE = m.Treatment.INTERLEAVE
 LEASE_1 = list(range(500, 700))
 """Ids that the other member is said to have lent."""
 
@@ -22,10 +21,15 @@ class Bench:
     """One agent, its controller played by the test."""
 
     def __init__(
-        self, engine: int = 0, faults: Faults = NO_FAULTS, step_seconds: float = 0.0
+        self,
+        engine: int = 0,
+        faults: Faults = NO_FAULTS,
+        step_seconds: float = 0.0,
+        copy_seconds: float = 0.0,
     ) -> None:
         settings = FakeSettings(
             step_seconds=step_seconds,
+            copy_seconds=copy_seconds,
             num_blocks=200,
             block_tokens=4,
             max_num_seqs=8,
@@ -67,9 +71,9 @@ class Bench:
         assert self.tell(m.Commit(5, GROUP, 1, lease)) == [m.Committed(5, self.engine)]
 
 
-def started(engine: int = 0, step_seconds: float = 0.0) -> Bench:
+def started(engine: int = 0, step_seconds: float = 0.0, copy_seconds: float = 0.0) -> Bench:
     """Return an agent that has announced itself."""
-    bench = Bench(engine, step_seconds=step_seconds)
+    bench = Bench(engine, step_seconds=step_seconds, copy_seconds=copy_seconds)
     (ready,) = bench.turn()
     assert isinstance(ready, m.EngineReady)
     return bench

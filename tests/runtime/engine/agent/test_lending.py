@@ -2,7 +2,7 @@
 
 from shoal.runtime.engine.agent.lending import IDLE_SECONDS, LEASE_FLOOR
 from shoal.runtime.protocol import messages as m
-from tests.runtime.engine.agent.agent_bench import GROUP, INTERLEAVE, LEASE_1, Bench
+from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench
 
 
 def test_blocks_of_a_request_aborted_while_paused_go_back(bench: Bench) -> None:
@@ -11,60 +11,12 @@ def test_blocks_of_a_request_aborted_while_paused_go_back(bench: Bench) -> None:
     (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
     assert isinstance(released, m.Released)
     bench.tell(m.Resume(5, GROUP, released.returned[0]))
-    (returning,) = bench.tell(m.AbortRequests(["shared"]))
+    (returning,) = bench.tell(m.AbortRequests(GROUP, ["shared"]))
     assert isinstance(returning, m.Returning)
     assert len(returning.returned[0]) == 10 - len(released.returned[0])
     bench.tell(m.TakeBack(5, GROUP, returning.returned[0]))
     assert bench.backend.own.lent == frozenset()
     assert bench.turn(3) == []
-
-
-def test_interleaving_member_lends_between_its_steps() -> None:
-    """A step in flight may write to blocks that have come free since it was scheduled."""
-    bench = Bench(step_seconds=0.5)
-    bench.add("own", tokens=30)
-    bench.bind(treatment=INTERLEAVE)
-    own = bench.backend.own
-    assert own.in_flight
-    assert bench.tell(m.Lend(5, GROUP, 3, urgent=False)) == []
-    bench.clock.advance(0.5)
-    (lent,) = bench.turn()
-    assert isinstance(lent, m.Lent)
-    assert (len(lent.blocks), own.in_flight) == (3, 0)
-    bench.turn()
-    assert own.in_flight
-
-
-def test_interleaving_member_lends_what_its_requests_will_not_need(bench: Bench) -> None:
-    bench.add("own", prompt=200, tokens=30)
-    bench.bind(treatment=INTERLEAVE)
-    (lent,) = bench.tell(m.Lend(5, GROUP, 200, urgent=True), turns=2)
-    assert isinstance(lent, m.Lent)
-    own = bench.backend.own
-    assert len(own.held) + own.load.free_blocks == -(-230 // 4)
-    assert len(lent.blocks) == 200 - 10 - -(-230 // 4)
-    bench.turn(40)
-    assert own.num_requests == 0
-
-
-def test_requests_that_cannot_run_keep_no_block_from_the_group(bench: Bench) -> None:
-    """Neither side could go on: the group would wait for them, and they for the group."""
-    bench.bind(blocks=190, treatment=INTERLEAVE)
-    bench.add("own", prompt=30, tokens=60)
-    bench.turn(20)
-    own = bench.backend.own
-    assert (own.load.running, own.load.waiting, own.load.free_blocks) == (0, 1, 10)
-    (lent,) = bench.tell(m.Lend(5, GROUP, 10, urgent=True), turns=2)
-    assert isinstance(lent, m.Lent)
-    assert len(lent.blocks) == 10
-
-
-def test_idle_group_keeps_no_block_from_requests_beside_it(bench: Bench) -> None:
-    bench.bind(treatment=INTERLEAVE)
-    bench.clock.advance(IDLE_SECONDS)
-    (returning,) = bench.turn()
-    assert isinstance(returning, m.Returning)
-    assert len(returning.returned[0]) == 10
 
 
 def test_growth_is_asked_for_once_and_again_after_a_pause(bench: Bench) -> None:

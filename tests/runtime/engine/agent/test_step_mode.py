@@ -79,6 +79,7 @@ class OneStep:
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1))
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
         self.deferred_waiting: list[Any] = []
+        self.channel = None
         self.modes: list[Mode] = []
 
     def has_requests(self) -> bool:

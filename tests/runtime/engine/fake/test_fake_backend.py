@@ -14,7 +14,7 @@ from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import Work
+from shoal.runtime.protocol.messages import CarriedRequest, Work
 from tests.runtime.loopback_node import problems, request_payload
 from tests.units import tp
 
@@ -242,12 +242,20 @@ def test_utility_calls(clock: ManualClock) -> None:
 @pytest.mark.parametrize("seam", list(Seam))
 def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None:
     backend = make(clock, faults=Faults(die_at=seam))
+    backend.own.add("leaves", request_payload("leaves", [1], 1))
+    backend.own.expect("comes", request_payload("comes", [1], 1))
+    comes = CarriedRequest("comes", [], 0, {}, 1)
     calls = {
         Seam.LEND: lambda: backend.own.lend(1),
         Seam.TAKE_BACK: lambda: backend.own.take_back([]),
         Seam.ATTACH: lambda: backend.attach(tp(0, 1), 1),
         Seam.BIND: lambda: backend.groups[tp(0, 1)].bind(1, {0: [], 1: []}, 0),
         Seam.RELEASE: lambda: backend.groups[tp(0, 1)].release(1),
+        Seam.EXPORT: lambda: backend.own.export(["leaves"]),
+        Seam.ADOPT: lambda: backend.own.adopt(alone(1), comes, with_kv=True),
+        Seam.COPY: lambda: backend.own.copy(),
+        Seam.DROP: lambda: backend.own.abort(["leaves"]),
+        Seam.KEEP: lambda: backend.own.keep([]),
     }
     for other, call in calls.items():
         if other is not seam:

@@ -85,15 +85,6 @@ def test_a_run_is_halved_until_its_blocks_are_there(scheduler: FakeScheduler) ->
     assert (scheduler.run_length(batch), len(one.blocks)) == (4, 2)
 
 
-def test_requests_that_the_models_length_bounds_keep_no_block_from_others(
-    scheduler: FakeScheduler,
-) -> None:
-    scheduler.add(request("bounded", 4, 12))
-    assert scheduler.spare_blocks == 10 - 4
-    scheduler.add(request("unbounded", 4, 36))
-    assert scheduler.spare_blocks == 10 - 4
-
-
 def test_two_requests_of_one_name_are_refused(scheduler: FakeScheduler) -> None:
     scheduler.add(request("a", 4))
     with pytest.raises(ValueError, match="exists already"):

@@ -9,7 +9,7 @@ from shoal.runtime.engine.kv.kv_cache import NULL_BLOCK, BlockMap, SharedKVBuffe
 
 def test_a_buffer_that_is_not_allocated_has_no_size() -> None:
     with pytest.raises(RuntimeError, match="allocated by the first layout"):
-        _ = SharedKVBuffer().num_bytes
+        _ = SharedKVBuffer("kv").num_bytes
 
 
 def scheduler_output() -> SchedulerOutput:

@@ -30,7 +30,7 @@ class Stock:
 def made(log: list[str], unit: Unit, engine: int) -> LayoutWorker:
     communicators: Any = SimpleNamespace(active=nullcontext)
     worker = LayoutWorker(
-        unit, Any, communicators, SharedKVBuffer(), engine, reserved_bytes=0, agree=int
+        unit, Any, communicators, SharedKVBuffer("kv"), engine, reserved_bytes=0, agree=int
     )
     stock: Any = Stock(log)
     stock.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: "model"))

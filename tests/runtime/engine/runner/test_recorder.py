@@ -136,7 +136,7 @@ class Recorded:
     def do(self, unit: Unit, *instructions: steps.Instruction) -> None:
         for instruction in instructions:
             self._queues[unit].send(steps.dumps(instruction))
-            if not isinstance(instruction, steps.OrderOfQueues):
+            if not isinstance(instruction, steps.Attach):
                 self.runner._turn()
 
     def own(self, *instructions: steps.Instruction) -> None:
@@ -198,16 +198,6 @@ def test_own_steps_that_are_sampled_later_end_with_that(recorded: Recorded, log:
     recorded.own(apart, steps.Sample(1, None), steps.Attach(GROUP.layout, 7))
     recorded.group(bind(7), steps.Detach(7))
     assert log == ["tp1 of 64", "freed", "tp1 samples", "freed", "take"]
-
-
-def test_own_steps_that_take_turns_with_the_group_s_are_not_taken_for_them(
-    recorded: Recorded, log: list[str]
-) -> None:
-    recorded.own(steps.Attach(GROUP.layout, 7, interleaves=True))
-    recorded.group(bind(7))
-    recorded.own(step(64))
-    recorded.group(step(4))
-    assert log == ["tp1 of 64", "tp1 samples", "began", "tp2 of 4", "tp2 samples"]
 
 
 def test_the_start_of_a_layout_s_core_is_no_phase(recorded: Recorded, log: list[str]) -> None:

@@ -2,14 +2,20 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import zmq
 from vllm.utils.torch_utils import set_random_seed
 
-from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.engine.runner.runner import RandomStates
+from shoal.policies.values.layouts import DP, Layout, alone
+from shoal.runtime.config import Addresses
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.runner.runner import RandomStates, Responder
 
 OWN, GROUP = DP, Layout(tp=2)
 
@@ -59,3 +65,32 @@ def test_a_forgotten_group_is_not_taken_up_again(states: RandomStates) -> None:
     states.switch(OWN, GROUP)
     assert draw()[0] == torch_draw
     states.switch(GROUP, OWN)
+
+
+def test_an_answer_that_waits_for_the_device_holds_up_no_one_but_later_answers(
+    tmp_path: Path,
+) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    addresses, copied = Addresses(tmp_path), Event()
+    leader = context.socket(zmq.PULL)
+    leader.bind(addresses.responses(0))
+    responder = Responder(context, addresses, 0)
+
+    def wait() -> instructions.Copied:
+        assert copied.wait(20)
+        return instructions.Copied(100, 0.5)
+
+    responder.answer(alone(0), 1, "before")
+    responder.answer(alone(0), 2, wait)
+    responder.answer(alone(0), 3, "after")
+    assert instructions.loads(leader.recv()).value == "before"
+    assert not leader.poll(0)
+    copied.set()
+    answers = [instructions.loads(leader.recv()) for _ in range(2)]
+    assert [(answer.seq, answer.value) for answer in answers] == [
+        (2, instructions.Copied(100, 0.5)),
+        (3, "after"),
+    ]
+    responder.close()
+    leader.close()
+    context.term()

@@ -34,6 +34,7 @@ class StandIn:
         self.requests: dict[str, Any] = {}
         self.running: list[Any] = []
         self.waiting: list[Any] = []
+        self.kv_holding_waiting: list[Any] = []
         self.deferred_waiting: list[Any] = []
         self.prev_step_scheduled_req_ids: set[str] = set()
         self.sent: list[Any] = []

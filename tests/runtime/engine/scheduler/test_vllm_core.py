@@ -71,10 +71,17 @@ def test_work_of_a_step(step: SchedulerOutput, work: Work) -> None:
 
 DECODES = Work(steps=1, decodes=64, context_tokens=64)
 PROMPT = Work(steps=1, prefill_tokens=64, prefill_pairs=64)
+UNENDED_COPY = 7
+"""Number of a copy of KV that has not ended."""
 
 
 def in_flight(
-    work: Work, *, ended: bool = False, error: Exception | None = None, requests: str = "ab"
+    work: Work,
+    *,
+    ended: bool = False,
+    error: Exception | None = None,
+    requests: str = "ab",
+    copy: int = 0,
 ) -> InFlight:
     future: Future[Any] = Future()
     if error is not None:
@@ -83,7 +90,7 @@ def in_flight(
         future.set_result(None)
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_scheduled_tokens = dict.fromkeys(requests, 1)
-    return InFlight(0, scheduled, future, Mode.TP, work)
+    return InFlight(0, scheduled, future, Mode.TP, work, copy)
 
 
 def goes_ahead(
@@ -94,6 +101,8 @@ def goes_ahead(
         _scheduler=SimpleNamespace(running=[object()] * running),
         _depth=depth,
         block_pool=SimpleNamespace(get_num_free_blocks=lambda: free),
+        _carried=SimpleNamespace(has_ended=lambda copy: copy < UNENDED_COPY),
+        _oldest_has_ended=lambda: VllmCore._oldest_has_ended(core),  # type: ignore[arg-type]
     )
     return VllmCore._can_go_ahead(core)  # type: ignore[arg-type]
 
@@ -104,6 +113,11 @@ def test_a_step_goes_ahead_of_the_outcome_of_one_that_has_ended() -> None:
 
 def test_nothing_goes_ahead_of_a_step_that_computes() -> None:
     assert not goes_ahead(in_flight(DECODES), in_flight(DECODES))
+
+
+def test_nothing_goes_ahead_of_a_step_whose_copy_may_have_failed() -> None:
+    steps = in_flight(DECODES, ended=True, copy=UNENDED_COPY), in_flight(DECODES)
+    assert not goes_ahead(*steps)
 
 
 def test_few_requests_do_not_go_ahead() -> None:

@@ -62,15 +62,3 @@ def test_blocks_are_wanted_in_chunks(vllm: StandIn, core: VllmGroupCore) -> None
     assert core.blocks_wanted == LEASE_CHUNK
     vllm.waiting.append(SimpleNamespace(num_tokens=64))
     assert core.blocks_wanted == 2 + 17 - 1  # with a token more each, and one block is free
-
-
-def test_runners_are_told_once_that_the_group_rests(vllm: StandIn, core: VllmGroupCore) -> None:
-    core.dispatch()
-    assert vllm.sent == [], "it has had no step"
-    core._in_flight.append(SimpleNamespace())
-    core.dispatch()
-    assert vllm.sent == []
-    core._in_flight.clear()
-    core.dispatch()
-    core.dispatch()
-    assert vllm.sent == [steps.Rest()]

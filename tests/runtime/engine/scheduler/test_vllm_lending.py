@@ -49,15 +49,6 @@ def test_nobody_is_preempted_while_a_step_is_in_flight(vllm: StandIn, core: Vllm
     assert len(vllm.running) == 1
 
 
-def test_blocks_that_outputs_will_need_are_not_spare(vllm: StandIn, core: VllmOwnCore) -> None:
-    vllm.run("bounded", 8, 9)  # has two blocks, and needs five
-    assert core.spare_blocks == BLOCKS - 2 - 3
-    vllm.run("unbounded", 8, 92)
-    assert core.spare_blocks == BLOCKS - 4 - 3
-    vllm.run("long", 4, 50)
-    assert core.spare_blocks == 0
-
-
 def test_lost_and_doubly_held_blocks_are_noticed(core: VllmOwnCore) -> None:
     core.lend(2)
     assert core.check_integrity() == []

@@ -1,0 +1,92 @@
+"""The book of running carries: which requests go from which unit to which other unit.
+
+A request in a carry is in the book of requests at the source until ``Import`` is sent, and at the
+destination from then on. So exactly one of the two units has it, whatever happens.
+"""
+
+import enum
+from collections.abc import Iterator
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.protocol.messages import CarriedRequest
+
+
+class CarryStage(enum.Enum):
+    """How far a carry has come."""
+
+    EXPORTING = enum.auto()
+    """The source has been asked to stop computing the requests."""
+    EXPORTED = enum.auto()
+    """The source has described them; their destination is not there yet."""
+    IMPORTING = enum.auto()
+    """The destination has been asked to go on with them."""
+
+
+class Carry(msgspec.Struct):
+    """Requests that go from one unit to another."""
+
+    number: int
+    source: Unit
+    destination: Unit
+    ids: set[str]
+    """Requests that neither unit has said to be settled."""
+    deadline: float
+    """Clock time at which the engine that is to answer is late."""
+    since: float
+    """Clock time at which the current stage began."""
+    stage: CarryStage = CarryStage.EXPORTING
+    exported: list[CarriedRequest] = []
+    """What the source has said about the requests."""
+
+    @property
+    def holder(self) -> Unit:
+        """The unit at which the book of requests has the requests of this carry."""
+        return self.destination if self.stage is CarryStage.IMPORTING else self.source
+
+
+class CarryBook:
+    """All running carries."""
+
+    def __init__(self) -> None:
+        self._carries: dict[int, Carry] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._carries)
+
+    def __iter__(self) -> Iterator[Carry]:
+        return iter(list(self._carries.values()))
+
+    def get(self, number: int) -> Carry | None:
+        """Return a carry; None if it is over."""
+        return self._carries.get(number)
+
+    def begin(
+        self, source: Unit, destination: Unit, ids: set[str], *, now: float, deadline: float
+    ) -> Carry:
+        """Note a carry that begins."""
+        self._last += 1
+        carry = Carry(self._last, source, destination, ids, deadline, now)
+        self._carries[carry.number] = carry
+        return carry
+
+    def end(self, carry: Carry) -> None:
+        """Note that a carry is over."""
+        del self._carries[carry.number]
+
+    def take(self, request_id: str) -> Unit | None:
+        """Take a request out of its carry because it ends.
+
+        Returns:
+            The other unit that has to forget the request now, besides the one at which the book of
+            requests has it; None: there is none. While the destination reads the KV, the source
+            keeps it, because blocks with other content must not be read: the source gets ``Drop``
+            later.
+        """
+        for carry in self._carries.values():
+            if request_id in carry.ids and carry.stage is not CarryStage.IMPORTING:
+                carry.ids.discard(request_id)
+                return carry.destination
+        return None

@@ -1,0 +1,301 @@
+"""Carries: running requests go to another unit with their KV.
+
+    EXPORTING ──Exported──> EXPORTED ──destination bound──> IMPORTING ──Imported──> over
+
+``Expect`` tells the destination what will come, and ``Export`` asks the source to stop computing
+the requests, which then keep their KV there. ``Import`` lets the destination read it. Each
+``Imported`` says which requests go on there, so that the source may ``Drop`` them. Until ``Import``
+a carry can be given up: the source goes on with the requests (``Keep``).
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.carry_book import Carry, CarryStage
+from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.request import Request, continued
+from shoal.runtime.controller.switching.destinations import Destinations
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import front_identity
+
+log = logging.getLogger("shoal.controller")
+
+
+class Tally(msgspec.Struct):
+    """What carries have done to requests."""
+
+    carried: int = 0
+    recomputed: Counter[str] = msgspec.field(default_factory=Counter)
+    """Requests that went without their KV, by the reason."""
+    ended_early: set[str] = set()
+    """Requests that had ended before they could leave, as front ends are about to say."""
+    bytes: int = 0
+    began: float | None = None
+    """When the first of the carries began."""
+    ended: float = 0.0
+    """When the last of them has ended."""
+
+    @property
+    def seconds(self) -> float:
+        """Time in which requests were on their way."""
+        return 0.0 if self.began is None else max(0.0, self.ended - self.began)
+
+
+class Carries:
+    """Begins, follows and ends carries.
+
+    Args:
+        env: the transport to engines, how long these may take to answer, and the time.
+        books: engines, units, requests and carries; carries are counted.
+        capacity: what each unit holds.
+    """
+
+    def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
+        self._timeout = env.config.prepare_timeout_seconds
+        self._transport = env.transport
+        self._clock = env.clock
+        self._engines = books.engines
+        self._units = books.units
+        self._requests = books.requests
+        self._book = books.carries
+        self._statistics = books.statistics.carries
+        self._books = books
+        self._capacity = capacity
+        self._destinations = Destinations(books, capacity, ())
+        self._tally = Tally()
+
+    @property
+    def running(self) -> bool:
+        """Whether any request is on its way."""
+        return len(self._book) > 0
+
+    @property
+    def deadline(self) -> float | None:
+        """When an engine's answer is overdue next."""
+        due = min((carry.deadline for carry in self._book), default=math.inf)
+        return None if due == math.inf else due
+
+    def tally(self) -> Tally:
+        """Return a tally of all that carries do from now on, until the next call."""
+        self._tally = Tally()
+        return self._tally
+
+    # --- begin --------------------------------------------------------------------------------
+
+    def begin(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> list[Request]:
+        """Begin to carry all requests of some cores.
+
+        Suspects go through the pool, because a unit gets no second one (``migration.py``).
+
+        Args:
+            cores: the cores; those whose engines cannot answer are left as they are.
+            units: where the requests may go; these units need not be bound yet.
+
+        Returns:
+            The requests that none of the units can take.
+        """
+        self._destinations = Destinations(self._books, self._capacity, units)
+        left: list[Request] = []
+        for core in cores:
+            unit = core.unit
+            is_whole = self._engines.gone.isdisjoint(unit.engines)
+            if core.requests and is_whole and self._engines.serves(alone(unit.leader)):
+                suspects = [request.id for request in core.requests.values() if request.suspect]
+                if suspects:
+                    self._send(unit, m.MoveOut(unit, suspects))
+                left += self._ask(unit, [r for r in core.requests.values() if not r.suspect])
+        return left
+
+    def _ask(self, source: Unit, requests: Sequence[Request]) -> list[Request]:
+        """Send requests on their way; return those that no unit can take."""
+        divided = self._destinations.divide(source, requests)
+        left = divided.pop(None, [])
+        now = self._clock()
+        for unit, chosen in divided.items():
+            assert unit is not None
+            ids = [request.id for request in chosen]
+            carry = self._book.begin(source, unit, set(ids), now=now, deadline=now + self._timeout)
+            frames = {request.id: request.payload for request in chosen}
+            self._send(unit, m.Expect(carry.number, unit, frames))
+            self._send(source, m.Export(carry.number, source, ids))
+            if self._tally.began is None:
+                self._tally.began = now
+        return left
+
+    def _send(self, unit: Unit, message: m.Message) -> None:
+        """Send to the leader of a unit, unless it is dead."""
+        if unit.leader not in self._engines.gone:
+            self._transport.to_engine(unit.leader, message)
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def exported(self, message: m.Exported) -> bool:
+        """Take a source's answer; return False if no carry awaits it."""
+        carry = self._book.get(message.carry)
+        if carry is None or carry.stage is not CarryStage.EXPORTING:
+            return False
+        self._observe(carry, "export")
+        carry.exported = [each for each in message.requests if each.request_id in carry.ids]
+        leaving = {each.request_id for each in carry.exported}
+        self._tally.ended_early |= carry.ids - leaving
+        carry.ids = leaving
+        self._enter(carry, CarryStage.EXPORTED, math.inf)
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Go on with the carries whose destinations are bound. Call it when units have changed."""
+        for carry in self._book:
+            if carry.stage is CarryStage.EXPORTED and carry.destination in self._units.partition:
+                self._import(carry)
+
+    def _import(self, carry: Carry) -> None:
+        taken: list[m.CarriedRequest] = []
+        for described in carry.exported:
+            request = self._requests.find(described.request_id)
+            if request is None or described.request_id not in carry.ids:
+                continue
+            grown = continued(request, described.tokens, self._clock())
+            if self._capacity.can_hold(carry.destination, grown.seen):
+                self._requests.carry(grown, carry.destination)
+                placed = m.Placed(request.id, carry.destination)
+                self._transport.to_control(front_identity(request.client), placed)
+                taken.append(described)
+        kept = carry.ids - {each.request_id for each in taken}
+        self._keep(carry, kept)
+        carry.ids -= kept
+        carry.exported = []
+        message = m.Import(carry.number, carry.destination, carry.source, taken)
+        self._send(carry.destination, message)
+        self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)
+        if not taken:
+            self._end(carry)
+
+    def imported(self, message: m.Imported) -> bool:
+        """Take a destination's answer; return False if no carry awaits it."""
+        carry = self._book.get(message.carry)
+        if carry is None or carry.stage is not CarryStage.IMPORTING:
+            # ``Import`` without requests has such an answer, but nothing awaits it.
+            return not (message.carried or message.recomputed)
+        self._count(message)
+        settled = {*message.carried, *message.recomputed}
+        if message.left == 0:
+            self._observe(carry, "import")
+            # What has been aborted meanwhile is in no answer.
+            settled |= carry.ids
+        carry.ids -= settled
+        carry.deadline = self._clock() + self._timeout
+        if settled:
+            self._send(carry.source, m.Drop(carry.source, sorted(settled)))
+        if message.left == 0:
+            self._end(carry)
+        return True
+
+    def _enter(self, carry: Carry, stage: CarryStage, deadline: float) -> None:
+        carry.stage, carry.since, carry.deadline = stage, self._clock(), deadline
+
+    def _end(self, carry: Carry) -> None:
+        self._book.end(carry)
+        self._tally.ended = self._clock()
+
+    def _observe(self, carry: Carry, phase: str) -> None:
+        self._statistics.seconds.observe(self._clock() - carry.since, phase)
+
+    def _count(self, message: m.Imported) -> None:
+        statistics, tally = self._statistics, self._tally
+        statistics.requests.add("carried", amount=len(message.carried))
+        statistics.requests.add("recomputed", amount=len(message.recomputed))
+        for reason in message.recomputed.values():
+            statistics.fallbacks.add(reason)
+            tally.recomputed[reason.value] += 1
+        statistics.bytes.add(amount=message.bytes)
+        if message.carried:
+            statistics.seconds.observe(message.seconds, "copy")
+        tally.carried += len(message.carried)
+        tally.bytes += message.bytes
+
+    # --- failures -----------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """Let the sources go on with all requests that they still have."""
+        for carry in self._book:
+            if carry.stage is not CarryStage.IMPORTING:
+                self._cancel(carry)
+
+    def _cancel(self, carry: Carry) -> None:
+        self._keep(carry, carry.ids)
+        self._forget(carry)
+
+    def _keep(self, carry: Carry, ids: Collection[str]) -> None:
+        if ids:
+            self._send(carry.source, m.Keep(carry.source, sorted(ids)))
+            self._statistics.requests.add("kept", amount=len(ids))
+
+    def _forget(self, carry: Carry) -> None:
+        """End a carry whose destination has been told to expect requests, but gets none."""
+        unit = carry.destination
+        self._send(unit, m.Import(carry.number, unit, carry.source, []))
+        self._end(carry)
+
+    def tick(self) -> list[tuple[Unit, str]]:
+        """Act on answers that are overdue; return broken units, each with the reason."""
+        now, broken = self._clock(), list[tuple[Unit, str]]()
+        for carry in self._book:
+            if carry.deadline > now:
+                continue
+            if carry.stage is CarryStage.EXPORTING:
+                units = list(carry.source.engines), list(carry.destination.engines)
+                log.error("unit %s did not let its requests go to %s in time", *units)
+                self._cancel(carry)
+            elif any(self._requests.where(each) == carry.destination for each in carry.ids):
+                unit = list(carry.destination.engines)
+                broken.append(
+                    (carry.destination, f"unit {unit} did not take over requests in time")
+                )
+            else:
+                self._send(carry.source, m.Drop(carry.source, sorted(carry.ids)))
+                self._end(carry)
+        return broken
+
+    def lost(self, gone: Collection[int]) -> set[str]:
+        """Go on without engines that have died; the book of engines already says so.
+
+        Returns:
+            The requests that a unit has taken over although their KV may be damaged, because their
+            source died while it was read.
+        """
+        damaged: set[str] = set()
+        redirected: list[Carry] = []
+        for carry in self._book:
+            from_dead = not set(gone).isdisjoint(carry.source.engines)
+            to_dead = not set(gone).isdisjoint(carry.destination.engines)
+            if not (from_dead or to_dead):
+                continue
+            if carry.stage is CarryStage.IMPORTING:
+                damaged |= set() if to_dead else carry.ids
+                self._send(carry.source, m.Drop(carry.source, sorted(carry.ids)))
+                self._end(carry)
+            elif from_dead:
+                self._forget(carry)
+            else:
+                self._end(carry)
+                redirected.append(carry)
+                continue
+            self._statistics.requests.add("lost", amount=len(carry.ids))
+        for carry in redirected:
+            self._redirect(carry)
+        return damaged
+
+    def _redirect(self, carry: Carry) -> None:
+        """Choose other destinations for requests whose destination has died."""
+        found = (self._requests.find(request_id) for request_id in sorted(carry.ids))
+        left = self._ask(carry.source, [request for request in found if request is not None])
+        self._keep(carry, {request.id for request in left})

@@ -1,0 +1,60 @@
+"""The fake core of an engine alone, which lends its blocks."""
+
+from collections.abc import Sequence
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.engine.fake.fake_core import FakeCore, Surroundings
+from shoal.runtime.engine.fake.fake_scheduler import BlockIds
+from shoal.runtime.engine.fake.faults import Seam
+from shoal.runtime.protocol.messages import LayoutLimits
+
+
+class FakeOwnCore(FakeCore):
+    """``OwnCore``: an engine alone, on blocks of its own, which it lends."""
+
+    def __init__(self, engine: int, limits: LayoutLimits, surroundings: Surroundings) -> None:
+        num_blocks = surroundings.settings.num_blocks
+        self._pool = BlockIds(range(1, num_blocks + 1))
+        self._num_blocks = num_blocks
+        self._lent: set[int] = set()
+        super().__init__(alone(engine), limits, surroundings, self._pool)
+
+    def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
+        return {self.unit.leader: list(blocks)}
+
+    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
+        """See ``BlockLender.lend``."""
+        faults = self._around.faults
+        faults.strike(Seam.LEND)
+        if urgent:
+            self._scheduler.preempt_until(blocks)
+        if faults.double_lend and self._lent:
+            return sorted(self._lent)[:blocks]
+        taken = self._pool.take(blocks)
+        self._lent.update(taken)
+        return taken
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """See ``BlockLender.take_back``."""
+        faults = self._around.faults
+        faults.strike(Seam.TAKE_BACK)
+        for block in blocks:
+            self._lent.remove(block)
+        self._pool.give(blocks[1:] if faults.drop_block else blocks)
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """See ``BlockLender.lent``."""
+        return frozenset(self._lent)
+
+    def check_integrity(self) -> list[str]:
+        """See ``Core.check_integrity``."""
+        engine = self.unit.leader
+        problems = super().check_integrity()
+        blocks = [*self._pool.ids, *self.held, *self._lent]
+        if len(set(blocks)) != len(blocks):
+            problems.append(f"engine {engine}: a block is free, held and lent at once")
+        missing = self._num_blocks - len(set(blocks))
+        if missing:
+            problems.append(f"engine {engine}: {missing} blocks are lost")
+        return problems

@@ -1,0 +1,198 @@
+"""Which KV a member of a unit reads from which members of another unit, and where it puts it.
+
+A member holds some heads of every token of its unit's requests, and a block holds as many tokens
+as the layout's geometry says. So what two members have in common is some adjacent heads, a *strip*,
+and within these heads *runs* of tokens that are adjacent in both members' blocks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.policies.values.layouts import Layout, Unit
+from shoal.runtime.engine.groups.head_order import head_shard
+from shoal.runtime.engine.kv.kv_pages import KvPages, Page
+from shoal.runtime.engine.link.instructions import Arrival
+
+Numbers = NDArray[np.int64]
+
+NULL_BLOCK = 0
+"""vLLM's null block: id 0 in every pool, virtual or physical. In a request's blocks it stands for
+KV that nothing needs any more."""
+
+
+class Strip(NamedTuple):
+    """Adjacent heads that a member reads from one engine."""
+
+    engine: int
+    """The engine that has them."""
+    source: int
+    """Place of the first of them among the heads of that engine."""
+    target: int
+    """Place of the first of them among the reader's own heads."""
+    heads: int
+
+
+class Span(NamedTuple):
+    """Tokens of a request, and the blocks of two members that hold them.
+
+    The first block of each list holds token 0.
+    """
+
+    begin: int
+    end: int
+    source: Sequence[int] | Numbers
+    target: Sequence[int] | Numbers
+
+
+class Runs(NamedTuple):
+    """Runs of adjacent tokens, as arrays of equal length.
+
+    A run is some tokens from the one on that a page and a number in it name, on either side.
+    """
+
+    source_page: Numbers
+    source_token: Numbers
+    target_page: Numbers
+    target_token: Numbers
+    tokens: Numbers
+
+
+class Piece(NamedTuple):
+    """What a member reads from one engine in one go."""
+
+    strip: Strip
+    runs: Runs
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read, of each head and layer."""
+        return int(self.runs.tokens.sum())
+
+
+def pieces(
+    source: Unit,
+    target: Unit,
+    engine: int,
+    requests: Iterable[Arrival],
+    group: int,
+    pages: KvPages,
+    max_sp: int,
+) -> list[Piece]:
+    """Return all that a member reads of one KV group.
+
+    Args:
+        source: the unit that has the KV.
+        target: the unit that is to have it.
+        engine: the member that reads.
+        requests: the requests, with their blocks.
+        group: number of the KV group.
+        pages: its pages.
+        max_sp: the node's largest SP degree.
+    """
+    coming = [request for request in requests if request.begin < request.computed]
+    if not coming:
+        return []
+    of_source, of_target = pages.page(source.layout), pages.page(target.layout)
+    targets = [np.asarray(r.target[engine][group], dtype=np.int64) for r in coming]
+    by_engine = dict[int, Runs]()
+    found = list[Piece]()
+    for strip in strips(source, target, engine, pages.geometry.heads, max_sp):
+        if strip.engine not in by_engine:
+            spans = [
+                Span(r.begin, r.computed, r.source[strip.engine][group], blocks)
+                for r, blocks in zip(coming, targets, strict=True)
+            ]
+            by_engine[strip.engine] = runs(spans, of_source, of_target)
+        found.append(Piece(strip, by_engine[strip.engine]))
+    return found
+
+
+def heads_of(member: int, layout: Layout, kv_heads: int, max_sp: int) -> range:
+    """Return the KV heads of the whole model that a member of a layout holds.
+
+    Args:
+        member: the member's number in the unit.
+        layout: the unit's layout.
+        kv_heads: KV heads of the whole model. With more members, several hold the same head.
+        max_sp: the node's largest SP degree, which decides the order of the heads.
+    """
+    shard = head_shard(layout.place(member).rank, layout.tp, max_sp)
+    if layout.tp > kv_heads:
+        head = shard * kv_heads // layout.tp
+        return range(head, head + 1)
+    each = kv_heads // layout.tp
+    return range(shard * each, (shard + 1) * each)
+
+
+def strips(source: Unit, target: Unit, engine: int, kv_heads: int, max_sp: int) -> list[Strip]:
+    """Return what a member of ``target`` reads from members of ``source``, in its heads' order.
+
+    Where several engines hold a head, a member reads its own memory if that has it, and otherwise
+    the members that need the head read it from different engines.
+
+    Args:
+        source: the unit that has the KV.
+        target: the unit that is to have it.
+        engine: the member that reads.
+        kv_heads: KV heads of the whole model.
+        max_sp: the node's largest SP degree.
+    """
+    held, needed = (
+        {e: heads_of(i, unit.layout, kv_heads, max_sp) for i, e in enumerate(unit.engines)}
+        for unit in (source, target)
+    )
+    found = list[Strip]()
+    for slot, head in enumerate(needed[engine]):
+        holders = [e for e in source.engines if head in held[e]]
+        readers = [e for e in target.engines if head in needed[e]]
+        chosen = holders[readers.index(engine) % len(holders)]
+        holder = engine if engine in holders else chosen
+        place = held[holder].index(head)
+        if found and found[-1].engine == holder and found[-1].source + found[-1].heads == place:
+            found[-1] = found[-1]._replace(heads=found[-1].heads + 1)
+        else:
+            found.append(Strip(holder, place, slot, 1))
+    return found
+
+
+def runs(spans: Iterable[Span], source: Page, target: Page) -> Runs:
+    """Return the runs of all spans.
+
+    No run is longer than the smaller of the two pages. Null blocks are left out.
+
+    Args:
+        spans: tokens with the blocks that have them and that are to have them.
+        source: pages of the layout that has them.
+        target: pages of the layout that is to have them.
+    """
+    parts = [_runs_of(span, source, target) for span in spans if span.begin < span.end]
+    if not parts:
+        return Runs(*np.empty((5, 0), dtype=np.int64))
+    found = np.concatenate(parts, axis=1)
+    if (null := (found[0] < source.per_block) | (found[2] < target.per_block)).any():
+        found = found[:, ~null]
+    return Runs(*found)
+
+
+def _runs_of(span: Span, source: Page, target: Page) -> Numbers:
+    longest = min(source.tokens, target.tokens)
+    edges = np.arange(span.begin // longest, -(-span.end // longest) + 1) * longest
+    edges[0], edges[-1] = span.begin, span.end
+    first = edges[:-1]
+    found = np.empty((5, len(first)), dtype=np.int64)
+    found[0], found[1] = _where(span.source, first, source)
+    found[2], found[3] = _where(span.target, first, target)
+    found[4] = np.diff(edges)
+    return found
+
+
+def _where(blocks: Sequence[int] | Numbers, tokens: Numbers, page: Page) -> tuple[Numbers, Numbers]:
+    """Return the page that holds each token, and which token of the page it is."""
+    nth, within = np.divmod(tokens, page.tokens)
+    if page.per_block == 1:
+        return np.asarray(blocks, dtype=np.int64)[nth], within
+    block, part = np.divmod(nth, page.per_block)
+    return np.asarray(blocks, dtype=np.int64)[block] * page.per_block + part, within

@@ -1,0 +1,91 @@
+"""What a runner does with requests that come to its unit from other engines."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from shoal.policies.values.layouts import DP
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.engine.groups.peer_memory import NotSharedError
+from shoal.runtime.engine.groups.rendezvous import LOAD_SECONDS
+from shoal.runtime.engine.kv.kv_memory import HeldBuffer
+from shoal.runtime.engine.kv.kv_reader import Copier, HostCopier, KvReader
+from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
+from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
+from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
+from shoal.runtime.engine.link.instructions import Carry, Copied
+from shoal.runtime.engine.runner.arrivals import introduce
+from shoal.runtime.engine.runner.loading import LayoutLoader
+
+log = logging.getLogger("shoal.engine")
+
+
+class TakingUp:
+    """Takes up requests of other engines on one runner.
+
+    Args:
+        node: the node's configuration.
+        engine: this runner's engine.
+        loader: its workers; the cores of all that it has loaded have started.
+    """
+
+    def __init__(self, node: NodeConfig, engine: int, loader: LayoutLoader) -> None:
+        self._node, self._engine = node, engine
+        self._problem = ""
+        self._copier: Copier | None = None
+        self._reader: KvReader | None = None
+        self._peers = PeerBuffers(
+            Path(node.runtime_dir), engine, loader.buffer.memory, settle=self._settle
+        )
+        try:
+            self._peers.announce(loader.buffer.raw)
+            self._reader = self._make_reader(loader)
+        except NotSharedError as error:
+            self._problem = str(error)
+
+    def _make_reader(self, loader: LayoutLoader) -> KvReader:
+        model_runner, raw = loader.workers[DP].model_runner, loader.buffer.raw
+        own, pages = HeldBuffer(raw), pages_of(model_runner)
+        if raw.is_cuda:
+            from shoal.runtime.engine.kv.device_copy import DeviceCopier  # imports Triton
+
+            copier: Copier = DeviceCopier(own, pages)
+        else:
+            copier = HostCopier(own, partial(element_order, model_runner))
+        self._copier = copier
+        return KvReader(self._engine, self._node.max_sp, pages, own, self._peers, copier)
+
+    def _settle(self) -> None:
+        if self._copier is not None:
+            self._copier.settle()
+
+    def problem(self) -> str:
+        """Return why the KV of other engines cannot be read, in one line; "" if it can be.
+
+        Waits until all engines of the node have a KV cache.
+        """
+        if not self._problem:
+            self._problem = self._peers.open_all(self._node.engines, LOAD_SECONDS)
+        if self._problem:
+            log.warning("requests cannot take their KV to another engine: %s", self._problem)
+        return self._problem
+
+    def carry(self, worker: LayoutWorker, carry: Carry) -> Callable[[], Copied]:
+        """Know requests, and begin to read their KV; later steps find it.
+
+        Args:
+            worker: the layout's.
+            carry: the requests.
+
+        Returns:
+            Waits until all is read, and says what was done.
+        """
+        for arrival in carry.requests:
+            introduce(worker.model_runner, arrival)
+        if self._reader is None:
+            return partial(Copied, 0, 0.0, self._problem)
+        try:
+            return self._reader.read(carry.source, worker.unit, carry.requests)
+        except NotSharedError as error:
+            return partial(Copied, 0, 0.0, str(error))

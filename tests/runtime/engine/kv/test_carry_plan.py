@@ -1,0 +1,118 @@
+"""Which heads a member reads from whom, and in which runs."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from shoal.policies.values.kv_geometry import KvGeometry
+from shoal.policies.values.layouts import DP, Layout, Unit, alone, tensor_parallel, unit_of
+from shoal.runtime.engine.kv.carry_plan import Span, Strip, heads_of, pieces, runs, strips
+from shoal.runtime.engine.kv.kv_pages import KvPages
+from shoal.runtime.engine.link.instructions import Arrival
+
+LAYOUTS = [Layout(tp=tp) for tp in (1, 2, 4, 8)]
+PAGES = KvPages(KvGeometry(2, 8, 16), (0, 1 << 20), 2048, 16, head_major=True)
+
+# --- strips ---
+
+
+@pytest.mark.parametrize("max_sp", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(LAYOUTS, repeat=2)))
+def test_every_head_of_a_member_comes_once_from_an_engine_that_has_it(
+    source: Layout, target: Layout, kv_heads: int, max_sp: int
+) -> None:
+    units = unit_of(2, source), unit_of(5, target)
+    for member, engine in enumerate(units[1].engines):
+        needed = heads_of(member, target, kv_heads, max_sp)
+        found = list[int]()
+        for strip in strips(*units, engine, kv_heads, max_sp):
+            held = heads_of(units[0].engines.index(strip.engine), source, kv_heads, max_sp)
+            assert strip.target == len(found)
+            found += held[strip.source : strip.source + strip.heads]
+        assert found == list(needed)
+
+
+def test_heads_that_are_adjacent_on_both_sides_are_one_strip() -> None:
+    pair, four = tensor_parallel((0, 1)), tensor_parallel(range(4))
+    assert strips(alone(7), pair, 1, 8, 1) == [Strip(7, 4, 0, 4)]
+    assert strips(pair, alone(7), 7, 8, 1) == [Strip(0, 0, 0, 4), Strip(1, 0, 4, 4)]
+    assert strips(pair, four, 3, 8, 1) == [Strip(1, 2, 0, 2)]
+    # With SP2, members 0 and 2 of four have the first half of the heads between them.
+    assert strips(four, alone(7), 7, 8, 2) == [
+        Strip(e, 0, 2 * i, 2) for i, e in enumerate((0, 2, 1, 3))
+    ]
+
+
+def test_a_member_reads_its_own_memory_if_that_has_the_head() -> None:
+    four = tensor_parallel(range(4))
+    for engine in range(4):
+        assert {s.engine for s in strips(four, four, engine, 2, 1)} == {engine}
+
+
+def test_members_read_the_same_head_from_different_engines() -> None:
+    four, others = tensor_parallel(range(4)), tensor_parallel(range(4, 8))
+    for max_sp in (1, 2):
+        read = [
+            strip.engine for e in others.engines for strip in strips(four, others, e, 1, max_sp)
+        ]
+        assert sorted(read) == [0, 1, 2, 3]
+
+
+# --- runs ---
+
+
+def test_runs_are_as_long_as_the_smaller_page_and_cut_where_the_request_begins_and_ends() -> None:
+    source, target = PAGES.page(DP), PAGES.page(Layout(tp=2))
+    found = runs([Span(20, 70, [9, 8, 7, 6, 5], [3, 2, 1])], source, target)
+    assert np.stack(found, axis=1).tolist() == [
+        [8, 4, 3, 20, 12],
+        [7, 0, 2, 0, 16],
+        [6, 0, 2, 16, 16],
+        [5, 0, 1, 0, 6],
+    ]
+
+
+def test_a_request_shorter_than_a_block_is_one_run() -> None:
+    page = PAGES.page(DP)
+    (found,) = np.stack(runs([Span(3, 7, [4], [5])], page, page), axis=1).tolist()
+    assert found == [4, 3, 5, 3, 4]
+
+
+def test_nothing_is_read_where_a_null_block_stands() -> None:
+    """Sliding windows leave null blocks behind."""
+    page = PAGES.page(DP)
+    found = runs([Span(0, 64, [0, 0, 4, 5], [0, 6, 7, 8])], page, page)
+    assert found.source_page.tolist() == [4, 5]
+    assert found.target_page.tolist() == [7, 8]
+
+
+def test_where_nothing_has_been_computed_there_is_nothing_to_read() -> None:
+    request = Arrival("a", [1], [2], computed=0, sampling=None)
+    assert pieces(alone(0), alone(1), 1, [request], 0, PAGES, 1) == []
+    assert runs([Span(5, 5, [1], [2])], PAGES.page(DP), PAGES.page(DP)).tokens.tolist() == []
+
+
+def long_requests(source: Unit, target: Unit, count: int, tokens: int) -> list[Arrival]:
+    def blocks(unit: Unit) -> dict[int, list[list[int]]]:
+        number = tokens // PAGES.geometry.block(unit.layout).tokens
+        return {engine: [list(range(1, number + 1))] for engine in unit.engines}
+
+    return [
+        Arrival(str(i), [], [], tokens, None, 0, blocks(source), blocks(target))
+        for i in range(count)
+    ]
+
+
+def test_a_long_request_is_planned_in_well_under_a_millisecond() -> None:
+    source, target = alone(0), tensor_parallel((0, 1))
+    requests = long_requests(source, target, 8, 16_384)
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        (piece,) = pieces(source, target, 1, requests, 0, PAGES, 1)
+        times.append(time.perf_counter() - began)
+        assert piece.tokens == 8 * 16_384
+    assert min(times) / len(requests) < 0.0005

@@ -1,0 +1,579 @@
+"""Requests that go from core to core, on vLLM's schedulers and a model of a few lines."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.config import LayoutConfigs
+from shoal.runtime.engine.agent.interface import Adoption, Copied, RunnerDied
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.protocol.messages import CarriedRequest, Fallback
+from tests.runtime.engine.prompts import make_model, random_prompts
+from tests.runtime.engine.real_node import configs_of
+from tests.runtime.engine.scheduler.toy_engines import BLOCKS, GROUP, TOKENS, ToyEngines
+
+PROMPTS = random_prompts((5, 21, 32, 50), seed=5)
+Make = Callable[..., ToyEngines]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> LayoutConfigs:
+    model = make_model("llama", tmp_path_factory.mktemp("models"))
+    return configs_of(str(model), 2, max_num_batched_tokens=16, async_scheduling=True)
+
+
+@pytest.fixture(params=["v1", "v1-sync", "v2"])
+def make(request: pytest.FixtureRequest, configs: LayoutConfigs) -> Make:
+    kind: dict[str, Any] = {"asynchronous": request.param != "v1-sync", "v2": request.param == "v2"}
+    return lambda **options: ToyEngines(configs, **kind | options)
+
+
+@pytest.fixture
+def make_v1(configs: LayoutConfigs) -> Make:
+    return lambda **options: ToyEngines(configs, **options)
+
+
+def undisturbed(make: Make, prompt: list[int], **sampling: Any) -> list[int]:
+    engines = make()
+    engines.submit(engines.own[0], "r", prompt, **sampling)
+    engines.finish(engines.own[0])
+    return engines.tokens["r"]
+
+
+def submit_all(engines: ToyEngines, core: int = 0) -> list[str]:
+    return [
+        engines.submit(engines.own[core], f"r{number}", prompt)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def test_requests_go_on_as_if_undisturbed_from_layout_to_layout(make: Make) -> None:
+    expected = [undisturbed(make, prompt) for prompt in PROMPTS]
+    engines = make()
+    own, group = engines.own, engines.group
+    requests = submit_all(engines)
+    engines.step(own[0], 8)
+    assert 0 < len(engines.tokens["r0"]) < 40
+    engines.bind(40)
+    engines.carry(own[0], group, requests)
+    engines.step(group, 5)
+    engines.carry(group, own[1], requests[:2])
+    engines.carry(group, own[0], requests[2:])
+    engines.release()
+    for core in (*own, *own):
+        engines.step(core, 3)
+    assert engines.audit() == []
+    engines.bind(30)
+    engines.carry(own[1], group, requests[:2])
+    engines.finish(own[0])
+    engines.finish(group)
+    assert [engines.tokens[request] for request in requests] == expected
+    engines.release()
+    assert engines.audit() == []
+    assert all(core.num_requests == 0 for core in engines.cores.values())
+
+
+def test_no_token_is_computed_twice(make: Make) -> None:
+    engines = make()
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 8)
+    engines.bind(40)
+    engines.carry(engines.own[0], engines.group, requests)
+    engines.finish(engines.group)
+    computed = sum(runners.computed for runners in engines.runners.values())
+    # The last output of each is not computed.
+    assert computed == sum(map(len, PROMPTS)) + sum(map(len, engines.tokens.values())) - 4
+
+
+def test_a_wrong_block_changes_the_tokens(make: Make) -> None:
+    """The model sees what is in the blocks: the tests above can fail."""
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[2])
+    engines.step(engines.own[0], 6)
+    engines.bind(40)
+    (carried,) = engines.own[0].export(["r"])
+    blocks = carried.blocks[0][0]
+    blocks[3], blocks[4] = blocks[4], blocks[3]
+    engines.group.expect("r", engines.frames["r"])
+    engines.group.adopt(alone(0), carried, with_kv=True)
+    assert engines.group.copies == 0, "not begun"
+    engines.group.copy()
+    assert engines.group.copies == 1
+    engines.finish(engines.group)
+    assert engines.tokens["r"] != undisturbed(make, PROMPTS[2])
+
+
+def test_a_request_whose_prompt_is_half_computed_goes_on(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.own[0].dispatch()
+    while engines.own[0].in_flight:
+        engines._collect(engines.own[0])
+    (carried,), _ = _carry_to_group(engines, "r")
+    assert 0 < carried.computed < len(PROMPTS[3])
+    assert carried.tokens == []
+    engines.finish(engines.group)
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[3])
+    first, *_ = engines.outputs["r"]
+    assert [event.type.name for event in first.events or ()] == ["QUEUED", "SCHEDULED"]
+
+
+def test_a_request_goes_on_at_once_to_the_next_core(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[1])
+    engines.step(engines.own[0], 6)
+    _carry_to_group(engines, "r")
+    engines.group.export(["r"])
+    engines.step(engines.group)
+    assert engines.runners[GROUP].computed == 0
+    engines.carry(engines.group, engines.own[1], ["r"])
+    engines.release()
+    assert engines.audit() == []
+    engines.finish(engines.own[1])
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[1])
+
+
+def _carry_to_group(
+    engines: ToyEngines, *requests: str
+) -> tuple[list[CarriedRequest], list[Copied]]:
+    engines.bind(40)
+    return engines.carry(engines.own[0], engines.group, requests)
+
+
+def test_requests_that_wait_go_on_too(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[1])
+    ((carried,), copied) = _carry_to_group(engines, "r")
+    assert (carried.computed, carried.tokens, carried.blocks, copied) == (0, [], {}, [])
+    engines.finish(engines.group)
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[1])
+
+
+# --- recomputed ---
+
+
+def test_a_request_that_comes_with_tokens_goes_on(make: Make) -> None:
+    expected = undisturbed(make, PROMPTS[1])
+    engines = make()
+    frames = engines.frames_of("r", PROMPTS[1])
+    engines.own[1].add("r", frames, expected[:7])
+    engines.finish(engines.own[1])
+    assert engines.tokens["r"] == expected[7:]
+
+
+def test_an_output_bound_counts_the_tokens_that_it_came_with(make: Make) -> None:
+    engines = make()
+    frames = engines.frames_of("r", PROMPTS[1], max_tokens=9)
+    engines.own[1].add("r", frames, [100] * 7)
+    engines.finish(engines.own[1])
+    assert len(engines.tokens["r"]) == 2
+
+
+def test_an_adopted_request_can_be_recomputed(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[1])
+    engines.step(engines.own[0], 6)
+    engines.bind(40)
+    (carried,) = engines.own[0].export(["r"])
+    engines.group.expect("r", engines.frames["r"])
+    adoption = engines.group.adopt(alone(0), carried, with_kv=False)
+    assert adoption == Adoption(Fallback.NO_ROOM)
+    engines.group.copy()
+    assert (engines.group.copied(), engines.runners[GROUP].read) == ([], 0)
+    engines.own[0].abort(["r"])
+    engines.finish(engines.group)
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[1])
+
+
+def test_prompt_logprobs_that_were_not_sent_are_recomputed(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3], prompt_logprobs=1)
+    engines.own[0].dispatch()
+    while engines.own[0].in_flight:
+        engines._collect(engines.own[0])
+    (carried,) = engines.own[0].export(["r"])
+    assert carried.computed
+    engines.own[1].expect("r", engines.frames["r"])
+    adoption = engines.own[1].adopt(alone(0), carried, with_kv=True)
+    assert adoption == Adoption(Fallback.UNREADABLE)
+    engines.own[0].abort(["r"])
+    engines.finish(engines.own[1])
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[3])
+
+
+def test_kv_that_members_cannot_read_is_recomputed(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[1])
+    engines.step(engines.own[0], 6)
+    (carried,) = engines.own[0].export(["r"])
+    engines.own[1].share_kv(False)
+    engines.own[1].expect("r", engines.frames["r"])
+    adoption = engines.own[1].adopt(alone(0), carried, with_kv=True)
+    assert adoption == Adoption(Fallback.NOT_SHARED)
+    engines.finish(engines.own[1])
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[1])
+
+
+# --- room ---
+
+
+def test_without_room_nothing_changes(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[2])
+    engines.step(engines.own[0], 6)
+    engines.bind(4)  # of 8 tokens each: the request has more than 32
+    (carried,) = engines.own[0].export(["r"])
+    engines.group.expect("r", engines.frames["r"])
+    assert engines.group.adopt(alone(0), carried, with_kv=True) is None
+    assert engines.group.num_requests == 0
+    assert engines.group.load.free_blocks == 4
+    engines.group.grow({engine: engines.own[engine].lend(20) for engine in (0, 1)})
+    assert engines.group.adopt(alone(0), carried, with_kv=True) == Adoption()
+    engines.group.copy()
+    engines.own[0].abort(["r"])
+    engines.finish(engines.group)
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[2])
+
+
+def test_requests_that_fill_all_blocks_do_not_wait_for_each_other(make: Make) -> None:
+    engines = make()
+    prompts = random_prompts((31, 31, 31, 31), seed=9)
+    requests = [
+        engines.submit(engines.own[0], f"r{number}", prompt, max_tokens=20)
+        for number, prompt in enumerate(prompts)
+    ]
+    engines.step(engines.own[0], 9)
+    assert all(engines.tokens.values())
+    computed = [len(PROMPT) for PROMPT in prompts]
+    engines.bind(
+        sum(-(-(n + len(engines.tokens[r])) // 8) for n, r in zip(computed, requests, strict=True))
+    )
+    engines.carry(engines.own[0], engines.group, requests)
+    assert engines.group.load.free_blocks == 0
+    engines.finish(engines.group)
+    assert [engines.tokens[r] for r in requests] == [
+        undisturbed(make, prompt, max_tokens=20) for prompt in prompts
+    ]
+
+
+# --- prefix caches ---
+
+
+def test_what_the_destination_has_cached_is_not_read(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[1], "before", PROMPTS[3])
+    engines.finish(engines.own[1])
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.step(engines.own[0], 8)
+    (carried,), _ = engines.carry(engines.own[0], engines.own[1], ["r"])
+    read = engines.runners[alone(1)].read
+    # The last request ended with as many outputs and more, and they are cached too.
+    assert read == carried.computed % TOKENS
+    engines.finish(engines.own[1])
+    assert engines.tokens["r"] == engines.tokens["before"]
+
+
+def test_a_prefix_that_requests_share_is_read_once(make: Make) -> None:
+    engines = make()
+    tails = random_prompts((6, 9), seed=2)
+    requests = [
+        engines.submit(engines.own[0], f"r{n}", PROMPTS[2] + tail) for n, tail in enumerate(tails)
+    ]
+    engines.step(engines.own[0], 9)
+    carried, _ = _carry_to_group(engines, *requests)
+    total = sum(request.computed for request in carried)
+    assert engines.runners[GROUP].read == total - len(PROMPTS[2])
+    engines.finish(engines.group)
+    assert [engines.tokens[r] for r in requests] == [
+        undisturbed(make, PROMPTS[2] + tail) for tail in tails
+    ]
+
+
+def test_carried_blocks_are_found_in_the_prefix_cache(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.step(engines.own[0], 9)
+    _carry_to_group(engines, "r")
+    before = engines.runners[GROUP].computed
+    engines.submit(engines.group, "again", PROMPTS[3], max_tokens=1)
+    engines.step(engines.group, 3)
+    found = engines.outputs["again"][0].prefill_stats
+    assert found is not None
+    assert found.num_cached_tokens == 48
+    engines.group.abort(["r"])
+    assert engines.runners[GROUP].computed < before + 20
+    assert engines.tokens["again"] == undisturbed(make, PROMPTS[3])[:1]
+
+
+def test_damaged_blocks_are_found_by_nobody(make: Make) -> None:
+    """The KV of a request that is aborted before it is read may be overwritten where it was."""
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.step(engines.own[0], 9)
+    engines.runners[alone(1)].copy_later = True
+    engines.carry(engines.own[0], engines.own[1], ["r"])
+    assert engines.own[1].copies == 1
+    engines.own[1].abort(["r"])
+    engines.submit(engines.own[1], "again", PROMPTS[3], max_tokens=1)
+    engines.own[1].dispatch()
+    engines.runners[alone(1)].finish_copies()
+    engines.step(engines.own[1], 6)
+    found = engines.outputs["again"][0].prefill_stats
+    assert found is not None
+    assert found.num_cached_tokens == 0
+
+
+def test_blocks_of_an_aborted_request_are_read_before_another_gets_them(make: Make) -> None:
+    engines = make()
+    requests = [engines.submit(engines.own[0], f"r{n}", PROMPTS[n]) for n in (2, 3)]
+    engines.step(engines.own[0], 9)
+    engines.bind(11)
+    first, second = engines.own[0].export(requests)
+    for request in (first, second):
+        engines.group.expect(request.request_id, engines.frames[request.request_id])
+    assert engines.group.adopt(alone(0), first, with_kv=True)
+    assert engines.group.adopt(alone(0), second, with_kv=True) is None
+    engines.group.abort([first.request_id])
+    assert engines.group.adopt(alone(0), second, with_kv=True)
+    engines.group.copy()
+    engines.own[0].abort(requests)
+    engines.group.grow({engine: engines.own[engine].lend(20) for engine in (0, 1)})
+    engines.finish(engines.group)
+    assert engines.tokens[second.request_id] == undisturbed(make, PROMPTS[3])
+
+
+# --- exported requests ---
+
+
+def test_exported_requests_are_neither_running_nor_waiting(make: Make) -> None:
+    engines = make()
+    requests = submit_all(engines)
+    own = engines.own[0]
+    engines.step(own, 2)
+    free = own.load.free_blocks
+    first = own.export(requests[:3])
+    assert own.export(requests[:3]) == first, "described again"
+    assert own.num_requests == 4
+    assert (own.load.running, own.load.waiting) in {(0, 1), (1, 0)}
+    assert own.load.free_blocks == free
+    assert own.check_integrity() == []
+    engines.step(own, 3)
+    assert own.export(requests[:3]) == first, "not computed meanwhile"
+    assert len(own.lend(BLOCKS, urgent=True)) < BLOCKS - sum(len(r.blocks[0][0]) for r in first[:1])
+    assert own.export(["unknown"]) == []
+
+
+def test_requests_that_are_kept_go_on(make: Make) -> None:
+    engines = make()
+    requests, own = submit_all(engines), engines.own[0]
+    engines.step(own, 3)
+    own.export(requests)
+    engines.submit(own, "new", PROMPTS[0])
+    engines.step(own, 2)
+    own.keep([*requests, "unknown"])
+    assert own.check_integrity() == []
+    engines.finish(own)
+    assert [engines.tokens[r] for r in requests] == [undisturbed(make, p) for p in PROMPTS]
+
+
+def test_more_requests_may_be_kept_than_run_at_once(make: Make) -> None:
+    engines, own_requests = make(), []
+    own = engines.own[0]
+    prompts = random_prompts((5,) * 12, seed=4)
+    for number, prompt in enumerate(prompts):
+        own_requests.append(engines.submit(own, f"r{number}", prompt, max_tokens=8))
+    engines.step(own, 6)
+    own.export(own_requests)
+    later = [engines.submit(own, f"l{n}", PROMPTS[0], max_tokens=30) for n in range(12)]
+    engines.step(own, 6)
+    own.keep(own_requests)
+    engines.finish(own)
+    assert [engines.tokens[r] for r in own_requests] == [
+        undisturbed(make, prompt, max_tokens=8) for prompt in prompts
+    ]
+    assert all(len(engines.tokens[r]) == 30 for r in later)
+
+
+def test_exported_and_expected_requests_can_be_aborted(make: Make) -> None:
+    engines = make()
+    requests, own = submit_all(engines), engines.own[0]
+    engines.step(own, 4)
+    exported = own.export(requests)
+    for request in exported:
+        engines.own[1].expect(request.request_id, engines.frames[request.request_id])
+    assert engines.own[1].num_requests == 0
+    for core in engines.own:
+        core.abort(requests)
+    assert own.load.free_blocks == BLOCKS
+    assert engines.audit() == []
+    with pytest.raises(KeyError):
+        engines.own[1].adopt(alone(0), exported[0], with_kv=True)
+
+
+def test_withdrawn_requests_say_all_their_tokens(make: Make) -> None:
+    engines = make()
+    frames = engines.frames_of("r", PROMPTS[0])
+    engines.own[0].add("r", frames, [100, 200])
+    engines.step(engines.own[0], 3)
+    engines.own[0].export(["r"])
+    withdrawn = engines.own[0].withdraw(["r"])
+    assert withdrawn == {"r": [100, 200, *engines.tokens["r"]]}
+    assert engines.own[0].num_requests == 0
+
+
+# --- what front ends and runners are told ---
+
+
+def test_the_first_output_says_how_many_tokens_came_before(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[1])
+    engines.step(engines.own[0], 6)
+    had = len(engines.tokens["r"])
+    _carry_to_group(engines, "r")
+    engines.step(engines.group, 2)
+    told = [output.prefill_stats for output in engines.outputs["r"]]
+    said = [stats.num_prompt_tokens for stats in told if stats is not None]
+    assert said == [len(PROMPTS[1]), len(PROMPTS[1]) + had]
+    assert told[had] is not None, "with the first"
+
+
+def test_a_recomputed_requests_first_output_says_so_too(make: Make) -> None:
+    engines = make()
+    engines.own[0].add("r", engines.frames_of("r", PROMPTS[1]), [100] * 30)
+    engines.step(engines.own[0], 6)
+    stats = engines.outputs["r"][0].prefill_stats
+    assert stats is not None
+    assert stats.num_prompt_tokens == len(PROMPTS[1]) + 30
+
+
+def test_what_was_found_in_the_first_units_cache_is_said(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "before", PROMPTS[2])
+    engines.finish(engines.own[0])
+    engines.submit(engines.own[0], "r", PROMPTS[2] + PROMPTS[3])
+    engines.own[0].dispatch()
+    while engines.own[0].in_flight:
+        engines._collect(engines.own[0])
+    (carried,), _ = _carry_to_group(engines, "r")
+    assert (carried.tokens, carried.cached) == ([], 32)
+    engines.step(engines.group, 6)
+    stats = engines.outputs["r"][0].prefill_stats
+    assert stats is not None
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (82, 32)
+
+
+def test_a_carried_request_is_queued_once_and_not_preempted(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[1])
+    engines.step(engines.own[0], 6)
+    _carry_to_group(engines, "r")
+    engines.step(engines.group, 2)
+    events = [event.type.name for output in engines.outputs["r"] for event in output.events or ()]
+    assert events == ["QUEUED", "SCHEDULED", "SCHEDULED"]
+
+
+def test_a_copy_is_reported_when_every_member_has_ended_it(make: Make) -> None:
+    engines = make()
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 8)
+    engines.runners[GROUP].copy_later = True
+    _, copied = _carry_to_group(engines, *requests)
+    assert (copied, engines.group.copies) == ([], 1)
+    # The runners do what they are told in order, so the step need not wait; its outputs do.
+    assert engines.group.dispatch()
+    assert engines.group.collect() is None
+    engines.runners[GROUP].finish_copies()
+    assert engines.group.copies == 1, "until somebody has heard of it"
+    assert engines.group.collect() is None
+    assert engines.group.copied() == [Copied(requests, bytes=16, seconds=0.25)]
+    assert (engines.group.copied(), engines.group.copies) == ([], 0)
+    assert engines.group.collect() is not None
+
+
+def test_requests_whose_copy_failed_are_forgotten_before_they_have_an_output(make: Make) -> None:
+    engines = make()
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 8)
+    engines.runners[GROUP].copy_later = True
+    _carry_to_group(engines, *requests)
+    before = {request_id: list(tokens) for request_id, tokens in engines.tokens.items()}
+    assert engines.group.dispatch()
+    engines.runners[GROUP].finish_copies("engine 0 has ended")
+    (copied,) = engines.group.copied()
+    assert (copied.request_ids, copied.problem) == (requests, "engine 0 has ended")
+    assert engines.group.num_requests == 0
+    engines.step(engines.group)
+    assert engines.tokens == before
+
+
+def test_a_failed_copy_whose_blocks_others_use_ends_the_engine(make: Make) -> None:
+    engines = make()
+    submit_all(engines)
+    engines.step(engines.own[0], 8)
+    engines.runners[GROUP].copy_later = True
+    _carry_to_group(engines, "r3")
+    engines.group.add("new", engines.frames_of("new", PROMPTS[3]))
+    assert engines.group.dispatch(), "it finds the blocks of r3 in the prefix cache"
+    engines.runners[GROUP].finish_copies("engine 0 has ended")
+    with pytest.raises(RunnerDied, match="other requests use"):
+        engines.group.copied()
+
+
+def test_runners_hear_of_a_request_before_the_step_that_resumes_it(make: Make) -> None:
+    engines = make()
+    engines.own[0].add("r", engines.frames_of("r", PROMPTS[1]), [100, 200])
+    engines.step(engines.own[0])
+    carries = [
+        each for each in engines.runners[alone(0)].sent if isinstance(each, instructions.Carry)
+    ]
+    told = [one for carry in carries for one in carry.requests]
+    if engines.runners[alone(0)].v2:
+        assert told == [], "the step says it all"
+    else:
+        (one,) = told
+        assert (one.prompt, one.tokens, one.computed) == (PROMPTS[1], [100, 200], 0)
+
+
+# --- order ---
+
+
+def test_requests_go_on_in_the_order_of_their_arrival(make: Make) -> None:
+    engines = make()
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 9)
+    exported = engines.own[0].export(requests)
+    engines.bind(40)
+    for request in reversed(exported):
+        engines.group.expect(request.request_id, engines.frames[request.request_id])
+        engines.group.adopt(alone(0), request, with_kv=True)
+    scheduler = engines.group._scheduler
+    assert [request.request_id for request in scheduler.kv_holding_waiting] == requests
+    assert engines.group.blocks_wanted == 0
+
+
+# --- windows ---
+
+
+@pytest.mark.parametrize("window", [6, 16])
+def test_blocks_outside_the_window_are_neither_read_nor_found(
+    configs: LayoutConfigs, window: int
+) -> None:
+    engines = ToyEngines(configs, window=window)
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.step(engines.own[0], 9)
+    carried, _ = _carry_to_group(engines, "r")
+    (arrival,) = next(
+        each.requests
+        for each in engines.runners[GROUP].sent
+        if isinstance(each, instructions.Carry)
+    )
+    assert arrival.begin == carried[0].computed - window + 1
+    source, target = arrival.source[0][0], arrival.target[1][0]
+    assert all(source[at // TOKENS] for at in range(arrival.begin, arrival.computed))
+    assert all(target[at // 8] for at in range(arrival.begin, arrival.computed))
+    cached = {block.block_id for block in engines.group.block_pool.blocks if block.block_hash}
+    table = engines.group._scheduler.kv_cache_manager.get_block_ids("r")[0]
+    assert table[arrival.begin // 8] not in cached or arrival.begin % 8 == 0
+    assert engines.audit() == []

@@ -1,0 +1,454 @@
+"""Two engines whose schedulers are vLLM's and whose model is a few lines.
+
+The model's KV of a token, for each of two heads, is a digest of the prefix up to that token, and
+the next token is a digest of the KV that the block table names. So a request goes on with other
+tokens if one block of its KV is not the right one. A block has the same size in each layout: DP
+keeps both heads of ``TOKENS`` tokens in it, each member of the group one head of twice as many.
+
+The runners do what they are told as soon as it is sent, in vLLM's terms of either model runner.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.config import LayoutConfigs
+from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.scheduler import vllm_core
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore, VllmOwnCore
+from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
+from shoal.runtime.layout_configs import take
+from shoal.runtime.protocol.messages import CarriedRequest
+from tests.units import tp
+
+TOKENS = 4
+"""Of a block in DP."""
+BLOCKS = 160
+"""Of an engine, the null block not counted."""
+HEADS = (0, 1)
+VOCABULARY = 1000
+GROUP = tp(0, 1)
+
+
+def digest(*values: object) -> int:
+    """Return a number that depends on every value."""
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:6], "big")
+
+
+def heads_of(unit: Unit, engine: int) -> tuple[int, ...]:
+    """Return the heads whose KV a member keeps."""
+    return HEADS if unit.layout.tp == 1 else (unit.engines.index(engine),)
+
+
+def block_tokens(unit: Unit) -> int:
+    """Return how many tokens of a unit fit into a block."""
+    return TOKENS * unit.layout.tp
+
+
+@dataclass
+class Memory:
+    """The KV of an engine: by block, the layout that wrote it, and what it wrote where."""
+
+    blocks: dict[int, tuple[int, dict[tuple[int, int], int]]] = field(default_factory=dict)
+
+    def write(self, unit: Unit, blocks: Sequence[int], head: int, at: int, value: int) -> None:
+        degree, size = unit.layout.tp, block_tokens(unit)
+        block = blocks[at // size]
+        assert block, "the null block is nobody's"
+        if self.blocks.get(block, (0, {}))[0] != degree:
+            self.blocks[block] = (degree, {})
+        self.blocks[block][1][at % size, head] = value
+
+    def read(self, unit: Unit, blocks: Sequence[int], head: int, at: int) -> int:
+        degree, size = unit.layout.tp, block_tokens(unit)
+        wrote, values = self.blocks.get(blocks[at // size], (0, {}))
+        return values.get((at % size, head), -1) if wrote == degree else -1
+
+
+@dataclass
+class Known:
+    """What a runner knows of a request."""
+
+    prompt: list[int]
+    outputs: list[int]
+    blocks: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.outputs
+
+
+class Runners:
+    """The runners of a unit's members, which all know the same. Stands in for its channel."""
+
+    def __init__(self, unit: Unit, memories: dict[int, Memory]) -> None:
+        self.unit = unit
+        self.v2 = False
+        self.sent: list[Any] = []
+        self.computed = 0
+        """Tokens computed since the start."""
+        self.read = 0
+        """Tokens of which members have read KV."""
+        self.copy_later = False
+        """Keep the answers to ``Carry`` back."""
+        self.late: list[tuple[Future[Any], Any]] = []
+        self._memories = memories
+        self._futures: dict[int, Future[Any]] = {}
+        self._known: dict[str, Known] = {}
+        self._batch: set[str] = set()
+        self._backing: dict[int, dict[int, int]] = {engine: {0: 0} for engine in unit.engines}
+
+    def expect(self, answers: int) -> tuple[int, "Future[Any]"]:
+        seq, future = len(self._futures), Future[Any]()
+        self._futures[seq] = future
+        return seq, future
+
+    def send(self, instruction: Any) -> None:
+        self.sent.append(instruction)
+        match instruction:
+            case instructions.Bind() | instructions.Extend():
+                for engine, blocks in instruction.physical.items():
+                    self._backing[engine] |= zip(instruction.virtual, blocks, strict=True)
+            case instructions.Carry():
+                self._carry(instruction)
+            case _:
+                pass
+
+    def _carry(self, carry: instructions.Carry) -> None:
+        size, engine = block_tokens(self.unit), self.unit.leader
+        filled = [
+            block
+            for one in carry.requests
+            if one.source and one.begin < one.computed
+            for block in one.target[engine][0][one.begin // size :]
+        ]
+        assert len(set(filled)) == len(filled), "requests are read in any order"
+        for one in carry.requests:
+            if not self.v2:
+                self._known[one.request_id] = Known(list(one.prompt), list(one.tokens), [])
+                self._batch.discard(one.request_id)
+            if one.source:
+                self.read += max(0, one.computed - one.begin)
+                for engine in self.unit.engines:
+                    self._pull(carry.source, one, engine)
+        copied: Any = [instructions.Copied(8, 0.25)] * len(self.unit.engines)
+        answer = copied[0] if len(copied) == 1 else copied
+        if self.copy_later:
+            self.late.append((self._futures[carry.seq], answer))
+        else:
+            self._futures[carry.seq].set_result(answer)
+
+    def _pull(self, source: Unit, one: instructions.Arrival, engine: int) -> None:
+        for head in heads_of(self.unit, engine):
+            owner = next(e for e in source.engines if head in heads_of(source, e))
+            for at in range(one.begin, one.computed):
+                value = self._memories[owner].read(source, one.source[owner][0], head, at)
+                self._memories[engine].write(self.unit, one.target[engine][0], head, at, value)
+
+    def finish_copies(self, problem: str = "") -> None:
+        """Answer what was kept back; the last member could not read if there is a problem."""
+        for future, answer in self.late:
+            answers = answer if isinstance(answer, list) else [answer]
+            answers[-1] = dataclasses.replace(answers[-1], problem=problem)
+            future.set_result(answer)
+        self.late.clear()
+
+    # --- steps ---
+
+    def run_step(self, scheduled: SchedulerOutput, *_: Any, **__: Any) -> "tuple[int, Future[Any]]":
+        seq, future = self.expect(1)
+        self._learn(scheduled)
+        sampled: dict[str, list[int]] = {}
+        cached = scheduled.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            sampled[request_id] = self._compute(
+                self._known[request_id], computed[request_id], count
+            )
+        order = list(sampled)
+        indices = {request_id: index for index, request_id in enumerate(order)}
+        future.set_result(ModelRunnerOutput(order, indices, [sampled[r] for r in order]))
+        return seq, future
+
+    def _learn(self, scheduled: SchedulerOutput) -> None:
+        for request_id in scheduled.finished_req_ids:
+            self._known.pop(request_id, None)
+            self._batch.discard(request_id)
+        for new in scheduled.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            outputs: list[int] = []
+            if self.v2:
+                assert new.prefill_token_ids is not None
+                outputs = new.prefill_token_ids[len(new.prompt_token_ids) :]
+            (blocks,) = new.block_ids
+            known = Known(list(new.prompt_token_ids), list(outputs), list(blocks))
+            self._known[new.req_id] = known
+        cached = scheduled.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            known, blocks = self._known[request_id], cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                assert blocks is not None
+                known.blocks = list(blocks[0])
+            elif blocks is not None:
+                known.blocks += blocks[0]
+            outputs = cached.num_output_tokens[index]
+            if (
+                not self.v2
+                and outputs
+                and (request_id not in self._batch or request_id in cached.resumed_req_ids)
+            ):
+                known.outputs = cached.all_token_ids[request_id][-outputs:]
+        self._batch = set(scheduled.num_scheduled_tokens)
+
+    def _compute(self, known: Known, begin: int, count: int) -> list[int]:
+        self.computed += count
+        tokens = known.tokens
+        for at in range(begin, begin + count):
+            for head in HEADS:
+                before = self._kv(known, head, at - 1) if at else 0
+                value = digest(head, at, tokens[at], before)
+                for engine in self.unit.engines:
+                    if head in heads_of(self.unit, engine):
+                        blocks = self._physical(engine, known.blocks)
+                        self._memories[engine].write(self.unit, blocks, head, at, value)
+        if begin + count < len(tokens):
+            return []
+        read = [self._kv(known, head, at) for head in HEADS for at in range(len(tokens))]
+        known.outputs.append(3 + digest(read, known.outputs) % VOCABULARY)
+        return known.outputs[-1:]
+
+    def _kv(self, known: Known, head: int, at: int) -> int:
+        engine = next(e for e in self.unit.engines if head in heads_of(self.unit, e))
+        blocks = self._physical(engine, known.blocks)
+        return self._memories[engine].read(self.unit, blocks, head, at)
+
+    def _physical(self, engine: int, blocks: Sequence[int]) -> list[int]:
+        if self.unit.layout.tp == 1:
+            return list(blocks)
+        return [self._backing[engine][block] for block in blocks]
+
+
+class ToyEngineCore(EngineCore):  # type: ignore[misc]
+    """vLLM's, without workers. ``runners`` is set on the class before one is made."""
+
+    runners: Runners
+    window: int | None = None
+
+    def __init__(self, config: VllmConfig, _executor: type, log_stats: bool) -> None:
+        self.vllm_config, self.log_stats = config, log_stats
+        cache = config.cache_config
+        layer = {
+            "block_size": cache.block_size,
+            "num_kv_heads": 2,
+            "head_size": 8,
+            "dtype": torch.float32,
+        }
+        spec = (
+            FullAttentionSpec(**layer)
+            if self.window is None
+            else SlidingWindowSpec(**layer, sliding_window=self.window)
+        )
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        kv_cache = KVCacheConfig(BLOCKS + 1, [], groups)
+        cache.num_gpu_blocks = kv_cache.num_blocks
+        self.structured_output_manager = SimpleNamespace(
+            accept_tokens=lambda *_: True, clear_backend=lambda: None
+        )
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=kv_cache,
+            structured_output_manager=self.structured_output_manager,
+            block_size=cache.block_size,
+            log_stats=log_stats,
+        )
+        self.runners.v2 = self.scheduler.use_v2_model_runner
+        self.model_executor = SimpleNamespace(channel=self.runners, run_step=self.runners.run_step)
+        self.batch_queue_size = config.max_concurrent_batches
+        self.mm_receiver_cache = None
+        self.request_block_hasher = None
+        if cache.enable_prefix_caching:
+            init_none_hash(hash_of)
+            self.request_block_hasher = get_request_block_hasher(cache.block_size, hash_of)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def execute_dummy_batch(self) -> None:
+        pass
+
+
+def hash_of(value: object) -> bytes:
+    """Hash blocks of tokens for the prefix cache."""
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+class ToyEngines:
+    """Two engines and the core of their group; the test is controller and front end.
+
+    Args:
+        configs: of a model, for layouts up to two engines.
+        asynchronous: whether steps are scheduled before the outcome of the last is known.
+        v2: whether the model runners are of the second kind.
+        window: of the attention, in tokens; None: it sees all.
+    """
+
+    def __init__(
+        self,
+        configs: LayoutConfigs,
+        *,
+        asynchronous: bool = True,
+        v2: bool = False,
+        window: int | None = None,
+    ) -> None:
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.memories = {0: Memory(), 1: Memory()}
+        self.runners: dict[Unit, Runners] = {}
+        self.cores: dict[Unit, VllmCore] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self._prompts: dict[str, int] = {}
+        self.frames: dict[str, list[bytes]] = {}
+        for unit in (alone(0), alone(1), GROUP):
+            self._start(unit, configs, asynchronous, v2, window)
+        self.group = self.cores[GROUP]
+        assert isinstance(self.group, VllmGroupCore)
+        self.own = [self._own(engine) for engine in (0, 1)]
+        self._epoch = 0
+
+    def _own(self, engine: int) -> VllmOwnCore:
+        core = self.cores[alone(engine)]
+        assert isinstance(core, VllmOwnCore)
+        return core
+
+    def _start(
+        self, unit: Unit, configs: LayoutConfigs, asynchronous: bool, v2: bool, window: int | None
+    ) -> None:
+        config = take(configs, unit.layout)
+        config.cache_config.block_size = block_tokens(unit)
+        config.scheduler_config.async_scheduling = asynchronous
+        self.runners[unit] = Runners(unit, self.memories)
+        made = type("Made", (ToyEngineCore,), {"runners": self.runners[unit], "window": window})
+        kind = VllmGroupCore if unit.is_group else VllmOwnCore
+        with (
+            patch.object(vllm_core, "EngineCore", made),
+            patch.object(VllmConfig, "use_v2_model_runner", property(lambda _: v2)),
+        ):
+            self.cores[unit] = kind(unit, config, log_stats=True, max_sp=1)
+
+    # --- requests ---
+
+    def frames_of(self, request_id: str, prompt: Sequence[int], **sampling: Any) -> list[bytes]:
+        """Return what a front end sends for a request. Each arrives later than the one before."""
+        params = SamplingParams(
+            **{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True} | sampling
+        )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=float(len(self.tokens)),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.tokens[request_id], self.outputs[request_id] = [], []
+        self.frames[request_id] = [bytes(frame) for frame in self._encoder.encode(request)]
+        return self.frames[request_id]
+
+    def submit(
+        self, core: VllmCore, request_id: str, prompt: Sequence[int], **sampling: Any
+    ) -> str:
+        core.add(request_id, self.frames_of(request_id, prompt, **sampling))
+        return request_id
+
+    def step(self, core: VllmCore, times: int = 1) -> None:
+        """Run so many steps to their end, if there are so many."""
+        for _ in range(times):
+            while core.dispatch():
+                pass
+            self._collect(core)
+        while core.in_flight:
+            self._collect(core)
+
+    def _collect(self, core: VllmCore) -> None:
+        core.copied()
+        collected = core.collect()
+        for message in collected.outputs if collected else ():
+            for output in self._decoder.decode(message.frames).outputs:
+                self.tokens[output.request_id] += output.new_token_ids
+                self.outputs[output.request_id].append(output)
+
+    def finish(self, core: VllmCore) -> None:
+        """Run steps until no request is left that can go on."""
+        while any(self._counts(core)):
+            before = self._progress()
+            self.step(core)
+            assert self._progress() > before, "the core hangs"
+
+    def _counts(self, core: VllmCore) -> tuple[int, int]:
+        return core.load.running, core.load.waiting
+
+    def _progress(self) -> int:
+        return sum(runners.computed for runners in self.runners.values())
+
+    # --- switches ---
+
+    def bind(self, blocks: int) -> None:
+        """Lend the group so many blocks of each engine."""
+        self._epoch += 1
+        self.group.bind(self._epoch, {e: self.own[e].lend(blocks) for e in (0, 1)}, seed=0)
+
+    def release(self) -> None:
+        self._return(self.group.release(self._epoch))
+
+    def shrink(self) -> None:
+        self._return(self.group.shrink(0))
+
+    def _return(self, lease: Any) -> None:
+        for engine, blocks in lease.items():
+            self.own[engine].take_back(blocks)
+
+    def carry(
+        self, source: VllmCore, target: VllmCore, request_ids: Sequence[str]
+    ) -> tuple[list[CarriedRequest], list[Copied]]:
+        """Take requests from core to core, which has room for all; return what was said of them."""
+        exported = source.export(request_ids)
+        for request in exported:
+            target.expect(request.request_id, self.frames[request.request_id])
+        for request in exported:
+            assert target.adopt(source.unit, request, with_kv=True) is not None
+        target.copy()
+        copied = target.copied()
+        source.abort(request_ids)
+        return exported, copied
+
+    def audit(self) -> list[str]:
+        """Return what is wrong with any core's books."""
+        return [problem for core in self.cores.values() for problem in core.check_integrity()]

@@ -1,0 +1,42 @@
+"""Requests that are carried into new groups find room there for their next tokens too."""
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
+from shoal.runtime.protocol import messages as m
+from tests.runtime.loopback_node import LoopbackNode
+from tests.units import tp
+
+SINGLES = tuple(alone(engine) for engine in range(4))
+PAIRS, ALL = (tp(0, 1), tp(2, 3)), (tp(0, 1, 2, 3),)
+SPACIOUS = FakeSettings(num_blocks=1024, block_tokens=16, max_num_seqs=64, max_model_len=4000)
+
+
+@pytest.mark.parametrize("prompt", [20, 200, 400])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_request_is_preempted_when_memory_is_ample(
+    monkeypatch: pytest.MonkeyPatch, prompt: int, seed: int | None
+) -> None:
+    preempted: list[str] = []
+    preempt = FakeScheduler._preempt
+
+    def note(scheduler: FakeScheduler, request: FakeRequest) -> None:
+        preempted.append(request.id)
+        preempt(scheduler, request)
+
+    monkeypatch.setattr(FakeScheduler, "_preempt", note)
+    node = LoopbackNode(4, seed=seed, settings=SPACIOUS)
+    node.settle()
+    for k in range(32):
+        node.send(f"r{k}", prompt + 7 * k % 60, 300)
+    node.turns(10)
+    for layout in (PAIRS, ALL, PAIRS, SINGLES, ALL, SINGLES):
+        node.set_layout(*layout, treatment=m.Treatment.CARRY)
+        node.turns(25)
+    node.settle()
+    assert node.missing == []
+    node.assert_exact()
+    assert preempted == []
+    assert node.value("shoal_carried_requests_total", outcome="carried") == 32 * 6
