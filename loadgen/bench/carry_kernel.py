@@ -1,7 +1,7 @@
 """Times how fast two GPUs read the KV of requests from each other, beside their copy engines.
 
-``python -m shoal.loadgen.bench.carry_kernel`` needs two GPUs that reach each other's memory. It
-prints JSON: for each case the milliseconds of the slower GPU, the GB/s of the bytes that came over
+``python -m shoal.loadgen.bench.carry_kernel`` needs two GPUs that reach each other's memory. With
+one GPU both members are on it: then only the number of wrong words says something. It prints JSON: for each case the milliseconds of the slower GPU, the GB/s of the bytes that came over
 the link, what the host took to plan and launch, and how many of some words that were looked at are
 wrong. The KV is that of the 8B Llama shape: 32 layers, 8 heads of 128 in 16 bits, in blocks of 16
 tokens.
@@ -205,7 +205,7 @@ def link_bytes(engine: int, given: Sequence[Carried], size: int) -> float:
 def _member(engine: int, args: argparse.Namespace, directory: str, barrier: Any, out: Any) -> None:
     from shoal.runtime.engine.kv.device_copy import DeviceCopier
 
-    device = torch.device("cuda", engine)
+    device = torch.device("cuda", engine % torch.cuda.device_count())
     torch.cuda.set_device(device)
     blocks = blocks_for(CASES)
     memory = kv_memory("", device)
@@ -273,8 +273,8 @@ def main() -> None:
                 rows.append(summary(name, list(found[name].values())))
         while not members.join():
             pass
-    name = torch.cuda.get_device_name()
-    print(json.dumps({"device": name, "torch": torch.__version__, "cases": rows}, indent=1))
+    machine = {"device": torch.cuda.get_device_name(), "gpus": min(2, torch.cuda.device_count())}
+    print(json.dumps({**machine, "torch": torch.__version__, "cases": rows}, indent=1))
 
 
 if __name__ == "__main__":
