@@ -1,10 +1,10 @@
 """Times how fast two GPUs read the KV of requests from each other, beside their copy engines.
 
 ``python -m shoal.loadgen.bench.carry_kernel`` needs two GPUs that reach each other's memory. With
-one GPU both members are on it: then only the number of wrong words says something. It prints JSON: for each case the milliseconds of the slower GPU, the GB/s of the bytes that came over
-the link, what the host took to plan and launch, and how many of some words that were looked at are
-wrong. The KV is that of the 8B Llama shape: 32 layers, 8 heads of 128 in 16 bits, in blocks of 16
-tokens.
+one GPU both members are on it: then only the number of wrong words says something. It prints JSON:
+for each case the milliseconds of the slower GPU, the GB/s of the bytes that came over the link,
+what the host took to plan and launch, and how many of some words that were looked at are wrong. The
+KV is that of the 8B Llama shape: 32 layers, 8 heads of 128 in 16 bits, in blocks of 16 tokens.
 """
 
 import argparse
