@@ -31,7 +31,11 @@ def reachable(pid: int) -> dict[str, str]:
 
 def _sockets(pid: int) -> Iterator[str]:
     folder = f"/proc/{pid}/fd"
-    for name in os.listdir(folder):  # noqa: PTH208 - links whose targets are no paths
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - links whose targets are no paths
+    except FileNotFoundError:
+        return  # the process has ended meanwhile
+    for name in names:
         try:
             target = os.readlink(f"{folder}/{name}")  # noqa: PTH115
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from tests.server.node import ServedNode, served_node, until
 from tests.server.retrying_proxy import retrying_proxy
 
 MODEL = "shoal-demo"
-LONG = 200
+LONG = 300
 """Tokens of an answer that takes seconds."""
 SLOW = ("--fake-step-ms", "20")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.server.node import ServedNode, served_node
 
 MODEL = "shoal-demo"
-TOKENS = 120
+TOKENS = 200
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,9 @@ def test_a_stream_goes_on_while_its_engine_is_drained(node: ServedNode, http: ht
                 drained = next(each["engine"] for each in engines if each["requests"])
                 http.post("/admin/drain", json={"engines": [drained]}).raise_for_status()
     assert text == whole
-    engine = http.get("/admin/layout").json()["engines"][drained]
-    assert (engine["drained"], engine["requests"]) == (True, 0)
+    while (engine := http.get("/admin/layout").json()["engines"][drained])["requests"]:
+        pass  # the engine's word may be on its way; the test's time limit bounds this
+    assert engine["drained"]
     assert http.post("/admin/layout", json={"units": [[0, 1]]}).status_code == 409
     http.post("/admin/resume", json={"engines": [drained]}).raise_for_status()
     http.post("/admin/layout", json={"units": [[0, 1]]}).raise_for_status()

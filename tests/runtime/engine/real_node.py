@@ -45,7 +45,7 @@ from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes
 from tests.runtime.engine.scripted_shift import Script, run_scripted_scheduler, set_script
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 """How long a test waits for anything before it fails: so long that it says nothing of speed."""
 
 MODEL_ARGS: dict[str, Any] = {

@@ -93,7 +93,7 @@ def test_requests_paused_in_a_group_go_on_at_its_next_bind(node: RealNode) -> No
 
 
 def test_a_sequential_switch_waits_for_the_requests(node: RealNode) -> None:
-    requests = node.submit(alone(0), fresh(30, 60), max_tokens=60)
+    requests = node.submit(alone(0), fresh(30, 60), max_tokens=300)
     node.wait_for_tokens(requests, 1)
     view = node.switch(GROUP, treatment=m.Treatment.SEQUENTIAL)
     assert (view.drained, view.paused) == (2, 0)
@@ -150,19 +150,19 @@ def test_a_request_larger_than_the_lease_starts(node: RealNode) -> None:
 
 
 def test_members_short_of_blocks_preempt_their_paused_requests(node: RealNode) -> None:
-    long, wide = fresh(600, 600, 600), fresh(900)
-    expected = tokens_alone(node, long, max_tokens=60)
+    long, wide = fresh(540, 540, 540), fresh(900)
+    expected = tokens_alone(node, long, max_tokens=120)
     expected_wide = tokens_alone(node, wide)
-    paused = node.submit(alone(0), long, max_tokens=60)
+    paused = node.submit(alone(0), long, max_tokens=120)
     node.wait_for_tokens(paused, 1)
     with node.bound(GROUP):
-        # At least 57 of 63 blocks are in use, the request needs 15.
+        # At least 51 of 63 blocks are in use, the request needs 15.
         assert node.controller.books.leases.opened[GROUP] < 15
         assert node.generate(GROUP, wide) == expected_wide
         assert not node.finished.keys() & set(paused)
     assert node.wait(paused) == expected
     computed = node.probe(0, probes.scheduled)
-    assert sum(computed[request] for request in paused) > 3 * (600 + 59), "nobody was preempted"
+    assert sum(computed[request] for request in paused) > 3 * (540 + 119), "nobody was preempted"
     assert node.audit() == []
 
 

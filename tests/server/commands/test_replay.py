@@ -113,7 +113,8 @@ async def test_ctrl_c_still_reports(tmp_path: Path) -> None:
     assert err == b""
     assert b"INVALID RUN: it was stopped" in out
     outcomes = json.loads(figures.read_text())["outcomes"]
-    assert outcomes["ok"] == 2
+    # The answer to the second one may have been on its way.
+    assert outcomes["ok"] in (1, 2)
     assert outcomes["cancelled"] >= 1
 
 
@@ -241,7 +242,8 @@ def test_totals_are_exact_across_switches(
             [
                 *("replay", "--base-url", node.url, "--admin-url", node.admin_url),
                 *("--trace", "poisson", "--rate", "50", "--requests", "40"),
-                *("--prompt-tokens", "9:99", "--output-tokens", "9:60"),
+                # So long that some run whenever the layout is switched, also on a busy machine.
+                *("--prompt-tokens", "9:99", "--output-tokens", "100:250"),
                 *("--check-metrics", "--json", str(figures)),
             ]
         )

@@ -11,7 +11,7 @@ import pytest
 from shoal.server.connections import accepting
 from shoal.server.connections.accepting import Acceptor, Tally
 
-PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
 
 
 class FrontEnds:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.runtime.protocol.messages import NodeMetrics, Outcome
 from shoal.runtime.protocol.messages.metrics import EngineGauges
 from shoal.server.operator.metrics_page import SCHEDULER_GAUGES, page
-from tests.server.node import ServedNode, served_node
+from tests.server.node import ServedNode, served_node, until
 
 MODEL = "shoal-demo"
 ALONE, PAIR = [[0], [1]], [[0, 1]]
@@ -191,7 +191,7 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 
 async def load(node: ServedNode) -> list[dict[str, Any]]:
-    """Have 40 requests of all classes answered while the layout changes six times."""
+    """Have 41 requests of all classes answered while the layout changes six times."""
     limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
     async with node.async_client(limits=limits) as http:
         whole = await complete(http, prompt="Stop", max_tokens=60)
@@ -206,7 +206,10 @@ async def load(node: ServedNode) -> list[dict[str, Any]]:
         stops = [
             {"prompt": "Stop", "max_tokens": 60, "stop": whole["text"][30 + k]} for k in range(5)
         ]
+        # One goes on for as long as the first switches take on a busy machine.
+        bodies.append({"prompt": "word", "max_tokens": 500})
         answers = asyncio.gather(*(complete(http, **body) for body in bodies + stops))
+        await until(http, lambda view: any(unit["running"] for unit in view["units"]))
         for units, preempt in zip((PAIR, ALONE) * 3, ("carry", "soft", "hard") * 2, strict=True):
             answer = await http.post("/admin/layout", json={"units": units, "preempt": preempt})
             assert answer.status_code == 200, answer.text
@@ -216,11 +219,20 @@ async def load(node: ServedNode) -> list[dict[str, Any]]:
         return [whole, *await answers]
 
 
-async def settled(url: str, ended: float) -> dict[str, Metric]:
-    """Return a page on which so many requests have ended: the engines' word may be on its way."""
+async def settled(
+    url: str, before: dict[str, Metric], ended: int, finished: int | None = None
+) -> dict[str, Metric]:
+    """Return a page on which so many more requests have ended, and so many of them finished.
+
+    The engines tell the controller, and vLLM counts in another process, after the client's answer.
+    """
+    wanted = {
+        "shoal_requests_total": ended,
+        "vllm:request_success_total": ended if finished is None else finished,
+    }
     while True:
         families = scrape(url)
-        if total(families, "shoal_requests_total") >= ended:
+        if all(total(families, n) >= total(before, n) + more for n, more in wanted.items()):
             return families
 
 
@@ -229,7 +241,7 @@ async def test_totals_equal_what_clients_saw(node: ServedNode) -> None:
     answers = await load(node)
     assert [answer["reason"] for answer in answers].count("stop") == 5
     finished = total(before, "shoal_requests_total", outcome="finished") + len(answers)
-    after = await settled(node.url, total(before, "shoal_requests_total") + len(answers))
+    after = await settled(node.url, before, len(answers))
 
     def gained(name: str, **labels: str) -> float:
         return total(after, name, **labels) - total(before, name, **labels)
@@ -261,9 +273,10 @@ async def test_totals_equal_what_clients_saw(node: ServedNode) -> None:
 
 
 async def test_every_front_end_shows_all(node: ServedNode) -> None:
+    before = scrape(node.url)
     async with node.async_client() as http:
         await complete(http, prompt="x", max_tokens=3)
-    await settled(node.url, 1)
+    await settled(node.url, before, 1)
     names = ("vllm:generation_tokens_total", "shoal_request_seconds_count", "shoal_requests_total")
     seen = Counter(
         tuple(total(families, name) for name in names)
@@ -281,7 +294,7 @@ async def test_what_clients_give_up_is_aborted_and_in_no_latency(node: ServedNod
         http.stream("POST", "/v1/completions", json=body) as response,
     ):
         await anext(response.aiter_lines())
-    after = await settled(node.url, total(before, "shoal_requests_total") + 1)
+    after = await settled(node.url, before, 1, finished=0)
 
     def gained(name: str, **labels: str) -> float:
         return total(after, name, **labels) - total(before, name, **labels)

@@ -14,6 +14,8 @@ from tests.server.node import ServedNode, served_node
 from tests.server.otlp import Collector, Span, grpc_collector, http_collector
 
 MODEL = "shoal-demo"
+LONG = 200
+"""Tokens of a stream that goes on for as long as two switches take on a busy machine."""
 ALONE, PAIR = [[0], [1]], [[0, 1]]
 PARENT = "b7ad6b7169203331"
 ROOT = "POST /v1/completions"
@@ -152,7 +154,7 @@ async def test_a_stop_string_finishes_a_request(node: ServedNode, collector: Col
 
 async def test_a_hard_switch_pauses_and_is_linked(node: ServedNode, collector: Collector) -> None:
     trace = new_trace()
-    stream = await start(node.url, trace, 60)
+    stream = await start(node.url, trace, LONG)
     epochs = [await switch(node, units, "hard") for units in (PAIR, ALONE)]
     await stream
     spans = collector.of_trace(trace)
@@ -184,7 +186,7 @@ async def test_a_moved_request_has_spans_of_both_units(
     node: ServedNode, collector: Collector
 ) -> None:
     trace = new_trace()
-    stream = await start(node.url, trace, 60)
+    stream = await start(node.url, trace, LONG)
     epoch = await switch(node, PAIR, "soft")
     await stream
     await switch(node, ALONE, "soft")
@@ -193,7 +195,7 @@ async def test_a_moved_request_has_spans_of_both_units(
     assert root.attributes["shoal.layout"] == "dp tp2"
     decodes = named(spans, "decode")
     assert [span.attributes["shoal.layout"] for span in decodes] == ["dp", "tp2"]
-    assert sum(span.attributes["gen_ai.usage.completion_tokens"] for span in decodes) == 60
+    assert sum(span.attributes["gen_ai.usage.completion_tokens"] for span in decodes) == LONG
     for name in ("pool_wait", "dispatch", "first_token"):
         assert len(named(spans, name)) == 2
     (bind,) = named(spans, "bind")
@@ -201,14 +203,14 @@ async def test_a_moved_request_has_spans_of_both_units(
     assert bind.start <= named(spans, "pool_wait")[1].start <= bind.end
     assert named(spans, "paused") == []
     (llm,) = named(spans, "llm_request")
-    assert llm.attributes["gen_ai.usage.completion_tokens"] == 60
+    assert llm.attributes["gen_ai.usage.completion_tokens"] == LONG
 
 
 async def test_a_carried_request_has_spans_of_both_units(
     node: ServedNode, collector: Collector
 ) -> None:
     trace = new_trace()
-    stream = await start(node.url, trace, 60)
+    stream = await start(node.url, trace, LONG)
     epoch = await switch(node, PAIR, "carry")
     await stream
     await switch(node, ALONE, "carry")
@@ -225,7 +227,7 @@ async def test_a_carried_request_has_spans_of_both_units(
     assert switched.attributes["shoal.switch.epoch"] == epoch
     assert switched.attributes["shoal.switch.carried"] == 1
     (llm,) = named(spans, "llm_request")
-    assert llm.attributes["gen_ai.usage.completion_tokens"] == 60
+    assert llm.attributes["gen_ai.usage.completion_tokens"] == LONG
 
 
 async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> None:
@@ -238,7 +240,7 @@ async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> No
         # Two engines with two seats each, and one request ahead for each; one may wait.
         busy = [await start(node.url, new_trace(), 1000) for _ in range(4)]
         ahead = [asyncio.create_task(ask(node.url, new_trace(), 1000)) for _ in range(2)]
-        late = {"x-shoal-deadline-ms": "400", **headers(expired)}
+        late = {"x-shoal-deadline-ms": "3000", **headers(expired)}
         while True:
             view = (await http.get("/admin/layout")).json()
             if sum(unit["running"] + unit["waiting"] for unit in view["units"]) == 6:

@@ -13,7 +13,7 @@ from shoal.runtime.engine.groups.rendezvous import agreed_minimum
 
 ENGINES = 4
 PAIR = tensor_parallel((2, 3))
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
 class Engine:
