@@ -40,11 +40,6 @@ class Carry(msgspec.Struct):
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
 
-    @property
-    def holder(self) -> Unit:
-        """The unit at which the book of requests has the requests of this carry."""
-        return self.destination if self.stage is CarryStage.IMPORTING else self.source
-
 
 class CarryBook:
     """All running carries."""

@@ -58,15 +58,11 @@ class RequestBook:
             core = self._cores[unit] = CoreBook(unit)
         return core
 
-    def place(self, request: Request, unit: Unit) -> None:
-        """Note that a request was sent to a unit."""
-        self.core(unit).put(request)
-        self._where[request.id] = unit
-
-    def carry(self, request: Request, unit: Unit) -> None:
-        """Note that a request, which was on another unit, is being carried to this one."""
-        self.remove(request.id)
-        self.core(unit).put(request, carried=True)
+    def place(self, request: Request, unit: Unit, *, carried: bool = False) -> None:
+        """Note that a request was sent to a unit; ``carried``: from the unit that had it."""
+        if carried:
+            self.remove(request.id)
+        self.core(unit).put(request, carried=carried)
         self._where[request.id] = unit
 
     def where(self, request_id: str) -> Unit | None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
 from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.carry_book import CarryStage
 from shoal.runtime.controller.books.engine_book import Engine, EngineBook, EngineState
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import SHUTTING_DOWN
@@ -46,7 +47,7 @@ def _requests_of(books: Books, engine: int) -> int:
     cores = books.requests.cores.values()
     held = sum(len(core.requests) for core in cores if engine in core.unit.engines)
     # While KV is read, the book of requests has them at the destination only.
-    read = (carry for carry in books.carries if carry.holder == carry.destination)
+    read = (carry for carry in books.carries if carry.stage is CarryStage.IMPORTING)
     return held + sum(
         len(carry.ids)
         for carry in read

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.controller.books.carry_book import CarryStage
 from shoal.runtime.controller.reporting.layout_view import engine_views
 from shoal.runtime.controller.switches import RETRY_SECONDS
 from shoal.runtime.protocol import messages as m
@@ -76,7 +77,7 @@ def test_an_engine_counts_what_is_read_from_it() -> None:
     drain(node, 1)
     for _ in range(6):
         node.turns(1)
-        is_read = any(carry.holder != alone(1) for carry in books.carries)
+        is_read = any(carry.stage is CarryStage.IMPORTING for carry in books.carries)
         counts.append((is_read, engine_views(books)[1].requests))
     assert (True, 2) in counts
     assert counts[-1] == (False, 0)
