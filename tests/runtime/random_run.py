@@ -47,7 +47,7 @@ def random_partition(rng: random.Random, engines: int, max_group: int) -> Partit
 def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
     """Register a policy of random switches, which waits for nobody for long; return its name.
 
-    Requests that it pauses get turns soon, and it has no budget.
+    Requests that it pauses are soon carried to units that are there, and it has no budget.
     """
     rng = random.Random(seed)
 
