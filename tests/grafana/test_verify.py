@@ -87,7 +87,7 @@ def test_every_panel_and_rule_has_data(prometheus: Prometheus) -> None:
         "Shoal: Serving",
         "Shoal: Switching",
     ]
-    assert problems(prometheus, boards, last_seconds(60), WITHOUT) == []
+    assert problems(prometheus, boards, last_seconds(120), WITHOUT) == []
 
 
 def test_what_has_no_data_is_reported(prometheus: Prometheus) -> None:

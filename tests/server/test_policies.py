@@ -122,7 +122,7 @@ def test_the_layout_follows_the_load(node: ServedNode, http: httpx.Client) -> No
         await until(2)
         return bursts
 
-    bursts = asyncio.run(asyncio.wait_for(rise_and_fall(), 120))
+    bursts = asyncio.run(asyncio.wait_for(rise_and_fall(), 300))
     assert all(texts[:6] == alone for texts in bursts)
     assert http.get("/admin/policy").json()["moved"] > 0
     assert http.post("/admin/audit").json()["clean"]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.node import ServedNode, children_of
+from tests.server.node import ServedNode, children_of, served_node
 
 BODY = {"model": "shoal-demo", "prompt": "The sea", "max_tokens": 24, "temperature": 0}
 SINGLES, PAIR = [[0], [1]], [[0, 1]]
@@ -25,12 +25,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def served(cache: Path, *arguments: str, **options: Any) -> Iterator[tuple[ServedNode, Any]]:
     """Serve, and check that nothing is left over in the end."""
-    node = ServedNode(cache, "--engines", "2", "--restart-backoff", "0.1", *arguments, **options)
-    assert node.url, "\n".join(node.lines)
-    with node.client() as http:
-        yield node, http
-    node.children += children_of(node.process.pid)
-    last = node.stop()
+    common = ("--engines", "2", "--restart-backoff", "0.1")
+    with served_node(cache, *common, *arguments, **options) as node:
+        with node.client() as http:
+            yield node, http
+        node.children += children_of(node.process.pid)
+        last = node.stop()
     assert node.process.returncode == 0, "\n".join(last)
     assert node.leftovers() == []
 
@@ -111,7 +111,7 @@ def check_that_a_stream_ends_without_engines(node: ServedNode, http: httpx.Clien
         "param": None,
         "code": 503,
     }
-    assert "starting" in {engine["state"] for engine in layout(http)["engines"]}
+    assert "serving" not in {engine["state"] for engine in layout(http)["engines"]}
 
 
 def test_a_real_engine_comes_back_with_the_same_tokens(cache: Path) -> None:

@@ -132,9 +132,10 @@ def still_running(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.timeout(1200)
 def test_systems_are_measured_one_after_the_other(tmp_path: Path) -> None:
     one = campaign(tmp_path, fake_systems(), (*APPLYING, "rates", "numerics"))
-    assert not run(one, 280.0)
+    assert not run(one, 1100.0)
     systems = msgspec.json.decode((tmp_path / "results.json").read_bytes())["systems"]
     assert list(systems) == [STOCK_DP, SHOAL]
     # Too long a prompt is refused: that keeps nothing else from being measured.

@@ -249,7 +249,7 @@ def test_fake_engines_carry_their_requests(tmp_path: Path, monkeypatch: pytest.M
     one.results.sizes = msgspec.structs.replace(
         SIZES, carry_cases=((8, 64),), carry_tokens=1900, pause_seconds=0.005
     )
-    assert run(one, 200.0)
+    assert run(one, 550.0)
     assert still_running(tmp_path) == []
     kept = one.results.systems[SHOAL]
     assert kept.failures == {}

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.timeout(1200)
 def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
     """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
     program = subprocess.run(
@@ -37,7 +40,9 @@ def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
 def assert_sampled_as_stock_does(result: dict[str, Any]) -> None:
     expected, greedy = result["sampled"]["stock"], result["tokens"]["stock"]
     assert result["sampled"]["sampled"] == expected
-    changed = [tokens != plain for tokens, plain in zip(expected, greedy, strict=True)]
+    changed = [
+        tokens[: len(plain)] != plain for tokens, plain in zip(expected, greedy, strict=True)
+    ]
     assert changed == [True, True, True, False], "log probabilities alone change no token"
     for other, tokens in zip(result["sampled"]["others"], expected, strict=False):
         assert other != tokens, "another seed, or no penalties, would not be noticed"

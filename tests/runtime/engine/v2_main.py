@@ -28,6 +28,9 @@ from tests.runtime.engine.scripted_shift import Script
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 16
+SAMPLED_TOKENS = 32
+"""Of requests that two switches carry: so many that none ends before the second one."""
+PATIENCE_SECONDS = 600.0
 UNITS = [alone(0), alone(1)]
 GROUP = tp(0, 1)
 LETTERS = StructuredOutputsParams(regex="[a-z]{200}")
@@ -60,15 +63,19 @@ def samples_alike(node: real_node.RealNode) -> bool:
 def stock(model: Path) -> list[RequestOutput]:
     """Return what stock vLLM generates greedily, and then as ``SAMPLED`` says."""
     sampling: list[dict[str, Any]] = [{}] * len(PROMPTS) + SAMPLED
-    common = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
-    params = [SamplingParams(**common | options) for options in sampling]
+    common = {"temperature": 0.0, "ignore_eos": True}
+    counts = [TOKENS] * len(PROMPTS) + [SAMPLED_TOKENS] * len(SAMPLED)
+    params = [
+        SamplingParams(**common | options, max_tokens=count)
+        for options, count in zip(sampling, counts, strict=True)
+    ]
     return real_node.stock_outputs(model, PROMPTS * 2, params, VLLM_USE_V2_MODEL_RUNNER="1")
 
 
 def submit_each(node: real_node.RealNode, sampling: list[dict[str, Any]]) -> list[str]:
     """Send the group the first prompts, each with its own sampling."""
     pairs = zip(PROMPTS, sampling, strict=False)
-    return [node.submit(GROUP, [prompt], TOKENS, **options)[0] for prompt, options in pairs]
+    return [node.submit(GROUP, [prompt], SAMPLED_TOKENS, **options)[0] for prompt, options in pairs]
 
 
 def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -115,13 +122,13 @@ def difference(node: real_node.RealNode, request: str, expected: RequestOutput) 
 
 def main(directory: Path) -> None:
     preloaded.FIRST.append(triton_interpreter.__name__)
-    real_node.PATIENCE_SECONDS = 250.0
+    real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     model = make_model("llama", directory)
     expected = stock(model)
     tokens = {"stock": real_node.tokens_of(expected)[: len(PROMPTS)]}
     sampled = {"stock": real_node.tokens_of(expected)[len(PROMPTS) :]}
     with real_node.RealNode(
-        model, 2, patience=250.0, max_sp=2, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}
+        model, 2, patience=PATIENCE_SECONDS, max_sp=2, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}
     ) as node:
         runners = sorted(set(node.probe_all(probes.model_runner_module)))
         tokens["dp"] = node.generate_spread(UNITS, PROMPTS, TOKENS)

@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import httpx
 import pytest
 
 from shoal.loadgen.bench.engine_failures import counter
-from tests.server.node import ServedNode, children_of
+from tests.server.node import ServedNode, children_of, served_node
 
+Serve = Callable[..., ServedNode]
 STREAMS = 8
 SEEDED = 4
 TOKENS = 120
@@ -24,6 +26,15 @@ EARLY = 5
 @pytest.fixture
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")  # a short name: sockets are in it
+
+
+@pytest.fixture
+def serve(cache: Path) -> Iterator[Serve]:
+    """Starts nodes, which do not outlive the test."""
+    with ExitStack() as nodes:
+        yield lambda *arguments, **options: nodes.enter_context(
+            served_node(cache, *arguments, **options)
+        )
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:
@@ -112,8 +123,8 @@ def check_streams(node: ServedNode, act: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_streams_go_on_when_an_engine_dies(cache: Path, number: signal.Signals) -> None:
-    node = ServedNode(cache, "--fake-step-ms", "20")
+def test_streams_go_on_when_an_engine_dies(serve: Serve, number: signal.Signals) -> None:
+    node = serve("--fake-step-ms", "20")
     check_streams(node, lambda: os.kill(node.children[0], number))
     cause = {signal.SIGKILL: "ended", signal.SIGSTOP: "stopped"}[number]
     with node.client() as http:
@@ -123,9 +134,8 @@ def test_streams_go_on_when_an_engine_dies(cache: Path, number: signal.Signals) 
     assert node.leftovers() == []
 
 
-def test_streams_go_on_when_a_real_engine_dies(cache: Path) -> None:
-    node = ServedNode(cache, real=True, VLLM_LOGGING_LEVEL="CRITICAL")
-    assert node.url, "\n".join(node.lines)
+def test_streams_go_on_when_a_real_engine_dies(serve: Serve) -> None:
+    node = serve(real=True, VLLM_LOGGING_LEVEL="CRITICAL")
     scheduler, runner, *_ = node.children
     check_streams(node, lambda: os.kill(runner, signal.SIGKILL))
     assert not Path(f"/proc/{scheduler}").exists(), "an engine dies whole"
@@ -144,9 +154,9 @@ async def run_until_broken(node: ServedNode, act: Callable[[], None]) -> list[St
     return streams
 
 
-def test_streams_end_when_no_engine_is_back_in_time(cache: Path) -> None:
+def test_streams_end_when_no_engine_is_back_in_time(serve: Serve) -> None:
     options = ("--restart-backoff", "1000", "--outage-limit", "0.5")
-    node = ServedNode(cache, "--fake-step-ms", "20", *options)
+    node = serve("--fake-step-ms", "20", *options)
 
     def lose_both() -> None:
         os.kill(node.children[0], signal.SIGSTOP)
@@ -170,8 +180,8 @@ def test_streams_end_when_no_engine_is_back_in_time(cache: Path) -> None:
     assert node.leftovers() == []
 
 
-def test_streams_go_on_when_both_engines_come_back(cache: Path) -> None:
-    node = ServedNode(cache, "--fake-step-ms", "20", "--restart-backoff", "0.1")
+def test_streams_go_on_when_both_engines_come_back(serve: Serve) -> None:
+    node = serve("--fake-step-ms", "20", "--restart-backoff", "0.1")
     children = children_of(node.process.pid)
 
     def lose_both() -> None:
@@ -195,8 +205,8 @@ def test_streams_go_on_when_both_engines_come_back(cache: Path) -> None:
     assert node.leftovers() == []
 
 
-def test_a_controller_that_hangs_is_noticed_and_ends_the_node(cache: Path) -> None:
-    node = ServedNode(cache, "--fake-step-ms", "20", "--controller-timeout", "3")
+def test_a_controller_that_hangs_is_noticed_and_ends_the_node(serve: Serve) -> None:
+    node = serve("--fake-step-ms", "20", "--controller-timeout", "3")
     controller = node.children[2]
     asyncio.run(use_while_it_hangs(node, controller))
     os.kill(controller, signal.SIGSTOP)
@@ -252,12 +262,12 @@ async def use_while_it_hangs(node: ServedNode, controller: int) -> None:
     assert counter(metrics, 'shoal_rejected_requests_total{reason="unavailable"}') == 9
 
 
-def test_a_killed_server_takes_its_processes_along_and_the_next_one_cleans_up(cache: Path) -> None:
-    node = ServedNode(cache)
+def test_a_killed_server_takes_its_processes_along_and_the_next_one_cleans_up(serve: Serve) -> None:
+    node = serve()
     node.process.kill()
     node.wait()  # until nobody is left who could write
     assert node.runtime_dir.exists()
-    following = ServedNode(cache)
+    following = serve()
     assert not node.runtime_dir.exists()
     following.stop()
     assert following.leftovers() == []
