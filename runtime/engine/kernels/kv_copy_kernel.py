@@ -7,12 +7,12 @@ never while it serves.
 Importing this module imports Triton, which only CUDA (or Triton's interpreter) has a use for.
 """
 
-from collections.abc import Callable
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from shoal.runtime.engine.kernels.words_in_memory import one_form, words
 
 WORD_BYTES = 8
 """What is copied: eight bytes at a time, whatever the type of the KV cache is."""
@@ -23,7 +23,6 @@ PROGRAMS = 32
 few, steps of another stream keep their processors."""
 _TILE_WORDS = 2048
 _WARPS = 8
-_CONSTANTS = ("row_words", "tile_words", "tile_rows")
 
 
 class Strides(NamedTuple):
@@ -35,18 +34,7 @@ class Strides(NamedTuple):
     target_token: int
 
 
-def _one_form(kernel: Callable[..., None]) -> Any:
-    numbers = [name for name in signature(kernel).parameters if name not in _CONSTANTS]
-    return triton.jit(kernel, do_not_specialize=numbers)
-
-
-@triton.jit
-def _words(address):  # type: ignore[no-untyped-def]
-    """Return a pointer to the word at an address, which may be small enough for four bytes."""
-    return address.to(tl.int64).to(tl.pointer_type(tl.int64))
-
-
-@_one_form
+@one_form
 def _copy_kernel(  # type: ignore[no-untyped-def]
     table,
     runs,
@@ -65,7 +53,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     ``table`` has the addresses of the runs in the source, in the target, the numbers of their rows
     (a row is what a head has of a token), and what has to be added to addresses for each layer.
     """
-    of_source = _words(table)
+    of_source = words(table)
     of_target = of_source + runs
     of_rows = of_target + runs
     of_layer = of_rows + runs
@@ -74,8 +62,8 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     while item < runs * layers:
         run = item // layers
         layer = tl.load(of_layer + item % layers)
-        source = _words(tl.load(of_source + run) + layer)
-        target = _words(tl.load(of_target + run) + layer)
+        source = words(tl.load(of_source + run) + layer)
+        target = words(tl.load(of_target + run) + layer)
         rows = tl.load(of_rows + run).to(tl.int32)
         for begin in range(0, rows, tile_rows):
             row = begin + tl.arange(0, tile_rows)
@@ -111,15 +99,15 @@ def copy(
         row_bytes: size of a row.
         programs: most programs.
     """
-    words = row_bytes // WORD_BYTES
-    tile_words = triton.next_power_of_2(words)
+    row_words = row_bytes // WORD_BYTES
+    tile_words = triton.next_power_of_2(row_words)
     _copy_kernel[(max(1, min(programs, runs * layers)),)](
         table,
         runs,
         layers,
         heads,
         *strides,
-        row_words=words,
+        row_words=row_words,
         tile_words=tile_words,
         tile_rows=max(1, _TILE_WORDS // tile_words),
         num_warps=_WARPS,

@@ -8,32 +8,18 @@ layer, and hosts are slower than GPUs there.
 Importing this module imports Triton, which only CUDA (or Triton's interpreter) has a use for.
 """
 
-from collections.abc import Callable
-from inspect import signature
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from shoal.runtime.engine.groups.peer_memory import WORD
+from shoal.runtime.engine.kernels.words_in_memory import one_form, words
 
 _TILE = 512
 """Words that a program copies."""
 
 
-def _one_form(kernel: Callable[..., None]) -> Any:
-    numbers = [name for name in signature(kernel).parameters if name != "tile"]
-    return triton.jit(kernel, do_not_specialize=numbers)
-
-
-@triton.jit
-def _words(address):  # type: ignore[no-untyped-def]
-    """Return a pointer to the word at an address, which may be small enough for four bytes."""
-    return address.to(tl.int64).to(tl.pointer_type(tl.int64))
-
-
-@_one_form
+@one_form
 def _give_kernel(  # type: ignore[no-untyped-def]
     query,
     key,
@@ -61,20 +47,20 @@ def _give_kernel(  # type: ignore[no-untyped-def]
     width = query_words + key_words + value_words
     head = member // members_per_head
     row = token.to(tl.int64)
-    query_row = _words(query) + row * query_stride + member * query_words
-    key_row = _words(key) + row * key_stride + head * key_words
-    value_row = _words(value) + row * value_stride + head * value_words
+    query_row = words(query) + row * query_stride + member * query_words
+    key_row = words(key) + row * key_stride + head * key_words
+    value_row = words(value) + row * value_stride + head * value_words
     # Each word belongs to one of the three, and is not read from the other two.
-    words = tl.load(query_row + word, mask=word < query_words, other=0)
-    words |= tl.load(key_row + key_word, mask=(key_word >= 0) & (key_word < key_words), other=0)
-    words |= tl.load(
+    read = tl.load(query_row + word, mask=word < query_words, other=0)
+    read |= tl.load(key_row + key_word, mask=(key_word >= 0) & (key_word < key_words), other=0)
+    read |= tl.load(
         value_row + value_word, mask=(value_word >= 0) & (value_word < value_words), other=0
     )
-    slot = _words(tl.load(_words(slots) + member))
-    tl.store(slot + (place * tokens + row) * width + word, words, mask=word < width)
+    slot = words(tl.load(words(slots) + member))
+    tl.store(slot + (place * tokens + row) * width + word, read, mask=word < width)
 
 
-@_one_form
+@one_form
 def _take_kernel(  # type: ignore[no-untyped-def]
     out,
     out_stride,
@@ -90,10 +76,10 @@ def _take_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     member = (place + 1 + tl.program_id(1)) % members
     word = tl.program_id(2) * tile + tl.arange(0, tile)
-    slot = _words(tl.load(_words(slots) + member))
-    words = tl.load(slot + (first + row) * width + word, mask=word < width, other=0)
+    slot = words(tl.load(words(slots) + member))
+    read = tl.load(slot + (first + row) * width + word, mask=word < width, other=0)
     start = row * out_stride + member.to(tl.int64) * member_stride
-    tl.store(_words(out) + start + word, words, mask=word < width)
+    tl.store(words(out) + start + word, read, mask=word < width)
 
 
 def give(

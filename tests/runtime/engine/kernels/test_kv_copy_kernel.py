@@ -19,13 +19,13 @@ from shoal.runtime.engine.kv.kv_reader import KvReader, Portion
 from tests.runtime.engine.kv.carried_kv import CASES, GROUP, WIDE, Case, Engines
 from tests.runtime.engine.kv.test_kv_reader import Neighbours
 
-KERNEL, WORDS = kv_copy_kernel._copy_kernel, kv_copy_kernel._words
+KERNEL, WORDS = kv_copy_kernel._copy_kernel, kv_copy_kernel.words
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_copy_kernel, "_copy_kernel", InterpretedFunction(KERNEL.fn))
-    monkeypatch.setattr(kv_copy_kernel, "_words", InterpretedFunction(WORDS.fn))
+    monkeypatch.setattr(kv_copy_kernel, "words", InterpretedFunction(WORDS.fn))
 
 
 class InterpretedCopier:
@@ -139,7 +139,7 @@ def test_it_compiles_for_a_gpu_and_reads_sixteen_bytes_at_once(
     row_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    numbers = {*KERNEL.arg_names} - {*kv_copy_kernel._CONSTANTS}
+    numbers = {*KERNEL.arg_names} - {"row_words", "tile_words", "tile_rows"}
     assert set(KERNEL.do_not_specialize) == numbers
     types = {argument: "i64" if argument == "table" else "i32" for argument in numbers}
     words = row_bytes // kv_copy_kernel.WORD_BYTES

@@ -57,7 +57,7 @@ class SharedSlots:
         self._published += 1
 
 
-WORDS = peer_exchange_kernel._words
+WORDS = peer_exchange_kernel.words
 KERNELS = {
     "give": peer_exchange_kernel._give_kernel,
     "take": peer_exchange_kernel._take_kernel,
@@ -84,7 +84,7 @@ class Interpreted:
 def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kernel in KERNELS.items():
         monkeypatch.setattr(peer_exchange_kernel, f"_{name}_kernel", Interpreted(kernel))
-    monkeypatch.setattr(peer_exchange_kernel, "_words", InterpretedFunction(WORDS.fn))
+    monkeypatch.setattr(peer_exchange_kernel, "words", InterpretedFunction(WORDS.fn))
 
 
 class Members:
@@ -319,7 +319,7 @@ def test_each_kernel_compiles_for_a_gpu_in_one_form(
 ) -> None:
     """Addresses have eight bytes, all else is a number of four, and nothing its value."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(peer_exchange_kernel, "_words", WORDS)
+    monkeypatch.setattr(peer_exchange_kernel, "words", WORDS)
     kernel = KERNELS[name]
     addresses = {"query", "key", "value", "slots", "out"}
     assert set(kernel.do_not_specialize) == {*kernel.arg_names} - {"tile"}
