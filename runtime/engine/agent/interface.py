@@ -15,6 +15,7 @@ import msgspec
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.protocol.messages import (
+    AheadRequest,
     CarriedRequest,
     Fallback,
     LayoutLimits,
@@ -192,6 +193,45 @@ class Core(Protocol):
     @property
     def copies(self) -> int:
         """Copies into this core's blocks that were begun and have not been returned as ended."""
+
+    # --- blocks that are copied ahead, while the requests still run elsewhere ---
+
+    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """Hold the blocks that requests have filled, and describe them; computing goes on.
+
+        Until ``unpin`` nobody else gets these blocks, even if a request ends or is preempted. A
+        description has only whole blocks that no step in flight still writes to. Requests without
+        such blocks, and unknown ids, are left out; so are all if the core caches no prefixes.
+        """
+
+    def unpin(self, carry: int) -> None:
+        """Let go of what ``pin`` holds for a carry; unknown carries are ignored."""
+
+    def reserve(
+        self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
+    ) -> list[AheadRequest]:
+        """Take free blocks for what requests, which are expected, have filled elsewhere.
+
+        The core need not serve. What is not a whole block of this core is left out, and what its
+        prefix cache has already; so are requests for which there are not enough free blocks.
+        """
+
+    def settle(self, carry: int, *, copied: bool) -> None:
+        """Take note that nobody writes to reserved blocks any more; unknown carries are ignored.
+
+        Args:
+            carry: the carry.
+            copied: whether they hold the KV. Then they are in the prefix cache from now on, and
+                ``adopt`` finds them there. Each request's are held until it is adopted or aborted.
+        """
+
+    def copy_ahead(
+        self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]
+    ) -> None:
+        """Tell the runners of this unit that belong to ``target`` to read reserved blocks."""
+
+    def copied_ahead(self) -> list[tuple[int, Copied]]:
+        """Return the copies of ``copy_ahead`` that have ended since the last call, by carry."""
 
     # --- steps ---
 

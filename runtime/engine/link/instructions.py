@@ -122,8 +122,25 @@ class Carry:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyAhead:
+    """Read KV of requests that still run in another unit, beside the steps that come later.
+
+    Every member of the unit answers with a ``Copied`` once its device has read all of it. Members
+    that do not belong to ``target`` have nothing to read. Steps before it in the queue may still
+    write to the blocks, so reading begins after them.
+    """
+
+    seq: int
+    source: Unit
+    target: Unit
+    """The unit that is to have the KV; it may not be bound yet."""
+    requests: list[Arrival]
+    """Only ``begin``, ``computed`` and the blocks of each are used."""
+
+
+@dataclass(frozen=True, slots=True)
 class Copied:
-    """One member's answer to ``Carry``."""
+    """One member's answer to ``Carry`` or ``CopyAhead``."""
 
     bytes: int
     """Bytes of KV that the member has read, also from its own memory."""
@@ -152,7 +169,7 @@ class Detach:
     epoch: int
 
 
-Instruction = Call | Step | Sample | Attach | Bind | Extend | Carry | Form | Detach
+Instruction = Call | Step | Sample | Attach | Bind | Extend | Carry | CopyAhead | Form | Detach
 """What a runner reads from a queue."""
 
 

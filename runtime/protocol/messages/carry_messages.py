@@ -25,6 +25,26 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     """How many tokens of its prompt its unit found in its prefix cache, if it has no output yet."""
 
 
+class AheadRequest(msgspec.Struct, frozen=True):
+    """What is copied ahead of one request, while its unit goes on computing it.
+
+    The tokens from ``begin`` to ``end`` fill whole blocks of the destination.
+    """
+
+    request_id: str
+    begin: int
+    """The first token that is copied: those before it are in the destination's prefix cache."""
+    end: int
+    source: dict[int, list[list[int]]]
+    """The blocks that have the KV: each member's own ids, for each KV group. The first of
+    each list holds token 0."""
+    target: dict[int, list[list[int]]]
+    """The blocks of the destination's members that are to have it, in the same form."""
+
+
+# --- controller -> engine ---------------------------------------------------------------------
+
+
 class Expect(Message, frozen=True):
     """To the leader of the unit that requests are carried to: prepare all that needs no KV.
 
@@ -34,6 +54,65 @@ class Expect(Message, frozen=True):
     carry: int
     unit: Unit
     frames: dict[str, list[bytes]]
+
+
+class Pin(Message, frozen=True):
+    """To the leader of the unit that requests are carried from; answer ``Pinned``.
+
+    The unit goes on computing the requests. But until ``Unpin`` nothing else is written to the
+    blocks that it describes, even if a request ends or is preempted.
+    """
+
+    carry: int
+    unit: Unit
+    request_ids: list[str]
+
+
+class Reserve(Message, frozen=True):
+    """To the leader of the unit that requests are carried to; answer ``Reserved``.
+
+    The unit, which need not be bound, takes free blocks for the whole blocks that these requests
+    have filled, as far as there are any. ``Expect`` has come before. ``Settle`` follows.
+    """
+
+    carry: int
+    unit: Unit
+    source: Unit
+    requests: list[CarriedRequest]
+
+
+class CopyAhead(Message, frozen=True):
+    """To the leader of a unit with members of the destination; answer ``CopiedAhead``.
+
+    These members read their part of the KV from the members of ``source``, beside the steps that
+    come later.
+    """
+
+    carry: int
+    unit: Unit
+    """The unit that is told: its steps in flight may still write to the reserved blocks."""
+    source: Unit
+    destination: Unit
+    requests: list[AheadRequest]
+
+
+class Settle(Message, frozen=True):
+    """To the leader of the unit that requests are carried to: nobody writes to the blocks any more.
+
+    If they were copied, they are in the unit's prefix cache from now on, and the unit holds them
+    until ``Import`` brings the request or leaves it out. Otherwise they are free.
+    """
+
+    carry: int
+    unit: Unit
+    copied: bool
+
+
+class Unpin(Message, frozen=True):
+    """To the leader of the unit that requests are carried from: the pinned blocks were read."""
+
+    carry: int
+    unit: Unit
 
 
 class Export(Message, frozen=True):
@@ -76,6 +155,37 @@ class Keep(Message, frozen=True):
 
 
 # --- engine -> controller ---------------------------------------------------------------------
+
+
+class Pinned(Message, frozen=True):
+    """Answer to ``Pin``: requests that have whole blocks, with those blocks alone."""
+
+    carry: int
+    engine: int
+    unit: Unit
+    requests: list[CarriedRequest]
+
+
+class Reserved(Message, frozen=True):
+    """Answer to ``Reserve``: what is to be copied. Requests that found no room are left out."""
+
+    carry: int
+    engine: int
+    unit: Unit
+    requests: list[AheadRequest]
+
+
+class CopiedAhead(Message, frozen=True):
+    """Answer to ``CopyAhead``, once all that the unit's members were to read has been read."""
+
+    carry: int
+    engine: int
+    unit: Unit
+    bytes: int = 0
+    seconds: float = 0.0
+    """What it took the slowest member."""
+    problem: str = ""
+    """Why the KV could not be read, in one line."""
 
 
 class Exported(Message, frozen=True):

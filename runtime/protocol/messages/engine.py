@@ -11,6 +11,8 @@ import msgspec
 
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.protocol.messages.carry_messages import (
+    CopiedAhead,
+    CopyAhead,
     Drop,
     Expect,
     Export,
@@ -18,6 +20,12 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Import,
     Imported,
     Keep,
+    Pin,
+    Pinned,
+    Reserve,
+    Reserved,
+    Settle,
+    Unpin,
 )
 from shoal.runtime.protocol.messages.values import (
     NOTHING_DONE,
@@ -202,6 +210,11 @@ ToEngine = (
     | AbortRequests
     | MoveOut
     | Expect
+    | Pin
+    | Reserve
+    | CopyAhead
+    | Settle
+    | Unpin
     | Export
     | Import
     | Drop
@@ -406,6 +419,9 @@ ToController = (
     | Load
     | Integrity
     | Moved
+    | Pinned
+    | Reserved
+    | CopiedAhead
     | Exported
     | Imported
     | EngineFailed
