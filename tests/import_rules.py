@@ -78,6 +78,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.vllm_backend",
         "shoal.runtime.engine.scheduler.vllm_core",
         "shoal.runtime.engine.scheduler.vllm_group_core",
+        "shoal.runtime.engine.scheduler.vllm_own_core",
         "shoal.runtime.engine.sequence.capture_sizes",
         "shoal.runtime.engine.sequence.enabling",
         "shoal.runtime.engine.sequence.head_exchange",

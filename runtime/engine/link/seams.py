@@ -35,7 +35,7 @@ SEAMS = (
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", "vllm_core"),
-    Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "vllm_own_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler._holds_kv_blocks", "carried_requests"),
     Seam(
         "vllm.v1.core.sched.scheduler", "Scheduler._is_blocked_waiting_status", "carried_requests"

@@ -32,8 +32,9 @@ from shoal.runtime.engine.link.executor import (
     in_thread,
 )
 from shoal.runtime.engine.link.seams import VLLM_VERSION, check_seams
-from shoal.runtime.engine.scheduler.vllm_core import VllmCore, VllmOwnCore
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
+from shoal.runtime.engine.scheduler.vllm_own_core import VllmOwnCore
 from shoal.runtime.protocol.messages import LayoutLimits, Startup
 
 LOAD_TIMEOUT_SECONDS = 1800.0

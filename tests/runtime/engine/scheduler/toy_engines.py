@@ -38,8 +38,9 @@ from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.engine.agent.interface import Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.scheduler import vllm_core
-from shoal.runtime.engine.scheduler.vllm_core import VllmCore, VllmOwnCore
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
+from shoal.runtime.engine.scheduler.vllm_own_core import VllmOwnCore
 from shoal.runtime.layout_configs import take
 from shoal.runtime.protocol.messages import CarriedRequest
 from tests.units import tp

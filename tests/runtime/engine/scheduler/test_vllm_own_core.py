@@ -6,7 +6,7 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.scheduler import vllm_core
-from shoal.runtime.engine.scheduler.vllm_core import VllmOwnCore
+from shoal.runtime.engine.scheduler.vllm_own_core import VllmOwnCore
 from tests.runtime.engine.scheduler.stand_in import BLOCKS, StandIn
 
 

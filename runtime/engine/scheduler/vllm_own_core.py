@@ -1,0 +1,70 @@
+"""The unit of an engine alone: an ``EngineCore`` on the engine's own KV blocks, which it lends."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore
+
+
+class VllmOwnCore(VllmCore):
+    """Implements ``interface.OwnCore``: an engine alone, on blocks of its own, which it lends."""
+
+    def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1) -> None:
+        super().__init__(unit, config, log_stats=log_stats, max_sp=max_sp)
+        self._lent: dict[int, Any] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the engine, lent ones included."""
+        return int(self.block_pool.num_gpu_blocks) - 1  # without the null block
+
+    def lend(self, blocks: int, *, urgent: bool = False) -> list[int]:
+        """See ``interface.BlockLender.lend``."""
+        pool = self.block_pool
+        while urgent and pool.get_num_free_blocks() < blocks and not self.in_flight:
+            if not self._preempt_last():
+                break
+        taken = pool.get_new_blocks(min(blocks, pool.get_num_free_blocks()))
+        self._lent.update((block.block_id, block) for block in taken)
+        return [block.block_id for block in taken]
+
+    def _preempt_last(self) -> bool:
+        """Preempt the latest running request: its blocks come free, it is recomputed later.
+
+        The body of ``Scheduler.reset_prefix_cache(reset_running_requests=True)`` for one request.
+        Returns whether there was one. Only while no step is in flight.
+        """
+        if not self._scheduler.running:
+            return False
+        request = self._scheduler.running.pop()
+        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return True
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """See ``interface.BlockLender.take_back``."""
+        self.block_pool.free_blocks([self._lent.pop(block) for block in blocks])
+        # The scheduler may have something to run again.
+        self._stalled = False
+
+    @property
+    def lent(self) -> frozenset[int]:
+        """See ``interface.BlockLender.lent``."""
+        return frozenset(self._lent)
+
+    def check_integrity(self) -> list[str]:
+        """See ``interface.Core.check_integrity``."""
+        problems, engine = super().check_integrity(), self.unit.leader
+        if self.num_requests == 0:
+            accounted = self.block_pool.get_num_free_blocks() + len(self._lent)
+            if accounted != self.num_blocks:
+                problems.append(
+                    f"engine {engine}: {accounted} blocks free or lent, expected {self.num_blocks}"
+                )
+        unheld = [block_id for block_id, block in self._lent.items() if block.ref_cnt != 1]
+        if unheld:
+            problems.append(f"engine {engine}: lent blocks not held once: {unheld[:8]}")
+        return problems
