@@ -73,6 +73,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.runner.loading",
         "shoal.runtime.engine.runner.recorder",
         "shoal.runtime.engine.runner.runner",
+        "shoal.runtime.engine.scheduler.blocks_ahead",
         "shoal.runtime.engine.scheduler.carried_requests",
         "shoal.runtime.engine.scheduler.grammar_replay",
         "shoal.runtime.engine.scheduler.vllm_backend",

@@ -68,7 +68,8 @@ class DeviceCopier:
 
     It copies on the stream of the steps. So it comes after all steps that the device has been given
     before, of which the last may still write to blocks of requests that have ended, and before all
-    that it is given later.
+    that it is given later. What goes on beside later steps is copied on a second stream, which
+    waits for the earlier steps.
 
     Args:
         own: the engine's own buffer.
@@ -80,12 +81,14 @@ class DeviceCopier:
 
     def __init__(self, own: Mapped, groups: Sequence[KvPages]) -> None:
         self._own = own
-        self._last: torch.cuda.Event | None = None
+        self._last: dict[bool, torch.cuda.Event] = {}
+        """The end of the last copy on the steps' stream, and beside them."""
         for pages in groups:
             numbers = (pages.token_bytes, pages.stride, own.address, *pages.layers)
             if any(number % kv_copy_kernel.ALIGNMENT for number in numbers):
                 raise NotSharedError(f"a token's KV takes {pages.token_bytes} bytes of a head")
             self._compile(pages)
+        self._side = torch.cuda.Stream()
 
     @staticmethod
     def _compile(pages: KvPages) -> None:
@@ -93,11 +96,19 @@ class DeviceCopier:
         strides = kv_copy_kernel.Strides(0, 0, 0, 0)
         kv_copy_kernel.copy(table.data_ptr(), 0, 1, 1, strides, pages.token_bytes)
 
-    def copy(self, portions: Sequence[Portion]) -> Callable[[], float]:
+    def copy(self, portions: Sequence[Portion], *, beside: bool = False) -> Callable[[], float]:
         """See ``Copier.copy``."""
         found = [launch for part in portions for launch in launches(part, self._own.address)]
         if not found:
             return lambda: 0.0
+        if not beside:
+            return self._launch(found, beside)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            return self._launch(found, beside)
+
+    def _launch(self, found: Sequence[Launch], beside: bool) -> Callable[[], float]:
+        """Launch the kernel on the current stream; see ``copy``."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Pinned, so that the host need not wait until it has been copied.
         numbers = torch.from_numpy(np.concatenate([launch.numbers for launch in found]))
@@ -110,15 +121,17 @@ class DeviceCopier:
             kv_copy_kernel.copy(address, *of)
             address += launch.numbers.nbytes
         ended.record()
-        self._last = ended
+        self._last[beside] = ended
+        in_use = [pinned, table]
 
         def wait() -> float:
             ended.synchronize()
+            in_use.clear()
             return float(began.elapsed_time(ended)) / 1e3
 
         return wait
 
     def settle(self) -> None:
         """Wait until the device has copied all that it was told to, from any thread."""
-        if self._last is not None:
-            self._last.synchronize()
+        for ended in list(self._last.values()):
+            ended.synchronize()

@@ -39,8 +39,13 @@ class Portion(NamedTuple):
 class Copier(Protocol):
     """Copies KV from mapped buffers to the engine's own."""
 
-    def copy(self, portions: Sequence[Portion]) -> Callable[[], float]:
-        """Begin to copy, before any work that the device is given later.
+    def copy(self, portions: Sequence[Portion], *, beside: bool = False) -> Callable[[], float]:
+        """Begin to copy, after all work that the device was given before.
+
+        Args:
+            portions: what to copy.
+            beside: whether work that the device is given later need not wait for it. Otherwise
+                such work finds the KV.
 
         Returns:
             Waits until the device has copied all; returns the seconds that took.
@@ -68,8 +73,8 @@ class HostCopier:
     ) -> None:
         self._own, self._order, self._clock = own, order, clock
 
-    def copy(self, portions: Sequence[Portion]) -> Callable[[], float]:
-        """See ``Copier.copy``."""
+    def copy(self, portions: Sequence[Portion], *, beside: bool = False) -> Callable[[], float]:
+        """See ``Copier.copy``; nothing is done beside it."""
         began = self._clock()
         for portion in portions:
             source, target = portion.insides
@@ -110,13 +115,16 @@ class KvReader:
         self._engine, self._max_sp, self._groups = engine, max_sp, groups
         self._own, self._peers, self._copier = own, peers, copier
 
-    def read(self, source: Unit, target: Unit, requests: Sequence[Arrival]) -> Callable[[], Copied]:
-        """Begin to read the KV of requests; work that the device is given later finds it.
+    def read(
+        self, source: Unit, target: Unit, requests: Sequence[Arrival], *, beside: bool = False
+    ) -> Callable[[], Copied]:
+        """Begin to read the KV of requests.
 
         Args:
             source: the unit that has the KV.
             target: the unit that takes it.
             requests: the requests.
+            beside: see ``Copier.copy``.
 
         Returns:
             Waits until all is read, and says what was done.
@@ -129,7 +137,7 @@ class KvReader:
                 self._portion(index, pages, source, target, requests)
                 for index, pages in enumerate(self._groups)
             ]
-            wait = self._copier.copy(portions)
+            wait = self._copier.copy(portions, beside=beside)
         size = sum(portion.bytes for portion in portions)
         return lambda: Copied(size, wait())
 

@@ -142,6 +142,8 @@ class Runner:
         self._context = context
         self._addresses = Addresses(node.runtime_dir)
         self._responder = Responder(context, self._addresses, engine)
+        # Answers of what goes on beside steps: answers of these do not wait for them.
+        self._beside = Responder(context, self._addresses, engine)
         self._random = RandomStates()
         queues = {layout: self._queue(worker.unit) for layout, worker in loader.workers.items()}
         self._queues = StepQueues(queues)
@@ -224,20 +226,27 @@ class Runner:
         # Members sample independently, and agree only if their generators are equal. After unequal
         # work alone they would pick different tokens, with no error.
         set_random_seed(bind.seed)
+        self._block_map.extend(bind.virtual, bind.physical[self._engine])
+
+    @property
+    def _block_map(self) -> BlockMap:
+        """The map of the group that this runner is in."""
         worker = self._worker
         if worker.block_map is None:
             worker.block_map = BlockMap()
-        worker.block_map.extend(bind.virtual, bind.physical[self._engine])
+        return worker.block_map
 
     def _on_extend(self, extend: instructions.Extend) -> None:
-        block_map = self._worker.block_map
-        if block_map is None:
-            raise RuntimeError("lease extended before the group was bound")
-        block_map.extend(extend.virtual, extend.physical[self._engine])
+        # A lease may grow for KV that is copied ahead of the group's first bind.
+        self._block_map.extend(extend.virtual, extend.physical[self._engine])
 
     def _on_carry(self, carry: instructions.Carry) -> None:
         copied = self._carrying.carry(self._worker, carry)
         self._responder.answer(self._worker.unit, carry.seq, copied)
+
+    def _on_copyahead(self, ahead: instructions.CopyAhead) -> None:
+        copied = self._carrying.copy_ahead(ahead)
+        self._beside.answer(self._worker.unit, ahead.seq, copied)
 
     def _on_form(self, form: instructions.Form) -> None:
         """Make a layout's worker anew; if that fails, the engine goes on without it."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from shoal.policies.values.layouts import DP
+from shoal.policies.values.layouts import DP, Unit
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.groups.rendezvous import LOAD_SECONDS
@@ -14,7 +14,7 @@ from shoal.runtime.engine.kv.kv_reader import Copier, HostCopier, KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
-from shoal.runtime.engine.link.instructions import Carry, Copied
+from shoal.runtime.engine.link.instructions import Arrival, Carry, Copied, CopyAhead
 from shoal.runtime.engine.runner.arrivals import introduce
 from shoal.runtime.engine.runner.loading import LayoutLoader
 
@@ -83,9 +83,24 @@ class TakingUp:
         """
         for arrival in carry.requests:
             introduce(worker.model_runner, arrival)
+        return self._read(carry.source, worker.unit, carry.requests, beside=False)
+
+    def copy_ahead(self, ahead: CopyAhead) -> Callable[[], Copied]:
+        """Begin to read KV of requests that still run elsewhere, if this engine is to have some.
+
+        Returns:
+            Waits until all is read, and says what was done.
+        """
+        if self._engine not in ahead.target.engines:
+            return partial(Copied, 0, 0.0)
+        return self._read(ahead.source, ahead.target, ahead.requests, beside=True)
+
+    def _read(
+        self, source: Unit, target: Unit, requests: list[Arrival], *, beside: bool
+    ) -> Callable[[], Copied]:
         if self._reader is None:
             return partial(Copied, 0, 0.0, self._problem)
         try:
-            return self._reader.read(carry.source, worker.unit, carry.requests)
+            return self._reader.read(source, target, requests, beside=beside)
         except NotSharedError as error:
             return partial(Copied, 0, 0.0, str(error))

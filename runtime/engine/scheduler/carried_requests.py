@@ -140,6 +140,10 @@ class CarriedRequests:
         """See ``interface.Core.expect``."""
         self._expected[request.request_id] = request
 
+    def expected(self, request_id: str) -> Request | None:
+        """Return an expected request; None: it is not expected."""
+        return self._expected.get(request_id)
+
     def adopt(self, source: Unit, carried: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""
         request = self._expected[carried.request_id]
@@ -189,9 +193,9 @@ class CarriedRequests:
                 # Its unit sent no output, so the front end has not heard of this yet.
                 request.record_event(EngineCoreEventType.QUEUED)
         # What is in the prefix cache, or outside the model's window, is not read.
-        begin = max(begin, self._attention.get_num_skipped_tokens(request.num_computed_tokens))
+        begin = max(begin, self.attention.get_num_skipped_tokens(request.num_computed_tokens))
         filled = self._filled_blocks(request, begin)
-        if begin % self._attention.block_size:
+        if begin % self.attention.block_size:
             # The beginning of this block is not read: nobody else may take it for complete.
             self._block_pool.evict_blocks(set(filled[:1]))
         self._filled[request.request_id] = filled
@@ -223,7 +227,7 @@ class CarriedRequests:
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(
             request.request_id, request.num_computed_tokens
         )
-        return list(blocks[begin // self._attention.block_size :])
+        return list(blocks[begin // self.attention.block_size :])
 
     def _arrival(
         self,
@@ -305,7 +309,7 @@ class CarriedRequests:
         """See ``interface.Core.copied``."""
         ended = [copy for copy in self._copying if copy.future.done()]
         self._copying = [copy for copy in self._copying if copy not in ended]
-        copied = [_copied(copy) for copy in ended]
+        copied = [copied_by_all(list(copy.filled), copy.future) for copy in ended]
         for copy, result in zip(ended, copied, strict=True):
             if result.problem:
                 self._disown(copy, result.problem)
@@ -337,6 +341,11 @@ class CarriedRequests:
     def copies(self) -> int:
         """See ``interface.Core.copies``."""
         return len(self._copying)
+
+    @property
+    def unread(self) -> set[str]:
+        """Requests with blocks whose KV is not there yet, because members are still to read it."""
+        return {*self._filled}.union(*(copy.filled for copy in self._copying))
 
     # --- all of them ---
 
@@ -372,7 +381,7 @@ class CarriedRequests:
         return self._scheduler.kv_cache_manager.block_pool
 
     @property
-    def _attention(self) -> Any:
+    def attention(self) -> Any:
         """VLLM's manager of the one group of KV blocks (``check_kv_groups``)."""
         (manager,) = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         return manager
@@ -382,11 +391,20 @@ def _arrival_time(request: Request) -> float:
     return float(request.arrival_time)
 
 
-def _copied(copy: _Copy) -> Copied:
-    answer = copy.future.result()
+def copied_by_all(request_ids: Sequence[str], future: "Future[Any]") -> Copied:
+    """Return what all members together answered to a ``Carry`` or ``CopyAhead``.
+
+    Args:
+        request_ids: the requests whose KV they were to read.
+        future: has ended.
+
+    Raises:
+        RunnerDied: a member cannot answer.
+    """
+    answer = future.result()
     members: list[instructions.Copied] = answer if isinstance(answer, list) else [answer]
     return Copied(
-        list(copy.filled),
+        list(request_ids),
         sum(member.bytes for member in members),
         max(member.seconds for member in members),
         next((member.problem for member in members if member.problem), ""),

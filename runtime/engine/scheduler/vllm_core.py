@@ -30,9 +30,10 @@ from shoal.runtime.engine.agent.interface import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import CarriedRequest, Mode, Work
+from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
 
 AHEAD_REQUESTS = 16
 """With so many running requests, a step is scheduled before an ended one is collected."""
@@ -88,9 +89,9 @@ class VllmCore:
         self._stalled = False
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
-        self._carried = CarriedRequests(
-            unit, self.engine_core, self._executor.channel, self._physical
-        )
+        channel = self._executor.channel
+        self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
+        self._ahead = BlocksAhead(unit, self._scheduler, channel, self._physical, self._carried)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
         """Return each member's own ids of blocks of this core."""
@@ -130,6 +131,7 @@ class VllmCore:
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``interface.Core.abort``."""
         self._carried.forget(request_ids)
+        self._ahead.forget(request_ids)
         self.engine_core.abort_requests(list(request_ids))
         self._stalled = False
 
@@ -162,7 +164,10 @@ class VllmCore:
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""
         self._stalled = False
-        return self._carried.adopt(source, request, with_kv=with_kv)
+        adoption = self._carried.adopt(source, request, with_kv=with_kv)
+        if adoption is not None:
+            self._ahead.forget([request.request_id])
+        return adoption
 
     def copy(self) -> None:
         """See ``interface.Core.copy``."""
@@ -180,6 +185,39 @@ class VllmCore:
     def copies(self) -> int:
         """See ``interface.Core.copies``."""
         return self._carried.copies
+
+    # --- blocks that are copied ahead ---
+
+    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``interface.Core.pin``."""
+        beginning = {name for step in self._in_flight for name in _beginning(step.scheduled)}
+        return self._ahead.pin(carry, request_ids, beginning)
+
+    def unpin(self, carry: int) -> None:
+        """See ``interface.Core.unpin``."""
+        self._ahead.unpin(carry)
+        self._stalled = False
+
+    def reserve(
+        self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
+    ) -> list[AheadRequest]:
+        """See ``interface.Core.reserve``."""
+        return self._ahead.reserve(carry, requests)
+
+    def settle(self, carry: int, *, copied: bool) -> None:
+        """See ``interface.Core.settle``."""
+        self._ahead.settle(carry, copied=copied)
+        self._stalled = False
+
+    def copy_ahead(
+        self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]
+    ) -> None:
+        """See ``interface.Core.copy_ahead``."""
+        self._ahead.copy(carry, source, target, requests)
+
+    def copied_ahead(self) -> list[tuple[int, Copied]]:
+        """See ``interface.Core.copied_ahead``."""
+        return self._ahead.copied()
 
     # --- steps ---
 
@@ -381,6 +419,12 @@ def work_of(scheduled: SchedulerOutput) -> Work:
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     return work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
+
+
+def _beginning(scheduled: SchedulerOutput) -> Iterator[str]:
+    """Yield the requests that begin, or begin again, with a step."""
+    yield from (new.req_id for new in scheduled.scheduled_new_reqs)
+    yield from scheduled.scheduled_cached_reqs.resumed_req_ids
 
 
 def _awaits_tokens(scheduled: SchedulerOutput) -> bool:

@@ -65,7 +65,7 @@ class VllmGroupCore(VllmCore):
     def check_integrity(self) -> list[str]:
         """See ``interface.Core.check_integrity``."""
         problems = self._lease.check_integrity() + super().check_integrity()
-        held = self._lease.num_open - self._lease.num_free
+        held = self._lease.num_open - self._lease.num_free - self._ahead.num_held
         if self.num_requests == 0 and held:
             problems.append(f"{self._name}: {held} virtual blocks held by no request")
         return problems

@@ -59,10 +59,12 @@ class VllmOwnCore(VllmCore):
         """See ``interface.Core.check_integrity``."""
         problems, engine = super().check_integrity(), self.unit.leader
         if self.num_requests == 0:
-            accounted = self.block_pool.get_num_free_blocks() + len(self._lent)
+            free = self.block_pool.get_num_free_blocks()
+            accounted = free + len(self._lent) + self._ahead.num_held
             if accounted != self.num_blocks:
                 problems.append(
-                    f"engine {engine}: {accounted} blocks free or lent, expected {self.num_blocks}"
+                    f"engine {engine}: {accounted} blocks free, lent or copied ahead, "
+                    f"expected {self.num_blocks}"
                 )
         unheld = [block_id for block_id, block in self._lent.items() if block.ref_cnt != 1]
         if unheld:

@@ -46,7 +46,7 @@ class InterpretedCopier:
         self._own, self._programs, self._spoil = own, programs, spoil
         self.count = 0
 
-    def copy(self, portions: Sequence[Portion]) -> Callable[[], float]:
+    def copy(self, portions: Sequence[Portion], *, beside: bool = False) -> Callable[[], float]:
         for portion in portions:
             for launch in launches(portion, self._own.address):
                 numbers, *arguments = self._spoil(launch)

@@ -1,8 +1,5 @@
 """Requests that go from core to core, on vLLM's schedulers and a model of a few lines."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from shoal.policies.values.layouts import alone
@@ -10,36 +7,17 @@ from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.engine.agent.interface import Adoption, Copied, RunnerDied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
-from tests.runtime.engine.prompts import make_model, random_prompts
-from tests.runtime.engine.real_node import configs_of
-from tests.runtime.engine.scheduler.toy_engines import BLOCKS, GROUP, TOKENS, ToyEngines
+from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.scheduler.toy_engines import (
+    BLOCKS,
+    GROUP,
+    TOKENS,
+    Make,
+    ToyEngines,
+    undisturbed,
+)
 
 PROMPTS = random_prompts((5, 21, 32, 50), seed=5)
-Make = Callable[..., ToyEngines]
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> LayoutConfigs:
-    model = make_model("llama", tmp_path_factory.mktemp("models"))
-    return configs_of(str(model), 2, max_num_batched_tokens=16, async_scheduling=True)
-
-
-@pytest.fixture(params=["v1", "v1-sync", "v2"])
-def make(request: pytest.FixtureRequest, configs: LayoutConfigs) -> Make:
-    kind: dict[str, Any] = {"asynchronous": request.param != "v1-sync", "v2": request.param == "v2"}
-    return lambda **options: ToyEngines(configs, **kind | options)
-
-
-@pytest.fixture
-def make_v1(configs: LayoutConfigs) -> Make:
-    return lambda **options: ToyEngines(configs, **options)
-
-
-def undisturbed(make: Make, prompt: list[int], **sampling: Any) -> list[int]:
-    engines = make()
-    engines.submit(engines.own[0], "r", prompt, **sampling)
-    engines.finish(engines.own[0])
-    return engines.tokens["r"]
 
 
 def submit_all(engines: ToyEngines, core: int = 0) -> list[str]:

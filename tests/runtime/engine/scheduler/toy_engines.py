@@ -10,7 +10,7 @@ The runners do what they are told as soon as it is sent, in vLLM's terms of eith
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -108,13 +108,16 @@ class Runners:
     def __init__(self, unit: Unit, memories: dict[int, Memory]) -> None:
         self.unit = unit
         self.v2 = False
+        self.window: int | None = None
         self.sent: list[Any] = []
         self.computed = 0
         """Tokens computed since the start."""
         self.read = 0
         """Tokens of which members have read KV."""
+        self.read_ahead = 0
+        """The same beside steps, for each member that has."""
         self.copy_later = False
-        """Keep the answers to ``Carry`` back."""
+        """Keep the answers to ``Carry`` and ``CopyAhead`` back."""
         self.late: list[tuple[Future[Any], Any]] = []
         self._memories = memories
         self._futures: dict[int, Future[Any]] = {}
@@ -135,6 +138,8 @@ class Runners:
                     self._backing[engine] |= zip(instruction.virtual, blocks, strict=True)
             case instructions.Carry():
                 self._carry(instruction)
+            case instructions.CopyAhead():
+                self._copy_ahead(instruction)
             case _:
                 pass
 
@@ -154,20 +159,31 @@ class Runners:
             if one.source:
                 self.read += max(0, one.computed - one.begin)
                 for engine in self.unit.engines:
-                    self._pull(carry.source, one, engine)
-        copied: Any = [instructions.Copied(8, 0.25)] * len(self.unit.engines)
+                    self._pull(carry.source, self.unit, one, engine)
+        self._answer(carry.seq, [instructions.Copied(8, 0.25) for _ in self.unit.engines])
+
+    def _copy_ahead(self, ahead: instructions.CopyAhead) -> None:
+        readers = [engine for engine in self.unit.engines if engine in ahead.target.engines]
+        for one in ahead.requests:
+            for engine in readers:
+                self.read_ahead += one.computed - one.begin
+                self._pull(ahead.source, ahead.target, one, engine)
+        copied = [instructions.Copied(8 * (e in readers), 0.25) for e in self.unit.engines]
+        self._answer(ahead.seq, copied)
+
+    def _answer(self, seq: int, copied: list[instructions.Copied]) -> None:
         answer = copied[0] if len(copied) == 1 else copied
         if self.copy_later:
-            self.late.append((self._futures[carry.seq], answer))
+            self.late.append((self._futures[seq], answer))
         else:
-            self._futures[carry.seq].set_result(answer)
+            self._futures[seq].set_result(answer)
 
-    def _pull(self, source: Unit, one: instructions.Arrival, engine: int) -> None:
-        for head in heads_of(self.unit, engine):
+    def _pull(self, source: Unit, target: Unit, one: instructions.Arrival, engine: int) -> None:
+        for head in heads_of(target, engine):
             owner = next(e for e in source.engines if head in heads_of(source, e))
             for at in range(one.begin, one.computed):
                 value = self._memories[owner].read(source, one.source[owner][0], head, at)
-                self._memories[engine].write(self.unit, one.target[engine][0], head, at, value)
+                self._memories[engine].write(target, one.target[engine][0], head, at, value)
 
     def finish_copies(self, problem: str = "") -> None:
         """Answer what was kept back; the last member could not read if there is a problem."""
@@ -238,7 +254,8 @@ class Runners:
                         self._memories[engine].write(self.unit, blocks, head, at, value)
         if begin + count < len(tokens):
             return []
-        read = [self._kv(known, head, at) for head in HEADS for at in range(len(tokens))]
+        seen = range(max(0, len(tokens) - (self.window or len(tokens))), len(tokens))
+        read = [self._kv(known, head, at) for head in HEADS for at in seen]
         known.outputs.append(3 + digest(read, known.outputs) % VOCABULARY)
         return known.outputs[-1:]
 
@@ -315,6 +332,7 @@ class ToyEngines:
         asynchronous: whether steps are scheduled before the outcome of the last is known.
         v2: whether the model runners are of the second kind.
         window: of the attention, in tokens; None: it sees all.
+        caching: whether prefixes are cached.
     """
 
     def __init__(
@@ -324,6 +342,7 @@ class ToyEngines:
         asynchronous: bool = True,
         v2: bool = False,
         window: int | None = None,
+        caching: bool = True,
     ) -> None:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -335,7 +354,11 @@ class ToyEngines:
         self._prompts: dict[str, int] = {}
         self.frames: dict[str, list[bytes]] = {}
         for unit in (alone(0), alone(1), GROUP):
-            self._start(unit, configs, asynchronous, v2, window)
+            config = take(configs, unit.layout)
+            config.cache_config.block_size = block_tokens(unit)
+            config.cache_config.enable_prefix_caching = caching
+            config.scheduler_config.async_scheduling = asynchronous
+            self._start(unit, config, v2, window)
         self.group = self.cores[GROUP]
         assert isinstance(self.group, VllmGroupCore)
         self.own = [self._own(engine) for engine in (0, 1)]
@@ -346,13 +369,9 @@ class ToyEngines:
         assert isinstance(core, VllmOwnCore)
         return core
 
-    def _start(
-        self, unit: Unit, configs: LayoutConfigs, asynchronous: bool, v2: bool, window: int | None
-    ) -> None:
-        config = take(configs, unit.layout)
-        config.cache_config.block_size = block_tokens(unit)
-        config.scheduler_config.async_scheduling = asynchronous
+    def _start(self, unit: Unit, config: VllmConfig, v2: bool, window: int | None) -> None:
         self.runners[unit] = Runners(unit, self.memories)
+        self.runners[unit].window = window
         made = type("Made", (ToyEngineCore,), {"runners": self.runners[unit], "window": window})
         kind = VllmGroupCore if unit.is_group else VllmOwnCore
         with (
@@ -363,7 +382,9 @@ class ToyEngines:
 
     # --- requests ---
 
-    def frames_of(self, request_id: str, prompt: Sequence[int], **sampling: Any) -> list[bytes]:
+    def frames_of(
+        self, request_id: str, prompt: Sequence[int], salt: str | None = None, **sampling: Any
+    ) -> list[bytes]:
         """Return what a front end sends for a request. Each arrives later than the one before."""
         params = SamplingParams(
             **{"max_tokens": 40, "temperature": 0.0, "ignore_eos": True} | sampling
@@ -376,7 +397,7 @@ class ToyEngines:
             pooling_params=None,
             arrival_time=float(len(self.tokens)),
             lora_request=None,
-            cache_salt=None,
+            cache_salt=salt,
             data_parallel_rank=None,
         )
         self.tokens[request_id], self.outputs[request_id] = [], []
@@ -437,12 +458,24 @@ class ToyEngines:
             self.own[engine].take_back(blocks)
 
     def carry(
-        self, source: VllmCore, target: VllmCore, request_ids: Sequence[str]
+        self,
+        source: VllmCore,
+        target: VllmCore,
+        request_ids: Sequence[str],
+        *,
+        expected: bool = False,
     ) -> tuple[list[CarriedRequest], list[Copied]]:
-        """Take requests from core to core, which has room for all; return what was said of them."""
+        """Take requests from core to core, which has room for all; return what was said of them.
+
+        Args:
+            source: the first core.
+            target: the second.
+            request_ids: the requests.
+            expected: whether the second core was told to expect them.
+        """
         exported = source.export(request_ids)
-        for request in exported:
-            target.expect(request.request_id, self.frames[request.request_id])
+        for request_id in () if expected else request_ids:
+            target.expect(request_id, self.frames[request_id])
         for request in exported:
             assert target.adopt(source.unit, request, with_kv=True) is not None
         target.copy()
@@ -453,3 +486,15 @@ class ToyEngines:
     def audit(self) -> list[str]:
         """Return what is wrong with any core's books."""
         return [problem for core in self.cores.values() for problem in core.check_integrity()]
+
+
+Make = Callable[..., ToyEngines]
+"""Makes toy engines of one kind of model runner; takes the other options of ``ToyEngines``."""
+
+
+def undisturbed(make: Make, prompt: Sequence[int], **sampling: Any) -> list[int]:
+    """Return the tokens of a request that stays where it is."""
+    engines = make()
+    engines.submit(engines.own[0], "r", prompt, **sampling)
+    engines.finish(engines.own[0])
+    return engines.tokens["r"]
