@@ -200,7 +200,7 @@ class BlocksAhead:
         kept = len(self._scheduler.running) + sum(r.rest for r in reserved if r.awaited)
         unheld = sum(block.ref_cnt == 0 for block in _no_nulls(table))
         free: int = self._pool.get_num_free_blocks()
-        return kept + unheld + max(0, end - len(table)) + rest <= free
+        return bool(kept + unheld + max(0, end - len(table)) + rest <= free)
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
@@ -272,7 +272,10 @@ class BlocksAhead:
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
         size = self._carried.attention.block_size
-        return resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+        hashes: Sequence[bytes] = resolve_block_hashes(
+            request.block_hashes, self._pool.hash_block_size, size
+        )
+        return hashes
 
     def _by_member(self, blocks: Sequence[KVCacheBlock]) -> dict[int, list[list[int]]]:
         physical = self._physical([block.block_id for block in blocks])

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,10 +13,12 @@ import torch
 import zmq
 from vllm.utils.torch_utils import set_random_seed
 
-from shoal.policies.values.layouts import DP, Layout, alone
+from shoal.policies.values.layouts import DP, Layout, alone, tensor_parallel
 from shoal.runtime.config import Addresses
+from shoal.runtime.engine.kv.kv_cache import BlockMap
 from shoal.runtime.engine.link import instructions
-from shoal.runtime.engine.runner.runner import RandomStates, Responder
+from shoal.runtime.engine.link.executor import push_socket
+from shoal.runtime.engine.runner.runner import RandomStates, Responder, Runner
 
 OWN, GROUP = DP, Layout(tp=2)
 
@@ -94,3 +97,81 @@ def test_an_answer_that_waits_for_the_device_holds_up_no_one_but_later_answers(
     responder.close()
     leader.close()
     context.term()
+
+
+class Units:
+    """A runner without a model, the queues that it reads, and where it answers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.units = {DP: alone(0), GROUP: tensor_parallel((0, 1))}
+        self.workers = {
+            layout: SimpleNamespace(unit=unit, block_map=None, answers=True, execute=self.execute)
+            for layout, unit in self.units.items()
+        }
+        addresses = Addresses(directory)
+        self.answers = self.context.socket(zmq.PULL)
+        self.answers.bind(addresses.responses(0))
+        loader: Any = SimpleNamespace(workers=self.workers)
+        node: Any = SimpleNamespace(runtime_dir=str(directory))
+        self.runner = Runner(node, 0, loader, self.context)
+        self.queues = {
+            layout: push_socket(self.context, addresses.queue(unit, 0))
+            for layout, unit in self.units.items()
+        }
+        self.copied = Event()
+        carrying: Any = SimpleNamespace(copy_ahead=self.copy_ahead)
+        self.runner._carrying = carrying
+
+    def execute(self, scheduled: str, _mode: Any) -> str:
+        return f"output of {scheduled}"
+
+    def copy_ahead(self, ahead: instructions.CopyAhead) -> Any:
+        def wait() -> instructions.Copied:
+            assert self.copied.wait(20)
+            return instructions.Copied(ahead.seq, 0.5)
+
+        return wait
+
+    def tell(self, layout: Layout, *told: instructions.Instruction) -> None:
+        for instruction in told:
+            self.queues[layout].send(instructions.dumps(instruction))
+            self.runner._turn()
+
+    def answer(self) -> tuple[int, Any]:
+        result = instructions.loads(self.answers.recv())
+        return result.seq, result.value
+
+    def close(self) -> None:
+        self.copied.set()
+        self.runner._responder.close()
+        self.runner._beside.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Iterator[Units]:
+    units = Units(tmp_path)
+    yield units
+    units.close()
+
+
+def test_steps_are_answered_while_kv_is_copied_ahead(units: Units) -> None:
+    ahead = instructions.CopyAhead(1, alone(1), units.units[GROUP], [])
+    units.tell(DP, ahead, instructions.Step(2, "a step", None, sample=True))
+    assert units.answer() == (2, "output of a step")
+    units.copied.set()
+    assert units.answer() == (1, instructions.Copied(1, 0.5))
+
+
+def test_a_lease_may_grow_before_the_group_is_first_bound(units: Units) -> None:
+    units.queues[GROUP].send(
+        instructions.dumps(instructions.Extend([1, 2], {0: [7, 8], 1: [5, 6]}))
+    )
+    units.queues[DP].send(instructions.dumps(instructions.Attach(GROUP, 1)))
+    units.runner._turn()
+    units.tell(GROUP, instructions.Bind(1, [3], {0: [9], 1: [4]}, seed=0))
+    block_map = units.workers[GROUP].block_map
+    assert isinstance(block_map, BlockMap)
+    assert block_map._physical == {0: 0, 1: 7, 2: 8, 3: 9}
+    units.tell(GROUP, instructions.Detach(1))
