@@ -147,9 +147,10 @@ def carries() -> list[PanelBuilder]:
     return [
         graph(
             "Phases of carries (p90)",
-            "`export` until the unit has stopped computing the requests, at most a step of the "
-            "model; `import` until all of them go on in the next unit; `copy`: its members read "
-            "the KV of those for which there is room.",
+            "`precopy` while KV is copied ahead and requests go on; `export` until the unit has "
+            "stopped computing the requests, at most a step of the model; `import` until all of "
+            "them go on in the next unit; `copy`: its members read the KV of those for which there "
+            "is room.",
             Query(quantile(0.9, "shoal_carry_seconds", by="phase"), "{{phase}}"),
             unit="s",
             style=GraphDrawStyle.POINTS,
@@ -167,8 +168,10 @@ def carries() -> list[PanelBuilder]:
         ),
         graph(
             "KV carried per second",
-            "Bytes that the members of the next units have read from the memory of other engines.",
-            Query(rate("shoal_carried_bytes_total"), "read"),
+            "Bytes that the members of the next units have read from the memory of other engines: "
+            "while requests were stopped, and ahead of that.",
+            Query(rate("shoal_carried_bytes_total"), "while stopped"),
+            Query(rate("shoal_precopied_bytes_total"), "ahead"),
             unit="Bps",
             span=6,
         ),

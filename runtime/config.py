@@ -34,6 +34,9 @@ RESTART_BACKOFF_SECONDS = 1.0
 """Default pause before an engine's first restart."""
 SWITCH_WAIT_SECONDS = 2.0
 """Default time that a policy's switch waits for requests to end."""
+PRECOPY_TOKENS = 8192
+"""Default number of tokens from which on running requests are copied ahead of a switch. Copying
+less takes less time than the messages that it needs."""
 PEER_BYTES_PER_SECOND = 390e9
 """Rate at which an H200 reads the memory of another one over NVLink."""
 QUEUED_AHEAD = 1
@@ -138,6 +141,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     switch_wait_seconds: float = SWITCH_WAIT_SECONDS
     """How long a switch that the policy asked for waits for requests to end. Then it goes on
     without waiting (``switch.py``)."""
+    precopy_tokens: int = PRECOPY_TOKENS
+    """A switch copies KV ahead if the requests that it carries have so many tokens together
+    (``precopy.py``); 0: no switch does."""
     max_retries: int = MAX_RETRIES
     """How often a request is started again after an engine died with the request in its batch."""
     engine_timeout_seconds: float | None = None

@@ -244,6 +244,8 @@ class Controller:
                 self._operations.audited(message)
             case m.Moved():
                 self._take_moved(message)
+            case _ if isinstance(message, m.AheadAnswer):
+                self._count_unless(taken=self._carries.copied_ahead(message))
             case m.Exported():
                 self._count_unless(taken=self._carries.exported(message))
             case m.Imported():

@@ -68,7 +68,7 @@ class Operations:
 
     @property
     def _is_regrouping(self) -> bool:
-        return self.switches.running is not None or self._carries.running
+        return self.switches.running is not None or self._carries.unsettled
 
     @property
     def can_switch(self) -> bool:

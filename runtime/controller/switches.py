@@ -174,7 +174,7 @@ class Switches:
         log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
         self.ended_at = now
         if not switch.rules.lasts:
-            self._budget.learn(view.duration_seconds)
+            self._budget.learn(view.duration_seconds - view.precopy_seconds)
         if switch.error is not None:
             self._retry_at = now + RETRY_SECONDS
         self._answer(switch, view)

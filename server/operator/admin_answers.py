@@ -96,6 +96,8 @@ class SwitchAnswer(_Answer):
     duration_seconds: float
     carried_bytes: int
     carry_seconds: float
+    precopied_bytes: int
+    precopy_seconds: float
     requests: SwitchedRequestsAnswer
 
     @model_validator(mode="before")

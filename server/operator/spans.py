@@ -326,6 +326,8 @@ class Spans:
                 "shoal.switch.recomputed": sum(done.recomputed.values()),
                 "shoal.switch.carried_bytes": done.carried_bytes,
                 "shoal.switch.carry_seconds": done.carry_seconds,
+                "shoal.switch.precopied_bytes": done.precopied_bytes,
+                "shoal.switch.precopy_seconds": done.precopy_seconds,
             },
         )
         parent = otel.set_span_in_context(root)

@@ -17,6 +17,7 @@ from shoal.runtime.config import (
     ENGINE_COUNTS,
     MAX_WAITING_REQUESTS,
     MAX_WAITING_TOKENS,
+    PRECOPY_TOKENS,
     SWITCH_WAIT_SECONDS,
     FakeSettings,
 )
@@ -113,6 +114,14 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         SWITCH_WAIT_SECONDS,
         "how long a switch that the policy asks for waits for requests to end, before it goes "
         "on without waiting",
+    )
+    group.add_argument(
+        "--precopy-tokens",
+        type=int,
+        metavar="TOKENS",
+        default=PRECOPY_TOKENS,
+        help="a switch copies the KV of running requests ahead, while they go on, if they have so "
+        "many tokens together and prefixes are cached; 0: no switch does (default: %(default)s)",
     )
 
 
@@ -239,7 +248,7 @@ def check_shoal_options(args: Namespace) -> None:
         if value is not None and value not in ENGINE_COUNTS:
             raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
     check_positive(args, "prepare_timeout", "priority_aging")
-    check_at_least(args, 0, "switch_wait", "fake_step_ms")
+    check_at_least(args, 0, "switch_wait", "precopy_tokens", "fake_step_ms")
     check_at_least(args, 1, "max_waiting_requests", "max_waiting_tokens", "api_server_count")
     check_bounds_options(args)
     check_connection_options(args)

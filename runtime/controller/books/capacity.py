@@ -219,13 +219,13 @@ class Capacity:
 
         The group needs them for the requests that wait, and for those that are carried to it: for
         each of these two more, as its last block may be nearly empty, and it may need the next one
-        before the lease can grow.
+        before the lease can grow. It has the blocks to which KV was copied ahead.
         """
         limits = self._engines.limits(group)
         waiting = self._pool.head(limits.max_num_seqs)
         need = sum(-(-(r.prompt_tokens + 1) // limits.block_tokens) for r in waiting)
         need += sum(
-            -(-self._tokens_of(carry) // limits.block_tokens) + 2 * len(carry.ids)
+            -(-self._tokens_of(carry) // limits.block_tokens) + 2 * len(carry.ids) - carry.reserved
             for carry in self._carries
             if carry.destination == group
         )

@@ -5,6 +5,7 @@ destination from then on. So exactly one of the two units has it, whatever happe
 """
 
 import enum
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -16,6 +17,9 @@ from shoal.runtime.protocol.messages import CarriedRequest
 class CarryStage(enum.Enum):
     """How far a carry has come."""
 
+    AHEAD = enum.auto()
+    """The destination has been told what will come. The source goes on with the requests, while
+    whole blocks are copied ahead (``precopy.py``)."""
     EXPORTING = enum.auto()
     """The source has been asked to stop computing the requests."""
     EXPORTED = enum.auto()
@@ -36,9 +40,11 @@ class Carry(msgspec.Struct):
     """Clock time at which the engine that is to answer is late."""
     since: float
     """Clock time at which the current stage began."""
-    stage: CarryStage = CarryStage.EXPORTING
+    stage: CarryStage = CarryStage.AHEAD
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
+    reserved: int = 0
+    """Blocks of the destination to which the requests' KV is copied ahead, or was."""
 
 
 class CarryBook:
@@ -58,14 +64,17 @@ class CarryBook:
         """Return a carry; None if it is over."""
         return self._carries.get(number)
 
-    def begin(
-        self, source: Unit, destination: Unit, ids: set[str], *, now: float, deadline: float
-    ) -> Carry:
-        """Note a carry that begins."""
+    def begin(self, source: Unit, destination: Unit, ids: set[str], *, now: float) -> Carry:
+        """Note a carry that begins; no engine has been asked for an answer."""
         self._last += 1
-        carry = Carry(self._last, source, destination, ids, deadline, now)
+        carry = Carry(self._last, source, destination, ids, math.inf, now)
         self._carries[carry.number] = carry
         return carry
+
+    @property
+    def ids(self) -> set[str]:
+        """The requests of all carries."""
+        return set().union(*(carry.ids for carry in self._carries.values()))
 
     def end(self, carry: Carry) -> None:
         """Note that a carry is over."""

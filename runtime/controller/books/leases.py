@@ -3,6 +3,7 @@
 The engines hold the blocks. This book records what their state must be, and ``audit.py`` compares.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -44,6 +45,8 @@ class Leases:
         self._transport = transport
         self._lent: list[dict[Unit, set[int]]] = [{} for _ in engines]
         self._growths: dict[Unit, Growth] = {}
+        self._read_into: Counter[Unit] = Counter()
+        self._orphans: dict[Unit, dict[int, list[int]]] = {}
 
     def follow(self, audit: Audit | None) -> None:
         """Tell a running audit of every change from now on; None: the audit is over."""
@@ -105,8 +108,28 @@ class Leases:
             if group.leader in dead:
                 self.opened.pop(group, None)
                 self._growths.pop(group, None)
+                orphans = self._orphans.setdefault(group, {})
                 for engine in set(group.engines) - dead:
-                    self.give_back(engine, group, sorted(self._lent[engine].get(group, ())))
+                    orphans[engine] = sorted(self._lent[engine].get(group, ()))
+        for orphans in self._orphans.values():
+            for engine in dead & orphans.keys():
+                del orphans[engine]
+        self._give_back_orphans()
+
+    def hold(self, group: Unit) -> None:
+        """Note that members of a group read KV into its blocks, whoever dies meanwhile."""
+        self._read_into[group] += 1
+
+    def let_go(self, group: Unit) -> None:
+        """Note that a reading that ``hold`` was told of has ended."""
+        self._read_into[group] -= 1
+        self._give_back_orphans()
+
+    def _give_back_orphans(self) -> None:
+        """Return the blocks of groups whose leaders have died, unless they are still written to."""
+        for group in [group for group in self._orphans if not self._read_into[group]]:
+            for engine, blocks in self._orphans.pop(group).items():
+                self.give_back(engine, group, blocks)
 
     def give_back(self, engine: int, group: Unit, blocks: Sequence[int]) -> None:
         """Return blocks to the engine that lent them."""
@@ -121,13 +144,23 @@ class Leases:
 
     def need(self, wish: m.NeedBlocks) -> bool:
         """Ask a bound group's members for blocks; return False if the wish is stale or repeated."""
-        if self._units.bound.get(wish.unit) != wish.epoch or wish.unit in self._growths:
+        if self._units.bound.get(wish.unit) != wish.epoch or self.grows(wish.unit):
             return False
-        self._growths[wish.unit] = Growth(wish.epoch)
-        for engine in wish.unit.engines:
-            lend = m.Lend(wish.epoch, wish.unit, wish.blocks, wish.urgent)
-            self._transport.to_engine(engine, lend)
+        self._ask(m.Lend(wish.epoch, wish.unit, wish.blocks, wish.urgent))
         return True
+
+    def grow_ahead(self, group: Unit, blocks: int) -> None:
+        """Ask the members of a group that is not bound, and does not grow, for blocks."""
+        self._ask(m.Lend(m.AHEAD, group, blocks, urgent=False))
+
+    def _ask(self, lend: m.Lend) -> None:
+        self._growths[lend.unit] = Growth(lend.epoch)
+        for engine in lend.unit.engines:
+            self._transport.to_engine(engine, lend)
+
+    def grows(self, group: Unit) -> bool:
+        """Return whether members of a group have still to answer its wish."""
+        return group in self._growths
 
     def lent(self, answer: m.Lent) -> None:
         """Take a member's answer; with the last answer the lease grows by what all members lent."""
@@ -157,7 +190,8 @@ class Leases:
         """Give up a group's wish because the group ends; late answers go straight back."""
         growth = self._growths.pop(group, None)
         for engine, blocks in growth.lent.items() if growth is not None else ():
-            self.give_back(engine, group, blocks)
+            if engine not in self._engines.gone:
+                self.give_back(engine, group, blocks)
 
     def even_out(self, group: Unit, lent: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """Return the lease that all members back, and give back what some lent beyond it."""

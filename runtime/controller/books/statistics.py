@@ -30,8 +30,12 @@ RELEASE_OUTCOMES = ("done", "kept", "lost")
 CARRY_OUTCOMES = ("carried", "recomputed", "kept", "lost")
 """What became of a request that was to be carried: it went with its KV, or without it; it stayed
 where it was; or an engine died before it was settled."""
-CARRY_PHASES = ("export", "import", "copy")
-"""From ``Export`` to its answer; from ``Import`` to its last answer; one copy of the members."""
+CARRY_PHASES = ("precopy", "export", "import", "copy")
+"""From ``Pin`` to ``Settle``; from ``Export`` to its answer; from ``Import`` to its last answer;
+one copy of the members."""
+PRECOPY_OUTCOMES = ("copied", "nothing", "stopped")
+"""How a pre-copy ended: the KV was copied; there was nothing to copy or no room; or it failed, was
+late or was given up."""
 PHASES = ("drain", "lease", "commit", "release", "resume")
 
 WAIT_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -145,6 +149,14 @@ class CarryStatistics:
             {"reason": Fallback},
         )
         self.bytes = Counter("shoal_carried_bytes_total", "Bytes of KV that were carried.")
+        self.precopies = Counter(
+            "shoal_precopies_total",
+            "Carries whose KV was to be copied ahead, by what became of that.",
+            {"outcome": PRECOPY_OUTCOMES},
+        )
+        self.precopied_bytes = Counter(
+            "shoal_precopied_bytes_total", "Bytes of KV that were copied ahead of carries."
+        )
         self.seconds = Histogram(
             "shoal_carry_seconds", "Phases of carries.", PHASE_BOUNDS, {"phase": CARRY_PHASES}
         )

@@ -175,6 +175,8 @@ def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float)
         recomputed=dict(switch.tally.recomputed),
         carried_bytes=switch.tally.bytes,
         carry_seconds=switch.tally.seconds,
+        precopied_bytes=switch.tally.precopied_bytes,
+        precopy_seconds=switch.tally.precopy_seconds,
     )
 
 

@@ -1,7 +1,8 @@
 """Carries: running requests go to another unit with their KV.
 
-    EXPORTING ──Exported──> EXPORTED ──destination bound──> IMPORTING ──Imported──> over
+    AHEAD ──> EXPORTING ──Exported──> EXPORTED ──destination bound──> IMPORTING ──Imported──> over
 
+A carry of long requests begins with a pre-copy, for which nothing stops (``precopy.py``).
 ``Expect`` tells the destination what will come, and ``Export`` asks the source to stop computing
 the requests, which then keep their KV there. ``Import`` lets the destination read it. Each
 ``Imported`` says which requests go on there, so that the source may ``Drop`` them. Until ``Import``
@@ -11,7 +12,7 @@ a carry can be given up: the source goes on with the requests (``Keep``).
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -23,6 +24,7 @@ from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import Request, continued
 from shoal.runtime.controller.switching.destinations import Destinations
+from shoal.runtime.controller.switching.precopy import PreCopies
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import front_identity
 
@@ -38,8 +40,11 @@ class Tally(msgspec.Struct):
     ended_early: set[str] = set()
     """Requests that had ended before they could leave, as front ends are about to say."""
     bytes: int = 0
+    precopied_bytes: int = 0
+    precopy_seconds: float = 0.0
+    """How long KV was copied while the requests went on."""
     began: float | None = None
-    """When the first of the carries began."""
+    """When the first request was asked to leave."""
     ended: float = 0.0
     """When the last of them has ended."""
 
@@ -60,6 +65,7 @@ class Carries:
 
     def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
         self._timeout = env.config.prepare_timeout_seconds
+        self._precopy_tokens = env.config.precopy_tokens
         self._transport = env.transport
         self._clock = env.clock
         self._engines = books.engines
@@ -70,6 +76,7 @@ class Carries:
         self._books = books
         self._capacity = capacity
         self._destinations = Destinations(books, capacity, ())
+        self._ahead = PreCopies(env, books, capacity, self._send)
         self._tally = Tally()
 
     @property
@@ -78,9 +85,20 @@ class Carries:
         return len(self._book) > 0
 
     @property
+    def copies_ahead(self) -> bool:
+        """Whether carries wait for their pre-copies."""
+        return self._ahead.running
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether engines hold blocks for carries, which may be over."""
+        return self.running or self._ahead.unsettled
+
+    @property
     def deadline(self) -> float | None:
         """When an engine's answer is overdue next."""
         due = min((carry.deadline for carry in self._book), default=math.inf)
+        due = min(due, self._ahead.deadline)
         return None if due == math.inf else due
 
     def tally(self) -> Tally:
@@ -90,8 +108,28 @@ class Carries:
 
     # --- begin --------------------------------------------------------------------------------
 
+    def copy_ahead(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> bool:
+        """Begin to copy ahead of the carries of some cores, if their requests are long enough.
+
+        Returns:
+            Whether anything is copied. If so, ``begin`` follows when ``copies_ahead`` is false.
+        """
+        reachable = list(self._reachable(cores))
+        tokens = sum(core.figures.prompt_tokens for core in reachable)
+        if not self._precopy_tokens or tokens < self._precopy_tokens:
+            return False
+        self._destinations = Destinations(self._books, self._capacity, units)
+        begun: list[Carry] = []
+        for core in reachable:
+            innocent = [request for request in core.requests.values() if not request.suspect]
+            divided = self._destinations.divide(core.unit, innocent)
+            divided.pop(None, None)
+            begun += [self._expect(core.unit, unit, them) for unit, them in divided.items() if unit]
+        self._ahead.begin(begun)
+        return self.copies_ahead
+
     def begin(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> list[Request]:
-        """Begin to carry all requests of some cores.
+        """Begin to carry all requests of some cores, or go on where they were copied ahead.
 
         Suspects go through the pool, because a unit gets no second one (``migration.py``).
 
@@ -102,33 +140,61 @@ class Carries:
         Returns:
             The requests that none of the units can take.
         """
+        for carry in self._book:
+            if carry.stage is CarryStage.AHEAD:
+                self._export_rest(carry)
         self._destinations = Destinations(self._books, self._capacity, units)
-        left: list[Request] = []
-        for core in cores:
+        leaving, left = self._book.ids, list[Request]()
+        for core in self._reachable(cores):
             unit = core.unit
-            is_whole = self._engines.gone.isdisjoint(unit.engines)
-            if core.requests and is_whole and self._engines.serves(alone(unit.leader)):
-                suspects = [request.id for request in core.requests.values() if request.suspect]
-                if suspects:
-                    self._send(unit, m.MoveOut(unit, suspects))
-                left += self._ask(unit, [r for r in core.requests.values() if not r.suspect])
+            requests = [r for r in core.requests.values() if r.id not in leaving]
+            suspects = [request.id for request in requests if request.suspect]
+            if suspects:
+                self._send(unit, m.MoveOut(unit, suspects))
+            left += self._ask(unit, [request for request in requests if not request.suspect])
         return left
+
+    def _reachable(self, cores: Iterable[CoreBook]) -> Iterator[CoreBook]:
+        """Yield the cores that have requests and whose engines can answer."""
+        for core in cores:
+            is_whole = self._engines.gone.isdisjoint(core.unit.engines)
+            if core.requests and is_whole and self._engines.serves(alone(core.unit.leader)):
+                yield core
 
     def _ask(self, source: Unit, requests: Sequence[Request]) -> list[Request]:
         """Send requests on their way; return those that no unit can take."""
         divided = self._destinations.divide(source, requests)
         left = divided.pop(None, [])
-        now = self._clock()
         for unit, chosen in divided.items():
             assert unit is not None
-            ids = [request.id for request in chosen]
-            carry = self._book.begin(source, unit, set(ids), now=now, deadline=now + self._timeout)
-            frames = {request.id: request.payload for request in chosen}
-            self._send(unit, m.Expect(carry.number, unit, frames))
-            self._send(source, m.Export(carry.number, source, ids))
-            if self._tally.began is None:
-                self._tally.began = now
+            carry = self._expect(source, unit, chosen)
+            self._export(carry, [request.id for request in chosen])
         return left
+
+    def _expect(self, source: Unit, unit: Unit, requests: Sequence[Request]) -> Carry:
+        """Begin a carry: tell the destination what will come."""
+        now, ids = self._clock(), {request.id for request in requests}
+        carry = self._book.begin(source, unit, ids, now=now)
+        frames = {request.id: request.payload for request in requests}
+        self._send(unit, m.Expect(carry.number, unit, frames))
+        return carry
+
+    def _export_rest(self, carry: Carry) -> None:
+        """Go on with a carry whose requests were copied ahead, as far as they have not ended."""
+        tally = self._tally
+        tally.precopy_seconds = max(tally.precopy_seconds, self._clock() - carry.since)
+        carry.ids = {each for each in carry.ids if self._requests.where(each) == carry.source}
+        if carry.ids:
+            self._export(carry, sorted(carry.ids))
+        else:
+            self._forget(carry)
+
+    def _export(self, carry: Carry, ids: list[str]) -> None:
+        now = self._clock()
+        self._enter(carry, CarryStage.EXPORTING, now + self._timeout)
+        self._send(carry.source, m.Export(carry.number, carry.source, ids))
+        if self._tally.began is None:
+            self._tally.began = now
 
     def _send(self, unit: Unit, message: m.Message) -> None:
         """Send to the leader of a unit, unless it is dead."""
@@ -136,6 +202,18 @@ class Carries:
             self._transport.to_engine(unit.leader, message)
 
     # --- answers ------------------------------------------------------------------------------
+
+    def copied_ahead(self, message: m.AheadAnswer) -> bool:
+        """Take an answer to a message of a pre-copy; return False if nothing awaits it."""
+        match message:
+            case m.Pinned():
+                return self._ahead.pinned(message)
+            case m.Reserved():
+                return self._ahead.reserved(message)
+            case m.CopiedAhead():
+                taken = self._ahead.copied(message)
+                self._tally.precopied_bytes += message.bytes if taken else 0
+                return taken
 
     def exported(self, message: m.Exported) -> bool:
         """Take a source's answer; return False if no carry awaits it."""
@@ -227,7 +305,9 @@ class Carries:
     def give_up(self) -> None:
         """Let the sources go on with all requests that they still have."""
         for carry in self._book:
-            if carry.stage is not CarryStage.IMPORTING:
+            if carry.stage is CarryStage.AHEAD:
+                self._forget(carry)
+            elif carry.stage is not CarryStage.IMPORTING:
                 self._cancel(carry)
 
     def _cancel(self, carry: Carry) -> None:
@@ -241,13 +321,14 @@ class Carries:
 
     def _forget(self, carry: Carry) -> None:
         """End a carry whose destination has been told to expect requests, but gets none."""
+        self._ahead.stop(carry.number)
         unit = carry.destination
         self._send(unit, m.Import(carry.number, unit, carry.source, []))
         self._end(carry)
 
     def tick(self) -> list[tuple[Unit, str]]:
         """Act on answers that are overdue; return broken units, each with the reason."""
-        now, broken = self._clock(), list[tuple[Unit, str]]()
+        now, broken = self._clock(), self._ahead.tick()
         for carry in self._book:
             if carry.deadline > now:
                 continue
@@ -272,6 +353,7 @@ class Carries:
             The requests that a unit has taken over although their KV may be damaged, because their
             source died while it was read.
         """
+        self._ahead.lost(gone)
         damaged: set[str] = set()
         redirected: list[Carry] = []
         for carry in self._book:
@@ -283,19 +365,23 @@ class Carries:
                 damaged |= set() if to_dead else carry.ids
                 self._send(carry.source, m.Drop(carry.source, sorted(carry.ids)))
                 self._end(carry)
-            elif from_dead:
-                self._forget(carry)
             else:
-                self._end(carry)
-                redirected.append(carry)
-                continue
+                self._forget(carry)
+                if not from_dead:
+                    redirected.append(carry)
+                    continue
             self._statistics.requests.add("lost", amount=len(carry.ids))
         for carry in redirected:
             self._redirect(carry)
         return damaged
 
     def _redirect(self, carry: Carry) -> None:
-        """Choose other destinations for requests whose destination has died."""
+        """Choose other destinations for requests whose destination has died.
+
+        Requests that have not stopped get theirs when they do (``begin``).
+        """
+        if carry.stage is CarryStage.AHEAD:
+            return
         found = (self._requests.find(request_id) for request_id in sorted(carry.ids))
         left = self._ask(carry.source, [request for request in found if request is not None])
         self._keep(carry, {request.id for request in left})

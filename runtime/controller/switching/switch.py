@@ -90,8 +90,10 @@ class Switch:
         waits = rules.waits and (gives_up or wait > 0)
         self._carries = rules.carries or (rules.lasts and not waits)
         self._plan(target, m.Treatment.SEQUENTIAL if waits else m.Treatment.HARD)
-        self._free_engines(waits=waits)
-        self._start()
+        self._is_ahead = rules.carries and node.carries.copy_ahead(self._homeless(target), target)
+        if not self._is_ahead:
+            self._free_engines(waits=waits)
+            self._start()
 
     # --- what others see ----------------------------------------------------------------------
 
@@ -122,8 +124,8 @@ class Switch:
 
     @property
     def busy(self) -> frozenset[int]:
-        """Engines that get no new requests: none while the switch only carries requests."""
-        return frozenset() if self._is_regrouped else self.engines
+        """Engines that get no new requests: none while only KV is copied or requests carried."""
+        return frozenset() if self._is_ahead or self._is_regrouped else self.engines
 
     @property
     def paused(self) -> int:
@@ -258,6 +260,8 @@ class Switch:
 
         Call it after any change.
         """
+        if self._is_ahead:
+            return
         if self.error is None or self._restoring:
             self._end_waits()
             self._node.carries.settle()
@@ -293,6 +297,10 @@ class Switch:
     def tick(self) -> None:
         """Act on answers that did not come in time."""
         now = self._node.env.clock()
+        if self._is_ahead and not self._node.carries.copies_ahead:
+            self._is_ahead = False
+            self._free_engines(waits=False)
+            self._start()
         for move in self._open_moves():
             if move.deadline is not None and move.deadline <= now:
                 self._time_out(move)
@@ -301,6 +309,10 @@ class Switch:
     def lost(self, engines: Collection[int], reason: str) -> None:
         """Go on without engines that have died; the book already says that they are dead."""
         touched = [m for m in self._open_moves() if not set(engines).isdisjoint(m.unit.engines)]
+        if touched and self._is_ahead:
+            self._is_ahead = False
+            for move in self._open_moves():
+                move.stage = DONE  # none has begun
         for move in touched:
             if move.stage.missing is Missing.BREAKS:
                 self._finish(move, "lost")

@@ -11,6 +11,7 @@ from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.binding import Binding, State
 from shoal.runtime.engine.agent.carrying import Carrying
+from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.forming import POLL_SECONDS, Forming
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.lending import Lending
@@ -48,7 +49,10 @@ class Agent:
         self.binding = Binding(backend, transport, self._watch, clock)
         """Where the engine stands."""
         self._stepping = Stepping(backend, transport, self._watch, clock)
-        self._carrying = Carrying(backend, transport, self.binding, self._stepping, clock)
+        self._ahead = CopyingAhead(backend, transport)
+        self._carrying = Carrying(
+            backend, transport, self.binding, self._stepping, self._ahead, clock
+        )
         self._lending = Lending(backend, transport, self.binding, self._carrying, clock)
         self._moving = Moving(backend, transport)
         self._forming = Forming(backend, transport)
@@ -93,6 +97,7 @@ class Agent:
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
             self._backend.on_readable()
             self._tend_forming()
+            self._ahead.tend()
             if self._carrying.tend():
                 self._lending.ask_again()
             self._busy = self._stepping.drive(self.active, judges=not self._forming.busy)
@@ -133,6 +138,8 @@ class Agent:
                 self._moving.begin(message)
             case m.Expect():
                 self._carrying.expect(message)
+            case m.Pin() | m.Reserve() | m.CopyAhead() | m.Settle() | m.Unpin():
+                self._ahead.take(message)
             case m.Export():
                 self._carrying.export(message)
             case m.Import():

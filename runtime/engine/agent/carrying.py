@@ -15,6 +15,7 @@ import msgspec
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.agent.binding import Binding
+from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.interface import Copied, Core, EngineBackend
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.protocol import messages as m
@@ -40,7 +41,7 @@ class Arrivals(msgspec.Struct):
 
     message: m.Import
     waiting: list[m.CarriedRequest]
-    """Those with the least KV first."""
+    """Those that have least to read first."""
     deadline: float
     """When the rest is computed again if nothing changes."""
     tried: int = -1
@@ -55,6 +56,7 @@ class Carrying:
         transport: the way to the controller and the front ends.
         binding: the bind that the engine is in.
         stepping: counts the requests of each unit.
+        ahead: knows what of the requests was copied ahead.
         clock: seconds.
     """
 
@@ -64,15 +66,17 @@ class Carrying:
         transport: AgentTransport,
         binding: Binding,
         stepping: Stepping,
+        ahead: CopyingAhead,
         clock: Clock,
     ) -> None:
         self._backend = backend
         self._transport = transport
         self._binding = binding
         self._stepping = stepping
+        self._ahead = ahead
         self._clock = clock
         self._exports: list[m.Export] = []
-        self._expected: dict[int, list[str]] = {}
+        self._expected: dict[int, m.Expect] = {}
         """The requests that each carry is to bring, until they come."""
         self._refused: dict[str, tuple[Frames, ValueError]] = {}
         """Expected requests that are not valid for their unit, and why."""
@@ -118,17 +122,22 @@ class Carrying:
     def expect(self, message: m.Expect) -> None:
         """Prepare requests that are about to come."""
         core = self._backend.cores[message.unit]
-        self._expected.setdefault(message.carry, []).extend(message.frames)
+        self._expected[message.carry] = message
         for request_id, frames in message.frames.items():
             try:
                 core.expect(request_id, frames)
             except ValueError as error:
                 self._refused[request_id] = frames, error
 
+    def expects(self, core: Core) -> bool:
+        """Return whether requests are about to come to a core, so that it needs its blocks."""
+        return any(expected.unit == core.unit for expected in self._expected.values())
+
     def take_in(self, message: m.Import) -> None:
         """Adopt the requests that find room, and forget expected ones that do not come."""
         come = {request.request_id for request in message.requests}
-        expected = self._expected.pop(message.carry, [])
+        announced = self._expected.pop(message.carry, None)
+        expected = [] if announced is None else list(announced.frames)
         self._backend.cores[message.unit].abort([id_ for id_ in expected if id_ not in come])
         for request_id in expected:
             refused = self._refused.pop(request_id, None)
@@ -136,7 +145,11 @@ class Carrying:
                 self._stepping.refuse(message.unit, request_id, *refused)
         for _ in message.requests:
             self._stepping.count(message.unit)
-        waiting = sorted(message.requests, key=lambda request: request.computed)
+        copied = self._ahead.arrive(message.carry)
+        waiting = sorted(
+            message.requests,
+            key=lambda request: request.computed - copied.get(request.request_id, 0),
+        )
         arrivals = Arrivals(message, waiting, self._clock() + ROOM_SECONDS)
         self._arrivals[message.carry] = arrivals
         self._admit(arrivals)

@@ -37,7 +37,7 @@ class Lending:
         backend: the engine.
         transport: the way to the controller.
         binding: the bind that the engine is in.
-        carrying: knows the requests that wait for room.
+        carrying: knows the requests that wait for room, and those that are about to come.
         clock: seconds.
     """
 
@@ -60,12 +60,15 @@ class Lending:
 
     def lend(self, message: m.Lend) -> None:
         """Lend what is free, and answer."""
-        if self._binding.current(message.epoch, State.BOUND) is None:
+        if not self._is_in_time(message.epoch):
             return
         lent = self._backend.own.lend(message.blocks, urgent=message.urgent)
         self._transport.to_controller(
             m.Lent(message.epoch, self._backend.engine, message.unit, lent)
         )
+
+    def _is_in_time(self, epoch: int) -> bool:
+        return epoch == m.AHEAD or self._binding.current(epoch, State.BOUND) is not None
 
     # --- as the leader ---
 
@@ -75,22 +78,27 @@ class Lending:
 
     def grow(self, message: m.Grow) -> None:
         """Open what the members lent; an empty lease says that they had nothing to lend."""
-        if self._binding.current(message.epoch, State.BOUND) is None:
+        if not self._is_in_time(message.epoch):
             return
-        self._growth.asked = False
         added = len(message.lease.get(self._backend.engine, ()))
         if added:
             self._backend.groups[message.unit].grow(message.lease)
-        else:
+        if message.epoch == m.AHEAD:
+            return
+        self._growth.asked = False
+        if not added:
             self._growth.retry_at = self._clock() + RETRY_SECONDS
 
     def tend(self) -> None:
-        """Ask for blocks that the bound group lacks; give back what idle or paused groups hold."""
+        """Ask for blocks that the bound group lacks; give back what idle or paused groups hold.
+
+        A group to which requests are about to come keeps what it was lent ahead of them.
+        """
         serving = self._binding.serving
         for core in self._backend.groups.values():
             if core in serving:
                 self._tend_bound(core)
-            elif core.lease_blocks and not core.in_flight:
+            elif core.lease_blocks and not core.in_flight and not self._carrying.expects(core):
                 self._return(core, keep=0)
 
     def _tend_bound(self, core: GroupCore) -> None:

@@ -11,7 +11,8 @@ from shoal.runtime.protocol.messages import CarriedRequest
 class Copy(DeviceStep, kw_only=True):
     """A copy of the KV of requests, on the devices of the unit that reads it."""
 
-    requests: list[tuple[FakeRequest, CarriedRequest]]
+    requests: list[tuple[FakeRequest, CarriedRequest, int]]
+    """Each with the first token that is read: those before it are there already."""
     bytes: int
 
 
@@ -29,13 +30,13 @@ class FakeCopies:
         self._settings = settings
         self._devices = devices
         self._memory = devices.memory
-        self._adopted: list[tuple[FakeRequest, CarriedRequest]] = []
+        self._adopted: list[tuple[FakeRequest, CarriedRequest, int]] = []
         self._in_flight: list[Copy] = []
         self._ended: list[Copied] = []
 
-    def adopt(self, request: FakeRequest, carried: CarriedRequest) -> None:
-        """Have the next copy read the KV of a request."""
-        self._adopted.append((request, carried))
+    def adopt(self, request: FakeRequest, carried: CarriedRequest, begin: int) -> None:
+        """Have the next copy read the KV of a request from a token on."""
+        self._adopted.append((request, carried, begin))
 
     def start(self, now: float) -> None:
         """Queue a copy of what was adopted since the last call, if that is anything."""
@@ -43,8 +44,9 @@ class FakeCopies:
         if not requests:
             return
         settings = self._settings
-        size = settings.token_bytes * sum(carried.computed for _, carried in requests)
-        links = min(len(self._unit.engines), *(len(carried.blocks) for _, carried in requests))
+        tokens = sum(carried.computed - begin for _, carried, begin in requests)
+        size = settings.token_bytes * tokens
+        links = min(len(self._unit.engines), *(len(carried.blocks) for _, carried, _ in requests))
         seconds = settings.copy_seconds + size / (settings.peer_bytes_per_second * links)
         copy = Copy(seconds=seconds, requests=requests, bytes=size)
         self._devices.cut(self._unit, now)
@@ -55,12 +57,12 @@ class FakeCopies:
         """End the copies that are due: what they have read is in the requests' blocks now."""
         while self._in_flight and self._in_flight[0].due <= now:
             copy = self._in_flight.pop(0)
-            for request, carried in copy.requests:
+            for request, carried, _ in copy.requests:
                 blocks = {engine: ids for engine, (ids,) in carried.blocks.items()}
                 seen = self._memory.knows((*self._unit.engines, *blocks))
                 if seen and not self._memory.holds(request, carried.computed, blocks):
                     request.spoil()
-            ids = [request.id for request, _ in copy.requests]
+            ids = [request.id for request, _, _ in copy.requests]
             self._ended.append(Copied(ids, copy.bytes, copy.seconds))
 
     def take(self) -> list[Copied]:

@@ -19,12 +19,19 @@ from shoal.runtime.engine.agent.interface import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.engine.fake import fake_logprobs
+from shoal.runtime.engine.fake.fake_ahead import FakeAhead
 from shoal.runtime.engine.fake.fake_copies import FakeCopies
 from shoal.runtime.engine.fake.fake_scheduler import Batch, BlockIds, FakeRequest, FakeScheduler
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, StepTimes
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import CarriedRequest, LayoutLimits, Mode, Work
+from shoal.runtime.protocol.messages import (
+    AheadRequest,
+    CarriedRequest,
+    LayoutLimits,
+    Mode,
+    Work,
+)
 
 OnStart = Callable[[str, float], None]
 
@@ -77,7 +84,10 @@ class FakeCore:
         self._devices = surroundings.devices
         self._scheduler = FakeScheduler(limits, surroundings.settings, pool, surroundings.clock)
         self._expected: dict[str, FakeRequest] = {}
-        self._copies = FakeCopies(unit, surroundings.settings, surroundings.devices)
+        settings, devices = surroundings.settings, surroundings.devices
+        self._copies = FakeCopies(unit, settings, devices)
+        tokens = limits.block_tokens
+        self._ahead = FakeAhead(unit, tokens, settings, devices, pool, self._physical)
         self._step: _Step | None = None
 
     # --- requests -----------------------------------------------------------------------------
@@ -103,6 +113,7 @@ class FakeCore:
         if self._scheduler.parked.keys() & set(request_ids):
             self._around.faults.strike(Seam.DROP)
         self._scheduler.remove(set(request_ids))
+        self._ahead.drop(request_ids)
         for request_id in request_ids:
             self._expected.pop(request_id, None)
 
@@ -151,13 +162,20 @@ class FakeCore:
         """See ``Core.adopt``."""
         self._around.faults.strike(Seam.ADOPT)
         expected = self._expected[request.request_id]
-        computed = request.computed if with_kv else 0
+        if not with_kv:
+            self._ahead.drop([request.request_id])
+        expected.blocks = self._ahead.blocks_of(request.request_id)
+        begin = len(expected.blocks) * self._limits.block_tokens
+        computed = max(request.computed, begin) if with_kv else 0
         if not self._scheduler.adopt(expected, request.tokens, computed):
+            expected.blocks = []
             return None
         del self._expected[request.request_id]
+        self._ahead.take(expected, source)
         if computed:
             self._write(expected)
-            self._copies.adopt(expected, request)
+        if computed > begin:
+            self._copies.adopt(expected, request, begin)
         self._cut()
         return Adoption()
 
@@ -175,6 +193,42 @@ class FakeCore:
     def copies(self) -> int:
         """See ``Core.copies``."""
         return len(self._copies)
+
+    # --- blocks that are copied ahead ---------------------------------------------------------
+
+    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``Core.pin``."""
+        self._around.faults.strike(Seam.PIN)
+        asked = set(request_ids)
+        return self._ahead.pin(carry, [r for r in self._scheduler.requests if r.id in asked])
+
+    def unpin(self, carry: int) -> None:
+        """See ``Core.unpin``."""
+        self._around.faults.strike(Seam.UNPIN)
+        self._ahead.unpin(carry)
+
+    def reserve(
+        self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
+    ) -> list[AheadRequest]:
+        """See ``Core.reserve``."""
+        self._around.faults.strike(Seam.RESERVE)
+        return self._ahead.reserve(carry, [r for r in requests if r.request_id in self._expected])
+
+    def settle(self, carry: int, *, copied: bool) -> None:
+        """See ``Core.settle``."""
+        self._around.faults.strike(Seam.SETTLE)
+        self._ahead.settle(carry, copied=copied)
+
+    def copy_ahead(
+        self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]
+    ) -> None:
+        """See ``Core.copy_ahead``."""
+        self._around.faults.strike(Seam.COPY_AHEAD)
+        self._ahead.read(carry, source, target, requests, self._clock())
+
+    def copied_ahead(self) -> list[tuple[int, Copied]]:
+        """See ``Core.copied_ahead``."""
+        return self._ahead.ended(self._clock())
 
     def _write(self, request: FakeRequest) -> None:
         """Let a request compute or read its tokens into the blocks that it has got."""
@@ -289,7 +343,8 @@ class FakeCore:
     def due(self) -> float | None:
         """Clock time at which the next step or copy is done; None: none is in flight."""
         step = None if self._step is None else self._step.due
-        return min((due for due in (step, self._copies.due) if due is not None), default=None)
+        ends = (step, self._copies.due, self._ahead.due)
+        return min((due for due in ends if due is not None), default=None)
 
     @property
     def oldest_step(self) -> tuple[Mode, Work] | None:
@@ -309,12 +364,12 @@ class FakeCore:
 
     @property
     def held(self) -> list[int]:
-        """The block ids that requests hold."""
-        return self._scheduler.held
+        """The block ids that requests hold; those that are pinned come several times."""
+        return self._scheduler.held + self._ahead.held
 
     def check_integrity(self) -> list[str]:
         """See ``Core.check_integrity``."""
-        return [
+        return self._ahead.check_integrity() + [
             f"core {self.unit.engines}: request {request.id} has blocks for nothing"
             for request in self._scheduler.requests
             if request.blocks and not request.computed

@@ -70,7 +70,7 @@ class FakeGroupCore(FakeCore):
     def check_integrity(self) -> list[str]:
         """See ``Core.check_integrity``."""
         problems = super().check_integrity()
-        blocks = self.held + self._pool.ids
+        blocks = [*set(self.held), *self._pool.ids]
         if len(set(blocks)) != len(blocks):
             problems.append(f"core {self.unit.engines}: a block is in two places")
         if set(blocks) != set(self._backing):

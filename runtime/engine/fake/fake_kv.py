@@ -39,6 +39,10 @@ class KvMemory:
             ids = enumerate(blocks[engine], first)
             self._held[engine].update((block, (request, index)) for index, block in ids)
 
+    def content(self, engine: int, block: int) -> tuple[FakeRequest, int] | None:
+        """Return what a block holds: an object that every writing replaces; None: nothing known."""
+        return self._held.get(engine, {}).get(block)
+
     def holds(self, request: FakeRequest, computed: int, blocks: Blocks) -> bool:
         """Return whether blocks hold the KV of a request's first tokens.
 
@@ -55,12 +59,13 @@ class KvMemory:
                 if writer is None or (writer.id, written) != (request.id, index):
                     return False
                 writers[id(writer)] = writer
-        wanted = _first(request, computed)
+        wanted = first_tokens(request, computed)
         return all(
-            writer.computed >= computed and _first(writer, computed) == wanted
+            writer.computed >= computed and first_tokens(writer, computed) == wanted
             for writer in writers.values()
         )
 
 
-def _first(request: FakeRequest, count: int) -> list[int]:
+def first_tokens(request: FakeRequest, count: int) -> list[int]:
+    """Return the first tokens of a request, prompt and output."""
     return [*request.prompt, *request.generated][:count]

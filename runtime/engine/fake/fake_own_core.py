@@ -51,7 +51,7 @@ class FakeOwnCore(FakeCore):
         """See ``Core.check_integrity``."""
         engine = self.unit.leader
         problems = super().check_integrity()
-        blocks = [*self._pool.ids, *self.held, *self._lent]
+        blocks = [*self._pool.ids, *set(self.held), *self._lent]
         if len(set(blocks)) != len(blocks):
             problems.append(f"engine {engine}: a block is free, held and lent at once")
         missing = self._num_blocks - len(set(blocks))

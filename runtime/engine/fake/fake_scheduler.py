@@ -4,7 +4,7 @@ A small version of vLLM's ``Scheduler`` and ``KVCacheManager``: continuous batch
 prefill, preemption by recomputing.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 from shoal.runtime.clock import Clock
@@ -19,6 +19,8 @@ class BlockIds:
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         self._free = sorted(blocks, reverse=True)
+        self._more: Counter[int] = Counter()
+        """How many hold a block beside the first one."""
 
     def __len__(self) -> int:
         return len(self._free)
@@ -33,8 +35,18 @@ class BlockIds:
         return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def give(self, blocks: Sequence[int]) -> None:
-        """Put ids back; the caller has checked that they are not there."""
-        self._free.extend(reversed(blocks))
+        """Put ids back that the caller has held; those that others hold, too, do not come free."""
+        free = []
+        for block in blocks:
+            if self._more[block]:
+                self._more[block] -= 1
+            else:
+                free.append(block)
+        self._free.extend(reversed(free))
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Note that somebody else holds blocks, too."""
+        self._more.update(blocks)
 
 
 class FakeRequest:

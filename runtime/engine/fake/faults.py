@@ -20,6 +20,11 @@ class Seam(enum.Enum):
     COPY = "copy"
     DROP = "drop"
     KEEP = "keep"
+    PIN = "pin"
+    UNPIN = "unpin"
+    RESERVE = "reserve"
+    SETTLE = "settle"
+    COPY_AHEAD = "copy_ahead"
 
 
 class Faults(msgspec.Struct, frozen=True):

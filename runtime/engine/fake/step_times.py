@@ -8,6 +8,7 @@ import msgspec
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.engine.fake.fake_kv import KvMemory
+from shoal.runtime.engine.fake.fake_sealed import SealedBlocks
 
 
 class StepTimes(Protocol):
@@ -52,14 +53,20 @@ class Devices:
     def __init__(self) -> None:
         self.memory = KvMemory()
         """What the devices' blocks hold."""
+        self.sealed = SealedBlocks(self.memory)
+        """Which of them nobody writes to any more."""
         self._free_at: dict[int, float] = {}
         self._latest: dict[Unit, DeviceStep] = {}
 
     def queue(self, unit: Unit, step: DeviceStep, now: float) -> None:
         """Queue a step: it starts when the unit's devices are free."""
         self._latest[unit] = step
-        step.start = max(now, *(self._free_at.get(engine, 0.0) for engine in unit.engines))
+        step.start = self.free_at(unit, now)
         self._free_at.update(dict.fromkeys(unit.engines, step.due))
+
+    def free_at(self, unit: Unit, now: float) -> float:
+        """Return when a unit's devices have done all that is queued for them."""
+        return max(now, *(self._free_at.get(engine, 0.0) for engine in unit.engines))
 
     def renew(self, engine: int) -> None:
         """Take note of an engine that starts: nothing is queued, and its blocks are empty."""

@@ -59,6 +59,7 @@ from shoal.runtime.protocol.messages.engine import (
     AbortBind,
     AbortRequests,
     AddRequest,
+    AheadAnswer,
     CheckIntegrity,
     Commit,
     Committed,
@@ -95,6 +96,7 @@ from shoal.runtime.protocol.messages.engine import (
     Utility,
 )
 from shoal.runtime.protocol.messages.values import (
+    AHEAD,
     RETRY_SECONDS,
     SHUTTING_DOWN,
     UNAVAILABLE_RETRY_SECONDS,
@@ -109,12 +111,14 @@ from shoal.runtime.protocol.messages.values import (
 )
 
 __all__ = [
+    "AHEAD",
     "RETRY_SECONDS",
     "SHUTTING_DOWN",
     "UNAVAILABLE_RETRY_SECONDS",
     "AbortBind",
     "AbortRequests",
     "AddRequest",
+    "AheadAnswer",
     "AheadRequest",
     "AuditDone",
     "AuditNode",

@@ -131,8 +131,9 @@ class Resume(Message, frozen=True):
 
 
 class Lend(Message, frozen=True):
-    """To a member of a bound group: lend up to ``blocks`` more blocks; answer ``Lent``.
+    """To a member of a group: lend up to ``blocks`` more blocks; answer ``Lent``.
 
+    The group is bound in this epoch; with the epoch ``AHEAD`` it need not be bound yet.
     ``urgent``: preempt this member's own paused requests, which are recomputed later, rather than
     lend too little.
     """
@@ -410,6 +411,9 @@ class Pong(Message, frozen=True):
 SwitchAnswer = Prepared | Committed | Released | Resumed
 """The answers of engines in a switch."""
 
+AheadAnswer = Pinned | Reserved | CopiedAhead
+"""Answers to the controller's messages of a pre-copy."""
+
 ToController = (
     EngineReady
     | SwitchAnswer
@@ -419,9 +423,7 @@ ToController = (
     | Load
     | Integrity
     | Moved
-    | Pinned
-    | Reserved
-    | CopiedAhead
+    | AheadAnswer
     | Exported
     | Imported
     | EngineFailed

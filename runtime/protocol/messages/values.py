@@ -44,6 +44,10 @@ class Treatment(enum.StrEnum):
     (Flying Serving, 5: hard preempt)."""
 
 
+AHEAD = 0
+"""The epoch of blocks that are lent to a group before it is bound; no bind has it."""
+
+
 class Fallback(enum.StrEnum):
     """Why a unit has taken a request without its KV, and computes it again."""
 

@@ -89,6 +89,10 @@ class SwitchView(msgspec.Struct, frozen=True):
     """Bytes of KV that the members of the new units have read."""
     carry_seconds: float = 0.0
     """Time in which requests of the switch were on their way between two units."""
+    precopied_bytes: int = 0
+    """Bytes of KV that were read before the switch began, while the requests went on."""
+    precopy_seconds: float = 0.0
+    """The part of ``duration_seconds`` that this took."""
 
     def line(self) -> str:
         """Return the switch in one line, for people to read."""

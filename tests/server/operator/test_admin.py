@@ -39,6 +39,8 @@ SWITCH = SwitchView(
     recomputed={"no_room": 1},
     carried_bytes=4096,
     carry_seconds=0.004,
+    precopied_bytes=8192,
+    precopy_seconds=0.002,
 )
 NODE = LayoutView(
     call=1,
@@ -71,6 +73,8 @@ SWITCH_ANSWER = {
     "duration_seconds": 0.012,
     "carried_bytes": 4096,
     "carry_seconds": 0.004,
+    "precopied_bytes": 8192,
+    "precopy_seconds": 0.002,
     "requests": {
         "paused": 3,
         "resumed": 0,

@@ -117,6 +117,8 @@ class Bench:
                 recomputed={"no_room": 3, "unreadable": 1},
                 carried_bytes=4096,
                 carry_seconds=0.004,
+                precopied_bytes=8192,
+                precopy_seconds=0.002,
             )
             phases = [Phase("drain", tp(0, 1), self.clock() - 0.5, self.clock())]
         told = SwitchTrace(
@@ -441,6 +443,7 @@ def test_a_switch_has_a_trace_of_its_own_with_the_ids_it_was_given(bench: Bench)
     assert attributes(switch)["shoal.switch.before"] == "[0] [1]"
     assert attributes(switch)["shoal.switch.after"] == "[0,1]"
     counts = {"carried": 2, "recomputed": 4, "carried_bytes": 4096, "carry_seconds": 0.004}
+    counts |= {"precopied_bytes": 8192, "precopy_seconds": 0.002}
     for name, value in counts.items():
         assert attributes(switch)[f"shoal.switch.{name}"] == value
     assert attributes(drain)["shoal.layout"] == "tp2"

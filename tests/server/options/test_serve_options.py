@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.runtime.config import MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS
+from shoal.runtime.config import MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS, PRECOPY_TOKENS
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError, one_line
 from shoal.server.options.refused_options import REFUSED
@@ -295,6 +295,13 @@ def test_a_switch_waits_for_a_time_or_not_at_all(value: str) -> None:
     with pytest.raises(UserError, match=f"--switch-wait {value}"):
         check(parsed("--switch-wait", value))
     check(parsed("--switch-wait", "0"))
+
+
+def test_kv_is_copied_ahead_from_a_number_of_tokens_on() -> None:
+    with pytest.raises(UserError, match="--precopy-tokens -1"):
+        check(parsed("--precopy-tokens", "-1"))
+    assert parsed().precopy_tokens == PRECOPY_TOKENS
+    check(parsed("--precopy-tokens", "0"))
 
 
 def test_fake_settings_follow_the_options() -> None:

@@ -1,6 +1,5 @@
 """Carries, with engines that the test plays: each stage, and each failure in each stage."""
 
-import math
 from typing import Any
 
 from msgspec.structs import replace
@@ -486,8 +485,8 @@ def test_a_lease_is_large_enough_for_what_is_carried() -> None:
     node.load(alone(2), 900)
     capacity = node.controller._capacity
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
-    node.books.carries.begin(alone(2), OTHER_PAIR, {"c", "d"}, now=0.0, deadline=math.inf)
-    carry = node.books.carries.begin(alone(2), PAIR, {"a", "b"}, now=0.0, deadline=math.inf)
+    node.books.carries.begin(alone(2), OTHER_PAIR, {"c", "d"}, now=0.0)
+    carry = node.books.carries.begin(alone(2), PAIR, {"a", "b"}, now=0.0)
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
     node.load(alone(2), 200)
     assert capacity.lease_for(PAIR) == 800 * BLOCK_TOKENS // 2 // 8 + 4

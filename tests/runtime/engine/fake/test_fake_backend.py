@@ -256,6 +256,11 @@ def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None
         Seam.COPY: lambda: backend.own.copy(),
         Seam.DROP: lambda: backend.own.abort(["leaves"]),
         Seam.KEEP: lambda: backend.own.keep([]),
+        Seam.PIN: lambda: backend.own.pin(1, []),
+        Seam.UNPIN: lambda: backend.own.unpin(1),
+        Seam.RESERVE: lambda: backend.own.reserve(1, alone(1), []),
+        Seam.SETTLE: lambda: backend.own.settle(1, copied=True),
+        Seam.COPY_AHEAD: lambda: backend.own.copy_ahead(1, alone(1), alone(0), []),
     }
     for other, call in calls.items():
         if other is not seam:

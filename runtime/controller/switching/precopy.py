@@ -1,0 +1,281 @@
+"""Pre-copies: KV is copied to the next unit of requests while their unit still computes them.
+
+    PINNING ──Pinned──> PINNED ──> LENDING ──Grow──> RESERVING ──Reserved──> COPYING ──> over
+                           └──────────no group, or bound──────↑
+
+A pre-copy is the first part of a carry (``carries.py``), and has its number. It copies whole blocks
+that nothing is written to any more, so that the rest of the carry, for which the requests stop, has
+little left to copy. Live migration of virtual machines calls this pre-copy.
+
+It can be given up at any time, and the carry then copies all. Only the blocks that engines read
+into cannot be used again before the last reader has answered (STOPPED).
+"""
+
+import enum
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.carry_book import Carry
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.protocol import messages as m
+
+log = logging.getLogger("shoal.controller")
+
+
+class AheadStage(enum.Enum):
+    """How far a pre-copy has come."""
+
+    PINNING = enum.auto()
+    """The source has been asked to hold the blocks that the requests have filled."""
+    PINNED = enum.auto()
+    """Other sources of the same destination have not answered yet."""
+    LENDING = enum.auto()
+    """The destination is a group that is not bound yet: its members have been asked for blocks."""
+    RESERVING = enum.auto()
+    """The destination has been asked to take blocks."""
+    COPYING = enum.auto()
+    """The destination's members read, each told by the unit that it is in now."""
+    STOPPED = enum.auto()
+    """Nobody waits for the KV any more, but members still read."""
+
+
+class PreCopy(msgspec.Struct):
+    """What is copied ahead of one carry."""
+
+    carry: Carry
+    since: float
+    """Clock time at which it began."""
+    deadline: float
+    """Clock time at which the engine that is to answer is late."""
+    stage: AheadStage = AheadStage.PINNING
+    pinned: list[m.CarriedRequest] = []
+    readers: set[Unit] = set()
+    """Units whose members read, and that have not answered yet."""
+    bytes: int = 0
+    is_good: bool = True
+    """Whether all that was read so far can be used."""
+
+
+class PreCopies:
+    """Begins, follows and ends pre-copies.
+
+    Args:
+        env: how long engines may take to answer, and the time.
+        books: engines, units and leases; pre-copies are counted.
+        capacity: knows the layouts' blocks.
+        send: sends a message to the leader of a unit, unless it is dead.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        books: Books,
+        capacity: Capacity,
+        send: Callable[[Unit, m.Message], None],
+    ) -> None:
+        self._timeout = env.config.prepare_timeout_seconds
+        self._clock = env.clock
+        self._engines = books.engines
+        self._units = books.units
+        self._leases = books.leases
+        self._statistics = books.statistics.carries
+        self._capacity = capacity
+        self._send = send
+        self._all: dict[int, PreCopy] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether a carry waits for its pre-copy."""
+        return any(ahead.stage is not AheadStage.STOPPED for ahead in self._all.values())
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether any blocks are pinned or read into."""
+        return bool(self._all)
+
+    @property
+    def deadline(self) -> float:
+        """When an engine's answer is overdue next; infinite: none is awaited."""
+        return min((ahead.deadline for ahead in self._all.values()), default=math.inf)
+
+    # --- the stages ---------------------------------------------------------------------------
+
+    def begin(self, carries: Iterable[Carry]) -> None:
+        """Begin to copy ahead of carries; their destinations have been told what to expect."""
+        now = self._clock()
+        for carry in carries:
+            self._all[carry.number] = PreCopy(carry, now, now + self._timeout)
+            pin = m.Pin(carry.number, carry.source, sorted(carry.ids))
+            self._send(carry.source, pin)
+
+    def pinned(self, message: m.Pinned) -> bool:
+        """Take a source's answer; return False if no pre-copy awaits it."""
+        ahead = self._at(message.carry, AheadStage.PINNING)
+        if ahead is None:
+            return False
+        ahead.pinned = [each for each in message.requests if each.request_id in ahead.carry.ids]
+        # The other sources, for which it waits, have deadlines.
+        ahead.stage, ahead.deadline = AheadStage.PINNED, math.inf
+        if not ahead.pinned:
+            self._end(ahead, "nothing")
+        self._lend(ahead.carry.destination)
+        return True
+
+    def _lend(self, destination: Unit) -> None:
+        """Go on with the carries to a unit once all of their sources have answered."""
+        pinned = list(self._to(destination, AheadStage.PINNED))
+        if not pinned or any(self._to(destination, AheadStage.PINNING)):
+            return
+        if not self._engines.gone.isdisjoint(destination.engines):
+            return  # they are about to be stopped
+        for ahead in pinned:
+            self._enter(ahead, AheadStage.LENDING)
+        if destination.is_group and destination not in self._units.bound:
+            tokens = self._engines.limits(destination).block_tokens
+            blocks = sum(r.computed // tokens for ahead in pinned for r in ahead.pinned)
+            self._leases.grow_ahead(destination, blocks)
+        self._reserve(destination)
+
+    def _reserve(self, destination: Unit) -> None:
+        """Go on with the carries to a unit that has been lent blocks, or needs none."""
+        if self._leases.grows(destination) and destination not in self._units.bound:
+            return
+        for ahead in list(self._to(destination, AheadStage.LENDING)):
+            carry = ahead.carry
+            self._enter(ahead, AheadStage.RESERVING)
+            reserve = m.Reserve(carry.number, destination, carry.source, ahead.pinned)
+            self._send(destination, reserve)
+
+    def reserved(self, message: m.Reserved) -> bool:
+        """Take a destination's answer; return False if no pre-copy awaits it."""
+        ahead = self._at(message.carry, AheadStage.RESERVING)
+        if ahead is None:
+            return False
+        if not message.requests:
+            self._end(ahead, "nothing")
+            return True
+        carry, number = ahead.carry, ahead.carry.number
+        taken = (request.target[carry.destination.leader] for request in message.requests)
+        carry.reserved = sum(len(blocks) for (blocks, *_) in taken)
+        self._enter(ahead, AheadStage.COPYING)
+        self._leases.hold(carry.destination)
+        members = set(carry.destination.engines)
+        ahead.readers = {u for u in self._units.partition if members.intersection(u.engines)}
+        for unit in sorted(ahead.readers):
+            copy = m.CopyAhead(number, unit, carry.source, carry.destination, message.requests)
+            self._send(unit, copy)
+        return True
+
+    def copied(self, message: m.CopiedAhead) -> bool:
+        """Take the answer of a unit whose members have read; return False if none was awaited."""
+        ahead = self._all.get(message.carry)
+        if ahead is None or message.unit not in ahead.readers:
+            return False
+        ahead.bytes += message.bytes
+        if message.problem:
+            log.warning("KV was not copied ahead of a switch: %s", message.problem)
+            ahead.is_good = False
+        self._answered(ahead, {message.unit})
+        return True
+
+    def _answered(self, ahead: PreCopy, units: Collection[Unit]) -> None:
+        """Take note that the members in some units write to the destination's blocks no more."""
+        ahead.readers.difference_update(units)
+        if ahead.readers:
+            return
+        self._leases.let_go(ahead.carry.destination)
+        is_copied = ahead.stage is AheadStage.COPYING and ahead.is_good
+        self._end(ahead, "copied" if is_copied else "stopped")
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def _end(self, ahead: PreCopy, outcome: str) -> None:
+        """End a pre-copy into whose blocks nobody reads."""
+        carry, stage = ahead.carry, ahead.stage
+        del self._all[carry.number]
+        if stage in (AheadStage.RESERVING, AheadStage.COPYING, AheadStage.STOPPED):
+            copied = outcome == "copied"
+            self._send(carry.destination, m.Settle(carry.number, carry.destination, copied))
+        if stage is not AheadStage.STOPPED:
+            self._count(ahead, outcome)
+            self._send(carry.source, m.Unpin(carry.number, carry.source))
+
+    def _count(self, ahead: PreCopy, outcome: str) -> None:
+        self._statistics.precopies.add(outcome)
+        if outcome == "copied":
+            self._statistics.precopied_bytes.add(amount=ahead.bytes)
+            self._statistics.seconds.observe(self._clock() - ahead.since, "precopy")
+        else:
+            ahead.carry.reserved = 0
+
+    def stop(self, number: int) -> None:
+        """Let a carry go on without its pre-copy, if it has one; unknown carries are ignored."""
+        ahead = self._all.get(number)
+        if ahead is None or ahead.stage is AheadStage.STOPPED:
+            return
+        destination, stage = ahead.carry.destination, ahead.stage
+        if not ahead.readers:
+            self._end(ahead, "stopped")
+        else:
+            self._count(ahead, "stopped")
+            self._send(ahead.carry.source, m.Unpin(number, ahead.carry.source))
+            self._enter(ahead, AheadStage.STOPPED)
+        if stage is AheadStage.LENDING and not any(self._to(destination, stage)):
+            self._leases.cancel(destination)
+        self._lend(destination)
+
+    def tick(self) -> list[tuple[Unit, str]]:
+        """Go on with groups whose leases have grown, and act on overdue answers.
+
+        Returns:
+            Units that are broken, each with the reason: their members read for too long.
+        """
+        now, broken = self._clock(), list[tuple[Unit, str]]()
+        for ahead in list(self._all.values()):
+            carry = ahead.carry
+            if ahead.stage is AheadStage.LENDING:
+                self._reserve(carry.destination)
+            if ahead.deadline > now or carry.number not in self._all:
+                continue
+            if ahead.stage is AheadStage.STOPPED:
+                reason = "did not read the KV of requests in time"
+                broken += [(u, f"unit {list(u.engines)} {reason}") for u in sorted(ahead.readers)]
+                ahead.deadline = math.inf
+                continue
+            units = list(carry.source.engines), list(carry.destination.engines)
+            log.warning("the KV of unit %s was not copied ahead to %s in time", *units)
+            self.stop(carry.number)
+        return broken
+
+    def lost(self, gone: Collection[int]) -> None:
+        """Go on without engines that have died; the book of engines already says so."""
+        dead = set(gone)
+        for ahead in list(self._all.values()):
+            ends = (ahead.carry.source, ahead.carry.destination)
+            readers = {unit for unit in ahead.readers if dead.intersection(unit.engines)}
+            if readers or any(dead.intersection(unit.engines) for unit in ends):
+                self.stop(ahead.carry.number)
+            if readers:
+                self._answered(ahead, readers)
+
+    # --- which --------------------------------------------------------------------------------
+
+    def _at(self, number: int, stage: AheadStage) -> PreCopy | None:
+        """Return a pre-copy that is in a stage."""
+        ahead = self._all.get(number)
+        return ahead if ahead is not None and ahead.stage is stage else None
+
+    def _to(self, destination: Unit, stage: AheadStage) -> Iterator[PreCopy]:
+        """Yield the pre-copies to a unit that are in a stage."""
+        for ahead in list(self._all.values()):
+            if ahead.carry.destination == destination and ahead.stage is stage:
+                yield ahead
+
+    def _enter(self, ahead: PreCopy, stage: AheadStage) -> None:
+        ahead.stage, ahead.deadline = stage, self._clock() + self._timeout

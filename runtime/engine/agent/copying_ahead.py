@@ -1,0 +1,114 @@
+"""An engine's part in pre-copies: whole blocks of requests are read while their unit computes them.
+
+A source pins blocks, a destination reserves some, and every unit that has members of the
+destination lets these read. No step waits for any of this.
+"""
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.interface import EngineBackend
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import AgentTransport
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """KV that members of a core's unit read."""
+
+    unit: Unit
+    carry: int
+
+
+class CopyingAhead:
+    """Answers the messages of pre-copies.
+
+    Args:
+        backend: the engine.
+        transport: the way to the controller.
+    """
+
+    def __init__(self, backend: EngineBackend, transport: AgentTransport) -> None:
+        self._backend = backend
+        self._transport = transport
+        self._reading: list[Reading] = []
+        self._reserved: dict[int, dict[str, int]] = {}
+        """Up to which token the requests of each carry are copied, until ``Settle``."""
+        self._copied: dict[int, dict[str, int]] = {}
+        """The same afterwards, until the requests come."""
+
+    def take(self, message: m.Pin | m.Reserve | m.CopyAhead | m.Settle | m.Unpin) -> None:
+        """Do what the controller says."""
+        match message:
+            case m.Pin():
+                self._pin(message)
+            case m.Reserve():
+                self._reserve(message)
+            case m.CopyAhead():
+                self._read(message)
+            case m.Settle():
+                self._settle(message)
+            case m.Unpin():
+                self._unpin(message)
+
+    # --- as the source ---
+
+    def _pin(self, message: m.Pin) -> None:
+        """Hold what requests have filled, and answer."""
+        requests = self._backend.cores[message.unit].pin(message.carry, message.request_ids)
+        self._transport.to_controller(
+            m.Pinned(message.carry, self._backend.engine, message.unit, requests)
+        )
+
+    def _unpin(self, message: m.Unpin) -> None:
+        """Hold it no longer."""
+        core = self._backend.cores.get(message.unit)
+        if core is not None:  # a group that is formed anew has no core
+            core.unpin(message.carry)
+
+    # --- as the destination ---
+
+    def _reserve(self, message: m.Reserve) -> None:
+        """Take blocks, and answer."""
+        core = self._backend.cores[message.unit]
+        requests = core.reserve(message.carry, message.source, message.requests)
+        self._reserved[message.carry] = {each.request_id: each.end for each in requests}
+        self._transport.to_controller(
+            m.Reserved(message.carry, self._backend.engine, message.unit, requests)
+        )
+
+    def _settle(self, message: m.Settle) -> None:
+        """Let the blocks be used, or freed."""
+        reserved = self._reserved.pop(message.carry, {})
+        if message.copied:
+            self._copied[message.carry] = reserved
+        core = self._backend.cores.get(message.unit)
+        if core is not None:
+            core.settle(message.carry, copied=message.copied)
+
+    def arrive(self, carry: int) -> dict[str, int]:
+        """Return up to which token requests, which arrive now, are copied already."""
+        return self._copied.pop(carry, {})
+
+    # --- as a unit with members of the destination ---
+
+    def _read(self, message: m.CopyAhead) -> None:
+        """Let members read, and answer when they have."""
+        core = self._backend.cores[message.unit]
+        core.copy_ahead(message.carry, message.source, message.destination, message.requests)
+        self._reading.append(Reading(message.unit, message.carry))
+
+    def tend(self) -> None:
+        """Answer for the copies that have ended."""
+        for unit in {reading.unit for reading in self._reading}:
+            for carry, copied in self._backend.cores[unit].copied_ahead():
+                self._reading.remove(Reading(unit, carry))
+                self._transport.to_controller(
+                    m.CopiedAhead(
+                        carry,
+                        self._backend.engine,
+                        unit,
+                        copied.bytes,
+                        copied.seconds,
+                        copied.problem,
+                    )
+                )
