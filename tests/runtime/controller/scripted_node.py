@@ -19,6 +19,8 @@ BLOCKS, BLOCK_TOKENS = 64, 4
 READY = msgspec.msgpack.encode(wire.ReadyResponse(400, BLOCKS, BLOCK_TOKENS, "", "", 8, 400, ""))
 CARRIES = (m.Expect, m.Export, m.Import, m.Drop, m.Keep, m.AbortRequests, m.MoveOut)
 """What engines are told about requests that leave a unit."""
+AHEAD = (m.Pin, m.Reserve, m.CopyAhead, m.Settle, m.Unpin, m.Lend, m.Grow, m.TakeBack)
+"""What they are told besides, if KV is copied ahead."""
 
 
 class ScriptedNode:
@@ -27,9 +29,10 @@ class ScriptedNode:
     Args:
         engines: number of engines.
         blocks: number of KV blocks of each engine.
+        precopy_tokens: see ``NodeConfig``.
     """
 
-    def __init__(self, engines: int, *, blocks: int = BLOCKS) -> None:
+    def __init__(self, engines: int, *, blocks: int = BLOCKS, precopy_tokens: int = 0) -> None:
         self.clock = ManualClock(1000.0)
         config = NodeConfig(
             engines=engines,
@@ -37,7 +40,9 @@ class ScriptedNode:
             policy="manual",
             runtime_dir="unused",
             prepare_timeout_seconds=5.0,
+            precopy_tokens=precopy_tokens,
         )
+        self._kinds = CARRIES + (AHEAD if precopy_tokens else ())
         self.network = LoopbackNetwork()
         self.controller = Controller(
             config, self.network.controller, clock=self.clock, wall=self.clock
@@ -100,7 +105,7 @@ class ScriptedNode:
                 self.say(engine, m.Integrity(call, engine, [], [], []))
             case m.AddRequest():
                 self.added[message.request_id] = message
-            case _ if isinstance(message, CARRIES):
+            case _ if isinstance(message, self._kinds):
                 self.told.append((engine, message))
 
     def kill(self, engine: int) -> None:
