@@ -248,6 +248,7 @@ class RealNode:
         patience: seconds that the controller gives an engine to answer.
         max_retries: see ``NodeConfig.max_retries``.
         restart_limit: see ``NodeConfig.restart_limit``; the test restarts engines.
+        precopy_tokens: see ``NodeConfig.precopy_tokens``.
         max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
         recording_dir: see ``NodeConfig.recording_dir``; runners that record answer no probes.
         environment: variables of the engines' processes.
@@ -262,6 +263,7 @@ class RealNode:
         patience: float = 60.0,
         max_retries: int = MAX_RETRIES,
         restart_limit: int = 0,
+        precopy_tokens: int = 0,
         max_sp: int = 1,
         recording_dir: Path | None = None,
         environment: dict[str, str] | None = None,
@@ -280,6 +282,7 @@ class RealNode:
             prepare_timeout_seconds=patience,
             max_retries=max_retries,
             restart_limit=restart_limit,
+            precopy_tokens=precopy_tokens,
             max_sp=max_sp,
             recording_dir=None if recording_dir is None else str(recording_dir),
         )
