@@ -166,7 +166,7 @@ class BlocksAhead:
         table = self._found(request, end)
         while len(table) < end and hashes[len(table)] in of_carry.by_hash:
             table.append(of_carry.by_hash[hashes[len(table)]])
-        begin, rest = len(table), request.num_tokens // size + 1 - max(end, len(table))
+        begin, rest = len(table), self._rest(request, max(end, len(table)))
         if not _has_all(carried, begin * size, end * size) or not self._has_room(table, end, rest):
             return []
         self._pool.touch(_no_nulls(table))
@@ -190,6 +190,15 @@ class BlocksAhead:
         unneeded = attention.get_num_skipped_tokens(end * attention.block_size)
         first = unneeded // attention.block_size
         return list(table) if len(table) >= first else [self._pool.null_block] * first
+
+    def _rest(self, request: Request, blocks: int) -> int:
+        """Return how many blocks a request needs beside its first ones, to be adopted.
+
+        A group need not keep them free: it is lent more when it is bound, or when it lacks some.
+        """
+        if self._unit.is_group:
+            return 0
+        return request.num_tokens // int(self._carried.attention.block_size) + 1 - blocks
 
     def _has_room(self, table: Sequence[KVCacheBlock], end: int, rest: int) -> bool:
         """Return whether there are blocks for a request, beside what others are about to need.

@@ -351,14 +351,33 @@ def test_a_prefix_that_requests_share_is_copied_once(make: Make) -> None:
 
 def test_the_largest_requests_find_room_first(make: Make) -> None:
     engines = make()
-    requests = submit_all(engines)
-    engines.step(engines.own[0], 9)
+    own, requests = engines.own, submit_all(engines)
+    engines.step(own[0], 9)
     lengths = [len(engines.tokens[r]) + len(p) for r, p in zip(requests, PROMPTS, strict=True)]
     # Room to adopt r3 and r1, but not r2 beside r3.
-    lend_group(engines, lengths[3] // 8 + 1 + lengths[1] // 8 + 1)
-    found = reserve(engines, engines.own[0], engines.group, requests)
+    kept = own[1].lend(BLOCKS - lengths[3] // TOKENS - 1 - lengths[1] // TOKENS - 1)
+    found = reserve(engines, own[0], own[1], requests)
     assert [one.request_id for one in found] == ["r3", "r1"]
-    assert engines.group.load.free_blocks == 2, "for the tails"
+    tails = [lengths[n] // TOKENS + 1 - ends(found)[f"r{n}"] // TOKENS for n in (3, 1)]
+    assert own[1].load.free_blocks == sum(tails) > 0
+    copy(own[0], own[1], found, own[1])
+    settle(own[0], own[1])
+    engines.carry(own[0], own[1], ["r1", "r3"], expected=True)
+    own[1].abort(requests)
+    own[0].abort(requests)
+    own[1].take_back(kept)
+    assert engines.audit() == []
+
+
+def test_a_group_is_lent_more_for_tails(make: Make) -> None:
+    engines = make()
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 9)
+    pinned = engines.own[0].pin(CARRY, requests)
+    whole = sum(request.computed // 8 for request in pinned)
+    lend_group(engines, whole)
+    assert len(reserve(engines, engines.own[0], engines.group, requests)) == 4
+    assert engines.group.load.free_blocks == 0
     settle(engines.own[0], engines.group, copied=False)
     engines.group.abort(requests)
     engines.own[0].abort(requests)
