@@ -175,7 +175,7 @@ Instruction = Call | Step | Sample | Attach | Bind | Extend | Carry | CopyAhead 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One runner's answer to ``Call``, ``Step``, ``Carry`` or ``Form``."""
+    """One runner's answer to ``Call``, ``Step``, ``Carry``, ``CopyAhead`` or ``Form``."""
 
     layout: str
     """Name of the layout that the answer is from: an engine leads no more than one unit of each.
