@@ -30,6 +30,10 @@ TICK = 0.01
 TIMED = msgspec.structs.replace(SMALL, step_seconds=TICK, copy_seconds=2 * TICK)
 TIGHT = msgspec.structs.replace(TIMED, num_blocks=16)
 """So few blocks that requests come in portions, or are computed again."""
+AHEAD = msgspec.structs.replace(TIMED, num_blocks=200)
+TIGHT_AHEAD = msgspec.structs.replace(TIMED, num_blocks=70)
+"""With these, KV is copied ahead of the switch, which takes some steps; engines that are in groups
+have lent them 64 blocks."""
 IDLE_TICK = 0.5
 """The same while all of them only wait."""
 MOST_TURNS = 400
@@ -57,12 +61,15 @@ class Life:
 
     def __init__(self, way: str, settings: FakeSettings = TIMED) -> None:
         before, after = WAYS[way]
-        self.node = LoopbackNode(ENGINES, settings=settings, restart_limit=1)
+        ahead = settings in (AHEAD, TIGHT_AHEAD)
+        self.node = LoopbackNode(
+            ENGINES, settings=settings, restart_limit=1, precopy_tokens=int(ahead)
+        )
         self.node.settle()
         self.node.switch(*before)
         for number, prompt in enumerate(PROMPTS):
             self.node.send(f"r{number}", prompt, TOKENS, client=number % 2)
-        for _ in range(3 * (ENGINES + 1)):
+        for _ in range((8 if ahead else 3) * (ENGINES + 1)):
             self.turn()
         self.call = self.node.set_layout(*after, treatment=CARRY)
 
@@ -87,6 +94,11 @@ class Life:
             known = engine.incarnation == node.incarnations[engine.number]
             if engine.state is EngineState.DEAD and known:
                 node.restart(engine.number)
+
+    @property
+    def another(self) -> int:
+        """An engine: at each moment another one."""
+        return self._turns // STRIDE % ENGINES
 
     @property
     def is_over(self) -> bool:
@@ -179,23 +191,62 @@ def test_requests_are_aborted(way: str, aborted: slice, settings: FakeSettings) 
     whenever(abort, way, 1, settings)
 
 
+# --- KV is copied ahead ---
+
+EITHER_ROOM = pytest.mark.parametrize("settings", [AHEAD, TIGHT_AHEAD], ids=["room", "no room"])
+
+
+@EVERY_WAY
+@EITHER_ROOM
+def test_an_engine_dies_while_kv_goes_ahead(way: str, settings: FakeSettings) -> None:
+    whenever(lambda life: life.node.kill(life.another), way, 1, settings)
+
+
+@EVERY_WAY
+def test_an_engine_does_not_answer_while_kv_goes_ahead(way: str) -> None:
+    whenever(lambda life: life.node.hung.add(life.another), way, 3, AHEAD)
+
+
+@EVERY_WAY
+@EITHER_ROOM
+def test_requests_are_aborted_while_kv_goes_ahead(way: str, settings: FakeSettings) -> None:
+    def abort(life: Life) -> None:
+        for number in range(len(PROMPTS))[:: life.another + 1]:
+            life.node.abort(f"r{number}", client=number % 2)
+
+    whenever(abort, way, 5, settings)
+
+
 # --- every message of a carry ---
 
 SEAMS = [Seam.EXPORT, Seam.ADOPT, Seam.COPY, Seam.DROP, Seam.LEND, Seam.ATTACH, Seam.BIND]
+SEAMS_AHEAD = [Seam.PIN, Seam.RESERVE, Seam.COPY_AHEAD, Seam.SETTLE, Seam.UNPIN]
 
 
 @EVERY_WAY
 @pytest.mark.parametrize("seam", SEAMS)
 def test_an_engine_dies_of_a_message(way: str, seam: Seam) -> None:
+    died = die_of(seam, way, TIMED)
+    group_is_new = any(unit.is_group and unit not in WAYS[way][0] for unit in WAYS[way][1])
+    assert died or (seam in (Seam.LEND, Seam.ATTACH, Seam.BIND) and not group_is_new)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("seam", SEAMS_AHEAD)
+def test_an_engine_dies_of_a_message_of_a_pre_copy(way: str, seam: Seam) -> None:
+    assert die_of(seam, way, AHEAD)
+
+
+def die_of(seam: Seam, way: str, settings: FakeSettings) -> int:
+    """Let each engine die of a message, in a life of its own; return how many died."""
     died = 0
     for engine in range(ENGINES):
-        life = Life(way)
+        life = Life(way, settings)
         damage(life.node.backends[engine], Faults(die_at=seam))
         life.go_on()
         died += engine in life.node.deaths
         life.assert_sound()
-    group_is_new = any(unit.is_group and unit not in WAYS[way][0] for unit in WAYS[way][1])
-    assert died or (seam in (Seam.LEND, Seam.ATTACH, Seam.BIND) and not group_is_new)
+    return died
 
 
 # --- nothing happens ---
@@ -211,9 +262,14 @@ def undisturbed(way: str, settings: FakeSettings) -> Life:
 
 
 @EVERY_WAY
-def test_no_token_is_computed_twice(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [TIMED, AHEAD], ids=["at once", "ahead"])
+def test_no_token_is_computed_twice(
+    way: str, settings: FakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed = ComputedTokens(monkeypatch)
-    life = undisturbed(way, TIMED)
+    life = undisturbed(way, settings)
+    copied = life.node.value("shoal_precopies_total", outcome="copied")
+    assert (copied > 0) == (settings is AHEAD)
     assert life.node.value("shoal_carried_requests_total", outcome="carried") >= 4
     assert computed.requests == len(PROMPTS)
     assert computed.again == {}
@@ -227,9 +283,9 @@ def test_where_there_is_no_room_some_are(way: str, monkeypatch: pytest.MonkeyPat
     assert computed.again != {}
 
 
-def ends_well(way: str, faults: Faults) -> bool:
+def ends_well(way: str, faults: Faults, settings: FakeSettings) -> bool:
     """Return whether the checks find nothing if an engine has these faults."""
-    life = Life(way)
+    life = Life(way, settings)
     damage(life.node.backends[0], faults)
     life.node.send("new", 20, TOKENS)
     try:
@@ -242,6 +298,7 @@ def ends_well(way: str, faults: Faults) -> bool:
 
 @pytest.mark.parametrize("way", ["dp-tp4", "tp4-tp2"])
 @pytest.mark.parametrize("fault", ["lose_token", "wrong_block", "repeat_token"])
-def test_damage_is_noticed(way: str, fault: str) -> None:
-    assert ends_well(way, Faults())
-    assert not ends_well(way, Faults(**{fault: True}))
+@pytest.mark.parametrize("settings", [TIMED, AHEAD], ids=["at once", "ahead"])
+def test_damage_is_noticed(way: str, fault: str, settings: FakeSettings) -> None:
+    assert ends_well(way, Faults(), settings)
+    assert not ends_well(way, Faults(**{fault: True}), settings)
