@@ -17,7 +17,7 @@ from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.clock import ManualClock
-from shoal.runtime.config import QUEUED_AHEAD, FakeSettings, NodeConfig
+from shoal.runtime.config import PRECOPY_TOKENS, QUEUED_AHEAD, FakeSettings, NodeConfig
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
@@ -125,6 +125,7 @@ class Node:
         targets: the targets of the priority classes.
         seed: the node's seed.
         queued_ahead: requests that a unit gets beyond its full batch.
+        precopy_tokens: see ``NodeConfig``.
         max_sp: largest degree of SP.
         shift_threshold: decides which steps run in SP.
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
@@ -139,6 +140,7 @@ class Node:
     targets: tuple[Target, ...] = ()
     seed: int = 0
     queued_ahead: int = QUEUED_AHEAD
+    precopy_tokens: int = PRECOPY_TOKENS
     max_sp: int = 1
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     captured_tokens: int = CAPTURED_TOKENS
@@ -170,6 +172,7 @@ class Node:
             ),
             seed=self.seed,
             queued_ahead=self.queued_ahead,
+            precopy_tokens=self.precopy_tokens,
             max_sp=self.max_sp,
             shift_threshold=self.shift_threshold,
             cost_model=cost_model(self.shape, self.hardware, self.max_sp),

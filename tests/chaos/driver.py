@@ -128,7 +128,8 @@ class Chaos:
         self._real = engine == "real"
         options = ["--engines", str(self._engines), *OPTIONS]
         if not self._real:
-            options += ["--fake-step-ms", "10"]
+            # Every switch copies ahead.
+            options += ["--fake-step-ms", "10", "--precopy-tokens", "1"]
         self._node = ServedNode(directory, *options, real=self._real, VLLM_LOGGING_LEVEL="CRITICAL")
         assert self._node.url, "\n".join(self._node.lines)
         self._said: list[str] = []

@@ -90,7 +90,8 @@ def without(partition: Partition, dead: frozenset[int]) -> Partition:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_survivors_go_on(seed: int) -> None:
-    run = DeadlyRun(LoopbackNode(ENGINES, max_group=4, seed=seed))
+    # Half of the nodes copy KV ahead of their switches.
+    run = DeadlyRun(LoopbackNode(ENGINES, max_group=4, seed=seed, precopy_tokens=seed % 2))
     live(run)
 
 
@@ -99,7 +100,14 @@ def test_survivors_go_on_where_switches_are_late(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     policy, wait = hasty(monkeypatch, seed), 0.03
-    node = LoopbackNode(ENGINES, max_group=4, seed=seed, policy=policy, switch_wait_seconds=wait)
+    node = LoopbackNode(
+        ENGINES,
+        max_group=4,
+        seed=seed,
+        policy=policy,
+        switch_wait_seconds=wait,
+        precopy_tokens=seed % 2,
+    )
     live(DeadlyRun(node, decided=True))
     assert node.value("shoal_late_switches_total") > 0
 

@@ -62,7 +62,8 @@ class RestartingRun(DeadlyRun):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_everybody_comes_back(seed: int) -> None:
-    node = LoopbackNode(ENGINES, max_group=4, seed=seed, restart_limit=1)
+    # Half of the nodes copy KV ahead of their switches.
+    node = LoopbackNode(ENGINES, max_group=4, seed=seed, restart_limit=1, precopy_tokens=seed % 2)
     run = RestartingRun(node)
     for _ in range(ACTIONS):
         run.act()

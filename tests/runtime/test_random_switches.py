@@ -17,6 +17,8 @@ from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.runtime.random_run import MOST_MISSING, RandomRun, hasty
 
 OPERATIONS = 2000
+NEVER, SOMETIMES, ALWAYS = 0, 100, 1
+"""Tokens from which on a switch copies KV ahead."""
 CHANGES = 1000
 """Binds, releases and shifts among so many operations as that takes."""
 MOST_ACTIONS = 10_000
@@ -31,10 +33,17 @@ def live(run: RandomRun, operations: int, changes: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "max_sp", "changes"), [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 2, 0), (4, 4, CHANGES)]
+    ("seed", "max_sp", "changes", "ahead"),
+    [
+        (0, 1, 0, NEVER),
+        (1, 1, 0, ALWAYS),
+        (2, 1, 0, SOMETIMES),
+        (3, 2, 0, SOMETIMES),
+        (4, 4, CHANGES, ALWAYS),
+    ],
 )
-def test_random_life(seed: int, max_sp: int, changes: int) -> None:
-    run = RandomRun(LoopbackNode(4, seed=seed, max_sp=max_sp))
+def test_random_life(seed: int, max_sp: int, changes: int, ahead: int) -> None:
+    run = RandomRun(LoopbackNode(4, seed=seed, max_sp=max_sp, precopy_tokens=ahead))
     live(run, OPERATIONS, changes)
     run.finish()
     node = run.node
@@ -53,6 +62,7 @@ def test_random_life(seed: int, max_sp: int, changes: int) -> None:
     assert len(done) > 100
     assert set(done) == set(Treatment)
     assert node.value("shoal_carried_requests_total", outcome="carried") > 100
+    assert (node.value("shoal_precopies_total", outcome="copied") > 30) == (ahead != NEVER)
     if max_sp > 1:
         assert run.shifts > 100
         assert node.value("shoal_steps_total", mode="sp") > 100
@@ -63,7 +73,8 @@ def test_random_life(seed: int, max_sp: int, changes: int) -> None:
 def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Its switches are late again and again, because it waits for requests so briefly."""
     policy = hasty(monkeypatch, seed)
-    node = LoopbackNode(4, seed=seed, policy=policy, switch_wait_seconds=0.03)
+    ahead = (NEVER, SOMETIMES, ALWAYS)[seed]
+    node = LoopbackNode(4, seed=seed, policy=policy, switch_wait_seconds=0.03, precopy_tokens=ahead)
     run = RandomRun(node, decided=True)
     live(run, OPERATIONS)
     run.finish()
@@ -80,7 +91,7 @@ def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) 
 
 
 def test_random_life_of_two_groups_of_four() -> None:
-    run = RandomRun(LoopbackNode(8, seed=5))
+    run = RandomRun(LoopbackNode(8, seed=5, precopy_tokens=SOMETIMES))
     live(run, OPERATIONS)
     run.finish()
     node = run.node
@@ -98,17 +109,17 @@ KEEPING = (Treatment.CARRY, Treatment.HARD, Treatment.SEQUENTIAL)
 """What leaves to requests all that was computed of them."""
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "ahead"), [(0, NEVER), (1, ALWAYS)])
 def test_no_token_is_computed_twice_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, seed: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, ahead: int
 ) -> None:
     monkeypatch.setattr(carrying, "ROOM_SECONDS", 1000.0)
     monkeypatch.setattr(capacity, "LEASE_BLOCKS", ROOMY.num_blocks // 4)
     computed = ComputedTokens(monkeypatch)
-    run = RandomRun(LoopbackNode(4, seed=seed, settings=ROOMY), treatments=KEEPING)
+    node = LoopbackNode(4, seed=seed, settings=ROOMY, precopy_tokens=ahead)
+    run = RandomRun(node, treatments=KEEPING)
     live(run, OPERATIONS)
     run.finish()
-    node = run.node
 
     node.assert_exact()
     assert node.missing == []
@@ -140,9 +151,12 @@ def test_repeated_token_is_noticed() -> None:
         run.node.assert_exact()
 
 
+@pytest.mark.parametrize("ahead", [NEVER, ALWAYS])
 @pytest.mark.parametrize("fault", ["lose_token", "wrong_block"])
-def test_damage_in_a_carry_is_noticed(fault: str) -> None:
-    node = LoopbackNode(4, seed=0, faults={2: Faults(**{fault: True})})
+def test_damage_in_a_carry_is_noticed(fault: str, ahead: int) -> None:
+    engine = 0 if ahead else 2
+    faults = {engine: Faults(**{fault: True})}
+    node = LoopbackNode(4, seed=0, faults=faults, precopy_tokens=ahead)
     run = RandomRun(node, treatments=(Treatment.CARRY,))
     live(run, 400)
     with pytest.raises(AssertionError):

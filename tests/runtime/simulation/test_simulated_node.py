@@ -9,9 +9,11 @@ import pytest
 from shoal.loadgen.workload import Arrival
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftRule
+from shoal.policies.static import dispatch_least_loaded, with_singles
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout
-from shoal.policies.values.snapshot import Target
+from shoal.policies.values.plan import Plan, Policy
+from shoal.policies.values.snapshot import Snapshot, Target
 from shoal.runtime.protocol.messages import Outcome
 from shoal.runtime.simulation import simulated_node as module
 from shoal.runtime.simulation.shape_files import MEMORY_SHARE, read_hardware, read_shape, step_times
@@ -209,6 +211,29 @@ def test_the_cost_model_learns_steps_with_and_without_prompts(
     layout = {"static-dp": "dp", "static-tp": "tp8"}[policy]
     assert set(run.step_errors) == {f"{layout} decode", f"{layout} prefill"}
     assert all(error < 0.05 for error in run.step_errors.values())
+
+
+# --- switches ---
+
+
+def test_kv_is_copied_ahead_of_a_switch_beside_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy takes the time of its bytes; with a pre-copy requests are on their way for less."""
+
+    def plan(seen: Snapshot, /) -> Plan:
+        target = [tp(*range(8))] if seen.now > 5.0 else []
+        return Plan(dispatch_least_loaded(seen), with_singles(seen, target), "carry")
+
+    monkeypatch.setitem(POLICIES, "once", Policy("once", plan, decides_layout=True))
+    load = [Arrival(k / 100, 6000, 900) for k in range(16)]
+    runs = [simulate(replace(NODE, precopy_tokens=tokens), "once", load) for tokens in (0, 8192)]
+    without, ahead = (run.switches[-1] for run in runs)
+    assert without.carried == ahead.carried == len(load)
+    assert without.precopied_bytes == 0
+    assert ahead.precopied_bytes > 10 * ahead.carried_bytes
+    assert ahead.carry_seconds < without.carry_seconds
+    assert ahead.precopy_seconds > ahead.precopied_bytes / (8 * H200.peer_bytes_per_second)
 
 
 # --- promises ---
