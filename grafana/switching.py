@@ -154,7 +154,6 @@ def carries() -> list[PanelBuilder]:
             Query(quantile(0.9, "shoal_carry_seconds", by="phase"), "{{phase}}"),
             unit="s",
             style=GraphDrawStyle.POINTS,
-            span=6,
         ),
         graph(
             "Requests to be carried per second, by outcome",
@@ -164,7 +163,6 @@ def carries() -> list[PanelBuilder]:
             Query(rate("shoal_carried_requests_total", by="outcome"), "{{outcome}}"),
             unit="reqps",
             stack=True,
-            span=6,
         ),
         graph(
             "KV carried per second",
@@ -173,7 +171,6 @@ def carries() -> list[PanelBuilder]:
             Query(rate("shoal_carried_bytes_total"), "while stopped"),
             Query(rate("shoal_precopied_bytes_total"), "ahead"),
             unit="Bps",
-            span=6,
         ),
         graph(
             "Carried without their KV per minute, by reason",
@@ -182,7 +179,16 @@ def carries() -> list[PanelBuilder]:
             "`unreadable`: the KV cannot be taken as it is.",
             Query(f"60 * {rate('shoal_carry_fallbacks_total', by='reason')}", "{{reason}}"),
             stack=True,
-            span=6,
+            span=12,
+        ),
+        graph(
+            "Copied ahead of switches per minute, by outcome",
+            "Carries whose KV was to be copied while their requests go on. `nothing`: no block was "
+            "full yet, or the next unit had no room. `stopped`: an engine was late, or the switch "
+            "failed.",
+            Query(f"60 * {rate('shoal_precopies_total', by='outcome')}", "{{outcome}}"),
+            stack=True,
+            span=12,
         ),
     ]
 
