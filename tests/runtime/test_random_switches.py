@@ -17,7 +17,7 @@ from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.runtime.random_run import MOST_MISSING, RandomRun, hasty
 
 OPERATIONS = 2000
-NEVER, SOMETIMES, ALWAYS = 0, 100, 1
+NEVER, SOMETIMES, ALWAYS = 0, 50, 1
 """Tokens from which on a switch copies KV ahead."""
 CHANGES = 1000
 """Binds, releases and shifts among so many operations as that takes."""
@@ -62,7 +62,7 @@ def test_random_life(seed: int, max_sp: int, changes: int, ahead: int) -> None:
     assert len(done) > 100
     assert set(done) == set(Treatment)
     assert node.value("shoal_carried_requests_total", outcome="carried") > 100
-    assert (node.value("shoal_precopies_total", outcome="copied") > 30) == (ahead != NEVER)
+    assert (node.value("shoal_precopies_total", outcome="copied") > 5) == (ahead != NEVER)
     if max_sp > 1:
         assert run.shifts > 100
         assert node.value("shoal_steps_total", mode="sp") > 100

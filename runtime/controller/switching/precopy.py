@@ -200,7 +200,8 @@ class PreCopies:
         carry, stage = ahead.carry, ahead.stage
         del self._all[carry.number]
         if stage in (AheadStage.RESERVING, AheadStage.COPYING, AheadStage.STOPPED):
-            copied = outcome == "copied"
+            # Where there is nothing to copy, the destination may have all of it in its cache.
+            copied = outcome != "stopped"
             self._send(carry.destination, m.Settle(carry.number, carry.destination, copied))
         if stage is not AheadStage.STOPPED:
             self._count(ahead, outcome)

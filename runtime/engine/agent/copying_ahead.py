@@ -4,19 +4,10 @@ A source pins blocks, a destination reserves some, and every unit that has membe
 destination lets these read. No step waits for any of this.
 """
 
-import msgspec
-
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.interface import EngineBackend
+from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
-
-
-class Reading(msgspec.Struct, frozen=True):
-    """KV that members of a core's unit read."""
-
-    unit: Unit
-    carry: int
 
 
 class CopyingAhead:
@@ -30,7 +21,8 @@ class CopyingAhead:
     def __init__(self, backend: EngineBackend, transport: AgentTransport) -> None:
         self._backend = backend
         self._transport = transport
-        self._reading: list[Reading] = []
+        self._reading: dict[tuple[Unit, int], Core] = {}
+        """The cores whose members read, by their unit and the carry."""
         self._reserved: dict[int, dict[str, int]] = {}
         """Up to which token the requests of each carry are copied, until ``Settle``."""
         self._copied: dict[int, dict[str, int]] = {}
@@ -95,13 +87,16 @@ class CopyingAhead:
         """Let members read, and answer when they have."""
         core = self._backend.cores[message.unit]
         core.copy_ahead(message.carry, message.source, message.destination, message.requests)
-        self._reading.append(Reading(message.unit, message.carry))
+        self._reading[message.unit, message.carry] = core
 
     def tend(self) -> None:
         """Answer for the copies that have ended."""
-        for unit in {reading.unit for reading in self._reading}:
-            for carry, copied in self._backend.cores[unit].copied_ahead():
-                self._reading.remove(Reading(unit, carry))
+        for unit, core in {unit: core for (unit, _), core in self._reading.items()}.items():
+            if self._backend.cores.get(unit) is not core:  # the group is formed anew
+                self._reading = {key: of for key, of in self._reading.items() if of is not core}
+                continue
+            for carry, copied in core.copied_ahead():
+                del self._reading[unit, carry]
                 self._transport.to_controller(
                     m.CopiedAhead(
                         carry,

@@ -284,7 +284,7 @@ def test_where_there_is_no_room_requests_are_carried_as_ever() -> None:
         number = switch.carries[source].number
         switch.node.answer(0, m.Reserved(number, 0, PAIR, []))
     settled = [message.copied for _, message in switch.node.take(m.Settle)]
-    assert settled == [False, False]
+    assert settled == [True, True], "it may have all of it in its cache"
     assert switch.finish().carried == 2
 
 

@@ -160,3 +160,13 @@ def test_a_group_reads_for_one_of_its_members(slow: Bench) -> None:
     assert slow.tell(m.CopyAhead(CARRY, GROUP, OTHER, OWN, requests)) == []
     slow.clock.advance(READ_SECONDS)
     assert only(slow.turn(), m.CopiedAhead).unit == GROUP
+
+
+def test_nobody_waits_for_a_group_that_is_formed_anew(slow: Bench) -> None:
+    expect(slow, "r")
+    requests = reserve(slow, described("r")).requests
+    slow.tell(m.CopyAhead(CARRY, GROUP, OTHER, OWN, requests))
+    assert [type(answer) for answer in slow.tell(m.FormGroup(9, GROUP, 1), turns=3)] == [m.Formed]
+    slow.tell(m.StartGroup(9, GROUP), turns=3)
+    slow.clock.advance(READ_SECONDS)
+    assert slow.turn(3) == []
