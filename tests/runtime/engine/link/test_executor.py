@@ -76,7 +76,7 @@ def test_every_member_gets_an_instruction_in_the_order_sent(members: Members) ->
 def test_one_answer_is_its_value(members: Members) -> None:
     seq, future = members.channel.expect(answers=1)
     members.answer(seq, 0, "tokens")
-    assert members.inbox.wait(future, 10) == "tokens"
+    assert members.inbox.wait(future, 60) == "tokens"
 
 
 def test_several_answers_come_in_member_order_whatever_order_they_arrive_in(
@@ -85,7 +85,7 @@ def test_several_answers_come_in_member_order_whatever_order_they_arrive_in(
     seq, future = members.channel.expect(answers=2)
     members.answer(seq, 1, "second")
     members.answer(seq, 0, "first")
-    assert members.inbox.wait(future, 10) == ["first", "second"]
+    assert members.inbox.wait(future, 60) == ["first", "second"]
 
 
 def test_answers_out_of_order_find_their_own_futures(members: Members) -> None:
@@ -105,7 +105,7 @@ def test_units_with_equal_numbers_do_not_mix_up_their_answers(members: Members) 
     group_seq, groups = members.channel.expect(answers=1)
     assert seq == group_seq
     members.answer(seq, 0, "own", unit=alone(0))
-    assert members.inbox.wait(own, 10) == "own"
+    assert members.inbox.wait(own, 60) == "own"
     assert not groups.done()
 
 
@@ -123,7 +123,7 @@ def test_draining_an_empty_inbox_returns_at_once(members: Members) -> None:
 def test_the_failure_of_the_own_runner_is_the_end(members: Members, executor: UnitExecutor) -> None:
     _, future = members.channel.expect(answers=1)
     for notice in (
-        lambda: members.inbox.wait(future, 10),
+        lambda: members.inbox.wait(future, 60),
         members.inbox.drain,
         executor.check_health,
     ):
@@ -140,9 +140,9 @@ def test_the_failure_of_another_runner_ends_what_it_was_to_answer(members: Membe
     _, groups = members.channel.expect(answers=2)
     members.fail(1, "ValueError: no")
     with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
-        members.inbox.wait(groups, 10)
+        members.inbox.wait(groups, 60)
     members.answer(seq, 0, "own", unit=alone(0))
-    assert members.inbox.wait(own, 10) == "own"
+    assert members.inbox.wait(own, 60) == "own"
 
 
 def test_the_failure_of_another_runner_is_nothing_to_who_waits_for_none(members: Members) -> None:
@@ -227,7 +227,7 @@ def test_a_step_goes_to_every_member_and_one_answers(
     step = instructions.Step(seq, "scheduled", None, sample=True, mode=Mode.TP)
     assert [members.received(engine) for engine in GROUP.engines] == [step, step]
     members.answer(seq, 0, "output")
-    assert members.inbox.wait(future, 10) == "output"
+    assert members.inbox.wait(future, 60) == "output"
 
 
 def test_a_deferred_step_is_answered_after_its_sampling(
@@ -240,7 +240,7 @@ def test_a_deferred_step_is_answered_after_its_sampling(
     )
     assert members.received(1) == instructions.Sample(seq, "grammar")
     members.answer(seq, 0, "output")
-    assert members.inbox.wait(future, 10) == "output"
+    assert members.inbox.wait(future, 60) == "output"
 
 
 def test_steps_are_numbered_one_after_the_other(executor: UnitExecutor) -> None:

@@ -80,7 +80,7 @@ def test_an_answer_that_waits_for_the_device_holds_up_no_one_but_later_answers(
     responder = Responder(context, addresses, 0)
 
     def wait() -> instructions.Copied:
-        assert copied.wait(20)
+        assert copied.wait(60)
         return instructions.Copied(100, 0.5)
 
     responder.answer(alone(0), 1, "before")
