@@ -1,12 +1,16 @@
 """Resident memory of a process tree over time, from ``/proc``."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 MIB = 1 << 20
+PARTS = 6
+"""Parts of a curve whose slopes are compared."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -19,7 +23,7 @@ class Growth(msgspec.Struct, frozen=True):
     first_mib: float
     last_mib: float
     slope_mib_per_minute: float
-    """Slope of the least-squares line through the second half of the samples."""
+    """``slope`` of the second half of the samples."""
     pid: int
 
 
@@ -78,10 +82,13 @@ def name_and_mib(pid: int) -> tuple[str, float] | None:
     return name, pages * _PAGE_BYTES / MIB
 
 
-def slope(points: list[tuple[float, float]]) -> float:
-    """Return the slope of the least-squares line through points; 0 if there is no such line."""
-    count = len(points)
-    mean_x = sum(x for x, _ in points) / max(1, count)
-    mean_y = sum(y for _, y in points) / max(1, count)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Return the median of the slopes of ``PARTS`` successive parts of a curve; 0 if it has none.
+
+    So a step is no slope, and what goes on is. A process's memory makes a step when a request is
+    larger, or more requests run at once, than ever before: its allocator keeps some of it.
+    """
+    ends = [points[part * (len(points) - 1) // PARTS] for part in range(PARTS + 1) if points]
+    pairs = [(one, other) for one, other in pairwise(ends) if other[0] > one[0]]
+    slopes = [(other[1] - one[1]) / (other[0] - one[0]) for one, other in pairs]
+    return median(slopes) if slopes else 0.0

@@ -37,7 +37,7 @@ OUTCOMES = {
 }
 """How ``shoal_requests_total`` counts requests that end so; it does not count refused ones."""
 MOST_GROWTH_MIB = 24.0
-"""Resident memory that a process may take on in the second half of a run."""
+"""Resident memory that a process may take on in the second half of a run, steps left out."""
 SPARE_DESCRIPTORS = 4
 """File descriptors that a process may have more than before."""
 

@@ -51,6 +51,13 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
     assert own[1] > 1
 
 
+def test_a_step_is_no_slope_and_what_goes_on_is() -> None:
+    for at in range(1, 90):
+        assert slope([(float(x), 400.0 + 30.0 * (x >= at)) for x in range(90)]) == 0.0
+    leak = [(float(x), 400.0 + 10.0 * (x // 7) + 30.0 * (x >= 40)) for x in range(90)]
+    assert slope(leak) == pytest.approx(10 / 7, rel=0.1)
+
+
 def test_the_slope_of_no_line_is_none() -> None:
     assert slope([]) == slope([(1.0, 5.0)]) == slope([(1.0, 5.0), (1.0, 9.0)]) == 0.0
     assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == pytest.approx(2.0)
