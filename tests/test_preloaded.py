@@ -42,14 +42,14 @@ def process(function: str, *arguments: str, **environment: str) -> Iterator[Proc
 
 def test_it_has_vllm_one_thread_and_the_environment_it_is_given(tmp_path: Path) -> None:
     with process("tell", "hello", TMPDIR=str(tmp_path), LANG="C") as started:
-        output, _ = started.communicate(timeout=60)
+        output, _ = started.communicate(timeout=240)
     assert output == f"True 1 ['LANG', 'TMPDIR'] {tmp_path} hello\n"
     assert started.returncode == 7
 
 
 def test_an_error_is_shown_and_is_exit_code_1() -> None:
     with process("fail") as started:
-        output, _ = started.communicate(timeout=60)
+        output, _ = started.communicate(timeout=240)
     assert output.endswith("ValueError: out of blocks\n")
     assert started.returncode == 1
 

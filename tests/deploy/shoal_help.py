@@ -27,7 +27,7 @@ COMMANDS = tuple(_COMMANDS)
 def options(command: str) -> frozenset[str]:
     """Return the long options of ``shoal COMMAND``."""
     process = run_shoal(list(_COMMANDS[command]), dict(os.environ))
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=240)
     assert process.returncode == 0, shown
     found = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", shown))
     assert "--help" in found

@@ -157,7 +157,7 @@ class ServedNode:
 
     def wait(self) -> list[str]:
         """Wait for the end, and return what was printed since the server was ready."""
-        output, _ = self.process.communicate(timeout=60)
+        output, _ = self.process.communicate(timeout=240)
         return list(output.splitlines())
 
     def leftovers(self) -> list[str]:

@@ -69,4 +69,4 @@ def stock_server(directory: Path, *arguments: str) -> Iterator[httpx.AsyncHTTPTr
         yield httpx.AsyncHTTPTransport(uds=address)
     finally:
         process.send_signal(signal.SIGTERM)  # its engine is a process of its own, which it ends
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)

@@ -378,6 +378,6 @@ def test_a_port_in_use_is_refused_with_one_line(cache: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = run_shoal(["serve", "--port", str(port)], dict(os.environ))
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert said == f"shoal: cannot listen on 127.0.0.1:{port}: the port is in use\n"

@@ -253,7 +253,7 @@ def test_weights_that_are_quantised_again_are_left_to_the_engines(tmp_path: Path
 def test_no_engine_is_started_for_one(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, layers(INT4, None), form="pack-quantized")
     process = run_shoal(["serve", str(model), "--port", "0"], dict(os.environ))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     _starting, _imports, error = output.splitlines()
     assert error.startswith(f"shoal: {model} is quantised (compressed-tensors: Linear has 4-bit ")
