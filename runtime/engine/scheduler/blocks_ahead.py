@@ -198,7 +198,8 @@ class BlocksAhead:
         """
         if self._unit.is_group:
             return 0
-        return request.num_tokens // int(self._carried.attention.block_size) + 1 - blocks
+        size: int = self._carried.attention.block_size
+        return request.num_tokens // size + 1 - blocks
 
     def _has_room(self, table: Sequence[KVCacheBlock], end: int, rest: int) -> bool:
         """Return whether there are blocks for a request, beside what others are about to need.
