@@ -198,8 +198,8 @@ class BlocksAhead:
         """
         if self._unit.is_group:
             return 0
-        size: int = self._carried.attention.block_size
-        return request.num_tokens // size + 1 - blocks
+        whole: int = request.num_tokens // self._carried.attention.block_size
+        return whole + 1 - blocks
 
     def _has_room(self, table: Sequence[KVCacheBlock], end: int, rest: int) -> bool:
         """Return whether there are blocks for a request, beside what others are about to need.
