@@ -34,6 +34,8 @@ class Record:
     prompt_tokens: int = 0
     itls: Sequence[float] = ()
     """Inter-token latencies, where they were measured."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were found in a prefix cache, where that is known."""
 
     @property
     def queue_time(self) -> float | None:
@@ -115,6 +117,8 @@ class Figures:
     """Share of the requests that got what was promised; None if nothing is promised."""
     goodput: float | None
     """Requests per second that got what was promised."""
+    hit_rate: float | None = None
+    """Share of the prompt tokens that were found in a prefix cache; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,8 @@ def _figures(
     finished = [record for record in records if record.finished]
     owed = [(r, o) for r in records if (o := _objective(r, objectives)) is not None]
     good = sum(objective.met_by(record) for record, objective in owed)
+    known = [(r.cached_tokens, r.prompt_tokens) for r in finished if r.cached_tokens is not None]
+    prompts = sum(prompt for _, prompt in known)
     return Figures(
         requests=len(records),
         finished=len(finished),
@@ -229,6 +235,7 @@ def _figures(
         queue_time=Distribution.of(r.queue_time for r in finished if r.queue_time is not None),
         attainment=good / len(owed) if owed else None,
         goodput=_rate(good, duration) if owed else None,
+        hit_rate=sum(cached for cached, _ in known) / prompts if prompts else None,
     )
 
 

@@ -22,7 +22,7 @@ def side_by_side(reports: Sequence[Report]) -> str:
     width = max((len(run) for _, run, _ in rows), default=0) + 2
     blocks = [
         [
-            _head(width, ("TTFT", "TPOT")) + f"{'queue s':>9}{'p99':>8}{'SLO':>7}",
+            _head(width, ("TTFT", "TPOT")) + f"{'queue s':>9}{'p99':>8}{'SLO':>7}{'cached':>8}",
             *(_label(width, row) + _served(row[2]) for row in rows),
         ],
         [
@@ -53,7 +53,8 @@ def _served(figures: Figures) -> str:
     queue = figures.queue_time
     waits = "" if queue is None else f"{queue.mean:>9.2f}{queue.p99:>8.2f}"
     met = "" if figures.attainment is None else f"{figures.attainment:>7.1%}"
-    return f"{_times(figures.ttft)}{_times(figures.tpot)}{waits:>17}{met:>7}{note}"
+    hits = "" if figures.hit_rate is None else f"{figures.hit_rate:>8.1%}"
+    return f"{_times(figures.ttft)}{_times(figures.tpot)}{waits:>17}{met:>7}{hits:>8}{note}"
 
 
 def _times(values: Distribution | None) -> str:

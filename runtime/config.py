@@ -10,7 +10,7 @@ import msgspec
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from shoal.policies.values.kv_geometry import KvGeometry
-from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.layouts import DP, Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import units_of
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.logs import LogFormat
@@ -72,6 +72,8 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """Rate at which one engine reads the memory of another."""
     copy_seconds: float = 0.0
     """Time of a copy of KV, beyond that of its bytes."""
+    prefix_caching: bool = True
+    """Whether full blocks are kept for prompts that begin with the same tokens, as vLLM does."""
     layers: int = 8
     """A unit's stages divide them, down to one each, so that blocks hold more tokens."""
 
@@ -138,6 +140,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     """Decides which steps run in SP."""
     queued_ahead: int = QUEUED_AHEAD
+    place_by_prefix: bool = True
+    """Whether policies see where a request's prefix is cached."""
     switch_wait_seconds: float = SWITCH_WAIT_SECONDS
     """How long a switch that the policy asked for waits for requests to end. Then it goes on
     without waiting (``switch.py``)."""
@@ -166,6 +170,14 @@ class NodeConfig(msgspec.Struct, frozen=True):
     log_format: LogFormat = LogFormat.TEXT
     tracing: bool = False
     """Whether front ends trace requests and switches, and so need their times."""
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether engines keep the KV of prompts that others may begin with."""
+        if self.vllm is None:
+            return self.fake is None or self.fake.prefix_caching
+        facts = self.vllm.facts.get(DP, {})
+        return facts.get("cache_config.enable_prefix_caching") != repr(False)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

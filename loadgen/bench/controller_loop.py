@@ -20,7 +20,8 @@ from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.loopback import LoopbackNetwork
 from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node, Run, simulate, wire_request
+from shoal.runtime.simulation.simulated_node import Node, Run, simulate
+from shoal.runtime.simulation.simulated_prompts import SimulatedPrompts, wire_request
 
 ENGINES = 8
 WAITING = 10_000
@@ -90,10 +91,11 @@ def _full_node(clock: ManualClock) -> tuple[Controller, list[Agent]]:
         Agent(FakeBackend(config, engine, clock=clock), network.agent(engine), clock=clock)
         for engine in range(ENGINES)
     ]
-    rng = random.Random(0)
+    rng, prompts = random.Random(0), SimulatedPrompts()
     for number in range(WAITING + ENGINES * (SEATS + config.queued_ahead)):
         tokens = rng.randint(2 * ROUNDS, 4 * ROUNDS)
-        payload = wire_request(str(number), rng.randint(16, 1024), tokens, rng.choice((-1, 0, 0)))
+        prompt = prompts.make(str(number), rng.randint(16, 1024))
+        payload = wire_request(str(number), prompt, tokens, rng.choice((-1, 0, 0)))
         network.front_sends(0, wire.RequestType.ADD, [payload])
     while len(controller.books.requests.pool) != WAITING:
         controller.turn(0.0)

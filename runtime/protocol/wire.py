@@ -43,6 +43,13 @@ class Sampling(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Whether all tokens must be computed (vLLM ``Request.get_skip_reading_prefix_cache``)."""
+        skips = self.skip_reading_prefix_cache
+        return self.prompt_logprobs is not None if skips is None else skips
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -68,6 +75,7 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
         return {**(trace_headers or {}), _TERMS_HEADER: msgspec.json.encode(self).decode()}
 
 
+_NIL = b"\xc0"
 _TERMS_HEADER = "x-shoal-terms"
 _ATTEMPT_HEADER = "x-shoal-attempt"
 _FIELD_BITS = 16
@@ -115,6 +123,16 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
         """The request's trace headers, which each of its outputs carries."""
         return _trace_headers_decoder.decode(self.trace_headers) if self.trace_headers else None
 
+    @property
+    def cache_keys(self) -> bytes:
+        """What must be equal, beside the tokens, for two requests to share cached KV.
+
+        These are the fields that vLLM puts into the hashes of blocks, or into the first of them
+        (``generate_block_hash_extra_keys``): LoRA, multimodal inputs, the cache salt, embeddings.
+        """
+        fields = (self.lora_request, self.mm_features, self.cache_salt, self.prompt_embeds)
+        return b"".join(bytes(raw) or _NIL for raw in fields)
+
     def prompt_token_ids(self) -> list[int]:
         """Decode the prompt; an absent prompt gives an empty list."""
         return msgspec.msgpack.decode(self.prompt, type=list[int] | None) or []
@@ -150,6 +168,10 @@ class PrefillStats(msgspec.Struct, frozen=True):
 
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens that were not computed because they were found in a cache."""
+    num_local_cached_tokens: int = 0
+    """Those of them that were in the engine's own prefix cache."""
 
 
 PackedArray = tuple[str, tuple[int, ...], msgspec.msgpack.Ext]

@@ -34,6 +34,7 @@ from shoal.runtime.simulation.shape_files import (
     step_times,
 )
 from shoal.runtime.simulation.simulated_network import CONTROLLER, Events, SimulatedNetwork
+from shoal.runtime.simulation.simulated_prompts import Block, SimulatedPrompts, wire_request
 
 CAPTURED_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
@@ -70,6 +71,10 @@ class Arrival(Protocol):
     @property
     def priority(self) -> int: ...  # noqa: D102
 
+    @property
+    def prefix(self) -> Sequence[Block]:
+        """The stretches with which its prompt begins, and which other prompts may share."""
+
 
 @dataclass(slots=True)
 class Life:
@@ -81,6 +86,8 @@ class Life:
     first_token: float | None = None
     ended: float | None = None
     tokens: int = 0
+    cached: int | None = None
+    """Prompt tokens that were found in the prefix cache; None: it has no token yet."""
     units: list[Unit] = field(default_factory=list)
     """The units to which it was sent, in order."""
     outcome: m.Outcome | None = None
@@ -129,6 +136,8 @@ class Node:
         max_sp: largest degree of SP.
         shift_threshold: decides which steps run in SP.
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
+        prefix_caching: whether units keep the KV of prompts that others may begin with.
+        place_by_prefix: see ``NodeConfig``.
     """
 
     shape: ShapeFile
@@ -144,6 +153,8 @@ class Node:
     max_sp: int = 1
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     captured_tokens: int = CAPTURED_TOKENS
+    prefix_caching: bool = True
+    place_by_prefix: bool = True
 
     def config(self, policy: str) -> NodeConfig:
         """Return the configuration of the node's processes.
@@ -169,7 +180,9 @@ class Node:
                 token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
                 peer_bytes_per_second=self.hardware.peer_bytes_per_second,
                 copy_seconds=COPY_SECONDS,
+                prefix_caching=self.prefix_caching,
             ),
+            place_by_prefix=self.place_by_prefix,
             seed=self.seed,
             queued_ahead=self.queued_ahead,
             precopy_tokens=self.precopy_tokens,
@@ -196,6 +209,7 @@ class _Simulation:
 
     def __init__(self, node: Node, policy: str, arrivals: Sequence[Arrival]) -> None:
         self._arrivals = arrivals
+        self._prompts = SimulatedPrompts()
         self._clock = ManualClock()
         self._events = Events(self._clock)
         self._result = Run(policy, [Life(arrival.at) for arrival in arrivals])
@@ -300,9 +314,8 @@ class _Simulation:
 
     def _send(self, index: int) -> None:
         arrival = self._arrivals[index]
-        payload = wire_request(
-            str(index), arrival.prompt_tokens, arrival.output_tokens, arrival.priority
-        )
+        prompt = self._prompts.make(str(index), arrival.prompt_tokens, arrival.prefix)
+        payload = wire_request(str(index), prompt, arrival.output_tokens, arrival.priority)
         self._network.front_sends(0, wire.RequestType.ADD, [payload])
 
     def _started(self, request_id: str, at: float) -> None:
@@ -320,6 +333,8 @@ class _Simulation:
                 raise SimulationError(f"request {number} got tokens after its end")
             if count and life.first_token is None:
                 life.first_token = now
+                stats = output.prefill_stats
+                life.cached = 0 if stats is None else stats.num_cached_tokens
             if count:
                 self._count(self._last_output.get(number, now), now, count)
                 self._last_output[number] = now
@@ -365,11 +380,3 @@ class _Simulation:
             f"{len(left)} requests are left at {self._clock.now:.0f} s, such as {left[:5]}, "
             f"in {[list(group.engines) for group in partition]}"
         )
-
-
-def wire_request(request_id: str, prompt_tokens: int, output_tokens: int, priority: int) -> bytes:
-    """Return an ``EngineCoreRequest`` as vLLM encodes it, with a prompt that repeats one token."""
-    prompt = msgspec.Raw(b"\xdd" + prompt_tokens.to_bytes(4, "big") + b"\x05" * prompt_tokens)
-    sampling = {"max_tokens": output_tokens}
-    head = [request_id, prompt, None, sampling, None, 0.0, None, None, None, None, None]
-    return msgspec.msgpack.encode([*head, 0, 0, priority])

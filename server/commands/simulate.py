@@ -90,6 +90,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="(default: %(default)s)",
     )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV of prompts that others may begin with, as vLLM does (default: on)",
+    )
+    add(
+        "--place-by-prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="send requests where their prefix is cached, if that costs less (default: on)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
     add("--plot", type=Path, metavar="FILE.svg", help="draw requests, layout and TTFT over time")
     add(
@@ -127,6 +139,8 @@ def _node(
         max_sp=args.max_sp,
         shift_threshold=args.shift_threshold,
         captured_tokens=args.captured_tokens,
+        prefix_caching=args.enable_prefix_caching,
+        place_by_prefix=args.place_by_prefix,
     )
 
 
@@ -164,6 +178,7 @@ def _records(run: Run, workload: Workload) -> list[figures.Record]:
             priority=arrival.priority,
             phase=arrival.phase,
             prompt_tokens=arrival.prompt_tokens,
+            cached_tokens=life.cached,
         )
         for life, arrival in zip(run.lives, workload.arrivals, strict=True)
     ]

@@ -115,6 +115,9 @@ class FakeBackend:
     def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
         """See ``EngineBackend.utility``: answers the calls that front ends make; others fail."""
         call = wire.decode_utility(frames)
+        if call.method == "reset_prefix_cache":
+            for core in self.cores.values():
+                core.forget_prefixes()
         if not answer:
             return None
         if call.method in _UTILITY_RESULTS:

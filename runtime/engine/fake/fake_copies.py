@@ -1,5 +1,7 @@
 """The copies of KV that a fake core makes, for requests that are carried to it."""
 
+from typing import NamedTuple
+
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.interface import Copied
@@ -8,11 +10,21 @@ from shoal.runtime.engine.fake.step_times import Devices, DeviceStep
 from shoal.runtime.protocol.messages import CarriedRequest
 
 
+class Arriving(NamedTuple):
+    """A request that is carried to a core with its KV."""
+
+    request: FakeRequest
+    carried: CarriedRequest
+    source: Unit
+    """The unit whose members have the KV."""
+    begin: int
+    """The first token whose KV is read: those before it were cached where it goes."""
+
+
 class Copy(DeviceStep, kw_only=True):
     """A copy of the KV of requests, on the devices of the unit that reads it."""
 
-    requests: list[tuple[FakeRequest, CarriedRequest, int]]
-    """Each with the first token that is read: those before it are there already."""
+    requests: list[Arriving]
     bytes: int
 
 
@@ -30,13 +42,13 @@ class FakeCopies:
         self._settings = settings
         self._devices = devices
         self._memory = devices.memory
-        self._adopted: list[tuple[FakeRequest, CarriedRequest, int]] = []
+        self._adopted: list[Arriving] = []
         self._in_flight: list[Copy] = []
         self._ended: list[Copied] = []
 
-    def adopt(self, request: FakeRequest, carried: CarriedRequest, begin: int) -> None:
-        """Have the next copy read the KV of a request from a token on."""
-        self._adopted.append((request, carried, begin))
+    def adopt(self, request: Arriving) -> None:
+        """Have the next copy read the KV of a request."""
+        self._adopted.append(request)
 
     def start(self, now: float) -> None:
         """Queue a copy of what was adopted since the last call, if that is anything."""
@@ -44,9 +56,9 @@ class FakeCopies:
         if not requests:
             return
         settings = self._settings
-        tokens = sum(carried.computed - begin for _, carried, begin in requests)
+        tokens = sum(max(0, one.carried.computed - one.begin) for one in requests)
         size = settings.token_bytes * tokens
-        links = min(len(self._unit.engines), *(len(carried.blocks) for _, carried, _ in requests))
+        links = min(len(self._unit.engines), *(len(one.carried.blocks) for one in requests))
         seconds = settings.copy_seconds + size / (settings.peer_bytes_per_second * links)
         copy = Copy(seconds=seconds, requests=requests, bytes=size)
         self._devices.cut(self._unit, now)
@@ -57,12 +69,12 @@ class FakeCopies:
         """End the copies that are due: what they have read is in the requests' blocks now."""
         while self._in_flight and self._in_flight[0].due <= now:
             copy = self._in_flight.pop(0)
-            for request, carried, _ in copy.requests:
+            for request, carried, source, _ in copy.requests:
                 blocks = {engine: ids for engine, (ids,) in carried.blocks.items()}
                 seen = self._memory.knows((*self._unit.engines, *blocks))
-                if seen and not self._memory.holds(request, carried.computed, blocks):
+                if seen and not self._memory.holds(request, carried.computed, blocks, source):
                     request.spoil()
-            ids = [request.id for request, _, _ in copy.requests]
+            ids = [one.request.id for one in copy.requests]
             self._ended.append(Copied(ids, copy.bytes, copy.seconds))
 
     def take(self) -> list[Copied]:

@@ -19,9 +19,9 @@ from shoal.runtime.engine.agent.interface import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.engine.fake import fake_logprobs
-from shoal.runtime.engine.fake.fake_ahead import FakeAhead
-from shoal.runtime.engine.fake.fake_copies import FakeCopies
-from shoal.runtime.engine.fake.fake_scheduler import Batch, BlockIds, FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
+from shoal.runtime.engine.fake.fake_copies import Arriving, FakeCopies
+from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeRequest, FakeScheduler
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, StepTimes
 from shoal.runtime.protocol import wire
@@ -74,7 +74,7 @@ class FakeCore:
     """
 
     def __init__(
-        self, unit: Unit, limits: LayoutLimits, surroundings: Surroundings, pool: BlockIds
+        self, unit: Unit, limits: LayoutLimits, surroundings: Surroundings, pool: FakeBlocks
     ) -> None:
         self.unit = unit
         self.shift = Shift(limits.sp_floor)
@@ -145,7 +145,8 @@ class FakeCore:
         if tokens and self._around.faults.lose_token:
             tokens, computed = tokens[:-1], min(computed, request.tokens - 2)
         blocks = {engine: [ids] for engine, ids in self._physical(used).items()}
-        return CarriedRequest(request.id, tokens, computed, blocks, request.tokens)
+        hits = 0 if tokens else request.hits or 0
+        return CarriedRequest(request.id, tokens, computed, blocks, request.tokens, hits)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """See ``Core.keep``."""
@@ -173,9 +174,10 @@ class FakeCore:
         del self._expected[request.request_id]
         self._ahead.take(expected, source)
         if computed:
+            expected.hits = 0 if request.tokens else request.cached
+            begin = expected.written * self._limits.block_tokens
             self._write(expected)
-        if computed > begin:
-            self._copies.adopt(expected, request, begin)
+            self._copies.adopt(Arriving(expected, request, source, begin))
         self._cut()
         return Adoption()
 
@@ -232,9 +234,15 @@ class FakeCore:
 
     def _write(self, request: FakeRequest) -> None:
         """Let a request compute or read its tokens into the blocks that it has got."""
+        memory, size = self._devices.memory, self._limits.block_tokens
+        if request.shared and memory.knows(self.unit.engines):
+            found = self._physical(request.blocks[: request.shared])
+            if not memory.holds(request, request.shared * size, found):
+                request.spoil()
+        request.shared = 0
         if len(request.blocks) > request.written:
             new = self._physical(request.blocks[request.written :])
-            self._devices.memory.write(request, request.written, new)
+            memory.write(self.unit, request, request.written, new, size)
             request.written = len(request.blocks)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
@@ -300,8 +308,9 @@ class FakeCore:
         on_start = self._around.on_start
         outputs: dict[int, list[wire.Output]] = {}
         for request, computed in step.batch:
-            if on_start is not None and not request.computed and not request.generated:
+            if on_start is not None and request.is_waiting:
                 on_start(request.id, step.start)
+            request.is_waiting = False
             if id(request) not in alive:
                 continue
             request.computed += computed
@@ -319,7 +328,8 @@ class FakeCore:
         request.computed += count - 1
         if self._around.faults.repeat_token and len(request.generated) == 2:
             tokens *= 2
-        stats = wire.PrefillStats(length, length) if is_new else None
+        hits = request.hits or 0
+        stats = wire.PrefillStats(length, length - hits, hits, hits) if is_new else None
         events, request.events = request.events, []
         return wire.Output(
             request.id,
@@ -364,17 +374,24 @@ class FakeCore:
 
     @property
     def held(self) -> list[int]:
-        """The block ids that requests hold; those that are pinned come several times."""
-        return self._scheduler.held + self._ahead.held
+        """The block ids that requests hold; those of a common prefix come several times."""
+        return self._scheduler.held
+
+    def forget_prefixes(self) -> None:
+        """Forget every cached prefix."""
+        self._scheduler.pool.forget()
 
     def check_integrity(self) -> list[str]:
         """See ``Core.check_integrity``."""
-        return self._ahead.check_integrity() + [
+        problems = [
             f"core {self.unit.engines}: request {request.id} has blocks for nothing"
             for request in self._scheduler.requests
             if request.blocks and not request.computed
             if request not in self._scheduler.running
         ]
+        if misheld := self._scheduler.pool.misheld(self.held):
+            problems.append(f"core {self.unit.engines}: holders miscounted of {misheld[:8]}")
+        return problems
 
 
 def _repeated(step: Work, count: int) -> Work:

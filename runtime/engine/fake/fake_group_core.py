@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Lease
+from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_core import FakeCore, Surroundings
-from shoal.runtime.engine.fake.fake_scheduler import BlockIds
 from shoal.runtime.engine.fake.faults import Seam
 from shoal.runtime.protocol.messages import LayoutLimits
 
@@ -14,7 +14,7 @@ class FakeGroupCore(FakeCore):
     """``GroupCore``: virtual blocks of a lease, each backed by one block of every member."""
 
     def __init__(self, unit: Unit, limits: LayoutLimits, surroundings: Surroundings) -> None:
-        self._pool = BlockIds()
+        self._pool = FakeBlocks()
         self._backing: dict[int, tuple[int, ...]] = {}
         self._next_virtual = 1
         self._bound = False

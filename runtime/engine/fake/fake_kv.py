@@ -1,11 +1,14 @@
 """Whose KV the blocks of fake engines hold.
 
 The fake's KV has no content. Instead, every block remembers the request whose tokens it holds, so
-that a copy of blocks that hold something else gives wrong tokens, as it does on a device.
+that a copy of blocks that hold something else gives wrong tokens, as it does on a device. So does a
+prefix that is found in the wrong blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.fake.fake_scheduler import FakeRequest
 
 Blocks = Mapping[int, Sequence[int]]
@@ -16,7 +19,9 @@ class KvMemory:
     """What the blocks of the engines of a process hold. Cores that share devices share it."""
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[int, tuple[FakeRequest, int]]] = {}
+        # Who wrote a block, and which of its tokens: from one, up to but not including another.
+        self._held: dict[int, dict[int, tuple[FakeRequest, int, int]]] = {}
+        self._requests: WeakValueDictionary[tuple[Unit, str], FakeRequest] = WeakValueDictionary()
 
     def clear(self, engine: int) -> None:
         """Take note of an engine that starts: its blocks hold nothing."""
@@ -26,46 +31,52 @@ class KvMemory:
         """Return whether this process sees all that is written to the blocks of these engines."""
         return self._held.keys() >= set(engines)
 
-    def write(self, request: FakeRequest, first: int, blocks: Blocks) -> None:
+    def write(
+        self, unit: Unit, request: FakeRequest, first: int, blocks: Blocks, block_tokens: int
+    ) -> None:
         """Let blocks hold a request's tokens from now on.
 
         Args:
+            unit: the unit that computes the request.
             request: the request.
             first: which of its blocks the first one is.
             blocks: the blocks.
+            block_tokens: tokens of each.
         """
+        self._requests[unit, request.id] = request
         for engine in self._held.keys() & blocks.keys():
             # What else is written to engines of other processes is not seen here.
             ids = enumerate(blocks[engine], first)
-            self._held[engine].update((block, (request, index)) for index, block in ids)
+            self._held[engine].update(
+                (block, (request, index * block_tokens, (index + 1) * block_tokens))
+                for index, block in ids
+            )
 
-    def content(self, engine: int, block: int) -> tuple[FakeRequest, int] | None:
-        """Return what a block holds: an object that every writing replaces; None: nothing known."""
-        return self._held.get(engine, {}).get(block)
-
-    def holds(self, request: FakeRequest, computed: int, blocks: Blocks) -> bool:
+    def holds(
+        self, request: FakeRequest, tokens: int, blocks: Blocks, source: Unit | None = None
+    ) -> bool:
         """Return whether blocks hold the KV of a request's first tokens.
 
         Args:
             request: the request, in any core.
-            computed: how many of its tokens.
+            tokens: how many of its tokens.
             blocks: the blocks that are said to hold them.
+            source: the unit whose core must have computed them and must keep these blocks for the
+                request; None: nobody needs to keep them, and the next step may compute them.
         """
-        writers: dict[int, FakeRequest] = {}
+        if source is not None:
+            there = self._requests.get((source, request.id))
+            if there is None or not there.blocks or there.computed < tokens:
+                return False
+        writers: dict[int, tuple[FakeRequest, int]] = {}
         for engine, ids in blocks.items():
-            held = self._held[engine]
-            for index, block in enumerate(ids):
-                writer, written = held.get(block, (None, -1))
-                if writer is None or (writer.id, written) != (request.id, index):
+            held, reached = self._held[engine], 0
+            for block in ids:
+                writer, start, end = held.get(block, (None, -1, -1))
+                if writer is None or start != reached:
                     return False
-                writers[id(writer)] = writer
-        wanted = first_tokens(request, computed)
-        return all(
-            writer.computed >= computed and first_tokens(writer, computed) == wanted
-            for writer in writers.values()
-        )
-
-
-def first_tokens(request: FakeRequest, count: int) -> list[int]:
-    """Return the first tokens of a request, prompt and output."""
-    return [*request.prompt, *request.generated][:count]
+                reached = end
+                writers[id(writer)] = writer, min(end, tokens)
+            if reached < tokens:
+                return False
+        return all(writer.first(end) == request.first(end) for writer, end in writers.values())

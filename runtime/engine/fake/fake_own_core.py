@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from shoal.policies.values.layouts import alone
+from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_core import FakeCore, Surroundings
-from shoal.runtime.engine.fake.fake_scheduler import BlockIds
 from shoal.runtime.engine.fake.faults import Seam
 from shoal.runtime.protocol.messages import LayoutLimits
 
@@ -14,7 +14,7 @@ class FakeOwnCore(FakeCore):
 
     def __init__(self, engine: int, limits: LayoutLimits, surroundings: Surroundings) -> None:
         num_blocks = surroundings.settings.num_blocks
-        self._pool = BlockIds(range(1, num_blocks + 1))
+        self._pool = FakeBlocks(range(1, num_blocks + 1))
         self._num_blocks = num_blocks
         self._lent: set[int] = set()
         super().__init__(alone(engine), limits, surroundings, self._pool)

@@ -1,52 +1,20 @@
 """Which requests the fake engine's next step computes, and which KV blocks they hold.
 
 A small version of vLLM's ``Scheduler`` and ``KVCacheManager``: continuous batching, chunked
-prefill, preemption by recomputing.
+prefill, preemption by recomputing, prefixes that are found in the cache.
 """
 
-from collections import Counter, deque
+from array import array
+from collections import deque
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_tokens import digest_of, next_token
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits
-
-
-class BlockIds:
-    """Free block ids, physical or virtual; gives out the lowest, so that runs are reproducible."""
-
-    def __init__(self, blocks: Sequence[int] = ()) -> None:
-        self._free = sorted(blocks, reverse=True)
-        self._more: Counter[int] = Counter()
-        """How many hold a block beside the first one."""
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    @property
-    def ids(self) -> list[int]:
-        """Return the free ids; the next one given out is the last."""
-        return self._free
-
-    def take(self, count: int) -> list[int]:
-        """Take out and return up to ``count`` ids."""
-        return [self._free.pop() for _ in range(min(count, len(self._free)))]
-
-    def give(self, blocks: Sequence[int]) -> None:
-        """Put ids back that the caller has held; those that others hold, too, do not come free."""
-        free = []
-        for block in blocks:
-            if self._more[block]:
-                self._more[block] -= 1
-            else:
-                free.append(block)
-        self._free.extend(reversed(free))
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Note that somebody else holds blocks, too."""
-        self._more.update(blocks)
 
 
 class FakeRequest:
@@ -82,10 +50,23 @@ class FakeRequest:
         self.written = 0
         """How many of its blocks are known to hold its tokens."""
         self.computed = 0
-        """Tokens whose KV is in the cache."""
+        """Tokens whose KV is in its blocks."""
+        self.cached = 0
+        """How many of its blocks are cached."""
+        self.shared = 0
+        """How many of its blocks were cached by others, as long as nobody has compared them."""
+        self.hits = 0 if tokens else None
+        """How many of its tokens were cached when it was first scheduled, if that was here: only
+        those of a prompt count (vLLM ``PrefillStats``)."""
+        self.is_waiting = True
+        """Whether no step has computed it yet, in any core."""
         self.headers = view.headers
         self.events: list[wire.Event] = []
         """Events that no output has reported yet."""
+        self._hashes: list[bytes] = []
+        self._seed = view.cache_keys
+        self.reads_cache = not self.sampling.skips_prefix_cache
+        """Whether it may use what is cached."""
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -103,6 +84,25 @@ class FakeRequest:
         token = next_token(self.digest)
         self.extend([token])
         return token
+
+    def prefixes(self, block_tokens: int) -> list[bytes]:
+        """Return the hashes of its full blocks, each of which is of all tokens up to its end.
+
+        As in vLLM (``hash_block_tokens``), they also depend on what else decides about the KV.
+        """
+        while len(self._hashes) < self.tokens // block_tokens:
+            start = len(self._hashes) * block_tokens
+            content = array("I", self.first(start + block_tokens, start)).tobytes()
+            before = self._hashes[-1] if self._hashes else self._seed
+            self._hashes.append(blake2b(before + content, digest_size=16).digest())
+        return self._hashes
+
+    def first(self, end: int, start: int = 0) -> list[int]:
+        """Return its tokens before ``end``, from ``start`` on."""
+        prompt = len(self.prompt)
+        if end <= prompt:
+            return self.prompt[start:end]
+        return self.prompt[start:] + self.generated[max(0, start - prompt) : end - prompt]
 
     @property
     def tokens_left(self) -> int:
@@ -125,12 +125,12 @@ class FakeScheduler:
     Args:
         limits: batch size, block size and length of the core's layout.
         settings: the settings of the node's fake engines.
-        pool: blocks that no request holds.
+        pool: the core's blocks.
         clock: gives the times of the events that outputs report.
     """
 
     def __init__(
-        self, limits: LayoutLimits, settings: FakeSettings, pool: BlockIds, clock: Clock
+        self, limits: LayoutLimits, settings: FakeSettings, pool: FakeBlocks, clock: Clock
     ) -> None:
         self.pool = pool
         self.running: list[FakeRequest] = []
@@ -139,6 +139,7 @@ class FakeScheduler:
         self.parked: dict[str, FakeRequest] = {}
         """Exported requests."""
         self._limits = limits
+        self._caches = settings.prefix_caching
         self._budget = settings.max_num_batched_tokens
         self._longest_run = settings.steps_at_once
         self._clock = clock
@@ -178,14 +179,15 @@ class FakeScheduler:
             computed: how many of its tokens will have their KV in the blocks that it gets.
 
         Returns:
-            Whether there were blocks enough; if not, nothing has changed.
+            Whether there were blocks enough; if not, the request is not queued.
         """
-        if computed and self._needs(request, len(tokens)) > len(self.pool):
+        request.extend(tokens[len(request.generated) :])  # it may have been tried before
+        if tokens:
+            request.hits = 0
+        if computed and not self._reserve(request):
             return False
-        request.extend(tokens)
-        if computed:
-            self._reserve(request)
-        request.computed = computed
+        request.computed = max(request.computed, computed)
+        self._cache(request, request.computed)
         self._note(request, wire.EventType.QUEUED)
         self.waiting.insert(len(self._holders), request)
         return True
@@ -218,6 +220,7 @@ class FakeScheduler:
     def drop_ended(self) -> None:
         """Forget running requests that have all their tokens, and free their blocks."""
         for request in [request for request in self.running if request.tokens_left <= 0]:
+            self._cache(request, request.computed)
             self.free(request)
             self.running.remove(request)
 
@@ -243,20 +246,25 @@ class FakeScheduler:
                 if victim is request:
                     break
             else:
-                share = min(request.tokens - request.computed, budget)
-                batch.append((request, share))
-                budget -= share
+                budget -= self._compute(request, budget, batch)
         while not preempted and self.waiting and budget > 0:
             request = self.waiting[0]
             reserve = self._reserve if self.running else self._make_room
             if len(self.running) >= self._limits.max_num_seqs or not reserve(request):
                 break
-            share = min(request.tokens - request.computed, budget)
             self.running.append(self.waiting.popleft())
             self._note(request, wire.EventType.SCHEDULED)
-            batch.append((request, share))
-            budget -= share
+            if request.hits is None:
+                request.hits = request.computed
+            budget -= self._compute(request, budget, batch)
         return batch, preempted
+
+    def _compute(self, request: FakeRequest, budget: int, batch: Batch) -> int:
+        """Add a request to the next step; return how many of its tokens that computes."""
+        share = min(request.tokens - request.computed, budget)
+        batch.append((request, share))
+        self._cache(request, request.computed + share)
+        return share
 
     def run_length(self, batch: Batch) -> int:
         """Return how many steps like this one follow each other if nothing intervenes.
@@ -278,12 +286,42 @@ class FakeScheduler:
     # --- blocks -------------------------------------------------------------------------------
 
     def _reserve(self, request: FakeRequest) -> bool:
-        """Give a request blocks for all its tokens, computed or not, if enough are free."""
-        lacking = self._needs(request)
-        if lacking > len(self.pool):
+        """Give a request blocks for all its tokens, computed or not, if enough are free.
+
+        One without blocks gets those that cache its beginning, and need not compute that part. As
+        in vLLM, these are full blocks, and at least one token is left to compute.
+        """
+        found = [] if request.blocks else self._find(request)
+        lacking = self._needs(request) - len(found)
+        if lacking + self.pool.unheld(found) > len(self.pool):
             return False
+        if found:
+            self.pool.hold(found)
+            request.blocks = found
+            request.written = request.cached = request.shared = len(found)
+            request.computed = len(found) * self._limits.block_tokens
         request.blocks += self.pool.take(lacking)
         return True
+
+    def _find(self, request: FakeRequest) -> list[int]:
+        if not (self._caches and request.reads_cache):
+            return []
+        size = self._limits.block_tokens
+        return self.pool.find(request.prefixes(size)[: (request.tokens - 1) // size])
+
+    def _cache(self, request: FakeRequest, tokens: int) -> None:
+        """Cache the blocks that are full once a request has ``tokens`` computed tokens.
+
+        As in vLLM, they are cached when the step that fills them is scheduled: whoever finds them
+        computes in this step, too, or later.
+        """
+        size = self._limits.block_tokens
+        full = min(tokens, request.tokens) // size
+        if self._caches and full > request.cached:
+            prefixes = request.prefixes(size)
+            for index in range(request.cached, full):
+                self.pool.cache(request.blocks[index], prefixes[index])
+            request.cached = full
 
     def _make_room(self, request: FakeRequest) -> bool:
         """Like ``_reserve``, but waiting requests lose their blocks for it, the last one first."""
@@ -325,10 +363,10 @@ class FakeScheduler:
 
     def free(self, request: FakeRequest) -> None:
         """Take a request's blocks from it: it has no KV any more."""
-        self.pool.give(request.blocks)
+        # The last block first: without the blocks before it, a block is of no use to anybody.
+        self.pool.give(reversed(request.blocks))
         request.blocks = []
-        request.computed = 0
-        request.written = 0
+        request.computed = request.written = request.cached = request.shared = 0
 
     @property
     def held(self) -> list[int]:

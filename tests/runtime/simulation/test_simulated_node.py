@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.loadgen.workload import Arrival
+from shoal.loadgen.workload import Arrival, Block
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded, with_singles
@@ -267,3 +267,37 @@ def promises_kept(run: Run) -> int:
         and (life.tokens == 1 or tpot(run, number) <= target.tpot_seconds)
         for number, life in enumerate(run.lives)
     )
+
+
+def chats(count: int, turns: int) -> list[Arrival]:
+    """Return chats, each of whose prompts begins with the last one."""
+    made = []
+    for chat in range(count):
+        for turn in range(turns):
+            prefix = tuple(Block(f"{chat}.{k}", 512) for k in range(turn + 1))
+            made.append(Arrival(20.0 * turn + chat, 512 * (turn + 1), 20, prefix=prefix))
+    return sorted(made, key=lambda arrival: arrival.at)
+
+
+def test_what_a_unit_has_cached_it_does_not_compute_again() -> None:
+    load = chats(3, 4)
+    node = replace(NODE, engines=1, max_group=1)
+    warm, cold = (
+        simulate(replace(node, prefix_caching=caching), "static-dp", load)
+        for caching in (True, False)
+    )
+    # A prompt that is no longer than a cached one computes its last block.
+    expected = [0 if a.prompt_tokens == 512 else a.prompt_tokens - 512 for a in load]
+    assert [life.cached for life in warm.lives] == expected
+    assert {life.cached for life in cold.lives} == {0}
+    for with_cache, without, hit in zip(warm.lives, cold.lives, expected, strict=True):
+        assert (with_cache.first_token < without.first_token) == (hit > 0)
+
+
+def test_one_with_a_cache_computes_what_is_left_in_the_time_that_it_takes() -> None:
+    same = (Block("a", 2048),)
+    node = replace(NODE, engines=1, max_group=1)
+    run = simulate(node, "static-dp", [Arrival(t, 2048, 1, prefix=same) for t in (0.0, 9.0)])
+    rest = Batch(prefill_tokens=16, prefill_context=2032 + 17 // 2)
+    seconds = step_times(SHAPE, H200)(Layout(), rest) + 3 * H200.message_seconds
+    assert run.lives[1].first_token == pytest.approx(9.0 + seconds, rel=1e-4)

@@ -151,8 +151,8 @@ def test_output_ends_at_the_model_length(clock: ManualClock) -> None:
 def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
     backend = make(clock)
     core = backend.own
-    for request_id in ("early", "late"):
-        core.add(request_id, request_payload(request_id, [1] * 16, 3))
+    for token, request_id in enumerate(("early", "late")):
+        core.add(request_id, request_payload(request_id, [token] * 16, 3))
     advance(core)
     assert len(backend.own.lend(5)) == 2
     assert len(backend.own.lend(4, urgent=True)) == 4

@@ -316,13 +316,14 @@ def test_more_than_a_full_batch_can_come(node: Node) -> None:
 
 def test_those_that_wait_with_their_kv_stop_nobody(node: Node) -> None:
     """They give it up when the running requests lack blocks."""
+    prompts = {name: [ord(name)] * 9 for name in "abcde"}
     source, target = node.core(PAIR, 10), node.core(alone(2))
     for core, names in ((source, "ab"), (target, "cde")):
         for name in names:
-            core.add(name, request_payload(name, PROMPT, OUTPUT))
+            core.add(name, request_payload(name, prompts[name], OUTPUT))
         node.step(core)
     for name in "ab":
-        target.expect(name, request_payload(name, PROMPT, OUTPUT))
+        target.expect(name, request_payload(name, prompts[name], OUTPUT))
     target.lend(target.load.free_blocks - 6)
     for carried in source.export(list("ab")):
         assert target.adopt(source.unit, carried, with_kv=True) is not None
@@ -331,7 +332,7 @@ def test_those_that_wait_with_their_kv_stop_nobody(node: Node) -> None:
     target.copied()
     assert target.load.free_blocks == 0
     node.finish(target)
-    assert [node.tokens[name] for name in "abcde"] == [expected_tokens(PROMPT, OUTPUT)] * 5
+    assert node.tokens == {name: expected_tokens(prompts[name], OUTPUT) for name in "abcde"}
     node.assert_sound()
 
 

@@ -5,7 +5,8 @@ import pytest
 from shoal.policies.values.layouts import DP
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.fake.fake_scheduler import BlockIds, FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
+from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits
 from tests.runtime.loopback_node import request_payload
@@ -16,12 +17,14 @@ SETTINGS = FakeSettings(max_num_batched_tokens=16, steps_at_once=8)
 
 @pytest.fixture
 def scheduler() -> FakeScheduler:
-    return FakeScheduler(LIMITS, SETTINGS, BlockIds(range(1, 11)), ManualClock())
+    return FakeScheduler(LIMITS, SETTINGS, FakeBlocks(range(1, 11)), ManualClock())
 
 
 def request(name: str, prompt: int, max_tokens: int = 8) -> FakeRequest:
-    view = wire.decode_request(request_payload(name, [7] * prompt, max_tokens))
-    return FakeRequest(view, [7] * prompt, max_tokens)
+    """Return a request that shares no prefix with one of another name."""
+    tokens = [ord(name[0])] * prompt
+    view = wire.decode_request(request_payload(name, tokens, max_tokens))
+    return FakeRequest(view, tokens, max_tokens)
 
 
 def compute(scheduler: FakeScheduler) -> None:
@@ -37,7 +40,7 @@ def shares(scheduler: FakeScheduler) -> dict[str, int]:
 
 
 def test_the_lowest_blocks_go_first() -> None:
-    blocks = BlockIds([5, 3, 9])
+    blocks = FakeBlocks([5, 3, 9])
     assert blocks.take(2) == [3, 5]
     blocks.give([3, 5])
     assert (blocks.take(9), len(blocks)) == ([3, 5, 9], 0)
