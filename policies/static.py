@@ -1,8 +1,9 @@
-"""Policies that keep one layout and give each request to the least loaded unit that can start."""
+"""Policies that keep one layout and give each request to the unit where it costs least."""
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from shoal.policies.placement import Cost, costs
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
@@ -22,16 +23,18 @@ def dispatch_least_loaded(
     A request that fits a unit, but not now, reserves that unit's room, so that smaller requests do
     not overtake it for ever. A request that no unit can hold blocks no others. A request that is
     too long for a single engine goes to the smallest group that can start it, whatever ``prefer``
-    says, because wider groups are scarcer.
+    says, because wider groups are scarcer. Otherwise it goes to the unit in which it costs least:
+    one that has its prefix cached, or little to do (``placement.py``).
 
     Args:
         snapshot: the node.
         prefer: the preferred width for requests that fit one engine; among units of equal width the
-            least loaded one is taken.
+            one in which it costs least is taken.
         hold: whether a request stays in the pool.
     """
     rooms = [Room(unit) for unit in snapshot.units if unit.serving]
     dispatches = []
+    cost = costs(snapshot)
     for request in snapshot.pool:
         rooms = [room for room in rooms if room.slots > 0]
         if not rooms:
@@ -39,7 +42,7 @@ def dispatch_least_loaded(
         if hold is not None and hold(request):
             continue
         sign = 1 if _needs_group(snapshot, request) else prefer(request) if prefer else 0
-        room = _choose(rooms, request, sign)
+        room = _choose(rooms, request, sign, cost)
         if room is not None:
             room.take(request)
             dispatches.append(Dispatch(request.request_id, room.unit.unit))
@@ -56,9 +59,10 @@ def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
     return not narrowest.can_hold(request)
 
 
-def _choose(rooms: list[Room], request: PoolRequest, sign: int) -> Room | None:
+def _choose(rooms: list[Room], request: PoolRequest, sign: int, cost: Cost) -> Room | None:
     """Return the room to take; None: the request waits. ``sign`` is as in ``Preference``."""
-    ranked = sorted(rooms, key=_load)
+    # Idle units cost the same: the one with the least in its cache keeps the caches apart.
+    ranked = sorted(rooms, key=lambda room: (cost(request, room), room.unit.cached_tokens))
     if sign:
         ranked.sort(key=lambda room: sign * room.unit.unit.size)
     for room in ranked:
@@ -68,9 +72,6 @@ def _choose(rooms: list[Room], request: PoolRequest, sign: int) -> Room | None:
         if room.unit.can_hold(request):
             room.slots = 0
     return None
-
-
-_load = attrgetter("load")
 
 
 def _keep(snapshot: Snapshot) -> Plan:

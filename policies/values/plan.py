@@ -70,11 +70,16 @@ class Room:
     unit: UnitState
     slots: int = field(init=False)
     blocks: int = field(init=False)
-    load: float = field(init=False)
-    """Requests per engine."""
+    taken: int = 0
+    """Requests that the plan has sent here."""
+    queued: int = 0
+    """Tokens that these have to compute first."""
+    context: int = 0
+    """Tokens of their prompts."""
+    prefixes: set[int] = field(default_factory=set)
+    """Beginnings that they have in common with others (``PoolRequest.prefix``)."""
 
     def __post_init__(self) -> None:
-        self.load = self.unit.requests / self.unit.unit.size
         self.slots = self.unit.free_slots if self.unit.serving else 0
         self.blocks = self.unit.free_blocks
 
@@ -90,8 +95,22 @@ class Room:
     def take(self, request: PoolRequest) -> None:
         """Take the request's share of the capacity."""
         self.slots -= 1
-        self.load += 1 / self.unit.unit.size
         self.blocks -= self.unit.blocks_for(request)
+        self.taken += 1
+        self.queued += self.new_tokens(request)
+        self.context += request.prompt_tokens
+        if request.prefix:
+            self.prefixes.add(request.prefix)
+
+    def new_tokens(self, request: PoolRequest) -> int:
+        """Return how many tokens of its prompt the request would have to compute here."""
+        if not request.cached:
+            return request.prompt_tokens
+        if request.prefix in self.prefixes:
+            cached = max(tokens for _, tokens in request.cached)
+        else:
+            cached = request.cached_in(self.unit.unit)
+        return max(1, request.prompt_tokens - cached)
 
 
 def check_plan(plan: Plan, snapshot: Snapshot) -> None:

@@ -33,6 +33,15 @@ class PoolRequest:
     """Lower numbers are served earlier."""
     arrival: float
     """Seconds of the snapshot's clock."""
+    cached: tuple[tuple[Unit, int], ...] = ()
+    """Units that are believed to have the beginning of its prompt in their prefix caches, each with
+    about how many tokens of it. It is only known of the first requests of the pool."""
+    prefix: int = 0
+    """Names the longest of these beginnings: requests of the same name have it in common."""
+
+    def cached_in(self, unit: Unit) -> int:
+        """Return about how many tokens of its prompt a unit has cached."""
+        return next((tokens for known, tokens in self.cached if known == unit), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,9 @@ class UnitState:
     paused: int = 0
     """Requests of other units on its engines. They wait until their unit is back, or until they are
     carried to another."""
+    cached_tokens: int = 0
+    """Prompt tokens that its prefix cache is believed to hold, also those of its requests. A switch
+    that regroups it loses all but what its requests take along."""
 
     def blocks_for(self, request: PoolRequest) -> int:
         """Return the KV blocks that a request needs to produce its first token here."""
@@ -158,6 +170,8 @@ class Snapshot:
     """Output tokens per request, on average over the latest requests."""
     prompt_rate: float = 0.0
     """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``."""
+    hit_share: float = 0.0
+    """Share of the latest requests' prompt tokens that were expected in prefix caches."""
     smoothed_requests: float = 0.0
     """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``."""
     since_switch: float = math.inf

@@ -195,6 +195,8 @@ class Controller:
             log.error("dropped a front end's message of unknown type %r", kind)
 
     def _utility(self, frames: list[bytes]) -> None:
+        if wire.decode_utility(frames).method == "reset_prefix_cache":
+            self.books.prefixes.clear()
         alive = sorted(self.books.engines.in_state(EngineState.SERVING))
         for engine in alive:
             self._transport.to_engine(engine, m.Utility(answer=engine == alive[0]), frames)

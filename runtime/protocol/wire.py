@@ -109,6 +109,12 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
         return _array_length(memoryview(self.prompt))
 
     @property
+    def prompt_header_bytes(self) -> int:
+        """Length of the header of the prompt's array; 0 when there is no token list."""
+        head = memoryview(self.prompt)[0] if len(bytes(self.prompt)) else 0xC0
+        return 1 if 0x90 <= head <= 0x9F else {0xDC: 3, 0xDD: 5}.get(head, 0)
+
+    @property
     def terms(self) -> Terms:
         """What the front end asks of the task pool for this request.
 

@@ -1,12 +1,15 @@
 """All books of one controller, for its parts that need what it knows."""
 
 from dataclasses import dataclass
+from functools import partial
 
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.carry_book import CarryBook
 from shoal.runtime.controller.books.engine_book import EngineBook
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.leases import Leases
 from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.request_book import RequestBook
 from shoal.runtime.controller.books.statistics import Statistics
 from shoal.runtime.controller.books.unit_book import UnitBook
@@ -19,6 +22,7 @@ class Books:
     engines: EngineBook
     units: UnitBook
     requests: RequestBook
+    prefixes: PrefixBook
     carries: CarryBook
     leases: Leases
     statistics: Statistics
@@ -37,11 +41,25 @@ def open_books(env: Environment) -> Books:
     config = env.config
     engines = EngineBook(config.engines, returns=config.restart_limit > 0)
     units = UnitBook(config.engines)
+    leases = Leases(engines, units, env.transport)
+    prefixes = PrefixBook(partial(_tokens_of, engines, leases))
     return Books(
         engines,
         units,
-        RequestBook(units, TaskPool(config.aging_seconds)),
+        RequestBook(units, TaskPool(config.aging_seconds), prefixes),
+        prefixes,
         CarryBook(),
-        Leases(engines, units, env.transport),
+        leases,
         Statistics(config.layouts),
     )
+
+
+def _tokens_of(engines: EngineBook, leases: Leases, unit: Unit) -> int:
+    """Return how many tokens the blocks hold that a unit has now; 0 if an engine of it is gone."""
+    if engines.gone.intersection(unit.engines):
+        return 0
+    if unit.is_group:
+        blocks = leases.opened.get(unit, 0)
+    else:
+        blocks = engines.num_blocks(unit.leader) - sum(leases.lent_by(unit.leader).values())
+    return blocks * engines.limits(unit).block_tokens

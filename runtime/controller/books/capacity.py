@@ -1,7 +1,8 @@
 """How much every unit can take now: the snapshot from which policies decide."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from shoal.policies.cost.cost_model import Correction, CostModel
@@ -46,6 +47,7 @@ class Capacity:
         self._pool = books.requests.pool
         self._leases = books.leases
         self._carries = books.carries
+        self._prefixes = books.prefixes
         self.cost_model: CostModel | None = config.cost_model
         """The cost model, corrected by measured steps (``observe``)."""
         self._forms_groups = True
@@ -79,6 +81,7 @@ class Capacity:
             since_switch: seconds since the last switch ended.
             sp_above: see ``Snapshot``.
         """
+        self._prefixes.fit()
         engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
         demand.see(now, requests_on(len(self._pool), units), most_urgent(pool, units))
         return Snapshot(
@@ -90,7 +93,7 @@ class Capacity:
             partition=self._units.partition,
             switching=switching,
             units=units,
-            pool=pool,
+            pool=self._with_cached(pool, units),
             pending=pending,
             waiting=len(self._pool),
             waiting_tokens=self._pool.tokens,
@@ -98,6 +101,7 @@ class Capacity:
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
             prompt_rate=demand.prompt_rate(now),
+            hit_share=self._prefixes.hit_share,
             smoothed_requests=demand.smoothed_requests,
             since_switch=since_switch,
             since_urgent=demand.since_urgent(now),
@@ -106,6 +110,25 @@ class Capacity:
             targets=self._config.targets,
             sp_above=sp_above,
         )
+
+    def _with_cached(
+        self, pool: tuple[PoolRequest, ...], units: tuple[UnitState, ...]
+    ) -> tuple[PoolRequest, ...]:
+        """Say of the requests that may start now where their prefixes are cached."""
+        seats = sum(unit.free_slots for unit in units if unit.serving)
+        if not (seats and pool and self._config.place_by_prefix):
+            return pool
+        serving = [unit.unit for unit in units if unit.serving]
+        return (*(self._one_with_cached(one, serving) for one in pool[:seats]), *pool[seats:])
+
+    def _one_with_cached(self, seen: PoolRequest, units: Sequence[Unit]) -> PoolRequest:
+        request = self._pool.get(seen.request_id)
+        found = {} if request is None else self._prefixes.where(request.prompt, units)
+        if request is None or not found:
+            return seen
+        prompt = request.prompt
+        cached = tuple((unit, prompt.tokens(count)) for unit, count in found.items())
+        return replace(seen, cached=cached, prefix=prompt.hashes[max(found.values()) - 1])
 
     @cached_property
     def _layouts(self) -> tuple[LayoutState, ...]:
@@ -157,13 +180,16 @@ class Capacity:
         """Return a unit's state. If nothing has changed, this is the object of the last call."""
         core = self._requests.core(group)
         serving, blocks = serving and core.load is not None, self._startable_blocks(core)
+        cached = self._prefixes.tokens(group)
         uncounted, known = self._states.get(group, (None, None))
         if (
             known is None
             or core.uncounted is not uncounted
             or (known.serving, known.free_blocks, known.paused) != (serving, blocks, paused)
+            or known.cached_tokens != cached
         ):
             known = self._state(core, serving=serving, free_blocks=blocks, paused=paused)
+            known = replace(known, cached_tokens=cached) if cached else known
             self._states[group] = core.uncounted, known
         return known
 

@@ -7,6 +7,7 @@ import msgspec
 
 from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.controller.books.family import Family
+from shoal.runtime.controller.books.prompt_hashes import NO_HASHES, PromptHashes
 from shoal.runtime.protocol import wire
 
 
@@ -20,6 +21,8 @@ class Request(msgspec.Struct, frozen=True):
     """vLLM's own payload, as it came."""
     seen: PoolRequest
     """What policies see of the request."""
+    prompt: PromptHashes = NO_HASHES
+    """By which it is known where its prompt may be cached."""
     terms: wire.Terms = wire.Terms()
     """What its front end asked of the task pool."""
     family: Family | None = None

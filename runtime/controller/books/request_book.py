@@ -11,6 +11,7 @@ import msgspec
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.books.unit_book import UnitBook
 from shoal.runtime.protocol import messages as m
@@ -22,11 +23,13 @@ class RequestBook:
     Args:
         units: the book of units.
         pool: the task pool.
+        prefixes: is told what units compute.
     """
 
-    def __init__(self, units: UnitBook, pool: TaskPool) -> None:
+    def __init__(self, units: UnitBook, pool: TaskPool, prefixes: PrefixBook) -> None:
         self.pool = pool
         self._units = units
+        self._prefixes = prefixes
         self._cores: dict[Unit, CoreBook] = {}
         self._where: dict[str, Unit] = {}
         self._interrupted: dict[str, Request] = {}
@@ -58,12 +61,18 @@ class RequestBook:
             core = self._cores[unit] = CoreBook(unit)
         return core
 
-    def place(self, request: Request, unit: Unit, *, carried: bool = False) -> None:
-        """Note that a request was sent to a unit; ``carried``: from the unit that had it."""
-        if carried:
-            self.remove(request.id)
-        self.core(unit).put(request, carried=carried)
+    def place(self, request: Request, unit: Unit) -> int:
+        """Note that a request was sent to a unit; return how many tokens are cached there."""
+        self.core(unit).put(request)
         self._where[request.id] = unit
+        return self._prefixes.place(request.prompt, request.seen.prompt_tokens, unit)
+
+    def carry(self, request: Request, unit: Unit) -> None:
+        """Note that a request, which was on another unit, is being carried to this one."""
+        self.remove(request.id)
+        self.core(unit).put(request, carried=True)
+        self._where[request.id] = unit
+        self._prefixes.use(request.prompt, unit)
 
     def where(self, request_id: str) -> Unit | None:
         """Return the unit that a request was sent to."""
@@ -98,8 +107,11 @@ class RequestBook:
     def report(self, load: m.Load) -> list[Request]:
         """Note a core's report; return the requests that have ended there."""
         self.core(load.unit).report(load)
-        ended = (self.remove(request_id, led_by=load.engine) for request_id in load.finished)
-        return [request for request in ended if request is not None]
+        removed = (self.remove(request_id, led_by=load.engine) for request_id in load.finished)
+        ended = [request for request in removed if request is not None]
+        for request in ended:
+            self._prefixes.use(request.prompt, load.unit)
+        return ended
 
     def forget_cores(self, leader: int) -> None:
         """Forget the cores of an engine that is restarted."""

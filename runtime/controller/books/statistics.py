@@ -185,6 +185,12 @@ class Statistics:
         self.moved = Counter(
             "shoal_moved_requests_total", "Requests taken out of a unit, to go on in another."
         )
+        self.placed_tokens = Counter(
+            "shoal_placed_prompt_tokens_total",
+            "Prompt tokens of requests that were given to units, by whether the unit was expected "
+            "to have them in its prefix cache.",
+            {"expected": ("cached", "new")},
+        )
         self.migrated = Counter(
             "shoal_requests_migrated_total", "Requests whose engine died, to go on in another."
         )
@@ -218,8 +224,17 @@ class Statistics:
             {"priority": PRIORITY_CLASSES, "layout": names},
         )
 
-    def placed(self, request: Request, group: Unit, now: float) -> None:
-        """Count a request that is given to a unit; its wait counts only the first time."""
+    def placed(self, request: Request, group: Unit, now: float, cached: int) -> None:
+        """Count a request that is given to a unit; its wait counts only the first time.
+
+        Args:
+            request: the request.
+            group: the unit.
+            now: the clock.
+            cached: tokens of its prompt that are expected in the unit's prefix cache.
+        """
+        self.placed_tokens.add("cached", amount=cached)
+        self.placed_tokens.add("new", amount=request.seen.prompt_tokens - cached)
         if request.moved_at is None:
             labels = priority_class(request.seen.priority), group.name
             self._queue.observe(now - request.seen.arrival, *labels)

@@ -14,6 +14,7 @@ from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Drain
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.family import Families
+from shoal.runtime.controller.books.prompt_hashes import NO_HASHES, prompt_hashes
 from shoal.runtime.controller.books.request import Request, pool_request
 from shoal.runtime.controller.requests.aborts import send_aborts
 from shoal.runtime.controller.requests.limits import Limits
@@ -46,6 +47,7 @@ class Admission:
 
     def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
         self._api_servers = env.config.api_servers
+        self._hashes_prompts = env.config.caches_prefixes
         self._transport = env.transport
         self._clock = env.clock
         self._books = books
@@ -77,7 +79,8 @@ class Admission:
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
         terms = view.terms
         family = self._families.join(view.client_index, terms.family, view.request_id)
-        request = Request(view.request_id, view.client_index, frames, seen, terms, family)
+        prompt = prompt_hashes(view) if self._hashes_prompts else NO_HASHES
+        request = Request(view.request_id, view.client_index, frames, seen, prompt, terms, family)
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
             return 0

@@ -46,9 +46,9 @@ class Dispatcher:
             self._pool.remove(request.id)
             if request.family is not None:
                 request.family.started = True
-            self._requests.place(request, group)
+            cached = self._requests.place(request, group)
             now = self._clock()
-            self._statistics.placed(request, group, now)
+            self._statistics.placed(request, group, now, cached)
             add = m.AddRequest(group, request.id, list(request.tokens))
             self._transport.to_engine(group.leader, add, request.payload)
             placed = m.Placed(request.id, group)

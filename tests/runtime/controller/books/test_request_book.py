@@ -1,10 +1,14 @@
 """The book of requests: each is in one place, and is found there."""
 
+from typing import Any
+
 import pytest
 
 from shoal.policies.values.layouts import alone, tensor_parallel
 from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.controller.books.pool import TaskPool
+from shoal.runtime.controller.books.prefix_book import PrefixBook
+from shoal.runtime.controller.books.prompt_hashes import PromptHashes
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.books.request_book import RequestBook
 from shoal.runtime.controller.books.unit_book import UnitBook
@@ -14,7 +18,7 @@ PAIR = tensor_parallel((0, 1))
 FIRST, SECOND = alone(0), alone(1)
 
 
-def request(name: str, **fields: bool) -> Request:
+def request(name: str, **fields: Any) -> Request:
     return Request(name, 0, [], PoolRequest(name, 8, 16, 0, arrival=0.0), **fields)
 
 
@@ -25,7 +29,7 @@ def units() -> UnitBook:
 
 @pytest.fixture
 def book(units: UnitBook) -> RequestBook:
-    return RequestBook(units, TaskPool())
+    return RequestBook(units, TaskPool(), PrefixBook(lambda _: 1000))
 
 
 def test_a_request_is_known_wherever_it_is(book: RequestBook) -> None:
@@ -133,3 +137,14 @@ def test_a_request_in_two_places_is_noticed(book: RequestBook) -> None:
     book.take_interrupted("r")
     book.core(SECOND).put(request("s"))
     assert len(book.check_integrity()) == 1
+
+
+def test_units_that_get_or_end_a_request_have_its_prompt(units: UnitBook) -> None:
+    prefixes = PrefixBook(lambda _: 1000)
+    book, prompt = RequestBook(units, TaskPool(), prefixes), PromptHashes((1, 2))
+    assert book.place(request("r", prompt=prompt), FIRST) == 0
+    book.carry(request("r", prompt=prompt), PAIR)
+    assert prefixes.where(prompt, (FIRST, PAIR, SECOND)) == {FIRST: 2, PAIR: 2}
+    prefixes.clear()
+    book.report(m.Load(0, PAIR, 0, 0, 50, 1, ["r"], {}))
+    assert prefixes.where(prompt, (FIRST, PAIR)) == {PAIR: 2}

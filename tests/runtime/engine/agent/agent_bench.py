@@ -34,6 +34,7 @@ class Bench:
             block_tokens=4,
             max_num_seqs=8,
             max_model_len=300,
+            prefix_caching=False,  # prompts are the same, and blocks are counted
         )
         config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
         self.clock = ManualClock()

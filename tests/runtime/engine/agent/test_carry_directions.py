@@ -36,6 +36,7 @@ class Node:
             max_num_seqs=16,
             max_model_len=200,
             copy_seconds=copy_seconds,
+            prefix_caching=False,  # prompts are the same, and room is to be short
         )
         config = NodeConfig(len(ENGINES), 4, "manual", "unused", {}, fake=settings)
         self.clock = ManualClock()

@@ -1,0 +1,123 @@
+"""The book of prefixes: what the prefix cache of each unit is believed to hold.
+
+Nothing is asked of the engines. The controller notes which prompts it sent where, and forgets the
+ones that were used least lately when a unit's blocks cannot hold more. So what it believes is not
+exact: the lengths are estimates, blocks of outputs are not counted, and an engine may have evicted
+something else. A wrong guess costs time, and nothing else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.controller.books.prompt_hashes import PromptHashes
+
+SHARE_KEPT = 1 - 1 / 300
+"""How much a request leaves of the weight of those before it, in the share of cached tokens."""
+
+
+class UnitPrefixes:
+    """The stretches of prompts that one unit has cached, the least lately used first."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens of all stretches."""
+        self._stretches: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stretches)
+
+    def find(self, prompt: PromptHashes) -> int:
+        """Return how many stretches of a prompt's beginning are cached."""
+        found = 0
+        for stretch in prompt.hashes:
+            if stretch not in self._stretches:
+                break
+            found += 1
+        return found
+
+    def put(self, prompt: PromptHashes) -> None:
+        """Note that a prompt is computed, or was used until now.
+
+        Of one prompt the end goes first, as in vLLM: without what comes before it, it is useless.
+        """
+        for index in reversed(range(len(prompt.hashes))):
+            stretch = prompt.hashes[index]
+            if stretch in self._stretches:
+                self._stretches.move_to_end(stretch)
+                continue
+            tokens = prompt.tokens(index + 1) - prompt.tokens(index)
+            self._stretches[stretch] = tokens
+            self.tokens += tokens
+
+    def fit(self, tokens: int) -> None:
+        """Forget what does not fit into a cache of ``tokens`` tokens."""
+        while self.tokens > tokens:
+            self.tokens -= self._stretches.popitem(last=False)[1]
+
+
+class PrefixBook:
+    """What every unit is believed to have cached.
+
+    Args:
+        capacity: returns how many tokens the blocks hold that a unit has now; 0 if it is gone.
+            Blocks that an engine lends, or that a group returns, cache nothing any more.
+    """
+
+    def __init__(self, capacity: Callable[[Unit], int]) -> None:
+        self._capacity = capacity
+        self._units: dict[Unit, UnitPrefixes] = {}
+        self._asked = self._found = 0.0
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the latest requests' prompt tokens that were expected in their unit's cache."""
+        return self._found / self._asked if self._asked else 0.0
+
+    def tokens(self, unit: Unit) -> int:
+        """Return how many tokens of prompts a unit has cached."""
+        known = self._units.get(unit)
+        return known.tokens if known is not None else 0
+
+    def where(self, prompt: PromptHashes, units: Iterable[Unit]) -> dict[Unit, int]:
+        """Return those of the units that have cached the beginning of a prompt.
+
+        Returns:
+            How many of its stretches each has cached.
+        """
+        if not (prompt.hashes and prompt.reads_cache):
+            return {}
+        found = {u: self._units[u].find(prompt) for u in units if u in self._units}
+        return {unit: stretches for unit, stretches in found.items() if stretches}
+
+    def place(self, prompt: PromptHashes, tokens: int, unit: Unit) -> int:
+        """Note that a unit computes a prompt from now on.
+
+        Args:
+            prompt: the prompt.
+            tokens: how many tokens the unit has to compute if nothing is cached.
+            unit: the unit.
+
+        Returns:
+            How many of the tokens are expected in the unit's cache.
+        """
+        found = prompt.tokens(self.where(prompt, (unit,)).get(unit, 0))
+        self._asked = SHARE_KEPT * self._asked + tokens
+        self._found = SHARE_KEPT * self._found + found
+        self.use(prompt, unit)
+        return found
+
+    def use(self, prompt: PromptHashes, unit: Unit) -> None:
+        """Note that a unit has a prompt in its blocks, or had it until now."""
+        if prompt.hashes:
+            self._units.setdefault(unit, UnitPrefixes()).put(prompt)
+
+    def fit(self) -> None:
+        """Forget what units cannot have kept in the blocks that they have now."""
+        for unit, known in self._units.items():
+            if known.tokens:
+                known.fit(self._capacity(unit))
+
+    def clear(self) -> None:
+        """Forget all: the caches were reset."""
+        self._units.clear()

@@ -1,0 +1,67 @@
+"""Hashes of the beginnings of a prompt, by which the controller tells where they may be cached.
+
+vLLM hashes every block of 16 tokens or so, because it must find the exact block. The controller
+only has to guess which unit saves the most work, and its loop must not wait for that. So it hashes
+fewer and longer stretches, and it hashes the prompt's bytes as they came, without decoding a token:
+equal tokens are equal bytes. A stretch is ``LEAST_BYTES`` long, and further on in the prompt a
+``RESOLUTION``th of what lies before it. So a common beginning is known to one part in
+``RESOLUTION``, and the number of stretches grows with the logarithm of the prompt's length.
+
+The hash is Python's own, whose key each process draws: nobody can make two prompts collide.
+"""
+
+from itertools import takewhile
+
+import msgspec
+
+from shoal.runtime.protocol import wire
+
+LEAST_BYTES = 384
+"""Length of the first stretches: about 128 tokens of a large vocabulary."""
+RESOLUTION = 16
+_MOST_BYTES = 1 << 30
+
+
+def _ends() -> tuple[int, ...]:
+    ends = [LEAST_BYTES]
+    while ends[-1] < _MOST_BYTES:
+        ends.append(ends[-1] + max(LEAST_BYTES, ends[-1] // RESOLUTION))
+    return tuple(ends)
+
+
+ENDS = _ends()
+"""Where stretches end, in bytes; the same for all prompts."""
+
+
+class PromptHashes(msgspec.Struct, frozen=True):
+    """The hashes of one prompt."""
+
+    hashes: tuple[int, ...] = ()
+    """One for each end of a stretch: of all that comes before it."""
+    token_bytes: float = 1.0
+    """Mean bytes of a token of this prompt."""
+    reads_cache: bool = True
+    """Whether the request may use what is cached."""
+
+    def tokens(self, stretches: int) -> int:
+        """Return about how many tokens lie in the first ``stretches`` stretches."""
+        return int(ENDS[stretches - 1] / self.token_bytes) if stretches else 0
+
+
+NO_HASHES = PromptHashes()
+
+
+def prompt_hashes(view: wire.RequestView) -> PromptHashes:
+    """Return the hashes of a request's prompt.
+
+    As in vLLM, they begin with what else decides about the KV, such as the cache salt, which keeps
+    tenants apart.
+    """
+    content = memoryview(view.prompt)[view.prompt_header_bytes :]
+    state, start, hashes = hash(view.cache_keys), 0, []
+    for end in takewhile(lambda end: end <= content.nbytes, ENDS):
+        state = hash((state, bytes(content[start:end])))
+        hashes.append(state)
+        start = end
+    reads = view.sampling_params is None or not view.sampling_params.skips_prefix_cache
+    return PromptHashes(tuple(hashes), content.nbytes / max(1, view.prompt_tokens), reads)

@@ -1,0 +1,114 @@
+"""Requests go where they cost least: where their prefix is cached, or little is to be done."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.policies.placement import costs
+from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.plan import Room
+from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
+from tests.policies.snapshots import MODEL, request, snapshot, unit
+from tests.units import tp
+
+ONE, TWO = alone(0), alone(1)
+WIDE = {"blocks": 100_000, "total_blocks": 100_000, "max_model_len": 400_000, "slots": 64}
+
+
+def room(engine: Unit, requests: int = 0, context: int = 0, queued: int = 0) -> UnitState:
+    return unit(engine, requests=requests, context_tokens=context, prefill_tokens=queued, **WIDE)
+
+
+def asks(name: str, prompt: int, *cached: tuple[Unit, int], priority: int = 0) -> PoolRequest:
+    return replace(request(name, prompt=prompt, priority=priority), cached=cached)
+
+
+def placed(seen: Snapshot) -> list[Unit]:
+    return [dispatch.unit for dispatch in dispatch_least_loaded(seen)]
+
+
+@pytest.fixture(params=[None, MODEL], ids=["no-model", "model"])
+def model(request: pytest.FixtureRequest) -> object:
+    return request.param
+
+
+def test_a_request_goes_where_its_prefix_is_cached(model: object) -> None:
+    for home in (ONE, TWO):
+        seen = snapshot(room(ONE), room(TWO), pool=(asks("r", 4000, (home, 3500)),))
+        assert placed(replace(seen, cost_model=model)) == [home]
+
+
+def test_the_longer_of_two_cached_prefixes_counts(model: object) -> None:
+    seen = snapshot(room(ONE), room(TWO), pool=(asks("r", 4000, (ONE, 1000), (TWO, 3000)),))
+    assert placed(replace(seen, cost_model=model)) == [TWO]
+
+
+def test_a_unit_with_a_long_queue_is_avoided_whatever_it_has_cached(model: object) -> None:
+    pool = (asks("r", 4000, (ONE, 3500)),)
+    idle = snapshot(room(ONE, 1, 4000, 1000), room(TWO), pool=pool)
+    assert placed(replace(idle, cost_model=model)) == [ONE]
+    full = snapshot(room(ONE, 3, 30_000, 20_000), room(TWO), pool=pool)
+    assert placed(replace(full, cost_model=model)) == [TWO]
+
+
+def test_a_unit_with_many_requests_is_avoided_unless_the_prefix_is_worth_it(model: object) -> None:
+    def where(cached: int) -> list[Unit]:
+        seen = snapshot(
+            room(ONE, 4, 4000), room(TWO, 3, 3000), pool=(asks("r", 60_000, (ONE, cached)),)
+        )
+        return placed(replace(seen, cost_model=model))
+
+    assert where(100) == [TWO]
+    assert where(50_000) == [ONE]
+
+
+def test_without_a_prefix_the_one_with_fewer_tokens_is_taken(model: object) -> None:
+    seen = snapshot(room(ONE, 2, 50_000), room(TWO, 2, 2000), pool=(asks("r", 500),))
+    assert placed(replace(seen, cost_model=model)) == [TWO]
+    queue = snapshot(room(ONE, 2, 2000, 9000), room(TWO, 2, 2000), pool=(asks("r", 500),))
+    assert placed(replace(queue, cost_model=model)) == [TWO]
+
+
+def test_a_hot_prefix_does_not_put_everything_on_one_unit(model: object) -> None:
+    """All prompts begin with the same 3,000 tokens, which one unit has and the other gets."""
+    pool = tuple(replace(asks(f"r{k}", 3200, (ONE, 3000)), prefix=7) for k in range(40))
+    units = placed(replace(snapshot(room(ONE), room(TWO), pool=pool), cost_model=model))
+    assert (len(units), units[0]) == (40, ONE)
+    assert 18 <= units.count(TWO) <= 20
+
+
+def test_what_one_brings_to_a_unit_is_there_for_those_with_the_same_beginning_only() -> None:
+    first, same, other = (
+        replace(asks(name, 4000, (ONE, 3000)), prefix=prefix)
+        for name, prefix in (("first", 1), ("same", 1), ("other", 2))
+    )
+    there = Room(room(TWO))
+    there.take(first)
+    assert [there.new_tokens(one) for one in (same, other)] == [1000, 4000]
+
+
+def test_the_order_of_the_pool_holds_whatever_is_cached(model: object) -> None:
+    """One seat is left: it is the first request's, although the second one would cost less."""
+    last = unit(ONE, **{**WIDE, "slots": 1})
+    seen = snapshot(last, pool=(asks("first", 9000, priority=-1), asks("next", 9000, (ONE, 8900))))
+    (dispatch,) = dispatch_least_loaded(replace(seen, cost_model=model))
+    assert dispatch.request_id == "first"
+
+
+def test_a_full_unit_is_not_waited_for(model: object) -> None:
+    full = unit(ONE, **{**WIDE, "slots": 0})
+    seen = snapshot(full, room(TWO), pool=(asks("r", 4000, (ONE, 3900)),))
+    assert placed(replace(seen, cost_model=model)) == [TWO]
+
+
+def test_a_preferred_width_counts_before_a_prefix(model: object) -> None:
+    seen = snapshot(room(ONE), room(TWO), room(tp(2, 3)), pool=(asks("r", 4000, (ONE, 3900)),))
+    (dispatch,) = dispatch_least_loaded(replace(seen, cost_model=model), prefer=lambda _: -1)
+    assert dispatch.unit == tp(2, 3)
+
+
+def test_a_whole_prompt_is_never_free() -> None:
+    one = asks("r", 100, (ONE, 200))
+    assert Room(room(ONE)).new_tokens(one) == 1
+    assert costs(snapshot(room(ONE)))(one, Room(room(ONE))) > 0
