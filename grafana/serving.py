@@ -104,6 +104,16 @@ def latency() -> list[PanelBuilder]:
             "shoal_request_queue_seconds",
             span=12,
         ),
+        graph(
+            "Prompt tokens given to units",
+            "By whether the controller expected them in the unit's prefix cache. If the engines "
+            "find much less than was `cached`, caches are too small for the traffic; if `cached` "
+            "is low where clients chat, their prompts change at the beginning.",
+            Query(rate("shoal_placed_prompt_tokens_total", by="expected"), "{{expected}}"),
+            unit="short",
+            stack=True,
+            span=12,
+        ),
     ]
 
 

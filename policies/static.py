@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from shoal.policies.placement import Cost, costs
+from shoal.policies.unit_costs import Cost, costs
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
@@ -24,7 +24,7 @@ def dispatch_least_loaded(
     not overtake it for ever. A request that no unit can hold blocks no others. A request that is
     too long for a single engine goes to the smallest group that can start it, whatever ``prefer``
     says, because wider groups are scarcer. Otherwise it goes to the unit in which it costs least:
-    one that has its prefix cached, or little to do (``placement.py``).
+    one that has its prefix cached, or little to do (``unit_costs.py``).
 
     Args:
         snapshot: the node.

@@ -174,10 +174,10 @@ class NodeConfig(msgspec.Struct, frozen=True):
     @property
     def caches_prefixes(self) -> bool:
         """Whether engines keep the KV of prompts that others may begin with."""
-        if self.vllm is None:
-            return self.fake is None or self.fake.prefix_caching
-        facts = self.vllm.facts.get(DP, {})
-        return facts.get("cache_config.enable_prefix_caching") != repr(False)
+        if self.fake is not None:
+            return self.fake.prefix_caching
+        facts = self.vllm.facts.get(DP, {}) if self.vllm else {}
+        return bool(facts.get("cache_config.enable_prefix_caching") != repr(False))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

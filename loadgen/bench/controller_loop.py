@@ -1,9 +1,10 @@
 """``python -m shoal.loadgen.bench.controller_loop``: measures the controller's loop.
 
-It prints two tables. The first is in real time: how long the controller takes for a snapshot and
-for a turn while 10,000 requests wait for eight full engines. The second is in virtual time: how
-long a device idles between two steps while requests wait, and how long requests wait for eight
-nearly saturated engines. Its columns are the number of requests that a full unit is given ahead.
+It prints three tables. The first is in real time: how long the controller takes for a snapshot and
+for a turn while 10,000 requests wait for eight full engines. The second is what it takes to find
+out where a prompt is cached, by the tokens of the prompt. The third is in virtual time: how long a
+device idles between two steps while requests wait, and how long requests wait for eight nearly
+saturated engines. Its columns are the number of requests that a full unit is given ahead.
 """
 
 import random
@@ -11,9 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from shoal.loadgen.workload import Arrival
+from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.controller.books.prefix_book import PrefixBook
+from shoal.runtime.controller.books.prompt_hashes import prompt_hashes
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
@@ -30,15 +36,21 @@ ROUNDS = 100
 STEP_SECONDS = 0.02
 AHEAD = (0, 1, 2)
 BATCHES = 10
+PROMPTS = (500, 2000, 8000, 32_000, 128_000)
+VOCABULARY = 128_000
 SHAPE = read_shape("llama-3-70b-fp8")
 HARDWARE = read_hardware("h200")
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     print(f"{WAITING} requests wait, {ENGINES} engines run {SEATS} each")
     for name, seconds in controller_seconds().items():
         print(f"  {name:<44}{seconds * 1e3:7.3f} ms")
+    print(f"\n{'tokens of a prompt':<44}" + "".join(f"{n:>10}" for n in PROMPTS))
+    costs = [prefix_seconds(tokens) for tokens in PROMPTS]
+    for name in costs[0]:
+        _print_row(name, [cost[name] for cost in costs], 1e6, "us")
     print(f"\n{'requests given ahead to a full unit':<44}" + "".join(f"{n:>10}" for n in AHEAD))
     for seats in (1, 64):
         gaps = [idle_seconds(seats, ahead) for ahead in AHEAD]
@@ -48,8 +60,8 @@ def main() -> None:
     _print_row("queue time, p99", [statistics.quantiles(seconds, n=100)[-1] for seconds in waits])
 
 
-def _print_row(name: str, seconds: Sequence[float]) -> None:
-    print(f"  {name:<42}" + "".join(f"{value * 1e3:>7.2f} ms" for value in seconds))
+def _print_row(name: str, seconds: Sequence[float], factor: float = 1e3, unit: str = "ms") -> None:
+    print(f"  {name:<42}" + "".join(f"{value * factor:>7.2f} {unit}" for value in seconds))
 
 
 # --- real time ------------------------------------------------------------------------------------
@@ -108,6 +120,28 @@ def _seconds(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
+
+
+def prefix_seconds(tokens: int) -> dict[str, float]:
+    """Return the median times of what is done with a prompt's beginnings, for eight units."""
+    rng = random.Random(tokens)
+    ids = msgspec.Raw(msgspec.msgpack.encode([rng.randrange(VOCABULARY) for _ in range(tokens)]))
+    frames = [wire_request("r", ids, 1, 0)]
+    book, units = PrefixBook(lambda _: ENGINES * tokens), [alone(n) for n in range(ENGINES)]
+    view = wire.decode_request(frames)
+    prompt = prompt_hashes(view)
+    for unit in units:
+        book.place(prompt, tokens, unit)
+    actions: dict[str, Callable[[], object]] = {
+        "read the message": lambda: wire.decode_request(frames),
+        "hash the prompt": lambda: prompt_hashes(view),
+        "look it up in 8 units that all have it": lambda: book.where(prompt, units),
+        "note where it is sent": lambda: book.place(prompt, tokens, units[0]),
+    }
+    return {
+        name: statistics.median(_seconds(action) for _ in range(ROUNDS))
+        for name, action in actions.items()
+    }
 
 
 # --- virtual time ---------------------------------------------------------------------------------

@@ -202,7 +202,9 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
             args,
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         ),
+        place_by_prefix=args.place_by_prefix,
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
         # What was copied ahead is found as a cached prefix.

@@ -135,6 +135,12 @@ def _add_pool_options(group: argparse._ArgumentGroup) -> None:
     )
     number("--priority-aging", AGING_SECONDS, "wait that makes up for one class of priority")
     group.add_argument(
+        "--place-by-prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="send requests where their prefix is cached, if that costs less (default: on)",
+    )
+    group.add_argument(
         "--log-format",
         type=LogFormat,
         choices=tuple(LogFormat),
@@ -375,7 +381,9 @@ def with_chosen(args: Namespace) -> Namespace:
     return args
 
 
-def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> FakeSettings | None:
+def fake_settings(
+    args: Namespace, *, max_num_seqs: int, max_model_len: int, prefix_caching: bool
+) -> FakeSettings | None:
     """Return the fake engine's settings, or None if real engines are asked for."""
     if not args.fake_engine:
         return None
@@ -383,4 +391,5 @@ def fake_settings(args: Namespace, *, max_num_seqs: int, max_model_len: int) -> 
         step_seconds=args.fake_step_ms / 1000,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        prefix_caching=prefix_caching,
     )

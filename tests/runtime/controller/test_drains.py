@@ -122,9 +122,10 @@ def test_a_request_that_only_its_group_can_hold_ends_there() -> None:
     node.settle()
     node.switch(PAIR, alone(2), alone(3))
     node.send("long", 300, 40)
-    for k in range(7):
+    node.turns(2)
+    for k in range(12):
         node.send(f"r{k}", 10, 60)
-    node.turns(8)
+    node.turns(6)
     core = node.controller.books.requests.core(PAIR)
     short = len(core.requests) - 1
     assert short > 1

@@ -305,12 +305,12 @@ def test_kv_is_copied_ahead_from_a_number_of_tokens_on() -> None:
 
 
 def test_fake_settings_follow_the_options() -> None:
-    assert fake_settings(parsed(), max_num_seqs=1, max_model_len=2) is None
-    fake = fake_settings(
-        parsed("--fake-engine", "--fake-step-ms", "5"), max_num_seqs=1, max_model_len=2
-    )
+    model: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 2, "prefix_caching": False}
+    assert fake_settings(parsed(), **model) is None
+    fake = fake_settings(parsed("--fake-engine", "--fake-step-ms", "5"), **model)
     assert fake is not None
-    assert (fake.step_seconds, fake.max_num_seqs, fake.max_model_len) == (0.005, 1, 2)
+    assert fake.step_seconds == 0.005
+    assert {name: getattr(fake, name) for name in model} == model
 
 
 def test_foreign_errors_become_one_line() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.policies.placement import costs
+from shoal.policies.unit_costs import costs
 from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
