@@ -97,11 +97,15 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         for group in partition
     )
     pool = tuple(
-        request(
-            f"r{k}",
-            prompt=draw(st.integers(0, 150)),
-            total=draw(st.integers(1, 200)),
-            priority=draw(st.sampled_from([-1, 0, 0, 1])),
+        replace(
+            request(
+                f"r{k}",
+                prompt=draw(st.integers(0, 150)),
+                total=draw(st.integers(1, 200)),
+                priority=draw(st.sampled_from([-1, 0, 0, 1])),
+            ),
+            cached=tuple((group, draw(st.integers(1, 160))) for group in partition[: k % 3]),
+            prefix=k % 2,
         )
         for k in range(draw(st.integers(0, 12)))
     )

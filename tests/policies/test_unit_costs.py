@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.policies.unit_costs import costs
 from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.unit_costs import costs
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState

@@ -27,6 +27,8 @@ from shoal.runtime.protocol import messages as m
 
 POOL_HEAD = 256
 """Most requests of the pool that a policy sees. No node starts so many in one turn."""
+LOOKED_UP = 64
+"""Most requests of the pool whose prefixes are looked up at once: each takes some microseconds."""
 LEASE_BLOCKS = 64
 """Smallest number of blocks that each member of a new group is asked for."""
 
@@ -115,7 +117,7 @@ class Capacity:
         self, pool: tuple[PoolRequest, ...], units: tuple[UnitState, ...]
     ) -> tuple[PoolRequest, ...]:
         """Say of the requests that may start now where their prefixes are cached."""
-        seats = sum(unit.free_slots for unit in units if unit.serving)
+        seats = min(LOOKED_UP, sum(unit.free_slots for unit in units if unit.serving))
         if not (seats and pool and self._config.place_by_prefix):
             return pool
         serving = [unit.unit for unit in units if unit.serving]
@@ -188,12 +190,13 @@ class Capacity:
             or (known.serving, known.free_blocks, known.paused) != (serving, blocks, paused)
             or known.cached_tokens != cached
         ):
-            known = self._state(core, serving=serving, free_blocks=blocks, paused=paused)
-            known = replace(known, cached_tokens=cached) if cached else known
+            known = self._state(core, serving, blocks, paused, cached)
             self._states[group] = core.uncounted, known
         return known
 
-    def _state(self, core: CoreBook, *, serving: bool, free_blocks: int, paused: int) -> UnitState:
+    def _state(
+        self, core: CoreBook, serving: bool, free_blocks: int, paused: int, cached_tokens: int
+    ) -> UnitState:
         group, limits = core.unit, self._engines.limits(core.unit)
         figures, uncounted = core.figures, core.uncounted
         places = limits.max_num_seqs + self._config.queued_ahead
@@ -213,6 +216,7 @@ class Capacity:
             by_priority=figures.by_priority,
             longest_tokens=figures.longest_tokens,
             paused=paused,
+            cached_tokens=cached_tokens,
         )
 
     def _startable_blocks(self, core: CoreBook) -> int:
