@@ -9,6 +9,7 @@ from shoal.policies.shift import ShiftRule
 from shoal.policies.slo import SLO
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.node.supervisor import Say
+from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.runtime.simulation.shape_files import (
     FileError,
     ShapeFile,
@@ -99,6 +100,9 @@ _SIZES = ("num_attention_heads", "intermediate_size")
 def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
     """Return the shape of a model that vLLM has read.
 
+    Weights are FP8 in every format that Shoal serves, whether the checkpoint or the user asks for
+    it; a model in another format is refused elsewhere.
+
     Args:
         model: vLLM's ``ModelConfig``.
         cache_dtype: vLLM's name of the KV cache's dtype.
@@ -123,7 +127,7 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
         head_dim=model.get_head_size(),
         intermediate=text.intermediate_size,
         vocab=model.get_vocab_size(),
-        weight_dtype="fp8" if model.quantization == "fp8" else dtype,
+        weight_dtype="fp8" if model.quantization in FP8_QUANTISATIONS else dtype,
         kv_dtype="fp8" if cache_dtype.startswith("fp8") else dtype,
         max_model_len=model.max_model_len,
     )

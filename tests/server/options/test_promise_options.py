@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from shoal.policies.values.snapshot import Target
+from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
 from shoal.server.errors import UserError
 from shoal.server.options.promise_options import (
@@ -68,6 +69,13 @@ def test_the_shape_is_that_of_the_served_model() -> None:
     assert shape_of(Model(), "auto") == LLAMA
     small = msgspec.structs.replace(LLAMA, weight_dtype="fp8", kv_dtype="fp8")
     assert shape_of(Model(quantization="fp8"), "fp8_e4m3") == small
+
+
+@pytest.mark.parametrize("name", sorted(FP8_QUANTISATIONS))
+def test_weights_of_every_fp8_format_count_as_fp8(name: str) -> None:
+    quantised = shape_of(Model(quantization=name), "auto")
+    assert quantised == msgspec.structs.replace(LLAMA, weight_dtype="fp8")
+    assert quantised.weight_bytes < LLAMA.weight_bytes
 
 
 def test_gpus_are_taken_for_h200_unless_they_are_said_to_be_others(tmp_path: Path) -> None:
