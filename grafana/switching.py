@@ -294,8 +294,9 @@ def decisions() -> list[PanelBuilder]:
         ),
         graph(
             "Error of the predicted step times",
-            "How far the cost model is off, smoothed, by layout and kind of step. The policy `slo` "
-            "decides by it: above a half, describe the hardware with `--cost-model-hardware`.",
+            "How far the cost model is off, smoothed, by layout and kind of step. The policy "
+            "`adaptive` decides by it: above a half, describe the hardware with "
+            "`--cost-model-hardware`.",
             Query(
                 f"max by (layout, kind) ({series('shoal_step_time_relative_error')})",
                 "{{layout}} {{kind}}",

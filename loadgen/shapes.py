@@ -83,6 +83,29 @@ def ramp(
             yield Arrival(at, *lengths.draw(rng))
 
 
+def hill(
+    rng: random.Random,
+    lengths: Lengths = Lengths(),
+    *,
+    rate: Range = (1.0, 40.0),
+    hill_seconds: float = 180.0,
+) -> Iterator[Arrival]:
+    """Yield a Poisson process whose rate rises evenly and falls again, once.
+
+    Args:
+        rng: of everything drawn.
+        lengths: of the requests.
+        rate: the lowest, which is also the last, and the highest, requests per second.
+        hill_seconds: how long both take together.
+    """
+    lowest, highest = rate
+    for at in _poisson(rng, 0.0, math.inf, highest):
+        height = max(0.0, 1 - abs(2 * at / hill_seconds - 1))
+        now = lowest + (highest - lowest) * height
+        if rng.random() * highest < now:
+            yield Arrival(at, *lengths.draw(rng))
+
+
 def bursty(
     rng: random.Random,
     lengths: Lengths = Lengths(),
@@ -135,7 +158,7 @@ def priority(
 
 
 SHAPES: dict[str, Callable[..., Iterator[Arrival]]] = {
-    shape.__name__: shape for shape in (poisson, gamma, ramp, bursty, priority)
+    shape.__name__: shape for shape in (poisson, gamma, ramp, hill, bursty, priority)
 }
 """The shapes by name. Each takes a source of randomness, lengths, and its own settings."""
 

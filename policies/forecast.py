@@ -1,49 +1,56 @@
-"""Predicts for a partition, with the cost model, its broken promises and the time of requests.
+"""What a partition will cost: the time of requests, their broken promises, and the switch to it.
 
-A unit computes one step after another for its decoding requests, and each prompt makes one of these
-steps longer. If ``load`` is the share of the time that prompts and the growth of the batch take, a
-token takes ``step / (1 - load)``. Waiting requests, and those that a move computes again, come
-first; they drain at the speed at which the unit computes prompts.
-
-A step in SP costs the host the same for one prompt as for many. So a prompt that is alone in a step
-takes longer than its share of a full step. The former time counts until every step has a prompt,
-the latter for full units.
+Requests are divided into classes. Without targets there are two, urgent requests and all others;
+with targets there is one for each target. If the units of a partition differ in size, the widest
+ones serve the most urgent class alone.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.flow import (
+    CHUNK_TOKENS,
+    FAR,
+    NEAR_SECONDS,
+    Moment,
+    Pace,
+    Work,
+    flow,
+    pace_of,
+)
+from shoal.policies.static import with_singles
+from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
-from shoal.policies.values.partition import Partition
-from shoal.policies.values.snapshot import Snapshot, StepPredictor, Target
+from shoal.policies.values.partition import Partition, units_of
+from shoal.policies.values.snapshot import (
+    NORMAL_PRIORITY,
+    Snapshot,
+    StepPredictor,
+    Target,
+    UnitState,
+)
 
-NO_PROMISE = Target(0, math.inf, math.inf)
+NO_PROMISE = Target(NORMAL_PRIORITY, math.inf, math.inf)
 """The target of requests without a promise."""
-HORIZON_SECONDS = 10.0
-"""How long the load is assumed to stay as it is."""
-SURGES = ((1.0, 1.0), (2.0, 0.3), (4.0, 0.2), (8.0, 0.1))
-"""Factors by which the load may rise, and their weights. A layout should be ready for a rise."""
-USUAL = 16
-"""Requests of the usual length that are added to the present ones, because a few requests say
-little about the next ones."""
-FULL = 0.95
-"""Load above which a queue grows."""
+URGENT = Target(NORMAL_PRIORITY - 1, math.inf, math.inf)
+"""The class of urgent requests of a node without targets."""
+URGENT_WEIGHT = 4.0
+"""How many other requests' seconds a second of an urgent request counts as."""
+TIE = 0.002
+"""Broken promises that a second of a request counts as, so that the faster of two layouts is taken
+that keep the same promises."""
 TTFT_SHARPNESS, TPOT_SHARPNESS = 4, 16
 """How suddenly a promise becomes unsafe as the predicted mean comes near the target. TTFT varies
 much more between requests than TPOT."""
-LASTS_SECONDS = 60.0
-"""How long the load is assumed to last when layouts are compared by speed. A move of running
-requests must pay for itself in this time."""
-TICKS = tuple(0.4 * 1.26**k for k in range(16))
-"""The steps that divide this time. The first are the shortest, because the requests that are
-present decide what happens first."""
-CHUNK_TOKENS = 8192
-"""Approximate limit of prompt tokens in one step: vLLM's usual bound."""
-FEW, MANY = 8, 64
-"""Sizes of two batches whose times tell the time of a step from what each request adds to it."""
+USUAL = 16
+"""Requests of the usual length that are added to the present ones, because a few requests say
+little about the next ones."""
+LEAST_RATE = 1 / 60
+"""Least requests per second that are assumed to arrive, so that an idle node has a best layout."""
+SWITCH_SECONDS = 0.004
+"""Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,54 +58,9 @@ class Class:
     """The requests of one target."""
 
     target: Target
-    running: float
-    waiting: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a unit of one layout is, in seconds."""
-
-    step: float
-    """The time of a step without requests."""
-    decode: float
-    """The time that each decoding request adds to a step."""
-    prompt: float
-    """The time that the mean prompt adds to a step if it is the only prompt."""
-    batched: float
-    """The time that the mean prompt adds if a step in SP batches as many prompts as it can."""
-
-    def room(self, step: float, rate: float, growth: float = 0.0) -> float:
-        """Return the share of the time that is left to decode; none is left if it is 0 or less.
-
-        Args:
-            step: time of a step that computes no prompt, in seconds.
-            rate: prompts per second. If there are more prompts than steps, they share steps.
-            growth: share of the time that the growth of the batch takes.
-        """
-        alone = max(1 - (rate * self.prompt + growth), step / (step + self.prompt))
-        return min(1 - (rate * self.batched + growth), alone)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The work of each of several equal units."""
-
-    pace: Pace
-    classes: Sequence[Class]
-    part: float
-    """One unit's share of the node's load."""
-    requests: float
-    """Share of the classes' requests that all of these units have together."""
-    queued: float
-    """What one unit computes first, in prompts of the usual length. For moved requests this
-    includes their outputs so far."""
-    waiting: float
-    """Number of requests for which it computes that."""
-    units: int
-    """Number of these units."""
-    seats: float
-    """Requests of the usual length that one unit decodes at once."""
+    weight: float
+    share: float
+    """Share of the node's requests."""
 
 
 class Forecast:
@@ -106,153 +68,142 @@ class Forecast:
 
     Args:
         snapshot: the node.
-        model: predicts step times.
+        model: predicts the times of steps and copies.
+        urgent: share of the requests that are urgent.
     """
 
-    def __init__(self, snapshot: Snapshot, model: StepPredictor) -> None:
+    def __init__(self, snapshot: Snapshot, model: StepPredictor, urgent: float = 0.0) -> None:
         self._snapshot = snapshot
-        self._classes = _classes(snapshot, snapshot.targets or (NO_PROMISE,))
-        self._prompt = usual_prompt(snapshot)
-        units = snapshot.units
-        layouts = {state.unit.layout for state in units} | set(layouts_up_to(snapshot.max_group))
-        self._paces = {layout: self._pace(model, layout) for layout in layouts}
-        # Running requests must be decoded even if no more arrive.
-        coming = snapshot.arrival_rate * snapshot.output_tokens
-        self._decodes = max(coming, self._produced())
-        self._queued = snapshot.waiting_tokens + sum(unit.prefill_tokens for unit in units)
+        self._model = model
+        self._work = work_of(snapshot)
+        self._classes = _classes(snapshot, urgent)
+        self._paces: dict[Layout, Pace] = {}
+        self._uniform = uniform(snapshot)
 
-    @property
-    def affected(self) -> float:
-        """Number of requests that are on the node, or arrive before the horizon ends."""
-        return self._snapshot.requests + self._snapshot.arrival_rate * HORIZON_SECONDS
+    def cost(self, candidate: Partition, stall: float = 0.0) -> float:
+        """Return what it costs to have a partition for the next seconds.
 
-    def broken(self, candidate: Partition) -> float:
-        """Return how many promises a partition breaks, including weighted ones in case of a surge.
+        It is the seconds that requests spend on the node. If there are targets, it is the broken
+        promises, and ``TIE`` for each of these seconds. What is left after the next seconds costs
+        what it does in the best layout for all engines, because the node may change by then.
 
-        Requests of units that are not in the partition are moved: all their tokens are recomputed.
+        Args:
+            candidate: the partition.
+            stall: seconds for which nothing is computed first, because of a switch.
         """
-        shares = list(self._shares(candidate))
-        return sum(
-            weight * share.requests * self._broken_by(share, surge)
-            for surge, weight in SURGES
-            for share in shares
-        )
+        cost, left = 0.0, replace(self._work, decoding=0.0, waiting=0.0, tokens=0.0)
+        for layout, count, part, classes in self._shares(candidate):
+            moments = list(flow(self._pace(layout), self._work.part(part), stall=stall))
+            cost += count * self._cost_of(moments, classes, part * self._work.decoding, stall)
+            end = moments[-1]
+            left = replace(
+                left,
+                decoding=left.decoding + count * end.decoding,
+                waiting=left.waiting + count * end.waiting,
+                tokens=left.tokens + count * end.tokens,
+            )
+        return cost + min(self._later(partition, left) for partition in self._uniform)
 
-    def seconds(self, candidate: Partition) -> float:
-        """Return the sum of the seconds that requests spend on the node while its load lasts.
+    def _later(self, partition: Partition, left: Work) -> float:
+        """Return what a partition costs from ``NEAR_SECONDS`` on."""
+        cost = 0.0
+        for layout, count, part, classes in self._shares(partition):
+            ticks = flow(self._pace(layout), left.part(part), FAR, at=NEAR_SECONDS)
+            cost += count * self._cost_of(list(ticks), classes, 0.0, 0.0)
+        return cost
 
-        At least one request is assumed to arrive, so that an idle node has a fastest partition.
+    def _pace(self, layout: Layout) -> Pace:
+        if layout not in self._paces:
+            self._paces[layout] = pace_of(self._snapshot, self._model, layout, self._work)
+        return self._paces[layout]
+
+    def stall(self, candidate: Partition) -> float:
+        """Return the seconds for which a switch interrupts the requests that it moves.
+
+        The engines wait for the longest step in flight, half of which is over in the mean. Then the
+        new units read the KV from the old ones.
         """
-        return sum(share.units * self._seconds_by(share) for share in self._shares(candidate))
-
-    def _pace(self, model: StepPredictor, layout: Layout) -> Pace:
-        prompt = round(self._prompt)
-        context = prompt + round(self._snapshot.output_tokens / 2)
-
-        def seconds(batch: Batch) -> float:
-            return model.step_seconds(layout, batch, self._snapshot.mode(layout, batch))
-
-        few = seconds(Batch(FEW, FEW * context))
-        many = seconds(Batch(MANY, MANY * context))
-        decode = (many - few) / (MANY - FEW)
-
-        def added(prompts: int) -> float:
-            """Return the time that each of ``prompts`` prompts adds to a step."""
-            mixed = seconds(Batch(FEW, FEW * context, prompts * prompt, prompt // 2))
-            return max(0.0, mixed - few) / prompts
-
-        alone = batched = added(1)
-        if self._snapshot.mode(layout, Batch(prefill_tokens=CHUNK_TOKENS)) is Mode.SP:
-            batched = min(alone, added(max(1, CHUNK_TOKENS // max(1, prompt))))
-        return Pace(few - FEW * decode, decode, alone, batched)
-
-    def _produced(self) -> float:
-        """Return the tokens per second that the current units decode."""
-        rate, produced = self._snapshot.arrival_rate / self._snapshot.engines, 0.0
-        for unit in self._snapshot.units:
-            pace = self._paces[unit.unit.layout]
-            step = pace.step + pace.decode * unit.running
-            left = pace.room(step, rate * unit.unit.size)
-            produced += unit.running / step * max(1 - FULL, left)
-        return produced
-
-    def _shares(self, candidate: Partition) -> Iterator[Share]:
         moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
-        context = self._snapshot.output_tokens / 2
-        again = sum(unit.context_tokens + unit.requests * context for unit in moved)
-        stay = [unit for unit in self._snapshot.units if unit.unit in candidate]
-        first = self._snapshot.waiting + sum(unit.requests for unit in moved)
-        first += sum(unit.waiting for unit in stay)
-        for units, classes in served(candidate, self._classes):
-            here = sum(c.running + c.waiting for c in classes)
-            present = here / self._snapshot.requests if self._snapshot.requests else 1.0
+        here = [unit for unit in moved if unit.requests]
+        if not here:
+            return SWITCH_SECONDS
+        longest = max(map(self._step_seconds, here))
+        return SWITCH_SECONDS + longest / 2 + self._copy_seconds(candidate, moved)
+
+    def _step_seconds(self, unit: UnitState) -> float:
+        context = round(self._work.prompt + self._work.output / 2)
+        running, prompts = max(1, unit.running), min(CHUNK_TOKENS, unit.prefill_tokens)
+        before = round(self._work.prompt / 2) if prompts else 0
+        batch = Batch(running, running * context, prompts, before)
+        layout = unit.unit.layout
+        return self._model.step_seconds(layout, batch, self._snapshot.mode(layout, batch))
+
+    def _copy_seconds(self, candidate: Partition, moved: Sequence[UnitState]) -> float:
+        """Return the seconds of the copies: units read at once, each from one other at a time."""
+        engines = {engine for unit in moved for engine in unit.unit.engines}
+        readers = [unit for unit in candidate if engines.intersection(unit.engines)]
+        widest = max(unit.unit.size for unit in moved)
+        links = sum(min(unit.size, widest) for unit in readers)
+        computed = sum(unit.context_tokens - unit.prefill_tokens for unit in moved)
+        tokens = computed + sum(unit.running for unit in moved) * self._work.output / 2
+        return self._model.carry_seconds(tokens, max(1, links))
+
+    def _shares(self, candidate: Partition) -> Iterator[tuple[Layout, int, float, Sequence[Class]]]:
+        """Yield layouts, with the number of units, the share of each, and the classes served."""
+        dead = self._snapshot.dead
+        alive = [unit for unit in candidate if not dead.intersection(unit.engines)]
+        for units, classes in served(alive, self._classes):
             engines = sum(unit.size for unit in units)
+            present = sum(each.share for each in classes)
             for layout, count in Counter(unit.layout for unit in units).items():
-                size = layout.world_size
-                part = present * size / engines
-                queued = part * (self._queued + again) / self._prompt
-                pace = self._paces[layout]
-                requests = size * count / engines
-                seats = self._seats(layout)
-                yield Share(pace, classes, part, requests, queued, part * first, count, seats)
+                yield layout, count, present * layout.world_size / engines, classes
 
-    def _seats(self, layout: Layout) -> float:
-        """Return how many requests of the usual length a unit decodes at once."""
-        state = self._snapshot.layout(layout)
-        tokens = self._prompt + self._snapshot.output_tokens / 2
-        return math.inf if state is None else state.seats(tokens)
+    def _cost_of(
+        self, moments: Sequence[Moment], classes: Sequence[Class], running: float, stall: float
+    ) -> float:
+        """Return what happens on one unit as a cost (``cost``).
 
-    def _seconds_by(self, share: Share) -> float:
-        """Return the seconds that requests spend on one of these units, by a fluid model.
-
-        Requests flow in, wait and then decode. A token takes one step, which prompts make longer.
+        Args:
+            moments: what happens on it.
+            classes: whose requests it serves.
+            running: requests that decode there from the start; their first token is no risk.
+            stall: seconds for which they stop.
         """
-        if not share.part:
-            return 0.0  # no request is sent to these units
-        pace, output = share.pace, self._snapshot.output_tokens
-        rate = share.part * max(self._snapshot.arrival_rate, 1 / LASTS_SECONDS)
-        chunk = max(1.0, CHUNK_TOKENS / self._prompt)
-        work, waiting, spent = share.queued, share.waiting, 0.0
-        decoding = max(0.0, share.part * self._snapshot.requests - waiting)
-        for tick in TICKS:
-            wanted, arriving = work / tick + rate, waiting / tick + rate
-            step = pace.step + pace.decode * min(decoding, share.seats)
-            left, longest = pace.room(step, wanted), step + chunk * pace.batched
-            tpot = min(longest, step / left) if left > 0 else longest
-            stay = output * tpot
-            free = max(0.0, (share.seats - decoding) / tick + decoding / stay)
-            done = min(1.0, chunk / tpot / wanted, free / arriving)
-            started = done * arriving
-            before, level = waiting + decoding, started * stay
-            work, waiting = (1 - done) * tick * wanted, (1 - done) * tick * arriving
-            decoding = level + (decoding - level) * math.exp(-tick / stay)
-            spent += tick * ((before + waiting + decoding) / 2 + started * pace.prompt)
-        return spent
+        whole = sum(each.share for each in classes)
+        weight = sum(each.weight * each.share for each in classes) / whole
+        seconds = weight * sum(moment.seconds for moment in moments)
+        if not self._snapshot.targets:
+            return seconds
+        broken, slower = 0.0, moments[0].tpot + stall / self._work.output
+        for each in classes:
+            missed = sum(m.started * risk(m.ttft, m.tpot, each.target) for m in moments)
+            missed += running * risk(0.0, slower, each.target)
+            missed += moments[-1].waiting * risk(moments[-1].ttft, 0.0, each.target)
+            broken += each.share / whole * missed
+        return broken + TIE * seconds
 
-    def _broken_by(self, share: Share, surge: float) -> float:
-        """Return how many promises would be broken if all requests were on units of this share."""
-        pace, output = share.pace, self._snapshot.output_tokens
-        rate = surge * share.part * self._snapshot.arrival_rate
-        growth = surge * share.part * self._decodes * pace.decode
-        load = rate * pace.batched + growth
-        room = max(1 - FULL, 1 - load)
-        tpot = pace.step / max(1 - FULL, pace.room(pace.step, rate, growth))
-        drain = share.queued * pace.batched / room
-        growing = max(0.0, load - FULL) * HORIZON_SECONDS / 2
-        ttft = growing + pace.prompt * (1 + rate * pace.prompt / 2 / room) + 1.5 * tpot
-        stalled = tpot + drain / 2 / output
-        # The promises of requests that are left over at the end of the horizon are broken.
-        left_over = HORIZON_SECONDS * max(0.0, 1 - FULL / max(FULL, load))
-        broken, node_rate = 0.0, self._snapshot.arrival_rate / self._snapshot.requests
-        for members in share.classes:
-            arriving = node_rate * (members.running + members.waiting)
-            soon = members.waiting + arriving * min(HORIZON_SECONDS, drain)
-            later = arriving * max(0.0, HORIZON_SECONDS - drain)
-            broken += arriving * left_over
-            broken += members.running * _risk(0.0, stalled, members.target)
-            broken += soon * _risk(ttft + drain / 2, stalled, members.target)
-            broken += later * _risk(ttft, tpot, members.target)
-        return broken
+
+def uniform(snapshot: Snapshot) -> tuple[Partition, ...]:
+    """Return the partitions into groups of one size, as far as these can form, narrowest first."""
+    every = (units_of(snapshot.engines, layout) for layout in layouts_up_to(snapshot.max_group))
+    return tuple(dict.fromkeys(with_singles(snapshot, groups) for groups in every))
+
+
+def work_of(snapshot: Snapshot) -> Work:
+    """Return the work of the whole node."""
+    units = snapshot.units
+    waiting = snapshot.waiting + sum(unit.waiting for unit in units)
+    tokens = snapshot.waiting_tokens + sum(unit.prefill_tokens for unit in units)
+    return Work(
+        decoding=max(0, snapshot.requests - waiting),
+        waiting=waiting,
+        tokens=tokens,
+        rate=max(LEAST_RATE, snapshot.arrival_rate),
+        recent=max(LEAST_RATE, snapshot.recent_rate),
+        usual=max(LEAST_RATE, snapshot.usual_rate),
+        prompt=max(1.0, usual_prompt(snapshot)),
+        output=max(1.0, snapshot.output_tokens),
+    )
 
 
 def usual_prompt(snapshot: Snapshot) -> float:
@@ -262,13 +213,13 @@ def usual_prompt(snapshot: Snapshot) -> float:
 
 
 def served(
-    partition: Partition, classes: Sequence[Class]
+    partition: Sequence[Unit], classes: Sequence[Class]
 ) -> Iterator[tuple[Sequence[Unit], Sequence[Class]]]:
     """Yield units and the classes that they serve.
 
     If units differ in size, the most urgent class has the widest ones to itself.
     """
-    widest = max(unit.size for unit in partition)
+    widest = max((unit.size for unit in partition), default=0)
     wide = [unit for unit in partition if unit.size == widest]
     rest = [unit for unit in partition if unit.size < widest]
     if not rest or len(classes) == 1:
@@ -278,16 +229,21 @@ def served(
         yield rest, classes[1:]
 
 
-def _classes(snapshot: Snapshot, targets: Sequence[Target]) -> list[Class]:
-    running, waiting = [0.0] * len(targets), [0.0] * len(targets)
+def _classes(snapshot: Snapshot, urgent: float) -> list[Class]:
+    if not snapshot.targets:
+        usual = Class(NO_PROMISE, 1.0, 1 - urgent)
+        return [Class(URGENT, URGENT_WEIGHT, urgent), usual] if urgent else [usual]
+    counts = [1.0] * len(snapshot.targets)  # nobody is sure to be the last of its class
+    priorities = Counter(request.priority for request in snapshot.pool)
     for unit in snapshot.units:
-        for priority, count in unit.by_priority:
-            running[_class_of(priority, targets)] += count
-    for priority, count in Counter(request.priority for request in snapshot.pool).items():
-        waiting[_class_of(priority, targets)] += count
-    # The snapshot has only the head of the pool; the rest counts as the least urgent class.
-    waiting[-1] += max(0, snapshot.waiting - len(snapshot.pool))
-    return [Class(*each) for each in zip(targets, running, waiting, strict=True)]
+        priorities.update(dict(unit.by_priority))
+    for priority, count in priorities.items():
+        counts[_class_of(priority, snapshot.targets)] += count
+    whole = sum(counts)
+    return [
+        Class(target, 1.0, count / whole)
+        for target, count in zip(snapshot.targets, counts, strict=True)
+    ]
 
 
 def _class_of(priority: int, targets: Sequence[Target]) -> int:
@@ -295,7 +251,7 @@ def _class_of(priority: int, targets: Sequence[Target]) -> int:
     return next((k for k, t in enumerate(targets) if priority <= t.priority), len(targets) - 1)
 
 
-def _risk(ttft: float, tpot: float, target: Target) -> float:
+def risk(ttft: float, tpot: float, target: Target) -> float:
     """Return how likely it is, given the predicted means, that at least one target is missed."""
     late = min(9.0, ttft / target.ttft_seconds) ** TTFT_SHARPNESS
     slow = min(9.0, tpot / target.tpot_seconds) ** TPOT_SHARPNESS

@@ -1,13 +1,13 @@
 """All policies, by the names that ``--policy`` accepts."""
 
+from shoal.policies.adaptive import ADAPTIVE
 from shoal.policies.flying import FLYING
 from shoal.policies.shift import SHIFT
-from shoal.policies.slo import SLO
 from shoal.policies.static import MANUAL, STATIC_DP, STATIC_TP
 from shoal.policies.values.plan import Policy
 
 POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (MANUAL, STATIC_DP, STATIC_TP, SHIFT, FLYING, SLO)
+    policy.name: policy for policy in (ADAPTIVE, FLYING, SHIFT, STATIC_DP, STATIC_TP, MANUAL)
 }
 
 

@@ -127,7 +127,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     cost_model: CostModel | None = None
     """The cost model of this model on this node's engines, before any step was measured."""
     targets: tuple[Target, ...] = ()
-    """Targets of the priority classes, the most urgent first, for the policy ``slo``."""
+    """Targets of the priority classes, the most urgent first, for policies that keep promises."""
     max_waiting_requests: int | None = None
     """Requests that may wait in the task pool; None: any number."""
     max_waiting_tokens: int | None = None

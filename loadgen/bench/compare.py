@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
                 "it up"
             )
         measures = recorded
-    sweep = read_sweep(args, options) if RATES in measures else Sweep()
+    sweep = read_sweep(args) if RATES in measures else Sweep()
     file = ResultsFile(args.out / "results.json")
     try:
         (args.out / "logs").mkdir(parents=True, exist_ok=True)

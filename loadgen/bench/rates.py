@@ -32,7 +32,6 @@ from shoal.loadgen.validity import judge
 from shoal.loadgen.workload import Workload
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import SHIFT
-from shoal.policies.slo import SLO
 from shoal.policies.static import MANUAL
 from shoal.server.errors import UserError
 
@@ -113,12 +112,11 @@ def arrivals(rate: float, seconds: float, request: Sequence[int], seed: int) -> 
 # --- from options ---------------------------------------------------------------------------------
 
 
-def read_sweep(args: Namespace, options: Sequence[str]) -> Sweep:
+def read_sweep(args: Namespace) -> Sweep:
     """Return the sweep that the options of ``shoal bench gpu`` describe.
 
     Args:
         args: the benchmark's own options.
-        options: the options that go to every server.
 
     Raises:
         UserError: the options do not go together, or do not fit those of the server.
@@ -130,9 +128,6 @@ def read_sweep(args: Namespace, options: Sequence[str]) -> Sweep:
         raise UserError(
             f"--rate-request: {tokens} tokens are more than --max-model-len {args.max_model_len}"
         )
-    promised = any(o.startswith("--target") for o in (*options, *args.shoal_option))
-    if SLO.name in args.policies and not promised:
-        raise UserError("--policies slo: say what is promised with --shoal-option=--target=...")
     workloads = {
         rate_name(rate): arrivals(rate, args.rate_seconds, args.rate_request, args.seed)
         for rate in args.rates

@@ -34,6 +34,13 @@ MAX_CORRECTION = 10.0
 measurement has little effect."""
 
 
+OUTLIER = 1.5
+"""Once enough steps are known, a measurement counts as at most this factor times the prediction, or
+its inverse: the first step after a switch also waits for what its devices still compute."""
+KNOWN = 20
+"""Number of measurements after which predictions are that good."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The properties of a decoder-only transformer that decide its step times."""
@@ -71,6 +78,8 @@ class Hardware:
     """Time of a step without work."""
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP; a step's layers take at least this time each."""
+    peer_bytes_per_second: float = 390e9
+    """Rate at which one engine reads the memory of another; the default is an H200's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,10 @@ class Correction:
     def learn(self, roofline: float, seconds: float) -> "Correction":
         """Return the correction after one more measurement."""
         weight = max(SMOOTHING, 1 / (self.samples + 1))
-        error = abs(self.apply(roofline) - seconds) / seconds
+        predicted = self.apply(roofline)
+        error = abs(predicted - seconds) / seconds
+        if self.samples >= KNOWN:
+            seconds = min(OUTLIER * predicted, max(predicted / OUTLIER, seconds))
         missed = _bounded(seconds, roofline) - roofline
         off, beyond = roofline - self.roofline, missed - self.missed
         return replace(
@@ -149,6 +161,16 @@ class CostModel:
         """Return the predicted time of a step of a unit in this layout."""
         correction = self._nearest(layout, batch.kind, mode)
         return correction.apply(self.roofline_seconds(layout, batch, mode))
+
+    def carry_seconds(self, tokens: float, links: int) -> float:
+        """Return the predicted time in which the KV of requests is read from other engines.
+
+        Args:
+            tokens: tokens of all requests that are carried.
+            links: pairs of engines that read at the same time.
+        """
+        size = tokens * self.shape.kv_bytes_per_token
+        return size / (self.hardware.peer_bytes_per_second * links)
 
     def _nearest(self, layout: Layout, kind: StepKind, mode: Mode) -> Correction:
         """Return the correction of these steps, or of the most similar measured ones.

@@ -36,6 +36,8 @@ class Plan:
     treatment: TreatmentName = "carry"
     reason: SwitchReason = ""
     """Why the policy wants the target."""
+    memory: object = None
+    """A frozen value of the policy's own, which the next snapshot gives back to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,9 @@ class StepPredictor(Protocol):
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step of a unit in this layout."""
 
+    def carry_seconds(self, tokens: float, links: int) -> float:
+        """Return the predicted time in which the KV of ``tokens`` is read over so many links."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -164,6 +167,10 @@ class Snapshot:
     """Prompt tokens of the whole pool."""
     arrival_rate: float = 0.0
     """Requests per second: with steady arrivals a long average, in a burst the latest rate."""
+    recent_rate: float = 0.0
+    """Requests per second, over about ten seconds."""
+    usual_rate: float = 0.0
+    """Requests per second, over a time that is longer than most bursts."""
     prompt_tokens: float = PROMPT_TOKENS
     """Prompt tokens that are computed per request, on average over the latest requests."""
     output_tokens: float = OUTPUT_TOKENS
@@ -186,6 +193,8 @@ class Snapshot:
     """The targets, the most urgent class first."""
     sp_above: tuple[tuple[Layout, int], ...] = ()
     """Layouts that run steps in SP, ascending, each with the tokens above which a step does."""
+    memory: object = None
+    """What the policy's last plan noted (``Plan.memory``); None before its first plan."""
 
     def can_form(self, unit: Unit) -> bool:
         """Return whether the engines of a unit can work as one."""

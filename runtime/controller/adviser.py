@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shoal.policies.registry import get_policy
 from shoal.policies.values.plan import Plan, PlanError, Policy, check_plan
@@ -49,6 +50,7 @@ class Adviser:
 
     def _take(self, policy: str) -> None:
         self.policy = get_policy(policy)
+        self._memory: object = None
         for follow in self._followers:
             follow(self.policy)
 
@@ -56,7 +58,7 @@ class Adviser:
         """Return the policy's plan, or a plan that changes nothing if the policy's is unusable."""
         began = self._clock()
         try:
-            plan = self.policy.plan(snapshot)
+            plan = self.policy.plan(replace(snapshot, memory=self._memory))
             check_plan(plan, snapshot)
         except PlanError as error:
             log.error("policy %s: invalid plan: %s", self.policy.name, error)
@@ -64,6 +66,7 @@ class Adviser:
             # The node goes on without the plan.
             log.exception("policy %s failed", self.policy.name)
         else:
+            self._memory = plan.memory
             return plan
         finally:
             self._statistics.decisions.observe(self._clock() - began)

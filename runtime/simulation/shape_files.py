@@ -115,6 +115,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             allreduce_seconds=self.allreduce_seconds,
             overhead_seconds=self.step_seconds,
             sp_layer_host_seconds=self.sp_layer_host_seconds,
+            peer_bytes_per_second=self.peer_bytes_per_second,
         )
 
     def num_blocks(self, shape: ShapeFile) -> int:

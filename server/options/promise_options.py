@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import ShiftRule
-from shoal.policies.slo import SLO
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.node.supervisor import Say
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
@@ -51,15 +50,8 @@ def add_promise_options(group: argparse._ArgumentGroup) -> None:
 
 
 def promised(args: Namespace) -> tuple[Target, ...]:
-    """Return what requests are promised, as policies need it: the most urgent class first.
-
-    Raises:
-        UserError: nothing is promised, but the policy needs promises.
-    """
-    targets = tuple(Target(o.priority, o.ttft, o.tpot) for o in read_objectives(args))
-    if args.policy == SLO.name and not targets:
-        raise UserError("--policy slo: say what requests are promised with --target")
-    return targets
+    """Return what requests are promised, as policies need it: the most urgent class first."""
+    return tuple(Target(o.priority, o.ttft, o.tpot) for o in read_objectives(args))
 
 
 def node_cost_model(
@@ -75,7 +67,7 @@ def node_cost_model(
         say: called with the reason if there is none.
 
     Raises:
-        UserError: there can be none, but the policy or the shift needs one, or the user gave an
+        UserError: there can be none, but promises or the shift need one, or the user gave an
             option of it.
     """
     shape, hardware = args.cost_model_shape, args.cost_model_hardware
@@ -86,7 +78,7 @@ def node_cost_model(
             args.max_sp,
         )
     except FileError as error:
-        needed = args.policy == SLO.name or args.shift_threshold is ShiftRule.AUTO
+        needed = args.target or args.shift_threshold is ShiftRule.AUTO
         if needed or shape or hardware:
             raise UserError(f"no cost model: {error}") from error
         say(f"  no cost model: {error}")

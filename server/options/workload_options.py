@@ -13,11 +13,14 @@ from shoal.loadgen.workload import Workload
 from shoal.server.errors import UserError
 from shoal.server.number_options import check_positive, flag_of
 
-_SHAPE_OPTIONS = ("rate", "burst_rate", "burstiness", "quiet_seconds", "burst_seconds")
+_SHAPE_OPTIONS = (
+    *("rate", "burst_rate", "burstiness"),
+    *("quiet_seconds", "burst_seconds", "hill_seconds"),
+)
 _LENGTH_OPTIONS = ("prompt_tokens", "output_tokens")
 _POSITIVE = (
     *("rate_scale", "length_scale", "requests", "duration", "max_request_tokens"),
-    *("burstiness", "quiet_seconds", "burst_seconds"),
+    *("burstiness", "quiet_seconds", "burst_seconds", "hill_seconds"),
 )
 
 N = TypeVar("N", int, float)
@@ -58,6 +61,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
     add("--burstiness", type=float, metavar="X", help="of gamma: its shape; 1 is Poisson")
     add("--quiet-seconds", type=float, metavar="S", help="of bursty: quiet phases")
     add("--burst-seconds", type=float, metavar="S", help="of bursty: bursts")
+    add("--hill-seconds", type=float, metavar="S", help="of hill: up and down")
     add("--prompt-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of prompts")
     add("--output-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of outputs")
 

@@ -296,7 +296,7 @@ CASES = (
         "a:8000 predicts tp2 decode steps 80% wrong",
         {
             'shoal_step_time_relative_error{layout="tp2", kind="decode"}': "0.8+0x50",
-            'shoal_policy_info{policy="slo"}': "1+0x50",
+            'shoal_policy_info{policy="adaptive"}': "1+0x50",
         },
         layout="tp2",
         kind="decode",
@@ -306,7 +306,7 @@ CASES = (
         40,
         {
             'shoal_step_time_relative_error{layout="tp2", kind="decode"}': "0.8+0x50",
-            'shoal_policy_info{policy="slo"}': "0+0x50",
+            'shoal_policy_info{policy="adaptive"}': "0+0x50",
         },
     ),
 )

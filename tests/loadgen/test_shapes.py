@@ -60,6 +60,15 @@ def test_burstiness_is_the_variation_of_distances(burstiness: float, variation: 
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.1)
 
 
+def test_a_hill_rises_and_falls_as_far() -> None:
+    arrivals = make_up("hill", 0, seconds=300.0, rate=(2.0, 40.0), hill_seconds=200.0).arrivals
+    counts = [sum(k * 50 <= a.at < (k + 1) * 50 for a in arrivals) for k in range(6)]
+    assert counts[1] > 2 * counts[0] > 4 * counts[5]
+    assert counts[2] == pytest.approx(counts[1], rel=0.2)
+    assert counts[3] == pytest.approx(counts[0], rel=0.3)
+    assert counts[4] == pytest.approx(2.0 * 50, rel=0.3)
+
+
 def test_a_ramp_goes_from_one_rate_to_the_other_and_stays() -> None:
     arrivals = make_up("ramp", 0, seconds=400.0, rate=(2.0, 20.0), ramp_seconds=200.0).arrivals
     counts = [sum(start <= a.at < start + 20 for a in arrivals) for start in (0, 180, 300)]

@@ -126,7 +126,7 @@ def test_names_are_keys(policy: Policy) -> None:
 
 def test_unknown_policy_lists_those_there_are() -> None:
     with pytest.raises(
-        UnknownPolicyError, match="choose one of flying, manual, shift, slo, static-dp"
+        UnknownPolicyError, match="choose one of adaptive, flying, manual, shift, static-dp"
     ):
         get_policy("static")
 

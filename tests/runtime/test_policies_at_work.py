@@ -75,7 +75,7 @@ def test_nothing_starves(policy: str, seed: int | None) -> None:
 
 def test_policies_change_under_load() -> None:
     node = started("flying")
-    for policy in ("static-tp", "slo", "flying", "static-tp", "flying"):
+    for policy in ("static-tp", "adaptive", "flying", "static-tp", "flying"):
         load(node, waves=1)
         node.call(m.SetPolicy, policy)
     finish(node)

@@ -274,22 +274,18 @@ async def test_the_mode_changes_under_running_streams(client: Client) -> None:
     assert client.wrong == []
 
 
-async def test_slo_decides_for_groups_that_shift(client: Client) -> None:
-    """By times that were measured here: all that is known is that it stays where it has just come.
-
-    Nothing is promised, so it goes for the fastest layout.
-    """
+async def test_adaptive_decides_for_groups_that_shift(client: Client) -> None:
+    """By times that were measured here: which layout it then takes is not known beforehand."""
     await client.learn([LONG_JOB, *BURST_JOBS[:2]])
     await client.use("shift")
     await client.until(TP)
-    before = await client.computed()
-    await client.use("slo")
+    await client.use("adaptive")
     async with client.load(BURST_JOBS[:2]):
-        first, *_ = [await client.check(LONG_JOB) for _ in range(3)]
-    computed = await client.computed() - before
-    assert first == "tp4"
-    assert computed["tp4", "sp", "prefill"] > DEFAULT_THRESHOLD
-    assert "tp4 sp prefill" in (await client.get("/admin/policy"))["step_errors"]
+        layouts = [await client.check(LONG_JOB) for _ in range(3)]
+    assert set(layouts) <= {"dp", "tp2", "tp4"}
+    policy = await client.get("/admin/policy")
+    assert policy["errors"] == 0
+    assert "tp4 sp prefill" in policy["step_errors"]
     assert client.wrong == []
 
 

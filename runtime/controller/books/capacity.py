@@ -100,6 +100,8 @@ class Capacity:
             waiting=len(self._pool),
             waiting_tokens=self._pool.tokens,
             arrival_rate=demand.arrival_rate(now),
+            recent_rate=demand.recent_rate(now),
+            usual_rate=demand.usual_rate(now),
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
             prompt_rate=demand.prompt_rate(now),

@@ -23,6 +23,8 @@ LENGTHS_ASSUMED = 50
 """Number of requests of assumed length with which the averages start."""
 RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
 """Time constants of the arrival rates; the longest one is for steady arrivals."""
+USUAL_SECONDS = 60.0
+"""Time constant of the rate to which a burst returns."""
 DEVIATIONS = 2.0
 """A rate may differ by so many standard deviations by chance; twice as many are not chance."""
 
@@ -37,6 +39,7 @@ class Demand:
     def __init__(self, now: float) -> None:
         self.smoothed_requests = 0.0
         self._rates = [0.0] * len(RATE_SECONDS)
+        self._usual = 0.0
         self._prompt_rate = 0.0
         self._began = self._rate_at = now
         self._requests = 0
@@ -49,6 +52,7 @@ class Demand:
             rate * self._kept(now, seconds) + 1 / seconds
             for rate, seconds in zip(self._rates, RATE_SECONDS, strict=True)
         ]
+        self._usual = self._usual * self._kept(now, USUAL_SECONDS) + 1 / USUAL_SECONDS
         self._prompt_rate = self.prompt_rate(now) + prompt_tokens / SMOOTHING_SECONDS
         self._rate_at = now
 
@@ -59,9 +63,7 @@ class Demand:
         this starts from the rate over the longest time, and moves it into the range that chance
         allows around each more recent rate. A recent rate that is too far away replaces it.
         """
-        # An average over more time than has passed is too low, so it is scaled up.
-        known = 1 - math.exp((self._began - now) / RATE_SECONDS[0])
-        nearest = self._rates[0] * self._kept(now, RATE_SECONDS[0]) / known if known else 0.0
+        nearest = self.recent_rate(now)
         for latest, seconds in zip(self._rates[1:], RATE_SECONDS[1:], strict=True):
             rate = latest * self._kept(now, seconds)
             # The higher rate decides the range, because a moment without arrivals says little.
@@ -70,6 +72,22 @@ class Demand:
                 nearest = rate
             nearest = min(max(nearest, rate - within), rate + within)
         return nearest
+
+    def recent_rate(self, now: float) -> float:
+        """Return requests per second, over the longest of ``RATE_SECONDS``."""
+        return self._average(now, self._rates[0], RATE_SECONDS[0])
+
+    def usual_rate(self, now: float) -> float:
+        """Return requests per second, over a time that is longer than most bursts."""
+        return self._average(now, self._usual, USUAL_SECONDS)
+
+    def _average(self, now: float, rate: float, seconds: float) -> float:
+        """Return a smoothed rate as it is now. If less time has passed, the average is over that.
+
+        An average over more time than has passed would be too low.
+        """
+        known = 1 - math.exp((self._began - now) / seconds)
+        return rate * self._kept(now, seconds) / known if known else 0.0
 
     def prompt_rate(self, now: float) -> float:
         """Return prompt tokens per second."""

@@ -145,7 +145,7 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
     found["systems"] = {"stock-dp": {"command": [], "measures": {"rates 2 dp": cell}}}
     path.write_bytes(msgspec.json.encode(found))
     # Of the system there is nothing to add to this rate, and all of the other.
-    assert bench.main([*arguments, "--rates", "2", "--policies", "slo"]) == 0
+    assert bench.main([*arguments, "--rates", "2", "--policies", "adaptive"]) == 0
     assert bench.main([*arguments, "--rates", "2,2.5"]) == compare.INCOMPLETE_EXIT_CODE
     with pytest.raises(UserError, match="another workload rates 2"):
         bench.main([*arguments, "--rates", "2", "--rate-seconds", "30"])
@@ -170,7 +170,6 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
         (["--measures", "rates", "--rate-request", "8000"], "PROMPT,OUTPUT"),
         (["--measures", "rates", "--max-model-len", "8249"], "8250 tokens are more than"),
         (["--measures", "rates", "--rates", "1,0.001"], "--rates 0.001: no request comes"),
-        (["--measures", "rates", "--policies", "slo"], "--shoal-option=--target"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def test_rates_are_named_shortly() -> None:
 
 
 def test_every_rate_and_way_is_a_step_of_its_own() -> None:
-    sweep = Sweep({"rates 1": WORKLOAD, "rates 2.5": WORKLOAD}, ("flying", "slo"))
-    ways = ("dp", "tp2", "sp2", "shift", "flying", "slo")
+    sweep = Sweep({"rates 1": WORKLOAD, "rates 2.5": WORKLOAD}, ("flying", "adaptive"))
+    ways = ("dp", "tp2", "sp2", "shift", "flying", "adaptive")
     expected = [f"rates {rate} {way}" for rate in ("1", "2.5") for way in ways]
     assert list(sweep.steps(NODE, SIZES)) == expected
     without_sp = replace(NODE, command=("serve",))

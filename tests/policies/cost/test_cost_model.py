@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.policies.cost.cost_model import MAX_CORRECTION, CostModel, Hardware, ModelShape
+from shoal.policies.cost.cost_model import KNOWN, MAX_CORRECTION, CostModel, Hardware, ModelShape
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout, layouts_up_to
 
@@ -161,6 +161,25 @@ def test_absurd_measurements_are_bounded_and_impossible_ones_refused() -> None:
     assert slow == pytest.approx(MAX_CORRECTION * MODEL.step_seconds(Layout(tp=1), ONE))
     with pytest.raises(ValueError, match="cannot be"):
         MODEL.observe(Layout(tp=1), ONE, 0.0)
+
+
+def test_one_step_that_had_to_wait_changes_little_and_a_lasting_change_is_learned() -> None:
+    model, layout = MODEL, Layout(tp=1)
+    usual = MODEL.step_seconds(layout, ONE)
+    for _ in range(2 * KNOWN):
+        model = model.observe(layout, ONE, usual)
+    once = model.observe(layout, ONE, 8 * usual)
+    assert once.step_seconds(layout, ONE) < 1.1 * usual
+    for _ in range(100):
+        model = model.observe(layout, ONE, 8 * usual)
+    assert model.step_seconds(layout, ONE) == pytest.approx(8 * usual, rel=0.1)
+
+
+def test_a_carry_takes_its_bytes_over_its_links() -> None:
+    bytes_of_token = 2 * 10 * 4 * 16 * 2
+    once = MODEL.carry_seconds(1000, 1)
+    assert once == pytest.approx(1000 * bytes_of_token / HARDWARE.peer_bytes_per_second)
+    assert MODEL.carry_seconds(1000, 4) == once / 4
 
 
 # --- SP ---

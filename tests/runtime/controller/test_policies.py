@@ -37,6 +37,45 @@ def let_pass(node: LoopbackNode, seconds: float, tick: float = 0.05) -> None:
         node.collect()
 
 
+def test_what_a_policy_notes_is_given_back_until_another_one_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    def counts(snapshot: Snapshot, /) -> Plan:
+        seen.append(snapshot.memory)
+        return Plan(memory=len(seen))
+
+    node = node_under(monkeypatch, counts)
+    for name in ("a", "b"):
+        node.send(name, 10, 5)
+        node.settle()
+    assert seen[0] is None
+    assert seen[1:] == list(range(1, len(seen)))
+    before = len(seen)
+    node.call(m.SetPolicy, "manual")
+    node.call(m.SetPolicy, "test")
+    node.settle()
+    assert seen[before] is None
+
+
+def test_a_mistake_does_not_make_a_policy_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def errs(snapshot: Snapshot, /) -> Plan:
+        seen.append(snapshot.memory)
+        if len(seen) == 2:
+            raise ZeroDivisionError("a bug")
+        return Plan(memory="noted")
+
+    node = node_under(monkeypatch, errs)
+    for name in ("a", "b", "c"):
+        node.send(name, 10, 5)
+        node.settle()
+    assert len(seen) > 2
+    assert set(seen[1:]) == {"noted"}
+
+
 # --- mistakes ---
 
 

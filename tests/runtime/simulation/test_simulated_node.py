@@ -179,7 +179,7 @@ def test_what_is_decoded_stays_in_tp() -> None:
     assert shift.ended - shift.first_token == pytest.approx(tp.ended - tp.first_token)
 
 
-@pytest.mark.parametrize("policy", ["shift", "flying", "slo"])
+@pytest.mark.parametrize("policy", ["shift", "flying", "adaptive"])
 def test_no_policy_loses_a_token_in_sp(policy: str) -> None:
     load = arrivals(150, 40.0, urgent=0.2)
     run = simulate(replace(SP, targets=TARGETS, shift_threshold=ShiftRule.AUTO), policy, load)
@@ -242,21 +242,21 @@ PROMISED = (Target(0, 1.0, 0.03),)
 
 
 @pytest.mark.parametrize("period", [1.0, 3.0, 7.0])
-def test_a_square_wave_does_not_make_slo_flap(period: float) -> None:
+def test_a_square_wave_does_not_make_adaptive_flap(period: float) -> None:
     """Load that rises and falls as fast as it is measured: the policy does not follow it."""
     load = [a for a in arrivals(400, 20.0) if int(a.at / period) % 2 == 0]
-    run = simulate(Node(SHAPE, H200, targets=PROMISED), "slo", load)
+    run = simulate(Node(SHAPE, H200, targets=PROMISED), "adaptive", load)
     assert all(life.finished for life in run.lives)
     assert 1 <= len(run.switches) <= 4
 
 
-def test_slo_keeps_more_promises_than_either_layout_alone() -> None:
+def test_adaptive_keeps_more_promises_than_either_layout_alone() -> None:
     load = arrivals(150, 3.0) + [
         Arrival(50.0 + a.at, a.prompt_tokens, a.output_tokens) for a in arrivals(450, 24.0)
     ]
     node = Node(SHAPE, H200, targets=PROMISED)
     kept = {name: promises_kept(simulate(node, name, load)) for name in DECIDING}
-    assert max(kept, key=lambda name: kept[name]) == "slo"
+    assert max(kept, key=lambda name: kept[name]) == "adaptive"
 
 
 def promises_kept(run: Run) -> int:

@@ -125,7 +125,6 @@ def test_a_model_is_known_where_no_option_can_have_it_for_a_value(
         ["--engines", "2", "--max-group", "4"],
         ["--engines", "2", "--max-sp", "4"],
         ["--policy", "nosuch"],
-        ["--policy", "slo"],
         ["--port", "65536"],
         ["--log-format", "xml"],
         ["--restart-backoff", "0"],

@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_frees_its_request(node: ServedNode) -> None:
 def test_the_policy_changes_live(http: httpx.Client) -> None:
     before = http.get("/admin/policy").json()
     assert before["policy"] == "manual"
-    assert {"flying", "slo", "static-dp", "static-tp"} <= set(before["policies"])
+    assert {"adaptive", "flying", "static-dp", "static-tp"} <= set(before["policies"])
     assert http.post("/admin/policy", json={"policy": "static-tp"}).json()["policy"] == "static-tp"
     refused = http.post("/admin/layout", json={"units": [[0], [1]]})
     assert refused.status_code == 409

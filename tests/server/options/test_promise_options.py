@@ -47,7 +47,7 @@ class Model(SimpleNamespace):
         return 128256
 
 
-def parsed(*argv: str, policy: str = "slo") -> Namespace:
+def parsed(*argv: str, policy: str = "adaptive") -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
     add_promise_options(parser.add_argument_group("Shoal"))
     add_shift_options(parser, automatic=False)
@@ -59,10 +59,8 @@ def test_targets_are_in_seconds_and_in_order() -> None:
     assert promised(args) == (Target(-10, 0.5, 0.015), Target(0, 1.0, 0.03))
 
 
-def test_only_a_policy_that_goes_by_promises_needs_them() -> None:
-    assert promised(parsed(policy="flying")) == ()
-    with pytest.raises(UserError, match="--target"):
-        promised(parsed())
+def test_nothing_needs_to_be_promised() -> None:
+    assert promised(parsed()) == ()
 
 
 def test_the_shape_is_that_of_the_served_model() -> None:
@@ -114,11 +112,11 @@ def test_a_model_whose_configuration_names_no_mlp_size_has_no_cost_model() -> No
 @pytest.mark.parametrize(
     ("argv", "policy"),
     [
-        ((), "slo"),
+        (("--target", "0:1000:30"), "adaptive"),
         (("--cost-model-hardware", "h200"), "flying"),
         (("--max-sp", "2", "--shift-threshold", "auto"), "flying"),
     ],
-    ids=["needed", "asked-for", "needed-for-the-shift"],
+    ids=["promised", "asked-for", "needed-for-the-shift"],
 )
 def test_a_cost_model_that_is_wanted_is_there_or_nothing_starts(
     argv: tuple[str, ...], policy: str

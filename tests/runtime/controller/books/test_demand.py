@@ -152,3 +152,29 @@ def test_the_first_seconds_are_no_average_of_more() -> None:
     demand = Demand(100.0)
     seen = poisson(demand, 10.0, 100.0, 100.0 + RATE_SECONDS[0] / 2, 0)
     assert seen[-1] == pytest.approx(10.0, rel=0.35)
+
+
+# --- the rates of the past ---
+
+
+def test_the_longer_the_average_the_later_it_follows() -> None:
+    demand = Demand(0.0)
+    for k in range(300):
+        demand.arrive(float(k), 10)
+    # Ten a second from now on, for five seconds.
+    for k in range(50):
+        demand.arrive(300.0 + k / 10, 10)
+    now, recent, usual = (
+        rate(305.0) for rate in (demand.arrival_rate, demand.recent_rate, demand.usual_rate)
+    )
+    assert now > 5.5
+    assert 3.0 < recent < 5.5
+    assert 1.0 < usual < 2.5
+
+
+def test_a_node_that_just_started_knows_its_rates_at_once() -> None:
+    demand = Demand(0.0)
+    for k in range(40):
+        demand.arrive(k / 4, 10)
+    assert demand.recent_rate(10.0) == pytest.approx(4.0, rel=0.1)
+    assert demand.usual_rate(10.0) == pytest.approx(4.0, rel=0.1)

@@ -282,7 +282,7 @@ def test_policy_that_errs_changes_nothing(plan, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_policy_is_named() -> None:
-    with pytest.raises(registry.UnknownPolicyError, match="choose one of flying, manual"):
+    with pytest.raises(registry.UnknownPolicyError, match="choose one of adaptive, flying, manual"):
         LoopbackNode(2, policy="none-such")
 
 

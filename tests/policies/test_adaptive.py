@@ -1,0 +1,221 @@
+"""The policy ``adaptive``: when it switches and where to, what it remembers, who goes where."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shoal.policies.adaptive import (
+    ADAPTIVE,
+    LEAST_SECONDS,
+    LINGER_SECONDS,
+    REVIEW_SECONDS,
+    Memory,
+)
+from shoal.policies.flying import FLYING
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import Partition
+from shoal.policies.values.plan import Plan
+from shoal.policies.values.snapshot import LayoutState, Snapshot, Target
+from tests.policies.nodes import DP, FOURS, LAYOUTS, PAIRS, TP, node
+from tests.policies.snapshots import request
+from tests.units import tp
+
+LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(0, 5.0, 0.012)
+URGENT, REST = Target(-1, 0.5, 0.013), Target(0, 1.0, 0.035)
+
+
+def asked_for(seen: Snapshot, seconds: float) -> Iterator[Plan]:
+    """Ask about the same load again and again; yield the plans until one wants a switch."""
+    for k in range(round(seconds / REVIEW_SECONDS)):
+        plan = ADAPTIVE.plan(replace(seen, now=k * REVIEW_SECONDS))
+        yield plan
+        if plan.target is not None:
+            return
+        seen = replace(seen, memory=plan.memory)
+
+
+def wanted(seen: Snapshot, seconds: float = 5.0) -> Partition:
+    """Return the partition to which the policy comes if nothing else changes."""
+    *_, last = asked_for(seen, seconds)
+    return last.target or seen.partition
+
+
+def reviews(seen: Snapshot, seconds: float = 20.0) -> int:
+    """Return how often the policy judges a load until it switches."""
+    return len(list(asked_for(seen, seconds)))
+
+
+def chats(seen: Snapshot) -> Snapshot:
+    """Return the node with short prompts and long outputs, where many degrees have their load."""
+    return replace(seen, prompt_tokens=100.0, output_tokens=500.0)
+
+
+CROWD = chats(node(TP, {0: 50}, rate=80.0))
+"""A load that only DP bears, and the widest group that got it."""
+
+
+def widths(partition: Partition) -> list[int]:
+    return sorted(unit.size for unit in partition)
+
+
+# --- where to ---
+
+
+def test_an_idle_node_goes_to_the_widest_group_and_a_crowded_one_to_dp() -> None:
+    assert wanted(node(DP, rate=0.0)) == TP
+    assert wanted(CROWD) == DP
+
+
+@pytest.mark.parametrize(
+    ("requests", "rate", "best"), [(10, 10.0, TP), (10, 40.0, FOURS), (30, 60.0, PAIRS)]
+)
+def test_between_them_are_pairs_and_fours(requests: int, rate: float, best: Partition) -> None:
+    assert wanted(chats(node(TP, {0: requests}, rate=rate))) == best
+
+
+@pytest.mark.parametrize("partition", [DP, PAIRS, FOURS, TP])
+def test_where_it_comes_to_it_stays(partition: Partition) -> None:
+    """The same load from any layout leads to the same one, which is then kept."""
+    seen = replace(node(partition, {0: 2}, rate=8.0), prompt_tokens=300.0)
+    assert wanted(seen) == TP
+    assert reviews(replace(node(TP, {0: 2}, rate=8.0), prompt_tokens=300.0)) == 400
+
+
+def test_running_requests_are_carried() -> None:
+    *_, plan = asked_for(CROWD, 5.0)
+    assert (plan.treatment, plan.reason) == ("carry", "load")
+    *_, plan = asked_for(node(DP, {0: 1}, rate=0.5), 5.0)
+    assert (plan.treatment, plan.reason) == ("carry", "quiet")
+
+
+def test_a_node_of_one_engine_has_nothing_to_decide() -> None:
+    seen = node(DP, {0: 4}, rate=9.0)
+    seen = replace(seen, engines=1, max_group=1, partition=(alone(0),), units=seen.units[:1])
+    assert wanted(seen) == (alone(0),)
+
+
+def test_without_a_model_of_the_hardware_it_works_as_flying() -> None:
+    seen = replace(node(DP, {0: 1}), cost_model=None)
+    assert ADAPTIVE.plan(seen) == FLYING.plan(seen)
+    assert ADAPTIVE.plan(seen).target == TP
+
+
+# --- keeping still ---
+
+
+def test_a_clear_gain_is_taken_at_once_and_a_small_one_later() -> None:
+    clear, small = reviews(CROWD), reviews(chats(node(TP, {0: 30}, rate=10.0)))
+    assert clear <= 3
+    assert 2 * clear < small < 400
+
+
+def test_what_is_saved_adds_up_only_while_it_is_saved() -> None:
+    """A load that calls for DP and for TP in turn, too shortly for a switch to pay."""
+    busy, quiet = chats(node(TP, {0: 30}, rate=10.0)), chats(node(TP, {0: 1}, rate=1.0))
+    assert 3 < reviews(busy) < 400
+    memory, target = None, None
+    for k in range(200):
+        seen = quiet if k % 20 else busy
+        plan = ADAPTIVE.plan(replace(seen, now=k * REVIEW_SECONDS, memory=memory))
+        memory, target = plan.memory, target or plan.target
+    assert target is None
+
+
+def test_a_switch_just_made_is_given_time() -> None:
+    seen = CROWD
+    assert wanted(replace(seen, since_switch=LEAST_SECONDS / 2)) == TP
+
+
+def test_a_change_of_mind_makes_the_next_switch_dearer_for_a_while() -> None:
+    seen = CROWD
+
+    def saved(before: Memory) -> float:
+        """Return when the sum is large enough, in units of the sum without doubt."""
+        return reviews(replace(seen, memory=replace(before, at=-REVIEW_SECONDS)))
+
+    sure, unsure = Memory(0.0), Memory(0.0, doubt=16.0)
+    assert saved(unsure) > saved(sure)
+    *_, plan = asked_for(replace(seen, memory=Memory(-REVIEW_SECONDS, wider=True)), 5.0)
+    assert plan.memory.doubt > 1.9
+    *_, plan = asked_for(replace(seen, memory=Memory(-REVIEW_SECONDS, wider=False)), 5.0)
+    assert plan.memory.doubt == 1.0
+    later = replace(seen, now=100.0, switching=False, memory=replace(unsure, at=0.0))
+    assert ADAPTIVE.plan(later).memory.doubt < 1.1
+
+
+def test_between_reviews_nothing_is_judged_but_requests_start() -> None:
+    seen = CROWD
+    first = ADAPTIVE.plan(seen).memory
+    soon = replace(seen, now=REVIEW_SECONDS / 2, memory=first, pool=(request("a"),), waiting=1)
+    plan = ADAPTIVE.plan(soon)
+    assert plan.memory == first
+    assert [d.request_id for d in plan.dispatches] == ["a"]
+
+
+def test_no_switch_while_one_runs_and_nothing_adds_up() -> None:
+    seen = replace(CROWD, switching=True)
+    *_, last = asked_for(seen, 2.0)
+    assert last.target is None
+    assert last.memory.saved == ()
+
+
+def test_the_memory_of_another_policy_is_forgotten() -> None:
+    assert isinstance(ADAPTIVE.plan(replace(node(DP), memory="strange")).memory, Memory)
+
+
+# --- long and urgent requests, promises ---
+
+
+def test_a_request_that_fits_nowhere_is_reason_enough() -> None:
+    limits = [100, 200, 400, 800]
+    layouts = tuple(
+        LayoutState(each.layout, each.slots, each.total_blocks, each.block_tokens, limit)
+        for each, limit in zip(LAYOUTS, limits, strict=True)
+    )
+    crowd = replace(CROWD, partition=DP, units=node(DP, {0: 50}).units)
+    units = tuple(replace(unit, max_model_len=100) for unit in crowd.units)
+    long = request("long", prompt=20, total=150)
+    seen = replace(crowd, units=units, layouts=layouts, pool=(long,), waiting=1, since_switch=0.0)
+    plan = ADAPTIVE.plan(seen)
+    assert plan.reason == "long"
+    assert max(widths(plan.target)) >= 2
+    # The crowd keeps what it needs.
+    assert widths(plan.target).count(1) >= 4
+
+
+def test_urgent_requests_get_a_group_where_others_fill_the_node() -> None:
+    crowd = chats(node(DP, {-1: 4, 0: 8}, rate=40.0))
+    assert widths(wanted(replace(crowd, since_urgent=0.0))) == [2, 2, 4]
+    over = wanted(replace(crowd, since_urgent=LINGER_SECONDS + 1))
+    assert len(set(widths(over))) == 1
+    # With promises it is these that decide.
+    promised = node(DP, {-1: 1, 0: 4}, URGENT, REST, rate=12.0)
+    assert widths(wanted(promised)) == [2, 2, 4]
+
+
+def test_urgent_requests_go_to_the_widest_unit_and_the_others_elsewhere() -> None:
+    mixed: Partition = (tp(0, 1, 2, 3), tp(4, 5), tp(6, 7))
+    pool = (request("urgent", priority=-1), request("a"), request("b"))
+    for targets in ((), (URGENT, REST)):
+        seen = replace(node(mixed, {-1: 1, 0: 1}, *targets), pool=pool, since_urgent=0.0)
+        sent = {d.request_id: d.unit.size for d in ADAPTIVE.plan(seen).dispatches}
+        assert sent == {"urgent": 4, "a": 2, "b": 2}
+
+
+def test_without_urgent_requests_all_go_wherever_there_is_least_to_do() -> None:
+    mixed: Partition = (tp(0, 1, 2, 3), *(alone(k) for k in range(4, 8)))
+    seen = node(mixed)
+    busy = (replace(seen.units[0], requests=8), *seen.units[1:])
+    seen = replace(seen, units=busy, pool=(request("a"),), waiting=1)
+    assert ADAPTIVE.plan(seen).dispatches[0].unit.size == 1
+
+
+def test_promises_decide_where_there_are_some() -> None:
+    """TP would be faster for both; only DP or narrow groups bear the load of the second."""
+    assert widths(wanted(node(DP, {0: 1}, TIGHT)))[-1] > 1
+    assert wanted(node(TP, {0: 8}, Target(0, 2.0, 0.06), rate=60.0)) != TP
+
+
+def test_promises_that_every_layout_keeps_are_kept_in_the_fastest() -> None:
+    assert wanted(node(DP, {0: 1}, LOOSE, rate=0.5)) == TP
