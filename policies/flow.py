@@ -183,7 +183,8 @@ def flow(
     for tick in ticks:
         arriving = tick * work.rate_at(at + tick / 2)
         at, here, needed = at + tick, decoding + waiting, tokens + arriving * work.prompt
-        length, tpot, done, wait = _steps(pace, decoding, needed / tick, chunk)
+        prompts = waiting + arriving
+        length, tpot, done, wait = _steps(pace, decoding, needed / tick, chunk, prompts)
         stay = work.output * tpot
         kept = math.exp(-tick / stay)
         # A request that waits gets a seat when another one leaves.
@@ -193,16 +194,17 @@ def flow(
             done, started = done * free / started, free
         tokens, waiting = (1 - done) * needed, (1 - done) * (waiting + arriving)
         decoding = kept * decoding + (1 - kept) * started / tick * stay
-        first = length * chunks + wait
+        # Where prompts queue, the time in the queue includes that of their own steps.
+        first = length * chunks + wait if done == 1.0 else 0.0
         spent = tick * (here + decoding + waiting) / 2 + started * first + late * here
         queued = tick * waiting / started if started else math.inf
-        ttft = first + queued + late
+        ttft = max(first, length) + queued + late
         yield Moment(spent, started, ttft, tpot, decoding, waiting, tokens)
         late = 0.0
 
 
 def _steps(
-    pace: Pace, decoding: float, rate: float, chunk: float
+    pace: Pace, decoding: float, rate: float, chunk: float, prompts: float
 ) -> tuple[float, float, float, float]:
     """Return the seconds of a step with prompts and of a token, and what becomes of new prompts.
 
@@ -213,6 +215,7 @@ def _steps(
         decoding: requests that decode.
         rate: prompt tokens per second that are to be computed.
         chunk: prompt tokens of a step that has one prompt.
+        prompts: number of prompts that wait. Where they are few, units have one only at times.
     """
     step, added = pace.step(decoding), pace.added(decoding + chunk)
     fixed, often = added.fixed(decoding), rate / chunk
@@ -227,7 +230,9 @@ def _steps(
         fixed = added.fixed(decoding)
         size = _size(added, step + fixed, rate, chunk)
     length = step + fixed + size * added.token
-    return length, length, min(1.0, size / length / rate), length / 2
+    busy = 1 - math.exp(-prompts)
+    tpot = 1 / (busy / length + (1 - busy) / step)
+    return length, tpot, min(1.0, busy * size / length / rate), length / 2
 
 
 def _size(added: Added, without: float, rate: float, chunk: float) -> float:

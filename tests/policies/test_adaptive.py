@@ -218,4 +218,4 @@ def test_promises_decide_where_there_are_some() -> None:
 
 
 def test_promises_that_every_layout_keeps_are_kept_in_the_fastest() -> None:
-    assert wanted(node(DP, {0: 1}, LOOSE, rate=0.5)) == TP
+    assert wanted(node(DP, {0: 2}, LOOSE, rate=4.0)) == TP

@@ -157,3 +157,13 @@ def test_a_pace_knows_sp_where_the_node_runs_it() -> None:
 def test_seats_are_those_of_the_layout() -> None:
     seats = [pace_of(node(TP), MODEL, Layout(tp=tp), WORK).seats for tp in (1, 8)]
     assert seats == [pytest.approx(10_000 * 16 / 1050), 256]
+
+
+def test_units_without_a_prompt_do_not_help_with_those_of_others() -> None:
+    """Eight prompts at once: one after another in one unit, or one in each of eight slower ones."""
+    slower = replace(STEADY, tp=Added(0.0, 0.0, 8 * PROMPT / 1000))
+    together = replace(IDLE, waiting=8.0, tokens=8000.0)
+    one = sum(moment.seconds for moment in flow(STEADY, together, [*NEAR, *FAR]))
+    eight = 8 * sum(moment.seconds for moment in flow(slower, together.part(1 / 8), [*NEAR, *FAR]))
+    decoding = 8 * 100 * STEP
+    assert eight - decoding > 1.5 * (one - decoding)
