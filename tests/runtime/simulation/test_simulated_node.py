@@ -247,7 +247,7 @@ def test_a_square_wave_does_not_make_adaptive_flap(period: float) -> None:
     load = [a for a in arrivals(400, 20.0) if int(a.at / period) % 2 == 0]
     run = simulate(Node(SHAPE, H200, targets=PROMISED), "adaptive", load)
     assert all(life.finished for life in run.lives)
-    assert 1 <= len(run.switches) <= 4
+    assert 1 <= len(run.switches) <= 6
 
 
 def test_adaptive_keeps_more_promises_than_either_layout_alone() -> None:
