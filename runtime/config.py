@@ -147,7 +147,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     without waiting (``switch.py``)."""
     precopy_tokens: int = PRECOPY_TOKENS
     """A switch copies KV ahead if the requests that it carries have so many tokens together
-    (``precopy.py``); 0: no switch does."""
+    (``precopy.py``); 0, or without prefix caching: no switch does."""
     max_retries: int = MAX_RETRIES
     """How often a request is started again after an engine died with the request in its batch."""
     engine_timeout_seconds: float | None = None

@@ -208,8 +208,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         place_by_prefix=args.place_by_prefix,
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
-        # What was copied ahead is found as a cached prefix.
-        precopy_tokens=args.precopy_tokens if vllm_config.cache_config.enable_prefix_caching else 0,
+        precopy_tokens=args.precopy_tokens,
         max_retries=args.max_retries,
         engine_timeout_seconds=args.engine_timeout,
         controller_timeout_seconds=args.controller_timeout,

@@ -65,7 +65,9 @@ class Carries:
 
     def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
         self._timeout = env.config.prepare_timeout_seconds
-        self._precopy_tokens = env.config.precopy_tokens
+        config = env.config
+        # What was copied ahead is found as a cached prefix.
+        self._precopy_tokens = config.precopy_tokens if config.caches_prefixes else 0
         self._transport = env.transport
         self._clock = env.clock
         self._engines = books.engines

@@ -106,6 +106,13 @@ def test_less_is_left_to_read(way: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 < with_it.precopy_seconds < with_it.duration_seconds
 
 
+def test_without_a_prefix_cache_no_switch_copies_ahead() -> None:
+    node = under_way(ALONE, msgspec.structs.replace(SETTINGS, prefix_caching=False))
+    assert switched(node, *PAIRS).carried == REQUESTS
+    outcomes = ("copied", "nothing", "stopped")
+    assert [node.value("shoal_precopies_total", outcome=each) for each in outcomes] == [0, 0, 0]
+
+
 def test_requests_get_tokens_while_their_kv_is_copied() -> None:
     slow = msgspec.structs.replace(SETTINGS, copy_seconds=20 * STEP)
     node = under_way(ALONE, slow)
