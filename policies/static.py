@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from shoal.policies.unit_costs import Cost, costs
+from shoal.policies.unit_costs import UnitCosts
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
@@ -34,7 +34,7 @@ def dispatch_least_loaded(
     """
     rooms = [Room(unit) for unit in snapshot.units if unit.serving]
     dispatches = []
-    cost = costs(snapshot)
+    cost = UnitCosts(snapshot)
     for request in snapshot.pool:
         rooms = [room for room in rooms if room.slots > 0]
         if not rooms:
@@ -59,15 +59,19 @@ def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
     return not narrowest.can_hold(request)
 
 
-def _choose(rooms: list[Room], request: PoolRequest, sign: int, cost: Cost) -> Room | None:
+def _choose(rooms: list[Room], request: PoolRequest, sign: int, cost: UnitCosts) -> Room | None:
     """Return the room to take; None: the request waits. ``sign`` is as in ``Preference``."""
-    # Idle units cost the same: the one with the least in its cache keeps the caches apart.
-    ranked = sorted(rooms, key=lambda room: (cost(request, room), room.unit.cached_tokens))
-    if sign:
-        ranked.sort(key=lambda room: sign * room.unit.unit.size)
-    for room in ranked:
-        if room.takes(request):
-            return room
+
+    def rank(room: Room) -> tuple[int, float, int]:
+        # Idle units cost the same: the one with the least in its cache keeps the caches apart.
+        return sign * room.unit.unit.size, cost(request, room), room.unit.cached_tokens
+
+    best = min(rooms, key=rank)
+    if best.takes(request):
+        return best
+    able = [room for room in rooms if room.takes(request)]
+    if able:
+        return min(able, key=rank)
     for room in rooms:
         if room.unit.can_hold(request):
             room.slots = 0

@@ -7,7 +7,6 @@ context. So a request goes where its prefix is cached unless more is lost there 
 saves, and the more requests a unit has, the more a prefix must save.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.policies.values.batch import Batch
@@ -20,8 +19,6 @@ READS_PER_PROMPT_TOKEN = 700
 about that of an 8B model on an H200."""
 _DECODES, _CONTEXT, _CHUNK = 32, 4096, 2048
 
-Cost = Callable[[PoolRequest, Room], float]
-
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -33,27 +30,45 @@ class Prices:
     """The same, for a step to read a token of context."""
 
 
-def costs(snapshot: Snapshot) -> Cost:
-    """Return the function that tells what it costs to start a request in a unit."""
-    known: dict[Layout, Prices] = {}
+class UnitCosts:
+    """Tells what it costs to start a request in a unit.
 
-    def cost(request: PoolRequest, room: Room) -> float:
-        layout = room.unit.unit.layout
-        if layout not in known:
-            known[layout] = _prices(snapshot, layout)
-        return _cost(request, room, known[layout], snapshot.output_tokens)
+    A plan may ask for hundreds of requests and eight units each. So what does not depend on the
+    request is computed only once, and again when the plan has sent the unit something.
 
-    return cost
+    Args:
+        snapshot: the node.
+    """
 
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._prices: dict[Layout, Prices] = {}
+        self._terms: dict[int, tuple[int, float, float, float]] = {}
+        """By the unit's leader: what the plan had sent there, the cost of waiting and reading, and
+        what a token to compute and one to be read cost all requests there together."""
 
-def _cost(request: PoolRequest, room: Room, prices: Prices, output: float) -> float:
-    unit = room.unit
-    new = room.new_tokens(request)
-    own = (unit.prefill_tokens + room.queued + new) * prices.prompt
-    own += output * (unit.context_tokens + room.context) * prices.read
-    # On average, half of the others' outputs are still to come.
-    each = new * prices.prompt + output / 2 * request.prompt_tokens * prices.read
-    return own + (unit.requests + room.taken) * each
+    def __call__(self, request: PoolRequest, room: Room) -> float:
+        """Return the cost, by which units can be compared."""
+        terms = self._terms.get(room.unit.unit.leader)
+        if terms is None or terms[0] != room.taken:
+            terms = self._terms_of(room)
+        _, base, new, read = terms
+        return base + new * room.new_tokens(request) + read * request.prompt_tokens
+
+    def _terms_of(self, room: Room) -> tuple[int, float, float, float]:
+        unit, output = room.unit, self._snapshot.output_tokens
+        layout = unit.unit.layout
+        if layout not in self._prices:
+            self._prices[layout] = _prices(self._snapshot, layout)
+        prices = self._prices[layout]
+        base = (unit.prefill_tokens + room.queued) * prices.prompt
+        base += output * (unit.context_tokens + room.context) * prices.read
+        others = unit.requests + room.taken
+        # On average, half of the others' outputs are still to come.
+        read = others * output / 2 * prices.read
+        terms = room.taken, base, (1 + others) * prices.prompt, read
+        self._terms[unit.unit.leader] = terms
+        return terms
 
 
 def _prices(snapshot: Snapshot, layout: Layout) -> Prices:

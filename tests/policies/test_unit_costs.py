@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.policies.static import dispatch_least_loaded
-from shoal.policies.unit_costs import costs
+from shoal.policies.unit_costs import UnitCosts
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
@@ -111,4 +111,4 @@ def test_a_preferred_width_counts_before_a_prefix(model: object) -> None:
 def test_a_whole_prompt_is_never_free() -> None:
     one = asks("r", 100, (ONE, 200))
     assert Room(room(ONE)).new_tokens(one) == 1
-    assert costs(snapshot(room(ONE)))(one, Room(room(ONE))) > 0
+    assert UnitCosts(snapshot(room(ONE)))(one, Room(room(ONE))) > 0
