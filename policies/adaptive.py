@@ -124,7 +124,7 @@ def _judged(
         return here, memory
 
     def pays(candidate: Partition) -> bool:
-        if not saved[candidate] or costs[candidate] >= now:
+        if not saved[candidate] or costs[candidate] >= now or not forecast.has_room(candidate):
             return False
         stall = forecast.stall(candidate)
         stop = forecast.cost(candidate, stall) - costs[candidate]

@@ -49,6 +49,8 @@ USUAL = 16
 little about the next ones."""
 LEAST_RATE = 1 / 60
 """Least requests per second that are assumed to arrive, so that an idle node has a best layout."""
+LEAST_ROOM = 0.15
+"""Share of a unit's KV blocks that must be free, so that its requests can be carried away."""
 SWITCH_SECONDS = 0.004
 """Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
 
@@ -129,6 +131,16 @@ class Forecast:
             return SWITCH_SECONDS
         longest = max(map(self._step_seconds, here))
         return SWITCH_SECONDS + longest / 2 + self._copy_seconds(candidate, moved)
+
+    def has_room(self, candidate: Partition) -> bool:
+        """Return whether the requests that a switch moves can take their KV along.
+
+        While it is copied it lies in two places. Without room for that it would be computed again.
+        """
+        moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
+        return all(
+            unit.free_blocks >= LEAST_ROOM * unit.total_blocks for unit in moved if unit.running
+        )
 
     def _step_seconds(self, unit: UnitState) -> float:
         context = round(self._work.prompt + self._work.output / 2)

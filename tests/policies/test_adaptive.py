@@ -160,6 +160,13 @@ def test_no_switch_while_one_runs_and_nothing_adds_up() -> None:
     assert last.memory.saved == ()
 
 
+def test_a_full_node_keeps_its_layout() -> None:
+    """Requests could not take their KV along, so a switch would compute all of them again."""
+    full = replace(CROWD, units=tuple(replace(unit, free_blocks=5) for unit in CROWD.units))
+    assert wanted(full) == TP
+    assert wanted(CROWD) == DP
+
+
 def test_the_memory_of_another_policy_is_forgotten() -> None:
     assert isinstance(ADAPTIVE.plan(replace(node(DP), memory="strange")).memory, Memory)
 
