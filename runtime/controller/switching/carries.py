@@ -245,7 +245,7 @@ class Carries:
                 continue
             grown = continued(request, described.tokens, self._clock())
             if self._capacity.can_hold(carry.destination, grown.seen):
-                self._requests.place(grown, carry.destination, carried=True)
+                self._requests.carry(grown, carry.destination)
                 placed = m.Placed(request.id, carry.destination)
                 self._transport.to_control(front_identity(request.client), placed)
                 taken.append(described)

@@ -1,10 +1,13 @@
 """What a fake core does for pre-copies: it pins blocks, reserves some, and lets members read.
 
-Reading takes its time beside the steps. Blocks that are written to before they were read, and
-blocks that are used before something was read into them, give wrong tokens, as on a device.
+As in the real engines (``blocks_ahead.py``), what was read is in the prefix cache, where a request
+finds it that comes. Reading takes its time beside the steps. Blocks that are written to before they
+were read, and blocks that are used before something was read into them, give wrong tokens, as on a
+device.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -12,8 +15,7 @@ import msgspec
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.interface import Copied
-from shoal.runtime.engine.fake.fake_kv import first_tokens
-from shoal.runtime.engine.fake.fake_scheduler import BlockIds, FakeRequest
+from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
 from shoal.runtime.engine.fake.step_times import Devices
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
 
@@ -22,9 +24,14 @@ Physical = Callable[[Sequence[int]], Mapping[int, list[int]]]
 
 
 class Reservation(msgspec.Struct):
-    """Blocks of a core for what a request has filled elsewhere."""
+    """The blocks of a request's first tokens, which it has filled elsewhere; all are held."""
 
+    request: FakeRequest
     blocks: list[int]
+    begin: int
+    """The first that is read into: those before it are cached, or reserved for another request."""
+    is_seen: bool
+    """Whether this process knows what the source has; else that is taken to be right."""
     is_settled: bool = False
     is_wanted: bool = True
     """Whether the request is still expected."""
@@ -51,7 +58,7 @@ class FakeAhead:
         block_tokens: tokens of each of its blocks.
         settings: tells how long reading takes.
         devices: the node's, as far as this process knows them.
-        pool: the core's free blocks.
+        scheduler: the core's.
         physical: what backs its blocks.
     """
 
@@ -61,7 +68,7 @@ class FakeAhead:
         block_tokens: int,
         settings: FakeSettings,
         devices: Devices,
-        pool: BlockIds,
+        scheduler: FakeScheduler,
         physical: Physical,
     ) -> None:
         self._unit = unit
@@ -69,8 +76,8 @@ class FakeAhead:
         self._settings = settings
         self._devices = devices
         self._memory = devices.memory
-        self._sealed = devices.sealed
-        self._pool = pool
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
         self._physical = physical
         self._pins: dict[int, list[int]] = {}
         self._reserved: dict[tuple[int, str], Reservation] = {}
@@ -78,22 +85,20 @@ class FakeAhead:
 
     # --- as the source ------------------------------------------------------------------------
 
-    def pin(self, carry: int, requests: Iterable[FakeRequest]) -> list[CarriedRequest]:
+    def pin(self, carry: int, request_ids: Collection[str]) -> list[CarriedRequest]:
         """See ``Core.pin``."""
-        pinned, held = list[CarriedRequest](), self._pins.setdefault(carry, [])
-        for request in requests:
+        pinned = list[CarriedRequest]()
+        for request in self._scheduler.requests:
             blocks = request.blocks[: request.computed // self._size]
-            if blocks:
+            if request.id in request_ids and blocks and not request.is_unsure:
                 self._pool.hold(blocks)
-                held += blocks
+                self._pins.setdefault(carry, []).extend(reversed(blocks))
                 pinned.append(self._describe(request, blocks))
         return pinned
 
     def _describe(self, request: FakeRequest, blocks: list[int]) -> CarriedRequest:
-        physical = self._physical(blocks)
-        self._sealed.seal(request, physical, self._size)
         tokens, computed = list(request.generated), len(blocks) * self._size
-        ids = {engine: [of] for engine, of in physical.items()}
+        ids = {engine: [of] for engine, of in self._physical(blocks).items()}
         return CarriedRequest(request.id, tokens, computed, ids, request.tokens)
 
     def unpin(self, carry: int) -> None:
@@ -102,29 +107,68 @@ class FakeAhead:
 
     # --- as the destination -------------------------------------------------------------------
 
-    def reserve(self, carry: int, requests: Iterable[CarriedRequest]) -> list[AheadRequest]:
+    def reserve(
+        self, carry: int, requests: Iterable[tuple[FakeRequest, CarriedRequest]]
+    ) -> list[AheadRequest]:
         """See ``Core.reserve``; the requests are expected."""
-        taken = []
-        for request in sorted(requests, key=lambda each: -each.computed):
-            count = request.computed // self._size
-            if count and count <= len(self._pool):
-                blocks = self._pool.take(count)
-                self._reserved[carry, request.request_id] = Reservation(blocks)
-                target = {engine: [ids] for engine, ids in self._physical(blocks).items()}
-                end = count * self._size
-                taken.append(AheadRequest(request.request_id, 0, end, request.blocks, target))
+        by_hash, taken = dict[bytes, int](), list[AheadRequest]()
+        for request, carried in sorted(requests, key=lambda each: -each[1].computed):
+            reserved = self._reserve(request, carried, by_hash)
+            if reserved is None:
+                continue
+            self._reserved[carry, request.id] = reserved
+            begin, end = reserved.begin * self._size, len(reserved.blocks) * self._size
+            if begin < end:
+                target = {engine: [ids] for engine, ids in self._physical(reserved.blocks).items()}
+                taken.append(AheadRequest(request.id, begin, end, carried.blocks, target))
         return taken
+
+    def _reserve(
+        self, request: FakeRequest, carried: CarriedRequest, by_hash: dict[bytes, int]
+    ) -> Reservation | None:
+        """Hold all blocks for what a request has filled, or none.
+
+        Args:
+            request: the request.
+            carried: what the source has pinned of it.
+            by_hash: blocks that are reserved for the same carry, by what will be cached in them.
+        """
+        if not self._scheduler.looks_up(request):
+            return None
+        request.extend(carried.tokens[len(request.generated) :])
+        hashes = request.prefixes(self._size)[: carried.computed // self._size]
+        blocks = self._pool.find(hashes)
+        blocks += map(by_hash.__getitem__, takewhile(by_hash.__contains__, hashes[len(blocks) :]))
+        begin, lacking = len(blocks), len(hashes) - len(blocks)
+        if not hashes or lacking + self._pool.unheld(blocks) > len(self._pool):
+            return None
+        self._pool.hold(blocks)
+        blocks += self._pool.take(lacking)
+        by_hash.update(zip(hashes, blocks, strict=True))
+        return Reservation(request, blocks, begin, self._memory.knows(carried.blocks))
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``Core.settle``."""
-        for key, reservation in list(self._reserved.items()):
-            if key[0] == carry:
-                reservation.is_settled = True
-                if not (copied and reservation.is_wanted):
+        for key, reserved in list(self._reserved.items()):
+            if key[0] == carry and not reserved.is_settled:
+                reserved.is_settled = True
+                if copied:
+                    self._cache(reserved)
+                if not (copied and reserved.is_wanted):
                     self._free(key)
 
+    def _cache(self, reserved: Reservation) -> None:
+        request, blocks, begin = reserved.request, reserved.blocks, reserved.begin
+        self._scheduler.cache(request, blocks, begin)
+        if not reserved.is_seen:
+            read = self._physical(blocks[begin:])
+            self._memory.write(self._unit, request, begin, read, self._size)
+
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Take note that requests do not come; blocks that are read into are kept until then."""
+        """Let go of the blocks of requests that have come, or do not come.
+
+        Those that are read into are kept until that is settled.
+        """
         gone = set(request_ids)
         for key, reservation in list(self._reserved.items()):
             if key[1] in gone:
@@ -133,36 +177,7 @@ class FakeAhead:
                     self._free(key)
 
     def _free(self, key: tuple[int, str]) -> None:
-        self._pool.give(self._reserved.pop(key).blocks)
-
-    def _ready(self, request_id: str) -> tuple[int, str] | None:
-        for key, reservation in self._reserved.items():
-            if key[1] == request_id and reservation.is_settled:
-                return key
-        return None
-
-    def blocks_of(self, request_id: str) -> list[int]:
-        """Return the blocks that hold the beginning of a request that comes now."""
-        key = self._ready(request_id)
-        return [] if key is None else list(self._reserved[key].blocks)
-
-    def take(self, request: FakeRequest, source: Unit) -> None:
-        """Let a request have these blocks, which it holds by now. Wrong ones make it wrong."""
-        key = self._ready(request.id)
-        if key is None:
-            return
-        blocks = self._reserved.pop(key).blocks
-        tokens = len(blocks) * self._size
-        if not self._memory.knows((*self._unit.engines, *source.engines)):
-            return
-        for engine, ids in self._physical(blocks).items():
-            if not self._sealed.hold(request.id, tokens, engine, ids):
-                request.spoil()
-                return
-            writer = self._sealed.writer(engine, ids[0])
-            if first_tokens(writer, tokens) != first_tokens(request, tokens):
-                request.spoil()
-                return
+        self._pool.give(reversed(self._reserved.pop(key).blocks))
 
     # --- as a unit whose members read ---------------------------------------------------------
 
@@ -185,10 +200,11 @@ class FakeAhead:
             (engine, block): self._memory.content(engine, block)
             for request in requests
             for engine in readers
-            for block in request.target[engine][0]
+            for block in _read_into(request, engine)
         }
         share = size * len(readers) // target.size
-        reading = Reading(carry, target, requests, before, share, seconds, start + seconds)
+        due = start + seconds
+        reading = Reading(carry, target, requests, before, share, seconds, due)
         self._reading.append(reading)
 
     def ended(self, now: float) -> list[tuple[int, Copied]]:
@@ -206,23 +222,14 @@ class FakeAhead:
     def _finish(self, reading: Reading, request: AheadRequest) -> None:
         """Let what was read be in the blocks, and not what others have written there meanwhile."""
         source = {engine: ids for engine, (ids,) in request.source.items()}
-        if not self._memory.knows((*source, *reading.target.engines)):
-            return
-        is_there = all(
-            self._sealed.hold(request.request_id, request.end, engine, ids)
-            for engine, ids in source.items()
-        )
-        for engine in set(self._unit.engines).intersection(reading.target.engines):
-            (blocks,) = request.target[engine]
-            for block in blocks:
+        readers = set(self._unit.engines).intersection(reading.target.engines)
+        blocks = {engine: _read_into(request, engine) for engine in readers}
+        for engine, ids in blocks.items():
+            for block in ids:
                 content = self._memory.content(engine, block)
                 if content is not None and content is not reading.before[engine, block]:
                     content[0].spoil()
-            if is_there:
-                other, ids = next(iter(source.items()))
-                writer = self._sealed.writer(other, ids[0])
-                self._memory.write(writer, 0, {engine: blocks})
-                self._sealed.seal(writer, {engine: blocks}, request.end // len(blocks))
+        self._memory.copy(source, blocks, request.begin, request.end)
 
     # --- figures ------------------------------------------------------------------------------
 
@@ -246,3 +253,9 @@ class FakeAhead:
             *(f"core {engines}: blocks are reserved for carry {carry}" for carry in carries),
             *(f"core {engines}: members read for carry {r.carry}" for r in self._reading),
         ]
+
+
+def _read_into(request: AheadRequest, engine: int) -> list[int]:
+    """Return the blocks of an engine that something is read into: those before it are there."""
+    (blocks,) = request.target[engine]
+    return blocks[len(blocks) * request.begin // request.end :]

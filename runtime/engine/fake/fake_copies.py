@@ -74,6 +74,7 @@ class FakeCopies:
                 seen = self._memory.knows((*self._unit.engines, *blocks))
                 if seen and not self._memory.holds(request, carried.computed, blocks, source):
                     request.spoil()
+                request.is_unsure = False
             ids = [one.request.id for one in copy.requests]
             self._ended.append(Copied(ids, copy.bytes, copy.seconds))
 

@@ -19,6 +19,7 @@ from shoal.runtime.engine.agent.interface import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.engine.fake import fake_logprobs
+from shoal.runtime.engine.fake.fake_ahead import FakeAhead
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_copies import Arriving, FakeCopies
 from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeRequest, FakeScheduler
@@ -86,8 +87,8 @@ class FakeCore:
         self._expected: dict[str, FakeRequest] = {}
         settings, devices = surroundings.settings, surroundings.devices
         self._copies = FakeCopies(unit, settings, devices)
-        tokens = limits.block_tokens
-        self._ahead = FakeAhead(unit, tokens, settings, devices, pool, self._physical)
+        size, scheduler = limits.block_tokens, self._scheduler
+        self._ahead = FakeAhead(unit, size, settings, devices, scheduler, self._physical)
         self._step: _Step | None = None
 
     # --- requests -----------------------------------------------------------------------------
@@ -163,21 +164,17 @@ class FakeCore:
         """See ``Core.adopt``."""
         self._around.faults.strike(Seam.ADOPT)
         expected = self._expected[request.request_id]
-        if not with_kv:
-            self._ahead.drop([request.request_id])
-        expected.blocks = self._ahead.blocks_of(request.request_id)
-        begin = len(expected.blocks) * self._limits.block_tokens
-        computed = max(request.computed, begin) if with_kv else 0
+        computed = request.computed if with_kv else 0
         if not self._scheduler.adopt(expected, request.tokens, computed):
-            expected.blocks = []
             return None
         del self._expected[request.request_id]
-        self._ahead.take(expected, source)
+        self._ahead.drop([request.request_id])
         if computed:
             expected.hits = 0 if request.tokens else request.cached
             begin = expected.written * self._limits.block_tokens
             self._write(expected)
-            self._copies.adopt(Arriving(expected, request, source, begin))
+            if computed > begin:
+                self._copies.adopt(Arriving(expected, request, source, begin))
         self._cut()
         return Adoption()
 
@@ -201,8 +198,7 @@ class FakeCore:
     def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """See ``Core.pin``."""
         self._around.faults.strike(Seam.PIN)
-        asked = set(request_ids)
-        return self._ahead.pin(carry, [r for r in self._scheduler.requests if r.id in asked])
+        return self._ahead.pin(carry, request_ids)
 
     def unpin(self, carry: int) -> None:
         """See ``Core.unpin``."""
@@ -214,7 +210,9 @@ class FakeCore:
     ) -> list[AheadRequest]:
         """See ``Core.reserve``."""
         self._around.faults.strike(Seam.RESERVE)
-        return self._ahead.reserve(carry, [r for r in requests if r.request_id in self._expected])
+        known = self._expected
+        expected = [(known[r.request_id], r) for r in requests if r.request_id in known]
+        return self._ahead.reserve(carry, expected)
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``Core.settle``."""
@@ -314,6 +312,7 @@ class FakeCore:
             if id(request) not in alive:
                 continue
             request.computed += computed
+            request.is_unsure = False
             if request.computed == request.tokens:
                 output = self._emit(request, step.count)
                 outputs.setdefault(request.client, []).append(output)
@@ -374,8 +373,8 @@ class FakeCore:
 
     @property
     def held(self) -> list[int]:
-        """The block ids that requests hold; those of a common prefix come several times."""
-        return self._scheduler.held
+        """The block ids that are held; those that several hold come several times."""
+        return self._scheduler.held + self._ahead.held
 
     def forget_prefixes(self) -> None:
         """Forget every cached prefix."""
@@ -383,7 +382,7 @@ class FakeCore:
 
     def check_integrity(self) -> list[str]:
         """See ``Core.check_integrity``."""
-        problems = [
+        problems = self._ahead.check_integrity() + [
             f"core {self.unit.engines}: request {request.id} has blocks for nothing"
             for request in self._scheduler.requests
             if request.blocks and not request.computed

@@ -52,6 +52,32 @@ class KvMemory:
                 for index, block in ids
             )
 
+    def content(self, engine: int, block: int) -> tuple[FakeRequest, int, int] | None:
+        """Return what a block holds: an object that every writing replaces; None: nothing known."""
+        return self._held.get(engine, {}).get(block)
+
+    def copy(self, source: Blocks, target: Blocks, begin: int, end: int) -> None:
+        """Let blocks hold what others hold, if these hold the tokens of one request.
+
+        Args:
+            source: the blocks that are read, from the request's first token on.
+            target: the blocks that hold its tokens from ``begin`` on, up to ``end``, from now on.
+            begin: a token.
+            end: a token.
+        """
+        if not self.knows(source):
+            return
+        engine, ids = next(iter(source.items()))
+        found = [self._held[engine][block] for block in ids if block in self._held[engine]]
+        writer = next((writer for writer, start, _ in reversed(found) if start < end), None)
+        is_right = writer is not None and self.holds(writer, end, source)
+        for engine in self._held.keys() & target.keys():
+            size = (end - begin) // len(target[engine])
+            for start, block in zip(range(begin, end, size), target[engine], strict=True):
+                self._held[engine].pop(block, None)
+                if writer is not None and is_right:
+                    self._held[engine][block] = writer, start, start + size
+
     def holds(
         self, request: FakeRequest, tokens: int, blocks: Blocks, source: Unit | None = None
     ) -> bool:

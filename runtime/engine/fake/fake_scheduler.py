@@ -55,6 +55,8 @@ class FakeRequest:
         """How many of its blocks are cached."""
         self.shared = 0
         """How many of its blocks were cached by others, as long as nobody has compared them."""
+        self.is_unsure = False
+        """Whether a copy or a step may still write what ``computed`` counts."""
         self.hits = 0 if tokens else None
         """How many of its tokens were cached when it was first scheduled, if that was here: only
         those of a prompt count (vLLM ``PrefillStats``)."""
@@ -187,6 +189,7 @@ class FakeScheduler:
         if computed and not self._reserve(request):
             return False
         request.computed = max(request.computed, computed)
+        request.is_unsure = computed > 0
         self._cache(request, request.computed)
         self._note(request, wire.EventType.QUEUED)
         self.waiting.insert(len(self._holders), request)
@@ -300,11 +303,16 @@ class FakeScheduler:
             request.blocks = found
             request.written = request.cached = request.shared = len(found)
             request.computed = len(found) * self._limits.block_tokens
+            request.is_unsure = True
         request.blocks += self.pool.take(lacking)
         return True
 
+    def looks_up(self, request: FakeRequest) -> bool:
+        """Return whether a request takes what is cached."""
+        return self._caches and request.reads_cache
+
     def _find(self, request: FakeRequest) -> list[int]:
-        if not (self._caches and request.reads_cache):
+        if not self.looks_up(request):
             return []
         size = self._limits.block_tokens
         return self.pool.find(request.prefixes(size)[: (request.tokens - 1) // size])
@@ -315,13 +323,16 @@ class FakeScheduler:
         As in vLLM, they are cached when the step that fills them is scheduled: whoever finds them
         computes in this step, too, or later.
         """
-        size = self._limits.block_tokens
-        full = min(tokens, request.tokens) // size
+        full = min(tokens, request.tokens) // self._limits.block_tokens
         if self._caches and full > request.cached:
-            prefixes = request.prefixes(size)
-            for index in range(request.cached, full):
-                self.pool.cache(request.blocks[index], prefixes[index])
+            self.cache(request, request.blocks[:full], request.cached)
             request.cached = full
+
+    def cache(self, request: FakeRequest, blocks: Sequence[int], begin: int) -> None:
+        """Cache the first blocks of a request, those before ``begin`` being cached already."""
+        prefixes = request.prefixes(self._limits.block_tokens)
+        for block, prefix in zip(blocks[begin:], prefixes[begin:], strict=False):
+            self.pool.cache(block, prefix)
 
     def _make_room(self, request: FakeRequest) -> bool:
         """Like ``_reserve``, but waiting requests lose their blocks for it, the last one first."""
@@ -367,6 +378,7 @@ class FakeScheduler:
         self.pool.give(reversed(request.blocks))
         request.blocks = []
         request.computed = request.written = request.cached = request.shared = 0
+        request.is_unsure = False
 
     @property
     def held(self) -> list[int]:

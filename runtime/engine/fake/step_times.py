@@ -8,7 +8,6 @@ import msgspec
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.engine.fake.fake_kv import KvMemory
-from shoal.runtime.engine.fake.fake_sealed import SealedBlocks
 
 
 class StepTimes(Protocol):
@@ -53,8 +52,6 @@ class Devices:
     def __init__(self) -> None:
         self.memory = KvMemory()
         """What the devices' blocks hold."""
-        self.sealed = SealedBlocks(self.memory)
-        """Which of them nobody writes to any more."""
         self._free_at: dict[int, float] = {}
         self._latest: dict[Unit, DeviceStep] = {}
 

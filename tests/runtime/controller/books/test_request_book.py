@@ -91,7 +91,7 @@ def test_a_unit_gets_its_second_suspect_when_the_first_is_absolved(book: Request
 
 def test_a_carried_request_is_at_its_destination_alone(book: RequestBook) -> None:
     book.place(request("a"), FIRST)
-    book.place(request("a"), PAIR, carried=True)
+    book.carry(request("a"), PAIR)
     assert book.where("a") == PAIR
     assert not book.core(FIRST).requests
     assert [each.id for each in book.core(PAIR).uncounted.requests] == ["a"], "no report has it yet"
@@ -102,7 +102,7 @@ def test_only_what_begins_here_counts_as_begun(book: RequestBook) -> None:
     core = book.core(FIRST)
     book.place(request("new"), FIRST)
     book.place(request("old"), SECOND)
-    book.place(request("old"), FIRST, carried=True)
+    book.carry(request("old"), FIRST)
     begun = []
     for added, waiting in ((1, 1), (2, 2), (2, 1), (2, 0)):
         load = m.Load(0, FIRST, 0, waiting, 9, added, [])

@@ -169,11 +169,12 @@ def test_pinned_blocks_outlive_their_request(node: AheadNode, end: str) -> None:
 
 def test_the_largest_requests_get_room_first(node: AheadNode) -> None:
     source, target = node.core(alone(0)), node.core(alone(1))
-    for name, prompt in (("small", 8), ("large", 40), ("unexpected", 20)):
-        source.add(name, request_payload(name, [5] * prompt, OUTPUT))
+    prompts = {"small": [5] * 8, "large": [6] * 40, "unexpected": [7] * 20}
+    for name, prompt in prompts.items():
+        source.add(name, request_payload(name, prompt, OUTPUT))
     node.step(source)
     for name in ("small", "large"):
-        target.expect(name, request_payload(name, [5], OUTPUT))
+        target.expect(name, request_payload(name, prompts[name], OUTPUT))
     target.lend(100 - 11)
     pinned = source.pin(CARRY, ["small", "large", "unexpected"])
     assert [r.request_id for r in target.reserve(CARRY, source.unit, pinned)] == ["large"]
@@ -237,6 +238,55 @@ def test_what_is_left_over_is_a_problem(node: AheadNode) -> None:
     ]
 
 
+# --- the prefix cache ---
+
+
+def test_what_is_cached_there_or_read_for_another_request_is_not_read(node: AheadNode) -> None:
+    source, target, readers = cores_of(node, alone(0), alone(1))
+    prompts = {"a": [*LONG, 8, 8, 8, 8], "b": [*LONG, 9], "c": LONG[:21]}
+    target.add("before", request_payload("before", LONG[:9], 1))
+    node.finish(target)
+    for name, prompt in prompts.items():
+        source.add(name, request_payload(name, prompt, OUTPUT))
+        node.step(source)
+        target.expect(name, request_payload(name, prompt, OUTPUT))
+    free = target.load.free_blocks
+    requests = target.reserve(CARRY, source.unit, source.pin(CARRY, list(prompts)))
+    assert {r.request_id: (r.begin, r.end) for r in requests} == {"a": (8, 40)}
+    assert target.load.free_blocks == free - 10
+    for reader in readers:
+        reader.copy_ahead(CARRY, source.unit, target.unit, requests)
+    assert [copied.bytes for copied in node.ended(*readers)] == [390 * 32]
+    target.settle(CARRY, copied=True)
+    source.unpin(CARRY)
+    for carried in source.export(list(prompts)):
+        assert target.adopt(source.unit, carried, with_kv=True) is not None
+    target.copy()
+    node.clock.advance(100.0)
+    (rest,) = target.copied()
+    assert rest.bytes == 390 * sum(request.computed % 4 for request in source._scheduler.requests)
+    source.abort(list(prompts))
+    node.finish(target)
+    for name, prompt in prompts.items():
+        assert node.tokens[name] == expected_tokens(prompt, OUTPUT)
+    node.assert_sound()
+
+
+def test_what_the_first_step_found_is_not_pinned_before_it_ends(node: AheadNode) -> None:
+    """Another request of the same step may be what writes it."""
+    core = node.core(alone(0))
+    for name in "ab":
+        core.add(name, request_payload(name, [*LONG, ord(name)], OUTPUT))
+    core.dispatch()
+    assert [request.computed for request in core._scheduler.requests] == [0, len(LONG)]
+    assert core.pin(CARRY, ["a", "b"]) == []
+    node.step(core)
+    assert [pinned.computed for pinned in core.pin(CARRY, ["a", "b"])] == [len(LONG)] * 2
+    core.unpin(CARRY)
+    node.finish(core)
+    node.assert_sound()
+
+
 # --- damage ---
 
 
@@ -267,11 +317,12 @@ def test_pinned_blocks_that_are_used_again_give_wrong_tokens(
     source, target, readers = cores_of(node, *units)
     node.begin(source)
     node.copy(source, target, *readers)
+    source.forget_prefixes()
     if not pinned:
         source.unpin(CARRY)
     source._scheduler.preempt_until(source.load.free_blocks + 1)
     source._scheduler.waiting.appendleft(source._scheduler.waiting.pop())
-    source.add("other", request_payload("other", LONG, OUTPUT))
+    source.add("other", request_payload("other", LONG[::-1], OUTPUT))
     source._scheduler.waiting.rotate()
     node.step(source)
     node.ended(*readers)
