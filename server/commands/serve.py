@@ -29,7 +29,6 @@ from shoal.server.options.serve_options import (
     check_model,
     check_options,
     choose_tracing,
-    chosen_policy,
     engines_and_group,
     fake_settings,
     model_defaults,
@@ -186,8 +185,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     check_model(args.model)
     engine_args = vllm_options.engine_args(args)
     vllm_config = vllm_options.make_vllm_config(engine_args)
-    on_gpus = gpus > 0 and not args.fake_engine
     if args.max_sp == AUTO:
+        on_gpus = gpus > 0 and not args.fake_engine
         args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=on_gpus)
         check_shift(args, [args.policy], max_group)
     layouts = (DP,) if args.fake_engine else layouts_up_to(max_group)
@@ -195,7 +194,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     return NodeConfig(
         engines=engines,
         max_group=max_group,
-        policy=chosen_policy(args, engines, on_gpus=on_gpus),
+        policy=args.policy,
         runtime_dir=str(make_runtime_dir()),
         vllm=configs,
         api_servers=args.api_server_count,

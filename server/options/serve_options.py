@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.policies.adaptive import ADAPTIVE
 from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
 from shoal.policies.static import MANUAL
 from shoal.runtime.config import (
@@ -38,8 +37,7 @@ from shoal.server.options.promise_options import add_promise_options, promised
 from shoal.server.options.refused_options import check_vllm_options
 from shoal.server.options.shift_options import add_shift_options
 
-AUTO_POLICY = "auto"
-"""With this value of ``--policy``, ``chosen_policy`` chooses."""
+DEFAULT_POLICY = MANUAL.name
 DEFAULT_HOST = "127.0.0.1"
 LOOPBACK = "lo"
 """The network interface that only this machine can reach."""
@@ -104,9 +102,8 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--policy",
-        default=AUTO_POLICY,
-        help=f"what decides the layout: {', '.join(POLICIES)}; {AUTO_POLICY}: {ADAPTIVE.name} on "
-        f"several GPUs, else {MANUAL.name} (default: %(default)s)",
+        default=DEFAULT_POLICY,
+        help=f"what decides the layout: {', '.join(POLICIES)} (default: %(default)s)",
     )
 
 
@@ -248,8 +245,7 @@ def check_shoal_options(args: Namespace) -> None:
         UserError: the first such option; the message names it.
     """
     try:
-        if args.policy != AUTO_POLICY:
-            get_policy(args.policy)
+        get_policy(args.policy)
     except UnknownPolicyError as error:
         raise UserError(f"--policy: {error}") from None
     promised(args)
@@ -337,22 +333,6 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     if max_group > engines:
         raise UserError(f"--max-group {max_group}: there are only {engines} engines")
     return engines, max_group
-
-
-def chosen_policy(args: Namespace, engines: int, *, on_gpus: bool) -> str:
-    """Return the name of the policy that decides the layout.
-
-    On CPUs the default is that the operator decides, because the times of steps there say little
-    about those of GPUs. One engine has one layout.
-
-    Args:
-        args: the parsed arguments.
-        engines: engines of the node.
-        on_gpus: whether real engines run on GPUs.
-    """
-    if args.policy != AUTO_POLICY:
-        return str(args.policy)
-    return ADAPTIVE.name if on_gpus and engines > 1 else MANUAL.name
 
 
 def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:

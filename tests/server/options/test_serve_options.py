@@ -18,7 +18,6 @@ from shoal.server.options.serve_options import (
     check_model,
     check_options,
     choose_tracing,
-    chosen_policy,
     engines_and_group,
     fake_settings,
     model_defaults,
@@ -166,23 +165,6 @@ def test_engines_follow_the_gpus(
 def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -> None:
     with pytest.raises(UserError, match=named):
         engines_and_group(parsed(*argv), gpus, demo=False)
-
-
-@pytest.mark.parametrize(
-    ("argv", "engines", "on_gpus", "expected"),
-    [
-        ([], 4, True, "adaptive"),
-        ([], 1, True, "manual"),
-        ([], 2, False, "manual"),
-        (["--policy", "auto"], 2, True, "adaptive"),
-        (["--policy", "manual"], 2, True, "manual"),
-        (["--policy", "adaptive"], 1, False, "adaptive"),
-    ],
-)
-def test_several_gpus_adapt_unless_the_user_says_otherwise(
-    argv: list[str], engines: int, on_gpus: bool, expected: str
-) -> None:
-    assert chosen_policy(parsed(*argv), engines, on_gpus=on_gpus) == expected
 
 
 def test_the_demo_gets_small_defaults() -> None:
