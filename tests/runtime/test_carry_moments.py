@@ -284,9 +284,10 @@ def test_where_there_is_no_room_some_are(way: str, monkeypatch: pytest.MonkeyPat
 
 
 def ends_well(way: str, faults: Faults, settings: FakeSettings) -> bool:
-    """Return whether the checks find nothing if an engine has these faults."""
+    """Return whether the checks find nothing if the engines have these faults."""
     life = Life(way, settings)
-    damage(life.node.backends[0], faults)
+    for engine in range(ENGINES):
+        damage(life.node.backends[engine], faults)
     life.node.send("new", 20, TOKENS)
     try:
         life.go_on()

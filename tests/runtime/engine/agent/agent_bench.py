@@ -1,5 +1,7 @@
 """One agent on a fake backend; the test plays its controller, message by message."""
 
+from typing import Any
+
 from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
@@ -26,6 +28,7 @@ class Bench:
         faults: Faults = NO_FAULTS,
         step_seconds: float = 0.0,
         copy_seconds: float = 0.0,
+        prefix_caching: bool = False,  # prompts are the same, and blocks are counted
     ) -> None:
         settings = FakeSettings(
             step_seconds=step_seconds,
@@ -34,7 +37,7 @@ class Bench:
             block_tokens=4,
             max_num_seqs=8,
             max_model_len=300,
-            prefix_caching=False,  # prompts are the same, and blocks are counted
+            prefix_caching=prefix_caching,
         )
         config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
         self.clock = ManualClock()
@@ -72,9 +75,9 @@ class Bench:
         assert self.tell(m.Commit(5, GROUP, 1, lease)) == [m.Committed(5, self.engine)]
 
 
-def started(engine: int = 0, step_seconds: float = 0.0, copy_seconds: float = 0.0) -> Bench:
-    """Return an agent that has announced itself."""
-    bench = Bench(engine, step_seconds=step_seconds, copy_seconds=copy_seconds)
+def started(engine: int = 0, **settings: Any) -> Bench:
+    """Return an agent that has announced itself; the settings are those of ``Bench``."""
+    bench = Bench(engine, **settings)
     (ready,) = bench.turn()
     assert isinstance(ready, m.EngineReady)
     return bench

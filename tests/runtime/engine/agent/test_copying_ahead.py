@@ -24,6 +24,10 @@ def only(answers: list[m.Message], kind: type) -> Any:
     return answer
 
 
+def prompt_of(request_id: str) -> list[int]:
+    return [ord(request_id[0])] * PROMPT
+
+
 def described(request_id: str, computed: int = 28) -> m.CarriedRequest:
     """Return what the other engine has pinned of a request."""
     blocks = {1: [list(range(1, computed // 4 + 1))]}
@@ -31,7 +35,7 @@ def described(request_id: str, computed: int = 28) -> m.CarriedRequest:
 
 
 def expect(bench: Bench, *ids: str, unit: Unit = OWN) -> None:
-    frames = {id_: request_payload(id_, [1] * PROMPT, OUTPUT) for id_ in ids}
+    frames = {id_: request_payload(id_, prompt_of(id_), OUTPUT) for id_ in ids}
     assert bench.tell(m.Expect(CARRY, unit, frames)) == []
 
 
@@ -40,9 +44,14 @@ def reserve(bench: Bench, *requests: m.CarriedRequest, unit: Unit = OWN) -> m.Re
 
 
 @pytest.fixture
+def bench() -> Bench:
+    return started(prefix_caching=True)
+
+
+@pytest.fixture
 def slow() -> Bench:
     """Return an engine that reads slowly."""
-    return started(copy_seconds=READ_SECONDS)
+    return started(copy_seconds=READ_SECONDS, prefix_caching=True)
 
 
 def lend_ahead(bench: Bench, blocks: int = 6) -> list[m.Message]:
@@ -90,7 +99,7 @@ def test_a_group_is_lent_blocks_before_it_is_bound(bench: Bench) -> None:
     bench.bind(10)
     core = bench.backend.groups[GROUP]
     assert core.lease_blocks == 16
-    computed = m.CarriedRequest("r", expected_tokens([1] * PROMPT, 2), 31, {1: [[*range(8)]]}, 32)
+    computed = m.CarriedRequest("r", expected_tokens(prompt_of("r"), 2), 31, {1: [[*range(8)]]}, 32)
     imported = only(bench.tell(m.Import(CARRY, GROUP, OTHER, [computed]), turns=3), m.Imported)
     assert imported.carried == ["r"]
     assert core.load.free_blocks <= 16 - 4
@@ -131,8 +140,10 @@ def test_those_that_have_least_to_read_come_first(bench: Bench) -> None:
     bench.tell(m.Settle(CARRY, OWN, copied=True))
     bench.backend.own.lend(200 - 7 - 2)
     blocks = {1: [[*range(1, 9)]]}
-    short = m.CarriedRequest("short", expected_tokens([1] * PROMPT, 1), 12, blocks, PROMPT + 1)
-    long = m.CarriedRequest("long", expected_tokens([1] * PROMPT, 1), 30, blocks, PROMPT + 1)
+    short = m.CarriedRequest(
+        "short", expected_tokens(prompt_of("short"), 1), 12, blocks, PROMPT + 1
+    )
+    long = m.CarriedRequest("long", expected_tokens(prompt_of("long"), 1), 30, blocks, PROMPT + 1)
     imported = only(bench.tell(m.Import(CARRY, OWN, OTHER, [short, long])), m.Imported)
     assert (imported.carried, imported.left) == (["long"], 1)
 
