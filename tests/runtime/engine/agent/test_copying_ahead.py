@@ -114,7 +114,8 @@ def test_what_nobody_comes_for_goes_back(bench: Bench) -> None:
     assert isinstance(returning, m.Returning)
     assert len(returning.returned[0]) == 3, "members may still read into the other half"
     returning = only(bench.tell(m.Settle(CARRY, GROUP, copied=False)), m.Returning)
-    assert returning.returned == {0: [1, 2, 3], 1: LEASE_1[:3]}
+    returned = {engine: sorted(blocks) for engine, blocks in returning.returned.items()}
+    assert returned == {0: [1, 2, 3], 1: LEASE_1[:3]}
     assert bench.backend.groups[GROUP].lease_blocks == 0
     bench.tell(m.TakeBack(0, GROUP, [1, 2, 3, 4, 5, 6]))
     assert problems(bench.backend) == []
