@@ -13,14 +13,14 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from shoal.runtime.engine.kernels import kv_copy_kernel
+from shoal.runtime.engine.kernels import kv_copy_kernel, words_in_memory
 from shoal.runtime.engine.kv.device_copy import DeviceCopier
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from tests.runtime.engine.kv.carried_kv import CASES, Engines
 from tests.runtime.engine.kv.test_kv_reader import Neighbours
 
-KERNEL, WORDS = kv_copy_kernel._copy_kernel, kv_copy_kernel._words
+KERNEL, WORDS = kv_copy_kernel._copy_kernel, words_in_memory.words
 MAIN, SIDE = "main", "side"
 
 
@@ -91,7 +91,7 @@ class Event:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
     monkeypatch.setattr(kv_copy_kernel, "_copy_kernel", InterpretedFunction(KERNEL.fn))
-    monkeypatch.setattr(kv_copy_kernel, "_words", InterpretedFunction(WORDS.fn))
+    monkeypatch.setattr(kv_copy_kernel, "words", InterpretedFunction(WORDS.fn))
     monkeypatch.setattr(kv_copy_kernel, "copy", cuda.copy)
     monkeypatch.setattr(DeviceCopier, "_compile", staticmethod(lambda _: None))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(cuda))
