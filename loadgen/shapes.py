@@ -75,12 +75,11 @@ def ramp(
         ramp_seconds: how long it takes.
     """
     first, last = rate
-    highest = max(rate)
-    for at in _poisson(rng, 0.0, math.inf, highest):
-        now = first + (last - first) * min(1.0, at / ramp_seconds)
-        # Thinning: keep arrivals of a process at the highest rate with the current rate's share.
-        if rng.random() * highest < now:
-            yield Arrival(at, *lengths.draw(rng))
+
+    def rate_at(at: float) -> float:
+        return first + (last - first) * min(1.0, at / ramp_seconds)
+
+    return _varying(rng, lengths, max(rate), rate_at)
 
 
 def hill(
@@ -99,11 +98,12 @@ def hill(
         hill_seconds: how long both take together.
     """
     lowest, highest = rate
-    for at in _poisson(rng, 0.0, math.inf, highest):
+
+    def rate_at(at: float) -> float:
         height = max(0.0, 1 - abs(2 * at / hill_seconds - 1))
-        now = lowest + (highest - lowest) * height
-        if rng.random() * highest < now:
-            yield Arrival(at, *lengths.draw(rng))
+        return lowest + (highest - lowest) * height
+
+    return _varying(rng, lengths, highest, rate_at)
 
 
 def bursty(
@@ -190,6 +190,18 @@ def make_up(
         lambda arrival: arrival.at < end, itertools.islice(endless, requests)
     )
     return Workload(shape, tuple(arrivals))
+
+
+def _varying(
+    rng: random.Random, lengths: Lengths, highest: float, rate_at: Callable[[float], float]
+) -> Iterator[Arrival]:
+    """Yield a Poisson process without end, whose rate is a function of the time.
+
+    Thinning: arrivals of a process at the highest rate are kept with the current rate's share.
+    """
+    for at in _poisson(rng, 0.0, math.inf, highest):
+        if rng.random() * highest < rate_at(at):
+            yield Arrival(at, *lengths.draw(rng))
 
 
 def _poisson(rng: random.Random, start: float, end: float, rate: float) -> Iterator[float]:
