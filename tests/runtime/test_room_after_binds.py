@@ -34,7 +34,7 @@ def test_no_request_is_preempted_when_memory_is_ample(
     node.turns(10)
     for layout in (PAIRS, ALL, PAIRS, SINGLES, ALL, SINGLES):
         node.set_layout(*layout, treatment=m.Treatment.CARRY)
-        node.turns(60)  # a switch with a pre-copy takes more of them
+        node.turns(60)
     node.settle()
     assert node.missing == []
     node.assert_exact()

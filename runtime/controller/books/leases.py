@@ -46,7 +46,10 @@ class Leases:
         self._lent: list[dict[Unit, set[int]]] = [{} for _ in engines]
         self._growths: dict[Unit, Growth] = {}
         self._read_into: Counter[Unit] = Counter()
+        """Readings into the blocks of each group that have not ended."""
         self._orphans: dict[Unit, dict[int, list[int]]] = {}
+        """Blocks of groups whose leaders have died, by the member that has lent them, until nobody
+        reads into them any more."""
 
     def follow(self, audit: Audit | None) -> None:
         """Tell a running audit of every change from now on; None: the audit is over."""
