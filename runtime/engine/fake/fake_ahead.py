@@ -1,9 +1,9 @@
 """What a fake core does for pre-copies: it pins blocks, reserves some, and lets members read.
 
-As in the real engines (``blocks_ahead.py``), what was read is in the prefix cache, where a request
-finds it that comes. Reading takes its time beside the steps. Blocks that are written to before they
-were read, and blocks that are used before something was read into them, give wrong tokens, as on a
-device.
+As in the real engines (``blocks_ahead.py``), what was read is in the prefix cache, where its
+request finds it later. Reading takes its time beside the steps. Blocks that are written to before
+they were read, and blocks that are used before something was read into them, give wrong tokens, as
+on a device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
