@@ -15,7 +15,9 @@
 # requests the answers of real engines are compared with stock vLLM's on (64): a multiple of 64.
 #
 # `make chaos` torments a node of fake engines and then one of real ones, for CHAOS_SECONDS (900) each, with
-# events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them.
+# events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them. Before that it kills
+# workers of batches, CHAOS_BATCH_KILLS (1000) times, and parts of nodes that work on batches, or whole nodes,
+# CHAOS_NODE_KILLS (20) times with each kind of engine; 0: not at all.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 TORCH_INDEX ?=
@@ -47,7 +49,7 @@ test: lint
 
 quick: lint
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadscope $(PYTEST_ARGS) \
-		$(QUICK) $(NOT_QUICK:%=--ignore=%)
+		-m "not real and not slow" $(QUICK) $(NOT_QUICK:%=--ignore=%)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos

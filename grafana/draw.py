@@ -12,12 +12,19 @@ import httpx
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    Formatter,
+    FuncFormatter,
+    MaxNLocator,
+    PercentFormatter,
+)
 from numpy.typing import NDArray
 from PIL import Image
 
 from shoal.grafana.api import Prometheus, PrometheusError, Series
 from shoal.grafana.boards import FOLDER, Board, PanelSpec, Window, read_boards
+from shoal.grafana.panels import COUNT, MISSING, NO_DATA
 from shoal.grafana.verify import ask, parser, window_of
 
 COLUMNS = 24
@@ -27,8 +34,10 @@ MARGIN = 0.55
 DPI = 72
 COLOURS = ("#3274d9", "#e0752d", "#629e51", "#ba43a9", "#e5ac0e", "#65c5db", "#e24d42", "#6d1f62")
 NAMED = {"blue": COLOURS[0], "orange": COLOURS[1], "green": COLOURS[2], "purple": COLOURS[3]}
-NAMED |= {"yellow": COLOURS[4], "red": COLOURS[6]}
-UNITS = {"s": "s", "reqps": "req/s", "ops": "/s", "bytes": "B", "hertz": "Hz"}
+NAMED |= {"yellow": COLOURS[4], "red": COLOURS[6], MISSING: MISSING}
+MEASURES = {"s": "s", "bytes": "B", "Bps": "B/s", "hertz": "Hz", "watt": "W"}
+"""Units that have thousandths; what is counted has none."""
+RATES = {"reqps": " req/s", "ops": " /s"}
 PALETTE = 128
 """Number of colours in a picture's file: few, so that the file is small."""
 
@@ -59,7 +68,9 @@ def draw(board: Board, prometheus: Prometheus, window: Window) -> Figure:
         if named:
             DRAWN_AS[panel.kind](axes, panel, named, window)
         else:
-            _write(axes, "no data")
+            _write(axes, NO_DATA)
+            if panel.kind == "stat":
+                axes.set_facecolor(NAMED[panel.steps[0][1]])
     return figure
 
 
@@ -83,11 +94,39 @@ def _curves(axes: Axes, panel: PanelSpec, named: Named, window: Window) -> None:
     axes.set_xlim(times[0], 0)
     axes.set_ylim(0, None if np.nanmax(curves) else 1)
     axes.grid(alpha=0.3)
-    if panel.unit == "percentunit":
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    else:
-        axes.yaxis.set_major_formatter(EngFormatter(UNITS.get(panel.unit, "")))
+    axes.yaxis.set_major_formatter(_formatter(panel.unit))
+    if panel.unit == COUNT:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=6, loc="upper left", framealpha=0.5)
+
+
+def _formatter(unit: str) -> Formatter:
+    if unit == "percentunit":
+        return PercentFormatter(1.0)
+    if unit in MEASURES:
+        return EngFormatter(MEASURES[unit])
+    above = EngFormatter(RATES.get(unit, "").strip())
+    return FuncFormatter(
+        lambda value, _: above(value) if value >= 1 else f"{value:g}{RATES.get(unit, '')}"
+    )
+
+
+def _spread(axes: Axes, _panel: PanelSpec, named: Named, window: Window) -> None:
+    """Draw the events between two bounds of a histogram, whose series have those up to a bound."""
+    times = np.arange(window.start, window.end + window.step / 2, window.step) - window.end
+    ascending = sorted(named, key=lambda one: float(one[0]))
+    counts = np.nan_to_num([_on_grid(series, window, len(times)) for _, series in ascending])
+    buckets = np.diff(counts, axis=0, prepend=0)
+    axes.imshow(
+        np.where(buckets > 0, buckets, np.nan),
+        aspect="auto",
+        origin="lower",
+        cmap="Oranges",
+        interpolation="nearest",
+        extent=(times[0], 0, -0.5, len(ascending) - 0.5),
+    )
+    axes.set_yticks(range(0, len(ascending), 4), [name for name, _ in ascending[::4]])
+    axes.set_ylabel("at most, s", fontsize=6)
 
 
 def _on_grid(series: Series, window: Window, length: int) -> NDArray[np.float64]:
@@ -127,6 +166,7 @@ def _figures(axes: Axes, panel: PanelSpec, named: Named, _window: Window) -> Non
     for name, series in named:
         value = series.points[-1][1]
         figure = f"{value:.1%}" if panel.unit == "percentunit" else f"{value:.3g}"
+        figure = f"{value:.0f}" if panel.unit == COUNT else figure
         state = panel.states.get(f"{value:g}")
         named_value = {"name": name, "value_and_name": f"{name}  {figure}"}.get(panel.style, figure)
         texts.append(state["text"] if state else named_value)
@@ -143,6 +183,7 @@ def _write(axes: Axes, text: str) -> None:
 
 DRAWN_AS = {
     "timeseries": _curves,
+    "heatmap": _spread,
     "state-timeline": _timeline,
     "bargauge": _bars,
     "stat": _figures,

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from shoal.grafana.glance import KV_LIMITS
 from shoal.grafana.panels import (
     BAD,
+    COUNT,
     GOOD,
     WARN,
     Limits,
@@ -13,10 +15,11 @@ from shoal.grafana.panels import (
     graph,
     timeline,
 )
-from shoal.grafana.promql import WINDOW, increase, rate, series, total
+from shoal.grafana.promql import WINDOW, events, rate, series, share, total
 
 ENGINE = "{{instance}} engine {{engine}}"
 BY_ENGINE = "instance, engine"
+GPU = "{{Hostname}} GPU {{gpu}}"
 
 STATES = (
     State(1, "starting", "blue"),
@@ -76,19 +79,22 @@ def deaths() -> list[PanelBuilder]:
             "`ended`: a process crashed or was killed. `failed`: it reported an error. `hung`: a "
             "step took too long. `stopped`: by a signal. `silent`: its loop did not answer. "
             "`group`: it was in a group that broke. The log says more.",
-            Query(increase("shoal_engine_deaths_total", by="cause", window=WINDOW), "{{cause}}"),
+            Query(events("shoal_engine_deaths_total", by="cause", window=WINDOW), "{{cause}}"),
+            unit=COUNT,
         ),
         graph(
             "Requests that went on elsewhere",
             "Requests whose engine died: they went back into the task pool with the tokens that "
             "their clients had.",
-            Query(increase("shoal_requests_migrated_total", window=WINDOW), "migrated"),
+            Query(events("shoal_requests_migrated_total", window=WINDOW), "migrated"),
+            unit=COUNT,
         ),
         graph(
             "Late outputs",
             "Outputs of dead engines that front ends dropped, because the requests had been begun "
             "again. Expect a few at each death.",
-            Query(increase("shoal_late_outputs_total", window=WINDOW), "dropped"),
+            Query(events("shoal_late_outputs_total", window=WINDOW), "dropped"),
+            unit=COUNT,
         ),
         graph(
             "Restarts, groups that wait for them, and drained engines",
@@ -96,9 +102,10 @@ def deaths() -> list[PanelBuilder]:
             "are formed anew when their engines are back, single, and no switch runs. Drained "
             "engines are those that an operator has taken out. "
             "`GET /admin/layout` says what a group waits for.",
-            Query(increase("shoal_engine_restarts_total", window=WINDOW), "restarts"),
+            Query(events("shoal_engine_restarts_total", window=WINDOW), "restarts"),
             Query(total("shoal_groups_unavailable", by="layout"), "{{layout}} unavailable"),
             Query(total("shoal_engine_drained"), "drained engines"),
+            unit=COUNT,
         ),
     ]
 
@@ -113,7 +120,7 @@ def memory() -> list[PanelBuilder]:
             "`--gpu-memory-utilization`, or let the policy form groups for long requests.",
             Query(f"max by ({BY_ENGINE}) ({series('vllm:kv_cache_usage_perc')})", ENGINE),
             unit="percentunit",
-            limits=Limits(warn=0.8, bad=0.95),
+            limits=KV_LIMITS,
         ),
         graph(
             "KV blocks, by state",
@@ -121,6 +128,13 @@ def memory() -> list[PanelBuilder]:
             "Blocks that stay `lent` in DP are a leak: `POST /admin/audit` names it.",
             Query(total("shoal_engine_kv_blocks", by="state"), "{{state}}"),
             stack=True,
+        ),
+        graph(
+            "Weights, by engine",
+            "Bytes of weights in each engine's own memory. `--share-weights` makes them fewer and "
+            "leaves the rest to KV.",
+            Query(f"max by ({BY_ENGINE}) ({series('shoal_engine_weight_bytes')})", ENGINE),
+            unit="bytes",
         ),
         graph(
             "Preemptions per second",
@@ -140,6 +154,7 @@ def batch() -> list[PanelBuilder]:
             "Requests in the batch of the unit that the engine leads: the first engine of a group "
             "shows all of the group's. `--max-num-seqs` is the limit.",
             Query(total("shoal_engine_requests", 'state="running"', by=BY_ENGINE), ENGINE),
+            unit=COUNT,
         ),
         graph(
             "Requests behind a batch",
@@ -147,6 +162,7 @@ def batch() -> list[PanelBuilder]:
             "that is one ahead of a full batch; more for a long time means that KV blocks are "
             "short.",
             Query(total("shoal_engine_requests", 'state="waiting"', by=BY_ENGINE), ENGINE),
+            unit=COUNT,
         ),
         graph(
             "Paused requests",
@@ -154,13 +170,14 @@ def batch() -> list[PanelBuilder]:
             "back, they go to another unit after half a minute. If they stay for longer, see "
             "docs/alerts.md, ShoalRequestsPausedLong.",
             Query(total("shoal_engine_requests", 'state="paused"', by=BY_ENGINE), ENGINE),
+            unit=COUNT,
         ),
     ]
 
 
 def steps() -> list[PanelBuilder]:
     """Return the row on the model's steps."""
-    busy = rate("shoal_step_seconds_total", by=BY_ENGINE)
+    busy = f"clamp_max({rate('shoal_step_seconds_total', by=BY_ENGINE)}, 1)"
     by_layout = f"{BY_ENGINE}, layout"
     seconds = rate("shoal_step_seconds_total", by=by_layout)
     count = rate("shoal_steps_total", by=by_layout)
@@ -204,8 +221,10 @@ def steps() -> list[PanelBuilder]:
             "Share of the requested prompt tokens that need no prefill. It is empty while no "
             "prompt comes; engines without a model have no cache.",
             Query(
-                f"{rate('vllm:prefix_cache_hits_total', by=BY_ENGINE)} / "
-                f"({rate('vllm:prefix_cache_queries_total', by=BY_ENGINE)} > 0)",
+                share(
+                    rate("vllm:prefix_cache_hits_total", by=BY_ENGINE),
+                    rate("vllm:prefix_cache_queries_total", by=BY_ENGINE),
+                ),
                 ENGINE,
             ),
             unit="percentunit",
@@ -214,22 +233,43 @@ def steps() -> list[PanelBuilder]:
 
 
 def gpus() -> list[PanelBuilder]:
-    """Return the row on GPUs, whose metrics another exporter provides."""
+    """Return the row on GPUs, whose metrics NVIDIA's dcgm-exporter provides, for all it knows."""
     return [
         graph(
+            "GPU utilisation",
+            "Share of the time in which a kernel ran, as nvidia-smi shows it. A decoding GPU shows "
+            "100 % however small its batch, so compare the tokens per step, and the power.",
+            Query("DCGM_FI_DEV_GPU_UTIL / 100", GPU),
+            unit="percentunit",
+        ),
+        graph(
+            "GPU power",
+            "How hard a GPU works. One that draws less than the others under the same load is "
+            "throttled, or waits for them.",
+            Query("DCGM_FI_DEV_POWER_USAGE", GPU),
+            unit="watt",
+        ),
+        graph(
+            "Last Xid error",
+            "The number of the last error that the driver reported for a GPU; 0: none. 48, 63, 64, "
+            "74, 79, 94 and 95 are matters of the hardware: drain the node, and see NVIDIA's list "
+            "of Xid errors. 13, 31 and 43 come from a program.",
+            Query("DCGM_FI_DEV_XID_ERRORS", GPU),
+            unit=COUNT,
+        ),
+        graph(
             "GPU memory in use",
-            "From NVIDIA's dcgm-exporter, for all GPUs that Prometheus knows. Shoal does not "
-            "export it, because it is constant after the start (weights and KV buffer). If it "
-            "grows, another process uses the GPU.",
-            Query("DCGM_FI_DEV_FB_USED * 2^20", "{{Hostname}} GPU {{gpu}}"),
+            "Shoal does not export it, because it is constant after the start (weights and KV "
+            "buffer). If it grows, another process uses the GPU.",
+            Query("DCGM_FI_DEV_FB_USED * 2^20", GPU),
             unit="bytes",
             span=12,
         ),
         graph(
             "GPU clock",
-            "From NVIDIA's dcgm-exporter. A GPU that runs slower than the others slows down every "
-            "group that it is in: check its temperature and power limit.",
-            Query("DCGM_FI_DEV_SM_CLOCK * 1e6", "{{Hostname}} GPU {{gpu}}"),
+            "A GPU that runs slower than the others slows down every group that it is in: check "
+            "its temperature and power limit.",
+            Query("DCGM_FI_DEV_SM_CLOCK * 1e6", GPU),
             unit="hertz",
             span=12,
         ),

@@ -25,7 +25,7 @@ from shoal.grafana import engines, serving, switching
 from shoal.grafana.boards import FOLDER
 from shoal.grafana.glance import glance
 from shoal.grafana.panels import DATASOURCE, PanelBuilder
-from shoal.grafana.promql import WINDOW, increase
+from shoal.grafana.promql import WINDOW, events
 
 TAG = "shoal"
 ALL = VariableOption(text="All", value="$__all")
@@ -81,7 +81,7 @@ def build(page: Page) -> Dashboard:
         .variables(_variables())
         .annotation(_SwitchMarks())
     )
-    first = {"Is it healthy, which layout is it in, why did it switch?": glance()}
+    first = {"Are users suffering, which layout is it in, why did it switch?": glance()}
     for title, panels in {**first, **page.rows}.items():
         board.with_row(dashboard.Row(title))
         for panel in panels:
@@ -115,7 +115,7 @@ class _SwitchMarks(Builder[AnnotationQuery]):
 
     def build(self) -> AnnotationQuery:
         """Return the query, whose series' labels fill in the title."""
-        switches = increase("shoal_switches_total", by="instance, reason", window=WINDOW)
+        switches = events("shoal_switches_total", by="instance, reason", window=WINDOW)
         return _TitledAnnotations(
             name="Switches",
             datasource=DATASOURCE,

@@ -8,6 +8,7 @@ from grafana_foundation_sdk.builders import (
     bargauge,
     common,
     dashboard,
+    heatmap,
     prometheus,
     stat,
     statetimeline,
@@ -40,11 +41,22 @@ from grafana_foundation_sdk.models.dashboard import (
     ValueMap,
     ValueMappingResult,
 )
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 PanelBuilder: TypeAlias = Builder[Panel]
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 GOOD, WARN, BAD = "green", "orange", "red"
+NEUTRAL = "blue"
+"""The colour of a figure that is neither good nor bad."""
+MISSING = "#808080"
+"""The colour of a figure without a value, which Grafana takes from the lowest threshold."""
+NO_DATA = "no data"
+COUNT = "none"
+"""The unit of what is counted one by one: whole numbers."""
+EMPTY_BUCKET = 1e-9
+"""Buckets of a heat map with no more than this are not drawn."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Limits:
-    """The values from which a panel shows a warning or an alarm; below them it is green."""
+    """The values from which a panel shows a warning or an alarm; from 0 to them it is green."""
 
     warn: float | None = None
     bad: float | None = None
@@ -115,9 +127,11 @@ def graph(
     if stack:
         panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
     if limits is not None:
-        panel.thresholds(_thresholds(limits)).thresholds_style(
+        panel.thresholds(_thresholds(Threshold(None, GOOD), limits=limits)).thresholds_style(
             common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
         )
+    if unit == COUNT:
+        panel.decimals(0)
     for name, shown in (names or {}).items():
         panel.override_by_name(name, [DynamicConfigValue("displayName", shown)])
     for number, query in enumerate(queries):
@@ -125,17 +139,50 @@ def graph(
     return panel
 
 
+def spread(title: str, description: str, query: Query, *, unit: str) -> PanelBuilder:
+    """Return a heat map of a histogram over time: the events in each bucket.
+
+    Args:
+        title: of the panel.
+        description: what it means, and what to do.
+        query: the events up to each bound, by the label ``le``.
+        unit: of the bounds.
+    """
+    colours = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges")
+    colours.exponent(0.5).steps(64)
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .span(8)
+        .height(8)
+        .calculate(False)
+        .unit(COUNT)
+        .decimals(0)
+        .no_value(NO_DATA)
+        .color(colours)
+        .filter_values(heatmap.FilterValueRange().le(EMPTY_BUCKET))
+        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .cell_values(heatmap.CellValues().unit(COUNT).decimals(0))
+        .with_target(_target(query).range().format(PromQueryFormat.HEATMAP))
+    )
+
+
 def figure(
     title: str,
     description: str,
     *queries: Query,
     unit: str = "short",
-    span: int = 4,
+    span: int = 3,
+    height: int = 4,
     limits: Limits | None = None,
     states: Sequence[State] = (),
     text: BigValueTextMode = BigValueTextMode.AUTO,
 ) -> PanelBuilder:
     """Return figures in large letters: the values at the end of the time shown.
+
+    Without a value a figure is grey. It is never green without one.
 
     Args:
         title: of the panel.
@@ -143,10 +190,12 @@ def figure(
         queries: each gives one figure or several.
         unit: a unit of Grafana's, such as ``s``.
         span: width in 24ths of the screen.
-        limits: the limits that decide the colour.
+        height: in rows of Grafana's grid.
+        limits: the limits that decide the colour; without them it is blue.
         states: values that are shown by name.
         text: whether to write the value, the name or both.
     """
+    judged = Threshold(0, NEUTRAL if limits is None else GOOD)
     panel = (
         stat.Panel()
         .title(title)
@@ -154,12 +203,15 @@ def figure(
         .datasource(DATASOURCE)
         .unit(unit)
         .span(span)
-        .height(4)
+        .height(height)
+        .no_value(NO_DATA)
         .graph_mode(BigValueGraphMode.NONE)
         .color_mode(BigValueColorMode.BACKGROUND)
         .text_mode(text)
-        .thresholds(_thresholds(limits or Limits()))
+        .thresholds(_thresholds(Threshold(None, MISSING), judged, limits=limits or Limits()))
     )
+    if unit == COUNT:
+        panel.decimals(0)
     if states:
         panel.mappings([_mapping(states)])
     for number, query in enumerate(queries):
@@ -208,7 +260,9 @@ def bars(
         .title(title)
         .description(description)
         .datasource(DATASOURCE)
+        .unit(COUNT)
         .decimals(0)
+        .no_value(NO_DATA)
         .min(0)
         .span(8)
         .height(7)
@@ -228,8 +282,8 @@ def _target(query: Query, number: int = 0) -> prometheus.Dataquery:
     return target.expr(query.expr).legend_format(query.legend or "__auto")
 
 
-def _thresholds(limits: Limits) -> dashboard.ThresholdsConfig:
-    steps = [Threshold(None, GOOD)]
+def _thresholds(*lowest: Threshold, limits: Limits) -> dashboard.ThresholdsConfig:
+    steps = [*lowest]
     if limits.warn is not None:
         steps.append(Threshold(limits.warn, WARN))
     if limits.bad is not None:

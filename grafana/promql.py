@@ -21,17 +21,30 @@ def total(metric: str, *matchers: str, by: str = "") -> str:
     return f"sum{_by(by)} ({series(metric, *matchers)})"
 
 
-def rate(metric: str, *matchers: str, by: str = "") -> str:
+def rate(metric: str, *matchers: str, by: str = "", window: str = WINDOW) -> str:
     """Return how much a counter grows per second, summed over all labels except ``by``."""
-    return f"sum{_by(by)} (rate({series(metric, *matchers)}[{WINDOW}]))"
+    return f"sum{_by(by)} (rate({series(metric, *matchers)}[{window}]))"
 
 
-def increase(metric: str, *matchers: str, by: str = "", window: str = "$__range") -> str:
-    """Return how much a counter grew in a window, by default in the whole time shown."""
-    return f"sum{_by(by)} (increase({series(metric, *matchers)}[{window}]))"
+def events(metric: str, *matchers: str, by: str = "", window: str = "$__range") -> str:
+    """Return how many events a counter saw in a window, by default in the whole time shown.
+
+    ``increase`` extrapolates to the ends of the window, so that one event becomes 1.07 of them.
+    """
+    return f"round(sum{_by(by)} (increase({series(metric, *matchers)}[{window}])))"
 
 
-def quantile(share: float, histogram: str, *matchers: str, by: str = "") -> str:
+def share(part: str, whole: str) -> str:
+    """Return a part of a whole, from 0 to 1, and nothing where the whole is 0.
+
+    Both are extrapolated and come with different reports, so without a bound it might exceed 1.
+    """
+    return f"clamp_max({part} / ({whole} > 0), 1)"
+
+
+def quantile(
+    share: float, histogram: str, *matchers: str, by: str = "", window: str = WINDOW
+) -> str:
     """Return a quantile of a histogram.
 
     Args:
@@ -39,9 +52,10 @@ def quantile(share: float, histogram: str, *matchers: str, by: str = "") -> str:
         histogram: its name, without ``_bucket``.
         matchers: see ``series``.
         by: labels whose values are kept apart.
+        window: the time whose observations count.
     """
-    labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share:g}, {rate(f'{histogram}_bucket', *matchers, by=labels)})"
+    buckets = rate(f"{histogram}_bucket", *matchers, by=f"le, {by}" if by else "le", window=window)
+    return f"histogram_quantile({share:g}, {buckets})"
 
 
 def _by(labels: str) -> str:

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from shoal.grafana.glance import BURN_LIMITS
-from shoal.grafana.panels import PanelBuilder, Query, graph
-from shoal.grafana.promql import quantile, rate, series, total
+from shoal.grafana.glance import BURN_LIMITS, FOREGROUND, TPOT, TPOT_TARGET, TTFT, TTFT_TARGET
+from shoal.grafana.panels import COUNT, PanelBuilder, Query, graph, spread
+from shoal.grafana.promql import WINDOW, events, quantile, rate, series, share, total
 
-TTFT = "shoal_time_to_first_token_seconds"
 ITL = "shoal_inter_token_latency_seconds"
-TPOT = "shoal_time_per_output_token_seconds"
 SHARES = (0.5, 0.99)
 
 
@@ -17,6 +15,7 @@ def rows() -> Mapping[str, Sequence[PanelBuilder]]:
     return {
         "Traffic": traffic(),
         "Latency, by class of priority": latency(),
+        "First tokens and cached prompts": first_tokens(),
         "Latency, by layout": layouts(),
         "Errors and objectives": errors(),
     }
@@ -28,8 +27,8 @@ def traffic() -> list[PanelBuilder]:
         graph(
             "Requests per second, by outcome",
             "Requests that left the node. `finished` are answers, `aborted` clients that left; "
-            "`too_long` and `caller_full` are the caller's doing; `expired`, `pool_full`, `lost` "
-            "and `unavailable` the node's.",
+            "`too_long` and `caller_full` are the caller's doing; `expired`, `pool_full`, `lost`, "
+            "`poisoned` and `unavailable` count as failed.",
             Query(rate("shoal_requests_total", by="outcome"), "{{outcome}}"),
             unit="reqps",
             stack=True,
@@ -41,6 +40,7 @@ def traffic() -> list[PanelBuilder]:
             "free KV blocks is a matter of the policy; with none free, of capacity.",
             Query(total("shoal_engine_requests", by="state"), "{{state}}"),
             Query(total("shoal_pool_waiting"), "pool"),
+            unit=COUNT,
             stack=True,
         ),
         graph(
@@ -56,14 +56,28 @@ def traffic() -> list[PanelBuilder]:
             "Tokens per prompt, of requests that ended. Long prompts take long to prefill: they "
             "explain a TTFT that rises while the rate of requests does not.",
             *_quantiles("vllm:request_prompt_tokens"),
-            span=12,
         ),
         graph(
             "Length of outputs",
             "Tokens per answer, of requests that ended. Longer answers hold their place in the "
             "batch, and their KV blocks, for longer.",
             *_quantiles("vllm:request_generation_tokens"),
-            span=12,
+        ),
+        graph(
+            "Tokens per second, by API key",
+            "Prompts and outputs of the requests that ended. `none` are requests without a key, "
+            "`unnamed` those with a key of `--api-key`. Limits of a key are in the file of "
+            "`--api-key-file`.",
+            Query(rate("shoal_key_tokens_total", by="key, kind"), "{{key}} {{kind}}"),
+            stack=True,
+        ),
+        graph(
+            "Batches",
+            "Unfinished batches by state, and their requests by result. Requests of "
+            "batches run where people's leave room.",
+            Query(total("shoal_batches", by="status"), "{{status}}"),
+            Query(total("shoal_batch_requests", by="state"), "requests {{state}}"),
+            span=24,
         ),
     ]
 
@@ -104,6 +118,19 @@ def latency() -> list[PanelBuilder]:
             "shoal_request_queue_seconds",
             span=12,
         ),
+    ]
+
+
+def first_tokens() -> list[PanelBuilder]:
+    """Return the row on how first tokens are spread, and what of their prompts was cached."""
+    return [
+        spread(
+            "Time to first token, distribution",
+            "How many requests got their first token after how long. Two bands that are far apart "
+            "mean two kinds of requests: cached and new prompts, or short and long ones.",
+            Query(events(f"{TTFT}_bucket", by="le", window=WINDOW), "{{le}}"),
+            unit="s",
+        ),
         graph(
             "Prompt tokens given to units",
             "By whether the controller expected them in the unit's prefix cache. If the engines "
@@ -112,7 +139,18 @@ def latency() -> list[PanelBuilder]:
             Query(rate("shoal_placed_prompt_tokens_total", by="expected"), "{{expected}}"),
             unit="short",
             stack=True,
-            span=12,
+        ),
+        graph(
+            "Prefix cache: share of prompt tokens found",
+            "Share of the prompt tokens that need no prefill, of all engines together. The "
+            "dashboard Engines shows it for each. Engines without a model have no cache.",
+            Query(
+                share(
+                    rate("vllm:prefix_cache_hits_total"), rate("vllm:prefix_cache_queries_total")
+                ),
+                "found",
+            ),
+            unit="percentunit",
         ),
     ]
 
@@ -160,6 +198,18 @@ def errors() -> list[PanelBuilder]:
                 for window in ("5m", "1h", "6h")
             ),
             limits=BURN_LIMITS,
+            span=12,
+        ),
+        graph(
+            "Goodput: requests per second within each target",
+            "Answered requests, without those in the background, and how many of them had their "
+            "first token, and their other tokens in the mean, as quickly as the objectives say. "
+            "A curve that stays below that of all requests shows a target that is missed.",
+            Query(rate("shoal_request_seconds_count", FOREGROUND), "all"),
+            Query(_within(TTFT, TTFT_TARGET), f"TTFT within {TTFT_TARGET:g} s"),
+            Query(_within(TPOT, TPOT_TARGET), f"TPOT within {TPOT_TARGET:g} s"),
+            unit="reqps",
+            span=12,
         ),
         graph(
             "Requests refused per second, by reason",
@@ -173,6 +223,7 @@ def errors() -> list[PanelBuilder]:
             Query(rate("shoal_client_cutoffs_total", by="reason"), "connection: {{reason}}"),
             Query(rate("shoal_pushed_out_requests_total"), "pushed out"),
             unit="reqps",
+            span=12,
         ),
         graph(
             "Stalled streams per second, by cause",
@@ -182,6 +233,7 @@ def errors() -> list[PanelBuilder]:
             Query(rate("shoal_stream_stall_seconds_count", by="cause"), "{{cause}}"),
             unit="ops",
             stack=True,
+            span=12,
         ),
     ]
 
@@ -192,6 +244,11 @@ def _by_priority(title: str, description: str, histogram: str, *, span: int = 8)
         for share in SHARES
     ]
     return graph(f"{title}, by priority", description, *queries, unit="s", span=span)
+
+
+def _within(histogram: str, seconds: float) -> str:
+    """Return how many requests a second took no longer than a bound of the histogram."""
+    return rate(f"{histogram}_bucket", FOREGROUND, f'le="{seconds:g}"')
 
 
 def _quantiles(histogram: str) -> list[Query]:

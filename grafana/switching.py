@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from grafana_foundation_sdk.models.common import BigValueTextMode, GraphDrawStyle
 
 from shoal.grafana.glance import REASONS
-from shoal.grafana.panels import Limits, PanelBuilder, Query, figure, graph
-from shoal.grafana.promql import increase, quantile, rate, series, total
+from shoal.grafana.panels import COUNT, Limits, PanelBuilder, Query, figure, graph
+from shoal.grafana.promql import events, quantile, rate, series, total
 
 FAILED = 'outcome="failed"'
 CARRIED = 'outcome="carried"'
@@ -44,14 +44,16 @@ def _switch_figures() -> list[PanelBuilder]:
             "All switches that ended, whatever their outcome. If there are none although a policy "
             "decides and the load changes, the policy has no reason to switch, or cannot: see the "
             "failed ones.",
-            Query(f"round({increase('shoal_switches_total')})"),
+            Query(events("shoal_switches_total")),
+            unit=COUNT,
             span=6,
         ),
         figure(
             "Failed switches in the time shown",
             "Switches that were undone: every engine went back to what it was, and no request was "
             "lost. The log says why. If there are many, see docs/alerts.md, ShoalSwitchesFail.",
-            Query(f"round({increase('shoal_switches_total', FAILED)})"),
+            Query(events("shoal_switches_total", FAILED)),
+            unit=COUNT,
             limits=Limits(warn=1, bad=3),
             span=6,
         ),
@@ -60,6 +62,7 @@ def _switch_figures() -> list[PanelBuilder]:
             "Engines that a switch regroups at this moment. Most switches are over before "
             "Prometheus looks; one that waits for requests to end may take long.",
             Query(total("shoal_engine_switching")),
+            unit=COUNT,
             span=6,
         ),
     ]
@@ -73,6 +76,7 @@ def _switch_graphs() -> list[PanelBuilder]:
             "that the load is at the policy's threshold.",
             Query(f"60 * {rate('shoal_switches_total', by='reason')}", "{{reason}}"),
             stack=True,
+            span=6,
             names=REASONS,
         ),
         graph(
@@ -82,6 +86,7 @@ def _switch_graphs() -> list[PanelBuilder]:
             "engine died meanwhile.",
             Query(f"60 * {rate('shoal_binds_total', by='outcome')}", "bind {{outcome}}"),
             Query(f"60 * {rate('shoal_releases_total', by='outcome')}", "release {{outcome}}"),
+            span=6,
         ),
         graph(
             "Late switches per minute, by reason",
@@ -90,6 +95,7 @@ def _switch_graphs() -> list[PanelBuilder]:
             "waiting for that long.",
             Query(f"60 * {rate('shoal_late_switches_total', by='reason')}", "{{reason}}"),
             stack=True,
+            span=6,
             names=REASONS,
         ),
         graph(
@@ -103,6 +109,7 @@ def _switch_graphs() -> list[PanelBuilder]:
             Query(rate("shoal_carried_requests_total", CARRIED), "carried"),
             Query(rate("shoal_moved_requests_total"), "moved"),
             unit="reqps",
+            span=6,
         ),
     ]
 
@@ -135,7 +142,10 @@ def cost() -> list[PanelBuilder]:
             "Engines that are not regrouped go on serving, and with `sequential` the others do, "
             "too. If it is above a fifth with any other treatment, switches are too many or too "
             "slow.",
-            Query(rate("shoal_switch_seconds_sum", by="treatment"), "{{treatment}}"),
+            Query(
+                f"clamp_max({rate('shoal_switch_seconds_sum', by='treatment')}, 1)",
+                "{{treatment}}",
+            ),
             unit="percentunit",
             stack=True,
         ),
@@ -165,11 +175,20 @@ def carries() -> list[PanelBuilder]:
             stack=True,
         ),
         graph(
+            "Requests asked to leave their unit per second, by reason",
+            "With their KV. `switch`: their unit is regrouped. `drain`: their engine is taken out. "
+            "`pause`: their unit was gone for too long. `balance`: another unit has less to do.",
+            Query(rate("shoal_departures_total", by="reason"), "{{reason}}"),
+            unit="reqps",
+            stack=True,
+        ),
+        graph(
             "KV carried per second",
             "Bytes that the members of the next units have read from the memory of other engines: "
-            "while requests were stopped, and ahead of that.",
-            Query(rate("shoal_carried_bytes_total"), "while stopped"),
-            Query(rate("shoal_precopied_bytes_total"), "ahead"),
+            "while requests were stopped, and ahead of that. `host`: it went through the host's "
+            "memory, because the GPU cannot read the other one's.",
+            Query(rate("shoal_carried_bytes_total", by="path"), "{{path}}, while stopped"),
+            Query(rate("shoal_precopied_bytes_total", by="path"), "{{path}}, ahead"),
             unit="Bps",
         ),
         graph(
@@ -179,7 +198,6 @@ def carries() -> list[PanelBuilder]:
             "`unreadable`: the KV cannot be taken as it is.",
             Query(f"60 * {rate('shoal_carry_fallbacks_total', by='reason')}", "{{reason}}"),
             stack=True,
-            span=12,
         ),
         graph(
             "Copied ahead of switches per minute, by outcome",
@@ -188,7 +206,6 @@ def carries() -> list[PanelBuilder]:
             "failed.",
             Query(f"60 * {rate('shoal_precopies_total', by='outcome')}", "{{outcome}}"),
             stack=True,
-            span=12,
         ),
     ]
 
@@ -201,7 +218,9 @@ def modes() -> list[PanelBuilder]:
             "Each unit serves requests of its own: more units serve more requests at once, and "
             "wider units answer each request faster. The layout should follow the load.",
             Query(total("shoal_units", by="layout"), "{{layout}}"),
+            unit=COUNT,
             stack=True,
+            span=6,
         ),
         graph(
             "Steps per second, by mode",
@@ -210,6 +229,7 @@ def modes() -> list[PanelBuilder]:
             Query(rate("shoal_steps_total", by="mode"), "{{mode}}"),
             unit="ops",
             stack=True,
+            span=6,
         ),
         graph(
             "Tokens computed per second, by mode",
@@ -219,6 +239,16 @@ def modes() -> list[PanelBuilder]:
             Query(rate("shoal_step_tokens_total", by="mode, kind"), "{{mode}} {{kind}}"),
             unit="short",
             stack=True,
+            span=6,
+        ),
+        graph(
+            "Engines, by how groups exchange in SP",
+            "`peer`: through each other's memory. `collective`: by NCCL, which takes more memory "
+            "and time. If the GPUs have NVLink, the host then refuses to share memory: a "
+            "container may need SYS_PTRACE.",
+            Query(total("shoal_sp_exchange", by="layout, by"), "{{layout}} {{by}}"),
+            unit=COUNT,
+            span=6,
         ),
     ]
 
@@ -238,6 +268,7 @@ def pool() -> list[PanelBuilder]:
             "Requests that no unit has started yet. It should be empty most of the time; if it "
             "only grows, send less or add a node, and bound it with `--max-waiting-requests`.",
             Query(total("shoal_pool_waiting", by="priority"), "{{priority}}"),
+            unit=COUNT,
             stack=True,
             span=6,
         ),

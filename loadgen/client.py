@@ -10,9 +10,10 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from shoal.loadgen.connection_errors import cause
 from shoal.loadgen.exchange import Exchange, Outcome, outcome_of_status
 from shoal.loadgen.stream import EventStream, StreamError
-from shoal.loadgen.workload import Arrival
+from shoal.loadgen.workload import Arrival, Message
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 DEADLINE_HEADER = "x-shoal-deadline-ms"
@@ -25,7 +26,8 @@ QUESTION_TIMEOUT_SECONDS = 10.0
 _SHOWN = 200
 """How many characters of a server's error message are kept."""
 
-Prompt = str | list[int]
+Prompt = str | list[int] | tuple[Message, ...]
+"""Text, token ids, or the messages of a chat."""
 
 
 class ClientError(Exception):
@@ -157,7 +159,7 @@ class Client:
         except TimeoutError as error:
             raise ClientError(f"{url} did not answer in {QUESTION_TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise ClientError(f"cannot reach {url}: {error}") from error
+            raise ClientError(f"cannot reach {url}: {cause(error)}") from error
         if response.status != 200:
             raise ClientError(f"{url} answered {response.status}: {_shorten(text)}")
         return text
@@ -173,7 +175,8 @@ class Client:
             "stream_options": {"include_usage": True},
         }
         if self.settings.endpoint is Endpoint.CHAT:
-            fields["messages"] = [{"role": "user", "content": prompt}]
+            messages = prompt if isinstance(prompt, tuple) else (Message("user", str(prompt)),)
+            fields["messages"] = [message._asdict() for message in messages]
             fields["max_completion_tokens"] = output_tokens
         else:
             fields["prompt"] = prompt

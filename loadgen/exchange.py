@@ -60,8 +60,9 @@ class Exchange:
     """One request and its response. Times are seconds from the start of the run."""
 
     index: int
-    """Index of the request in its workload."""
+    """Index of the request, or of its chat, in its workload."""
     arrival: Arrival
+    """With the time at which it was due, without content and later turns."""
     sent: float | None = None
     """When sending began; the request was due at ``arrival.at``."""
     chunk_times: list[float] = field(default_factory=list)
@@ -119,7 +120,7 @@ class Exchange:
             yield Flaw.NO_USAGE
             return
         asked = self.arrival.output_tokens
-        if self.prompt_tokens != self.arrival.prompt_tokens:
+        if self.arrival.prompt_tokens not in (0, self.prompt_tokens):
             yield Flaw.PROMPT_LENGTH
         at_length = self.finish_reason == "length"
         if len(self.chunk_times) - 1 > self.output_tokens or (

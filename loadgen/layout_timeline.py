@@ -77,7 +77,3 @@ class LayoutLog:
             moved=sum(switch.requests.moved for switch in done),
             carried=sum(switch.requests.carried for switch in done),
         )
-
-    def widths(self) -> list[tuple[float, float]]:
-        """Return times, and the mean engines per unit from each time on."""
-        return [(at, sum(map(len, units)) / len(units)) for at, units in self.layouts if units]

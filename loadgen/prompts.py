@@ -73,8 +73,11 @@ class Prompts:
     def make(self, index: int, arrival: Arrival) -> Prompt:
         """Return the prompt of the workload's request with this index.
 
-        It is text or token ids, like the pieces, and has at least one piece.
+        It is the request's own content, or else text or token ids, like the pieces, and then has
+        at least one piece.
         """
+        if arrival.content is not None:
+            return arrival.content
         count = max(1, arrival.prompt_tokens - self._overhead)
         drawn = [self._block(block) for block in arrival.prefix]
         rest = count - sum(map(len, drawn))

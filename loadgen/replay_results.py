@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from shoal.loadgen import text_tables
+from shoal.loadgen.curves import Timeline
 from shoal.loadgen.exchange import Exchange, Outcome, tokens_by_second
 from shoal.loadgen.open_loop import Run
-from shoal.loadgen.plot import Timeline
 from shoal.loadgen.summary import EVERYTHING, Objective, Report, report
 from shoal.loadgen.validity import Verdict
 
@@ -56,7 +56,10 @@ class Result:
     def notes(self) -> list[str]:
         """Return notes on the run's token counts, one line each."""
         counts = Counter(flaw for exchange in self.run.exchanges for flaw in exchange.flaws())
-        return [f"{count} requests {flaw.value}" for flaw, count in counts.items()]
+        notes = [f"{count} requests {flaw.value}" for flaw, count in counts.items()]
+        if self.run.unsent and not self.run.interrupted:
+            notes.append(f"{self.run.unsent} turns of chats were not sent, as one before failed")
+        return notes
 
     def timeline(self) -> Timeline:
         """Return the run's data for the picture."""
@@ -64,7 +67,7 @@ class Result:
             self.name,
             [exchange.record() for exchange in self.run.exchanges],
             tokens=tokens_by_second(self.run.exchanges),
-            widths=self.run.log.widths(),
+            layouts=self.run.log.layouts,
         )
 
 
@@ -129,7 +132,7 @@ def vllm_keys(result: Result, figures: Report) -> dict[str, Any]:
         "output_throughput": figures.output_throughput,
         "total_token_throughput": figures.total_throughput,
         **vllm_peaks(sent),
-        **_milliseconds(figures),
+        **milliseconds(figures),
         "input_lens": [exchange.counted_prompt for exchange in sent],
         "output_lens": [_if_ok(exchange, exchange.counted_output) for exchange in sent],
         "ttfts": [_after_start(exchange, exchange.chunk_times[:1]) for exchange in sent],
@@ -152,8 +155,8 @@ def _after_start(exchange: Exchange, times: Sequence[float]) -> float:
     return times[0] - (exchange.sent or 0.0) if times else 0.0
 
 
-def _milliseconds(figures: Report) -> dict[str, float]:
-    """Return ``mean_ttft_ms`` and the like."""
+def milliseconds(figures: Report) -> dict[str, float]:
+    """Return ``mean_ttft_ms`` and the like, as ``vllm bench serve`` names them."""
     everything = figures.groups[EVERYTHING]
     found = {}
     for metric in ("ttft", "tpot", "itl", "e2el"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.loadgen.workload import Arrival, Phase, Workload
+from shoal.loadgen.workload import Arrival, Block, Phase, Workload, chat_of
 
 URGENT = -10
 """Priority of the urgent requests of ``priority``; all others have 0."""
@@ -157,8 +157,42 @@ def priority(
             yield Arrival(at, *lengths.draw(rng), priority=URGENT if urgent else 0)
 
 
+def chats(
+    rng: random.Random,
+    lengths: Lengths = Lengths((32, 512), (64, 256)),
+    *,
+    rate: float = 1.0,
+    turns: tuple[int, int] = (2, 8),
+    think_seconds: float = 5.0,
+    shared_tokens: int = 256,
+) -> Iterator[Arrival]:
+    """Yield a Poisson process of chats of several turns, all of which begin with the same tokens.
+
+    A turn's prompt is the whole chat so far and a new message. The answers in it are made up, not
+    the server's own, so a prefix cache finds the prompt of the turn before, but not its answer.
+
+    Args:
+        rng: of everything drawn.
+        lengths: of a turn's new message, and of its answer.
+        rate: chats per second.
+        turns: bounds of a chat's turns.
+        think_seconds: mean time from an answer to the next message, exponentially distributed.
+        shared_tokens: of a system prompt, which all chats have in common.
+    """
+    system = (Block("system", shared_tokens),) if shared_tokens else ()
+    for chat, at in enumerate(_poisson(rng, 0.0, math.inf, rate)):
+        said, due, made = system, at, []
+        for turn in range(rng.randint(*turns)):
+            new, answer = lengths.draw(rng)
+            said = (*said, Block(f"chat {chat} turn {turn}", new))
+            made.append(Arrival(due, sum(block.tokens for block in said), answer, prefix=said))
+            said = (*said, Block(f"chat {chat} answer {turn}", answer))
+            due = rng.expovariate(1 / think_seconds)
+        yield chat_of(made)
+
+
 SHAPES: dict[str, Callable[..., Iterator[Arrival]]] = {
-    shape.__name__: shape for shape in (poisson, gamma, ramp, hill, bursty, priority)
+    shape.__name__: shape for shape in (poisson, gamma, ramp, hill, bursty, priority, chats)
 }
 """The shapes by name. Each takes a source of randomness, lengths, and its own settings."""
 

@@ -59,7 +59,9 @@ def read_trace(path: Path) -> Workload:
             file.seek(0)
             found = _json_lines(path, file) if is_json else _csv_rows(path, file)
             arrivals = [a for a in found if a.prompt_tokens > 0 and a.output_tokens > 0]
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise TraceError(f"cannot read {path}: {error}") from error
     if not arrivals:
         raise TraceError(f"{path}: no request in it")

@@ -4,7 +4,7 @@ import enum
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,27 +30,69 @@ class Block(NamedTuple):
     tokens: int
 
 
+class Message(NamedTuple):
+    """One message of a chat."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request."""
 
     at: float
-    """Seconds from the start of the workload."""
+    """Seconds from the start of the workload; of a later turn of a chat, from the end of the answer
+    to the turn before."""
     prompt_tokens: int
+    """0 if ``content`` says what is sent, whose tokens only the server counts."""
     output_tokens: int
     priority: int = 0
     phase: Phase = Phase.BETWEEN
     prefix: tuple[Block, ...] = ()
     """The blocks that the prompt begins with; the rest of the prompt is the request's own. If the
     blocks are longer than the prompt, the prompt ends within them."""
+    content: str | tuple[Message, ...] | None = None
+    """What to send; None: tokens are made up."""
+    next: "Arrival | None" = None
+    """The next turn of the chat; it is sent once this one is answered."""
+
+    def turns(self) -> Iterator["Arrival"]:
+        """Yield the request and the later turns of its chat."""
+        turn: Arrival | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.next
+
+
+def chat_of(turns: Sequence[Arrival]) -> Arrival:
+    """Return the first of these turns, linked to the others.
+
+    Raises:
+        IndexError: there is none.
+    """
+    *earlier, chat = turns
+    for turn in reversed(earlier):
+        chat = replace(turn, next=chat)
+    return chat
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrival."""
+    """Requests in the order of their arrival; of a chat, only the first turn is among them."""
 
     name: str
     arrivals: tuple[Arrival, ...]
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether some request has to wait for the answer to another."""
+        return any(arrival.next is not None for arrival in self.arrivals)
+
+    @property
+    def requests(self) -> int:
+        """Requests with all turns of chats."""
+        return sum(1 for arrival in self.arrivals for _ in arrival.turns())
 
     def scaled(self, factor: float) -> "Workload":
         """Return the workload at ``factor`` times its rate.
@@ -60,7 +102,7 @@ class Workload:
         """
         if not factor > 0:
             raise ValueError(f"a rate cannot be scaled by {factor:g}")
-        return self._with(replace(a, at=a.at / factor) for a in self.arrivals)
+        return self._each(lambda a: replace(a, at=a.at / factor))
 
     def resized(self, factor: float) -> "Workload":
         """Return the workload with ``factor`` times the tokens, rounded, and at least one each.
@@ -74,14 +116,13 @@ class Workload:
         def size(tokens: int) -> int:
             return max(1, round(tokens * factor))
 
-        return self._with(
-            replace(
+        return self._each(
+            lambda a: replace(
                 a,
                 prompt_tokens=size(a.prompt_tokens),
                 output_tokens=size(a.output_tokens),
                 prefix=tuple(Block(block.id, size(block.tokens)) for block in a.prefix),
             )
-            for a in self.arrivals
         )
 
     def first(self, requests: int | None = None, seconds: float | None = None) -> "Workload":
@@ -89,12 +130,27 @@ class Workload:
         arrivals = itertools.islice(self.arrivals, requests)
         return self._with(a for a in arrivals if seconds is None or a.at < seconds)
 
+    def after(self, seconds: float) -> "Workload":
+        """Return the workload without its first ``seconds``, after which it begins."""
+        return self._with(replace(a, at=a.at - seconds) for a in self.arrivals if a.at >= seconds)
+
     def fitting(self, tokens: int) -> "Workload":
-        """Return the workload without the requests of more tokens, prompt and output together."""
-        return self._with(a for a in self.arrivals if a.prompt_tokens + a.output_tokens <= tokens)
+        """Return the workload without the requests of more tokens, prompt and output together.
+
+        A chat ends before its first turn that is left out.
+        """
+
+        def fits(turn: Arrival) -> bool:
+            return turn.prompt_tokens + turn.output_tokens <= tokens
+
+        return self._with(
+            chat_of([replace(turn, next=None) for turn in itertools.takewhile(fits, a.turns())])
+            for a in self.arrivals
+            if fits(a)
+        )
 
     def with_priorities(self, shares: Mapping[int, float], seed: int) -> "Workload":
-        """Return the workload with priorities drawn in these proportions.
+        """Return the workload with priorities drawn in these proportions, one for each chat.
 
         Raises:
             ValueError: a share is negative, or all of them are 0.
@@ -105,7 +161,13 @@ class Workload:
             list(shares), list(shares.values()), k=len(self.arrivals)
         )
         return self._with(
-            replace(a, priority=priority) for a, priority in zip(self.arrivals, drawn, strict=True)
+            chat_of([replace(turn, priority=priority) for turn in a.turns()])
+            for a, priority in zip(self.arrivals, drawn, strict=True)
+        )
+
+    def _each(self, change: Callable[[Arrival], Arrival]) -> "Workload":
+        return self._with(
+            chat_of([change(turn) for turn in arrival.turns()]) for arrival in self.arrivals
         )
 
     def _with(self, arrivals: Iterator[Arrival]) -> "Workload":

@@ -1,46 +1,73 @@
-"""The layout in which requests cost the least time, of all degrees, by a forecast of the node.
+"""The layout in which the requests that really come cost the least time.
 
-``forecast.py`` predicts for every candidate how long requests will take, or how many promises will
-be broken if there are targets. Running requests are carried to their new units, so a switch costs
-no more than a short stop. The policy decides as if it had to pay for that stop out of what it saves
-(as in the ski rental problem): it adds up, over time, by how much a candidate would have been
-better than the current layout, and changes to it when that sum has reached the price of the switch.
-So a clear gain is taken within milliseconds, a gain that is within the noise of the load never adds
-up, and the regret about a layout that was kept too long is about the price of a switch.
+While nothing is promised and nobody is urgent, every layout for all engines has a shadow
+(``hindsight.py``): a model of the node which gets the same requests. The policy adds up what each
+would have saved beside the current one, and changes to it when that has reached the price of the
+switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
+the price. The policy also remembers for minutes by how much the node was slower than each layout
+would have been, the stops of its switches included. While one layout would have been better, every
+other one must save its distance to that one besides the price. So a layout that is better in quiet
+moments, and much worse in sudden bursts, is not taken up again after each of them.
 
-A switch that is soon taken back has brought nothing. So the price doubles whenever a switch goes
-the other way than the last one, and returns to its true value within seconds.
-
-The candidates are one layout for all engines. While requests are urgent, or too long for a narrow
-unit, one group beside narrower units is a candidate too.
+With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py`` predicts
+for every candidate how long requests will take, or how many promises will be broken; then one
+group beside narrower units is a candidate, too. The price is that of the stop, and doubles whenever
+a switch goes the other way than the last one, because a switch that is soon taken back has brought
+nothing. It returns to its true value within seconds.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
 from shoal.policies.forecast import Forecast
+from shoal.policies.hindsight import (
+    Hindsight,
+    TermsOf,
+    begin,
+    follow,
+    moved,
+    raised,
+    renewed,
+    saved,
+    terms_of,
+)
 from shoal.policies.static import (
     Preference,
     dispatch_least_loaded,
     place_group,
     with_singles,
 )
+from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.layouts import Layout, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
-from shoal.policies.values.plan import Plan, Policy, SwitchReason
-from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot
+from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
+from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, StepPredictor
 
 REVIEW_SECONDS = 0.05
-"""How often the layout is judged."""
+"""How often the layout is judged by a forecast."""
+WATCH_SECONDS = 0.1
+"""How often it is judged by the shadows."""
 LONGEST_REVIEW_SECONDS = 1.0
 """A judgement counts for at most this time, if the policy was not asked for longer."""
 LEAST_SECONDS = 0.5
 """Least time between two switches, unless the current units are too small for a request."""
 FORGET_SECONDS = 10.0
 """Time constant with which it is forgotten what a candidate would have saved."""
+TERMS_SECONDS = 0.5
+"""How long the cost model's numbers are used."""
+USUAL_SECONDS = 20.0
+"""Time constant of the usual number of requests."""
+LEAST_REQUESTS = 0.5
+"""Least usual number of requests."""
+SURE_SECONDS = 1.0
+"""A candidate must have saved so many seconds of each of the usual requests."""
+CACHE_SECONDS = 30.0
+"""How long it takes until the caches are as full as they were before a switch."""
+REGRET_SECONDS = 120.0
+"""Time constant with which it is forgotten by how much the node was slower than a layout."""
 LEAST_PROMISES = 0.1
 """Broken promises that a switch must save beyond its price, if there are targets. What is predicted
 to be broken while all promises are safe is noise."""
@@ -71,6 +98,19 @@ class Memory:
     """Whether the last switch went to fewer and wider units; None: there was none."""
     urgent: float = 0.0
     """Smoothed share of the requests that are urgent."""
+    arrived: tuple[PoolRequest, ...] = ()
+    """Requests that no shadow has got yet."""
+    shadows: Hindsight | None = None
+    terms: TermsOf | None = None
+    """What the units of shadows can do, by the cost model of ``terms_at``."""
+    terms_at: float = 0.0
+    age: float = 0.0
+    """For how many seconds the node was watched."""
+    requests: float = 0.0
+    """Requests on the node, smoothed over ``USUAL_SECONDS``, or over ``age`` while this is less."""
+    behind: tuple[tuple[Partition, float], ...] = ()
+    """By how many seconds of requests the node was slower than each partition would have been, up
+    to when that one's shadow last began anew."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -81,12 +121,17 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     memory = snapshot.memory
     if not isinstance(memory, Memory):
         memory = Memory(snapshot.now - REVIEW_SECONDS)
+    memory = replace(memory, arrived=memory.arrived + snapshot.arrived)
     if snapshot.switching:
         return Plan(dispatches, memory=replace(_aged(memory, snapshot), at=snapshot.now, saved=()))
     needed = _size_for_all(snapshot)
     stuck = max(unit.size for unit in snapshot.partition) < needed
     if snapshot.now - memory.at < REVIEW_SECONDS and not stuck:
         return Plan(dispatches, memory=memory)
+    if not snapshot.targets and not stuck and snapshot.since_urgent > LINGER_SECONDS:
+        if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
+            return Plan(dispatches, memory=memory)
+        return _by_hindsight(snapshot, model, memory, dispatches)
     memory = _aged(memory, snapshot)
     candidates = [c for c in _candidates(snapshot, needed) if c != snapshot.partition]
     forecast = Forecast(snapshot, model, memory.urgent)
@@ -102,6 +147,90 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     doubt = min(MOST_DOUBT, DOUBT * memory.doubt) if turned else memory.doubt
     memory = replace(memory, at=snapshot.now, saved=(), doubt=doubt, wider=wider)
     return Plan(dispatches, target, "carry", reason, memory)
+
+
+def _by_hindsight(
+    snapshot: Snapshot, model: StepPredictor, memory: Memory, dispatches: tuple[Dispatch, ...]
+) -> Plan:
+    """Return the plan for a node without urgent requests and without promises."""
+    memory = _watched(snapshot, model, _aged(memory, snapshot))
+    seen, terms = memory.shadows, memory.terms
+    assert seen is not None
+    assert terms is not None
+    gains, here = saved(seen, terms), snapshot.partition
+    forecast = Forecast(snapshot, model)
+    prices = {candidate: _price(snapshot, forecast, memory, candidate) for candidate in gains}
+    behind = dict(memory.behind)
+    regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
+    low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
+    if low and any(queue.waiting for queue in seen.current.queues):
+        seen = raised(seen, low)
+        behind |= {c: behind.get(c, 0.0) - more for c, more in low.items()}
+    elif low:
+        seen = renewed(seen, low, terms)
+        behind |= {c: regrets[c] for c in low}
+    memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
+    worth = {c: gains[c] - prices[c] - _fine(regrets, c) for c in gains if forecast.has_room(c)}
+    best = max(worth, key=worth.__getitem__, default=here)
+    if worth.get(best, 0.0) <= 0.0 or snapshot.since_switch < LEAST_SECONDS:
+        return Plan(dispatches, memory=memory)
+    stop = forecast.whole_stop(best) * snapshot.requests
+    regrets = {c: regret + stop for c, regret in regrets.items()}
+    memory = replace(memory, behind=tuple(regrets.items()), wider=len(best) < len(here))
+    return Plan(dispatches, best, "carry", _reason(snapshot, best), memory)
+
+
+def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:
+    """Return what a candidate must save beyond its price.
+
+    It is its distance to the partition that the node would best have had all the time, or nothing
+    if the node was faster than that.
+    """
+    return max(0.0, max(regrets.values()) - max(0.0, regrets[candidate]))
+
+
+def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory:
+    """Return the memory with the shadows as they are now."""
+    here, terms = snapshot.partition, memory.terms
+    candidates = [c for c in _candidates(snapshot, 1) if c != here]
+    if terms is None or snapshot.now - memory.terms_at > TERMS_SECONDS:
+        terms = terms_of(snapshot, model, layouts_up_to(snapshot.max_group))
+        memory = replace(memory, terms=terms, terms_at=snapshot.now)
+    seen = memory.shadows
+    if seen is not None:
+        seen = follow(seen, snapshot, memory.arrived, terms)
+        if here in dict(seen.trials):
+            seen = moved(seen, here, terms)
+    if seen is None or seen.here != here or dict(seen.trials).keys() != set(candidates):
+        seen = begin(snapshot, candidates, terms)
+    elapsed = max(0.0, snapshot.now - memory.at)
+    age = memory.age + elapsed
+    kept = math.exp(-elapsed / min(USUAL_SECONDS, age)) if age else 1.0
+    regretted = math.exp(-elapsed / REGRET_SECONDS)
+    return replace(
+        memory,
+        at=snapshot.now,
+        age=age,
+        shadows=seen,
+        arrived=(),
+        requests=kept * memory.requests + (1 - kept) * snapshot.requests,
+        behind=tuple((partition, regretted * seconds) for partition, seconds in memory.behind),
+    )
+
+
+def _price(snapshot: Snapshot, forecast: Forecast, memory: Memory, candidate: Partition) -> float:
+    """Return what a candidate must have saved, in seconds of requests, besides its fine.
+
+    The switch stops the requests, and the caches that it loses must be filled again. And a second
+    of all requests is within the noise of the load.
+    """
+    usual = max(LEAST_REQUESTS, memory.requests)
+    stop = forecast.whole_stop(candidate) * snapshot.requests
+    share = snapshot.hit_share
+    rate = snapshot.prompt_tokens / max(0.1, 1 - share) * snapshot.usual_rate
+    token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
+    lost = CACHE_SECONDS * share * rate * token * (1 + usual)
+    return SURE_SECONDS * usual + stop + lost
 
 
 def _judged(
@@ -209,8 +338,7 @@ def _size_for_all(snapshot: Snapshot) -> int:
     """Return the size of the smallest unit that holds every request; 1 if none does."""
     running = max((unit.longest_tokens for unit in snapshot.units), default=0)
     for state in snapshot.layouts:
-        longest = min(state.max_model_len, state.total_blocks * state.block_tokens)
-        if running <= longest and all(map(state.can_hold, snapshot.pool)):
+        if running <= state.longest and all(map(state.can_hold, snapshot.pool)):
             return state.layout.world_size
     return 1
 

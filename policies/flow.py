@@ -95,7 +95,7 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class UnitPace:
     """How fast a unit of one layout is."""
 
     steps: tuple[float, ...]
@@ -138,7 +138,7 @@ class Moment:
     """Prompt tokens of the waiting requests."""
 
 
-def pace_of(snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work) -> Pace:
+def pace_of(snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work) -> UnitPace:
     """Return how fast a unit of a layout computes requests of these lengths."""
     context = max(1, round(work.prompt + work.output / 2))
     prompt = max(1, round(work.prompt))
@@ -159,11 +159,16 @@ def pace_of(snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work
     tp = added(Mode.TP)
     state = snapshot.layout(layout)
     seats = math.inf if state is None else state.seats(work.prompt + work.output / 2)
-    return Pace(steps, tp, tp if math.isinf(above) else added(Mode.SP), above, seats)
+    return UnitPace(steps, tp, tp if math.isinf(above) else added(Mode.SP), above, seats)
 
 
 def flow(
-    pace: Pace, work: Work, ticks: Sequence[float] = NEAR, *, at: float = 0.0, stall: float = 0.0
+    pace: UnitPace,
+    work: Work,
+    ticks: Sequence[float] = NEAR,
+    *,
+    at: float = 0.0,
+    stall: float = 0.0,
 ) -> Iterator[Moment]:
     """Yield what happens in each tick.
 
@@ -204,7 +209,7 @@ def flow(
 
 
 def _steps(
-    pace: Pace, decoding: float, rate: float, chunk: float, prompts: float
+    pace: UnitPace, decoding: float, rate: float, chunk: float, prompts: float
 ) -> tuple[float, float, float, float]:
     """Return the seconds of a step with prompts and of a token, and what becomes of new prompts.
 

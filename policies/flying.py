@@ -253,8 +253,7 @@ def _long_layout(snapshot: Snapshot) -> Layout:
     """Return the narrowest layout that holds every request; DP if no layout is known."""
     tokens = max((unit.longest_tokens for unit in snapshot.units), default=0)
     for state in snapshot.layouts:
-        running = tokens <= min(state.max_model_len, state.total_blocks * state.block_tokens)
-        if running and all(state.can_hold(request) for request in snapshot.pool):
+        if tokens <= state.longest and all(state.can_hold(request) for request in snapshot.pool):
             return state.layout
     return snapshot.widest if snapshot.layouts else DP
 

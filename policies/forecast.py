@@ -7,7 +7,7 @@ ones serve the most urgent class alone.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.policies.flow import (
@@ -15,7 +15,7 @@ from shoal.policies.flow import (
     FAR,
     NEAR_SECONDS,
     Moment,
-    Pace,
+    UnitPace,
     Work,
     flow,
     pace_of,
@@ -79,7 +79,7 @@ class Forecast:
         self._model = model
         self._work = work_of(snapshot)
         self._classes = _classes(snapshot, urgent)
-        self._paces: dict[Layout, Pace] = {}
+        self._paces: dict[Layout, UnitPace] = {}
         self._uniform = uniform(snapshot)
 
     def cost(self, candidate: Partition, stall: float = 0.0) -> float:
@@ -114,23 +114,33 @@ class Forecast:
             cost += count * self._cost_of(list(ticks), classes, 0.0, 0.0)
         return cost
 
-    def _pace(self, layout: Layout) -> Pace:
+    def _pace(self, layout: Layout) -> UnitPace:
         if layout not in self._paces:
             self._paces[layout] = pace_of(self._snapshot, self._model, layout, self._work)
         return self._paces[layout]
 
     def stall(self, candidate: Partition) -> float:
-        """Return the seconds for which a switch interrupts the requests that it moves.
+        """Return the seconds for which a switch interrupts a request that it moves, in the mean.
 
-        The engines wait for the longest step in flight, half of which is over in the mean. Then the
-        new units read the KV from the old ones.
+        Of the longest step in flight half is left in the mean. Then the new units read the KV from
+        the old ones.
         """
+        return self._stop(candidate, lambda _: 1 / 2)
+
+    def whole_stop(self, candidate: Partition) -> float:
+        """Return the same until the last engine has ended its step.
+
+        Of the longest of n steps in flight n / (n + 1) is left in the mean.
+        """
+        return self._stop(candidate, lambda steps: steps / (steps + 1))
+
+    def _stop(self, candidate: Partition, left: Callable[[int], float]) -> float:
         moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
         here = [unit for unit in moved if unit.requests]
         if not here:
             return SWITCH_SECONDS
-        longest = max(map(self._step_seconds, here))
-        return SWITCH_SECONDS + longest / 2 + self._copy_seconds(candidate, moved)
+        step = left(len(here)) * max(map(self._step_seconds, here))
+        return SWITCH_SECONDS + step + self._copy_seconds(candidate, moved)
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

@@ -9,18 +9,27 @@ from shoal.policies.values.plan import Policy
 POLICIES: dict[str, Policy] = {
     policy.name: policy for policy in (ADAPTIVE, FLYING, SHIFT, STATIC_DP, STATIC_TP, MANUAL)
 }
+"""The built-in policies, and those of others that ``installed_policies`` has added."""
+
+REFERENCES: dict[str, str] = {}
+"""Names of the policies that were added as ``module:NAME``."""
 
 
-class UnknownPolicyError(ValueError):
+class PolicyError(ValueError):
+    """There is no such policy, or none that can be used; the message is one line."""
+
+
+class UnknownPolicyError(PolicyError):
     """No policy has this name; the message lists the existing ones."""
 
 
 def get_policy(name: str) -> Policy:
-    """Return the policy of this name.
+    """Return the policy of this name, or of this reference if it was added by that.
 
     Raises:
         UnknownPolicyError: no policy has this name.
     """
-    if name not in POLICIES:
+    known = POLICIES.get(REFERENCES.get(name, name))
+    if known is None:
         raise UnknownPolicyError(f"no policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    return known

@@ -59,7 +59,7 @@ class UnitCosts:
         unit, output = room.unit, self._snapshot.output_tokens
         layout = unit.unit.layout
         if layout not in self._prices:
-            self._prices[layout] = _prices(self._snapshot, layout)
+            self._prices[layout] = prices_of(self._snapshot, layout)
         prices = self._prices[layout]
         base = (unit.prefill_tokens + room.queued) * prices.prompt
         base += output * (unit.context_tokens + room.context) * prices.read
@@ -71,7 +71,8 @@ class UnitCosts:
         return terms
 
 
-def _prices(snapshot: Snapshot, layout: Layout) -> Prices:
+def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:
+    """Return what tokens cost a unit of a layout."""
     model = snapshot.cost_model
     if model is None:
         return Prices(1 / layout.world_size, 1 / layout.world_size / READS_PER_PROMPT_TOKEN)

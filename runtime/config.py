@@ -1,9 +1,10 @@
 """What a node is started with, and where its processes find each other."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,6 +18,9 @@ from shoal.runtime.logs import LogFormat
 
 AGING_SECONDS = 30.0
 """Default wait in the task pool that makes up for one class of priority."""
+BACKGROUND_PRIORITY = 100
+"""Requests of this priority, the least urgent one, run only where no other request needs the unit.
+"""
 ENGINE_COUNTS = (1, 2, 4, 8)
 """How many engines a node may have, and a group of them."""
 MAX_RETRIES = 2
@@ -44,6 +48,16 @@ QUEUED_AHEAD = 1
 unit's next step starts at once with these, without a round trip to the controller."""
 
 
+class CarryPath(enum.StrEnum):
+    """How KV goes from engine to engine."""
+
+    AUTO = "auto"
+    """Straight, where an engine's device can read the memory of the other one; otherwise as
+    ``HOST``."""
+    HOST = "host"
+    """Through memory of the host."""
+
+
 class FakeSettings(msgspec.Struct, frozen=True):
     """Settings of the fake engine (``fake_backend.py``)."""
 
@@ -66,6 +80,9 @@ class FakeSettings(msgspec.Struct, frozen=True):
     steps_at_once: int = 1
     """For simulated time: up to so many steps that decode the same requests run as one step of
     their total length. Their tokens come together. Any arrival ends the run at the next step."""
+    asynchronous: bool = False
+    """Whether a step is scheduled when the step before it begins, as vLLM's asynchronous scheduling
+    does: requests that come later wait for one step more."""
     token_bytes: int = 0
     """Bytes of one token's KV."""
     peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
@@ -81,6 +98,14 @@ class FakeSettings(msgspec.Struct, frozen=True):
     def kv_geometry(self) -> KvGeometry:
         """What a block holds in each layout."""
         return KvGeometry(self.layers, self.kv_heads, self.block_tokens)
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter that requests may name as their model."""
+
+    name: str
+    path: str
+    """A directory, or a name on the Hugging Face hub."""
 
 
 Facts = Mapping[str, str]
@@ -137,8 +162,13 @@ class NodeConfig(msgspec.Struct, frozen=True):
     max_sp: int = 1
     """Largest sequence-parallel degree: a group of ``p`` may run a step in SP of ``min(p, max_sp)``
     combined with TP. 1: no step runs in SP."""
+    max_pp: int = 1
+    """Most pipeline stages of a group; 1: no group has stages. No policy chooses such a group."""
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     """Decides which steps run in SP."""
+    share_weights: int = 1
+    """How many adjacent engines share the MLPs' weights, each keeping one part of so many. Layouts
+    of fewer members stream what their engines do not keep."""
     queued_ahead: int = QUEUED_AHEAD
     place_by_prefix: bool = True
     """Whether policies see where a request's prefix is cached."""
@@ -148,6 +178,10 @@ class NodeConfig(msgspec.Struct, frozen=True):
     precopy_tokens: int = PRECOPY_TOKENS
     """A switch copies KV ahead if the requests that it carries have so many tokens together
     (``precopy.py``); 0, or without prefix caching: no switch does."""
+    carry_path: CarryPath = CarryPath.AUTO
+    rebalance: bool = True
+    """Whether running requests go to units that have less to do (``balancing.py``). It takes a cost
+    model."""
     max_retries: int = MAX_RETRIES
     """How often a request is started again after an engine died with the request in its batch."""
     engine_timeout_seconds: float | None = None
@@ -170,6 +204,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     log_format: LogFormat = LogFormat.TEXT
     tracing: bool = False
     """Whether front ends trace requests and switches, and so need their times."""
+    adapters: tuple[Adapter, ...] = ()
+    """The LoRA adapters, in the order in which vLLM's front ends number them, from 1."""
 
     @property
     def caches_prefixes(self) -> bool:
@@ -180,9 +216,14 @@ class NodeConfig(msgspec.Struct, frozen=True):
         return bool(facts.get("cache_config.enable_prefix_caching") != repr(False))
 
     @property
+    def weight_groups(self) -> int:
+        """Groups of rows that each shard of an MLP consists of (``weights.rules.fused``)."""
+        return max(self.max_group, self.share_weights)
+
+    @property
     def layouts(self) -> tuple[Layout, ...]:
         """The layouts that this node forms, narrowest first."""
-        return layouts_up_to(self.max_group)
+        return layouts_up_to(self.max_group, self.max_pp)
 
     @property
     def units(self) -> tuple[Unit, ...]:

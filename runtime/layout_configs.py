@@ -27,9 +27,13 @@ from vllm.usage.usage_lib import UsageContext
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import Facts, LayoutConfigs
+from shoal.runtime.served_weights import widest_share
 
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
+
+ONLINE_BLOCK_ROWS = 128
+"""Rows that share a scale where vLLM quantises in blocks as it loads."""
 
 OF_THE_SIZE: Mapping[str, str] = {
     "instance_id": "names one VllmConfig",
@@ -108,12 +112,7 @@ def layout_configs(
     Raises:
         ConfigurationDiffersError: a group would answer requests differently from DP.
     """
-    model = dp.model_config
-    geometry = KvGeometry(
-        model.get_total_num_hidden_layers(),
-        model.get_total_num_kv_heads(),
-        dp.cache_config.block_size,
-    )
+    geometry = geometry_of(dp)
     configs = {DP: dp}
     for layout in layouts[1:]:
         configs[layout] = _group_config(engine_args, dp, layout, geometry.block(layout).tokens)
@@ -130,6 +129,14 @@ def layout_configs(
     )
 
 
+def geometry_of(dp: VllmConfig) -> KvGeometry:
+    """Return what a KV block of a model holds; ``dp`` is the configuration of DP."""
+    model = dp.model_config
+    # The latent of MLA is one head, however many its configuration names, and not divided.
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return KvGeometry(model.get_total_num_hidden_layers(), heads, dp.cache_config.block_size)
+
+
 def _group_config(
     engine_args: AsyncEngineArgs, dp: VllmConfig, layout: Layout, block_tokens: int
 ) -> VllmConfig:
@@ -138,14 +145,40 @@ def _group_config(
     arguments.tensor_parallel_size = layout.tp
     arguments.pipeline_parallel_size = layout.pp
     arguments.block_size = block_tokens
+    arguments.enable_expert_parallel = _divides_experts(dp, layout)
+    may_differ: tuple[str, ...] = ()
+    if layout.pp > 1:
+        # vLLM's V1 model runner cannot do both; nodes with pipelines have no other
+        # (``unsupported_models.check_stages``).
+        arguments.async_scheduling = False
+        may_differ = ("scheduler_config.async_scheduling", "scheduler_config.scheduler_cls")
     config = dp_config(arguments)
     for path, group, alone in differences(facts_of(config), facts_of(dp)):
-        if _within(path, OF_REQUESTS):
+        if _within(path, OF_REQUESTS) and path not in may_differ:
             raise ConfigurationDiffersError(
                 f"vLLM configures {layout.name.upper()} unlike DP: "
                 f"{path} is {group}, and not {alone}"
             )
     return config
+
+
+def _divides_experts(dp: VllmConfig, layout: Layout) -> bool:
+    """Return whether members have whole experts, because shares of each could be no views."""
+    text = dp.model_config.hf_text_config
+    if not dp.model_config.is_moe:
+        return False
+    size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    return widest_share(size, _block_rows(dp), layout.tp) < layout.tp
+
+
+def _block_rows(dp: VllmConfig) -> int:
+    """Return how many rows of a weight share a scale; 1 where it is one or the whole weight."""
+    if dp.model_config.quantization == "fp8_per_block":
+        return ONLINE_BLOCK_ROWS
+    schemes = getattr(dp.quant_config, "target_scheme_map", None) or {}
+    blocks = [getattr(dp.quant_config, "weight_block_size", None)]
+    blocks += [getattr(scheme["weights"], "block_structure", None) for scheme in schemes.values()]
+    return max((block[0] for block in blocks if block), default=1)
 
 
 def _within(path: str, fields: Iterable[str]) -> bool:

@@ -20,12 +20,33 @@ class LayerKind(enum.Enum):
     WHOLE = enum.auto()
     """Norms, and all other layers that every member holds completely."""
     EXPERTS = enum.auto()
+    """Routed experts; their routers and shared experts are other layers."""
     STATE_SPACE = enum.auto()
     LATENT_ATTENTION = enum.auto()
+    """MLA: all heads share one latent for each token; its projections are linear layers."""
 
 
-WITHOUT_RULE = frozenset({LayerKind.EXPERTS, LayerKind.STATE_SPACE, LayerKind.LATENT_ATTENTION})
+WITHOUT_RULE = frozenset({LayerKind.STATE_SPACE})
 """Kinds of layers that only DP could view."""
+
+EXPERTS_BACKEND = "triton"
+"""vLLM's name of the one kernel that computes routed experts, in every layout, on GPUs."""
+
+
+def widest_share(size: int, block: int, most: int) -> int:
+    """Return among how many members each expert can be divided so that the shares are views.
+
+    In layouts of more members, each has a range of whole experts (expert parallel).
+
+    Args:
+        size: an expert's inner size.
+        block: how many of these rows share a scale, or 1.
+        most: members of the largest group, a power of two.
+    """
+    while size % (most * block) and most > 1:
+        most //= 2
+    return most
+
 
 FP8_QUANTISATIONS = frozenset(
     {"fp8", "compressed-tensors", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"}

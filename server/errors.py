@@ -1,7 +1,7 @@
 """Errors as users see them: one line on the command line, OpenAI's JSON over HTTP."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -11,8 +11,12 @@ USAGE_EXIT_CODE = 2
 """Exit code of a command that was refused before it started anything."""
 
 
+_TYPES = frozenset({"bool", "bytes", "dict", "float", "int", "list", "nullable", "str", "tuple"})
+"""What pydantic calls the members of a union in a location."""
 _OUR_WORDS = {"extra_forbidden": "there is no such field", "missing": "it is missing"}
 _NAME_CHARS = 40
+_SHOWN_FIELDS = 5
+_SHOWN_REASONS = 3
 
 
 class UserError(Exception):
@@ -63,6 +67,43 @@ def field_errors(errors: Iterable[Mapping[str, Any]], after: int = 0) -> Iterato
         if error["type"] == "enum" and "input" in error:
             reason += f", not {shown_name(repr(error['input']))}"
         yield "".join(steps).removeprefix("."), reason
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]], param: str | None = None) -> JSONResponse:
+    """Return the answer to a body that FastAPI could not read as the type of a route, on one line.
+
+    For a field that may have several types pydantic complains once for each of them. So of each
+    field of the body only the first wrong place is told, with what would do there.
+
+    Args:
+        errors: what ``errors()`` of FastAPI's ``RequestValidationError`` says.
+        param: the field that the answer names; None: the first wrong place.
+    """
+    found: dict[str, tuple[str, list[str]]] = {}
+    for error in errors:
+        # Every location begins with "body", and has the names of types beside those of fields.
+        loc = [step for step in error["loc"][1:] if isinstance(step, int) or _is_field(step)]
+        (where, reason) = next(field_errors([{**error, "loc": loc}]))
+        top = str(loc[0]) if loc else ""
+        place, reasons = found.setdefault(top, (where, []))
+        if where == place and reason not in reasons:
+            reasons.append(reason)
+    lines = [
+        f"{place or 'the body is not valid'}: {_alternatives(reasons)}"
+        for place, reasons in list(found.values())[:_SHOWN_FIELDS]
+    ]
+    first = next(iter(found.values()))[0]
+    return error_response(400, "; ".join(lines), param=param or first or None)
+
+
+def _is_field(step: str) -> bool:
+    """Return whether a step of a location is a field's name, and no type of a union."""
+    return step.isidentifier() and step.islower() and step not in _TYPES
+
+
+def _alternatives(reasons: Sequence[str]) -> str:
+    first, *others = reasons[:_SHOWN_REASONS]
+    return ", or ".join([first, *(other[:1].lower() + other[1:] for other in others)])
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

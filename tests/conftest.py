@@ -18,8 +18,19 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+REAL = "real"
+"""The word in the name of a file or function whose tests run real engines."""
+
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None)
 settings.load_profile("shoal")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests with real engines, which their names tell."""
+    for item in items:
+        if process_of(item.nodeid) == REAL:
+            item.add_marker(pytest.mark.real)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -41,7 +52,7 @@ def process_of(nodeid: str) -> str:
     """Return what a test shares a process with: tests of the same name here run in one."""
     module, _, name = nodeid.partition("::")
     words = Path(module).stem.split("_") + name.partition("[")[0].split("_")
-    return "real" if "real" in words else module
+    return REAL if REAL in words else module
 
 
 @pytest.fixture(scope="session", autouse=True)

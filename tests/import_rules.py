@@ -31,8 +31,10 @@ REACH_BEHIND_IT = frozenset(
         "shoal.loadgen.bench.all_to_all",
         "shoal.loadgen.bench.carry_kernel",
         "shoal.loadgen.bench.controller_loop",
+        "shoal.loadgen.bench.lease_times",
         "shoal.loadgen.bench.linear_kernels",
         "shoal.loadgen.bench.linear_layers",
+        "shoal.loadgen.bench.moe_kernels",
         "shoal.loadgen.bench.tiles_to_try",
     }
 )
@@ -43,11 +45,15 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     {
         "shoal.loadgen.bench.all_to_all",
         "shoal.loadgen.bench.carry_kernel",
+        "shoal.loadgen.bench.lease_times",
         "shoal.loadgen.bench.linear_kernels",
         "shoal.loadgen.bench.linear_layers",
+        "shoal.loadgen.bench.moe_kernels",
         "shoal.loadgen.bench.vllm_client",
         "shoal.runtime.engine.groups.communicators",
         "shoal.runtime.engine.groups.rendezvous",
+        "shoal.runtime.engine.kernels.expert_kernels",
+        "shoal.runtime.engine.kernels.expert_methods",
         "shoal.runtime.engine.kernels.kv_copy_kernel",
         "shoal.runtime.engine.kernels.fp8_methods",
         "shoal.runtime.engine.kernels.library_gemms",
@@ -60,10 +66,12 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.kv.host_copy",
         "shoal.runtime.engine.kv.kv_cache",
         "shoal.runtime.engine.kv.kv_memory",
-        "shoal.runtime.engine.kv.kv_reader",
         "shoal.runtime.engine.kv.peer_buffers",
+        "shoal.runtime.engine.kv.staged_reader",
+        "shoal.runtime.engine.kv.staging_memory",
         "shoal.runtime.engine.kv.vllm_pages",
         "shoal.runtime.engine.layouts.seeded_sampling",
+        "shoal.runtime.engine.layouts.adapters",
         "shoal.runtime.engine.layouts.engine_config",
         "shoal.runtime.engine.layouts.layout_worker",
         "shoal.runtime.engine.link.executor",
@@ -73,9 +81,11 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.runner.loading",
         "shoal.runtime.engine.runner.recorder",
         "shoal.runtime.engine.runner.runner",
+        "shoal.runtime.engine.runner.taking_up",
         "shoal.runtime.engine.scheduler.blocks_ahead",
         "shoal.runtime.engine.scheduler.carried_requests",
         "shoal.runtime.engine.scheduler.grammar_replay",
+        "shoal.runtime.engine.scheduler.kv_groups",
         "shoal.runtime.engine.scheduler.vllm_backend",
         "shoal.runtime.engine.scheduler.vllm_core",
         "shoal.runtime.engine.scheduler.vllm_group_core",
@@ -91,6 +101,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.sequence.ulysses",
         "shoal.runtime.engine.weights.rules.attention",
         "shoal.runtime.engine.weights.rules.dense",
+        "shoal.runtime.engine.weights.rules.experts",
         "shoal.runtime.engine.weights.rules.formats",
         "shoal.runtime.engine.weights.rules.fp8",
         "shoal.runtime.engine.weights.rules.fused",
@@ -100,6 +111,11 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.rules.unquantised",
         "shoal.runtime.engine.weights.rules.vocabulary",
         "shoal.runtime.engine.weights.shared_weights",
+        "shoal.runtime.engine.weights.sharing.shard_memory",
+        "shoal.runtime.engine.weights.sharing.shared_mlps",
+        "shoal.runtime.engine.weights.sharing.shared_store",
+        "shoal.runtime.engine.weights.sharing.shared_weight",
+        "shoal.runtime.engine.weights.sharing.slots",
         "shoal.runtime.engine.weights.store",
         "shoal.runtime.engine.weights.view_loader",
         "shoal.runtime.layout_configs",
@@ -152,7 +168,8 @@ def problems(root: Path) -> list[str]:
 def read_modules(root: Path) -> dict[str, Module]:
     """Parse every module of the known packages under ``root``, by name."""
     files = {_module_name(path.relative_to(root)): path for path in sources(root, sorted(FOLDERS))}
-    return {name: _read(name, path, files.keys()) for name, path in files.items()}
+    known = frozenset(files)
+    return {name: _read(name, path, known) for name, path in files.items()}
 
 
 def layers(modules: Mapping[str, Module]) -> Iterator[str]:
@@ -218,25 +235,26 @@ def names(modules: Mapping[str, Module]) -> Iterator[str]:
         seen.setdefault(name, module.name)
 
 
+_LAZY = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+"""What is inside runs later than the module. A decorator counts as inside."""
+
+
 def _module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join((ROOT, *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def _read(name: str, path: Path, known: Iterable[str]) -> Module:
+def _read(name: str, path: Path, known: frozenset[str]) -> Module:
     source = path.read_text(encoding="utf-8")
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     module = Module(name, package)
     tree = ast.parse(source, str(path))
-    lazy = {
-        id(inner)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for inner in ast.walk(outer)
-    }
-    for node in ast.walk(tree):
-        for target in _targets(node, package, frozenset(known)):
-            module.imports.append(Import(target, getattr(node, "lineno", 0), id(node) not in lazy))
+    waiting: list[tuple[ast.AST, bool]] = [(tree, True)]
+    for node, eager in waiting:
+        for target in _targets(node, package, known):
+            module.imports.append(Import(target, getattr(node, "lineno", 0), eager))
+        within = eager and not isinstance(node, _LAZY)
+        waiting += [(child, within) for child in ast.iter_child_nodes(node)]
     return module
 
 

@@ -173,6 +173,7 @@ class _Client(NamedTuple):
 @functools.cache
 def _client() -> _Client:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
     with theirs:
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), *FIRST]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT)

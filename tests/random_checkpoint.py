@@ -20,6 +20,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 Tensor = NDArray[np.float32]
+Names = tuple[str, str, str]
+"""What a family calls the gate, up and down projections of an MLP."""
 
 BOS, EOS, PAD = SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 """Special tokens, in the order of their ids from 0."""
@@ -33,10 +35,17 @@ CHAT_TEMPLATE = (
 ROPE_THETA = 10_000.0
 RMS_NORM_EPS = 1e-6
 
+LATENT, LATENT_ROPE = 512, 64
+"""Elements that latent attention caches of a token: what all heads share, and its position's."""
+
 # Standard deviation of a projection's outputs, given inputs of unit variance.
 ATTENTION_GAIN = 1.9
 """Of queries and keys: attention picks few tokens instead of averaging over all."""
 LOGIT_GAIN = 1.6
+ROUTER_GAIN = 1.6
+"""Of routers: a token's experts differ in weight, and few tokens have two that are equally good."""
+CORRECTION_SCALE = 0.3
+"""Of what is added to scores between 0 and 1 before the best experts are chosen."""
 PROJECTION_GAIN = 1.4
 EMBEDDING_SCALE = 0.3
 BIAS_SCALE = 0.5
@@ -54,6 +63,35 @@ class Architecture(enum.StrEnum):
     """Biases on the query, key and value projections."""
     QWEN3 = "qwen3"
     """Norms on each head's queries and keys."""
+    QWEN3_MOE = "qwen3_moe"
+    """Qwen3 with routed experts in all layers but the first."""
+    MIXTRAL = "mixtral"
+    """Llama with routed experts."""
+    GLM4_MOE = "glm4_moe"
+    """GLM 4.5: biases on queries, keys and values, a shared expert beside routed ones in all layers
+    but the first, and a router that corrects its scores."""
+
+    LLAMA4 = "llama4_text"
+    """The text part of Llama 4: a shared expert beside routed ones in all layers, one routed expert
+    for a token, whose weight multiplies the input, and layers without rotary positions. Attention
+    has no chunks, without which Transformers does not run it."""
+
+    DEEPSEEK_V2 = "deepseek_v2"
+    """DeepSeek-V2-Lite: attention with a latent cache (MLA), queries of full rank, positions by
+    YaRN, and shared experts beside routed ones, which are in groups as the large DeepSeek-V2's are,
+    in all layers but the first. ``head_dim`` is a head's part without positions, and the size of
+    its values; the sizes of the latent are the only ones that vLLM's kernel for CPUs has."""
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class in Transformers and vLLM."""
+        if self is Architecture.LLAMA4:
+            return "Llama4ForCausalLM"
+        return f"{''.join(part.capitalize() for part in self.split('_'))}ForCausalLM"
+
+
+DENSE_FIRST = (Architecture.QWEN3_MOE, Architecture.GLM4_MOE, Architecture.DEEPSEEK_V2)
+"""Families with a plain MLP in the first layer and routed experts in the others."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +107,11 @@ class CheckpointSpec:
     head_dim: int = 32
     vocab_size: int = 2048
     max_positions: int = 4096
+    experts: int = 8
+    """Routed experts of a layer, in families that have some."""
+    experts_per_token: int = 2
+    expert_size: int = 128
+    """What ``intermediate_size`` is for one expert."""
     tied_embeddings: bool = False
     seed: int = 11
 
@@ -76,6 +119,8 @@ class CheckpointSpec:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly")
         own_head_dim = self.heads * self.head_dim != self.hidden_size
+        if self.architecture is Architecture.DEEPSEEK_V2 and self.heads != self.kv_heads:
+            raise ValueError("DeepSeek-V2 has no fewer KV heads than heads: all read one latent")
         if own_head_dim and self.architecture is Architecture.QWEN2:
             raise ValueError("Qwen2 has no head_dim of its own: heads * head_dim is hidden_size")
 
@@ -102,7 +147,7 @@ def model_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     family = spec.architecture
     config = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [family.class_name],
         "model_type": str(family),
         "dtype": "float32",
         "hidden_act": "silu",
@@ -118,9 +163,57 @@ def model_config(spec: CheckpointSpec) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         **_token_ids(),
     }
-    if family is not Architecture.QWEN2:
+    if family is Architecture.DEEPSEEK_V2:
+        config |= _latent_config(spec)
+    elif family is not Architecture.QWEN2:
         config["head_dim"] = spec.head_dim
-    return config
+    return config | _experts_config(spec)
+
+
+def _latent_config(spec: CheckpointSpec) -> dict[str, Any]:
+    sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": LATENT_ROPE, "q_lora_rank": None}
+    heads = {"qk_nope_head_dim": spec.head_dim, "v_head_dim": spec.head_dim}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1}
+    scale = {"mscale": 0.707, "mscale_all_dim": 0.707}
+    positions = {"original_max_position_embeddings": spec.max_positions // 4}
+    return {
+        **sizes,
+        **heads,
+        "attention_bias": False,
+        "rope_scaling": yarn | scale | positions,
+    }
+
+
+def _experts_config(spec: CheckpointSpec) -> dict[str, Any]:
+    per_token = {"num_experts_per_tok": spec.experts_per_token}
+    if spec.architecture is Architecture.MIXTRAL:
+        sizes = {"num_local_experts": spec.experts, "intermediate_size": spec.expert_size}
+        return per_token | sizes | {"sliding_window": None}
+    if spec.architecture is Architecture.LLAMA4:
+        sizes = {"num_local_experts": spec.experts, "intermediate_size": spec.expert_size}
+        layers = {
+            "no_rope_layers": [layer % 2 for layer in range(spec.layers)],
+            "layer_types": ["full_attention"] * spec.layers,
+            "attention_chunk_size": None,
+            "use_qk_norm": False,
+        }
+        return {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1} | sizes | layers
+    if spec.architecture is Architecture.GLM4_MOE:
+        sizes = {"n_routed_experts": spec.experts, "moe_intermediate_size": spec.expert_size}
+        one_group = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        layers = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+        factor = {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "attention_bias": True}
+        return per_token | sizes | one_group | layers | factor
+    if spec.architecture is Architecture.DEEPSEEK_V2:
+        sizes = {"n_routed_experts": spec.experts, "moe_intermediate_size": spec.expert_size}
+        groups = {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
+        layers = {"first_k_dense_replace": 1, "moe_layer_freq": 1, "n_shared_experts": 2}
+        factor = {"norm_topk_prob": False, "routed_scaling_factor": 1.5, "scoring_func": "softmax"}
+        return per_token | sizes | groups | layers | factor
+    if spec.architecture is Architecture.QWEN3_MOE:
+        sizes = {"num_experts": spec.experts, "moe_intermediate_size": spec.expert_size}
+        return per_token | sizes | {"norm_topk_prob": True, "mlp_only_layers": [0]}
+    return {}
 
 
 def weights(spec: CheckpointSpec) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +224,7 @@ def weights(spec: CheckpointSpec) -> Iterator[tuple[str, Tensor]]:
         _silence_special_tokens(embeddings)
     yield "model.embed_tokens.weight", embeddings
     for layer in range(spec.layers):
-        for name, tensor in _layer_weights(spec, draw):
+        for name, tensor in (*_attention_weights(spec, draw), *_mlp_weights(spec, draw, layer)):
             yield f"model.layers.{layer}.{name}", tensor
     if spec.tied_embeddings:
         # Weights of either sign: otherwise the last token's own embedding would win, for ever.
@@ -149,7 +242,10 @@ def _silence_special_tokens(head: Tensor) -> None:
     head[: len(SPECIAL_TOKENS)] = 0
 
 
-def _layer_weights(spec: CheckpointSpec, draw: "_Draw") -> Iterator[tuple[str, Tensor]]:
+def _attention_weights(spec: CheckpointSpec, draw: "_Draw") -> Iterator[tuple[str, Tensor]]:
+    if spec.architecture is Architecture.DEEPSEEK_V2:
+        yield from _latent_attention_weights(spec, draw)
+        return
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     yield "input_layernorm.weight", draw.norm(spec.hidden_size)
     for name, size, gain in (
@@ -158,16 +254,76 @@ def _layer_weights(spec: CheckpointSpec, draw: "_Draw") -> Iterator[tuple[str, T
         ("v_proj", kv, PROJECTION_GAIN),
     ):
         yield f"self_attn.{name}.weight", draw.projection(size, spec.hidden_size, gain=gain)
-        if spec.architecture is Architecture.QWEN2:
+        if spec.architecture in (Architecture.QWEN2, Architecture.GLM4_MOE):
             yield f"self_attn.{name}.bias", draw.normal(size, scale=BIAS_SCALE)
-    if spec.architecture is Architecture.QWEN3:
+    if spec.architecture in (Architecture.QWEN3, Architecture.QWEN3_MOE):
         for name in ("q_norm", "k_norm"):
             yield f"self_attn.{name}.weight", QK_NORM_SCALE * draw.norm(spec.head_dim)
     yield "self_attn.o_proj.weight", draw.projection(spec.hidden_size, query)
     yield "post_attention_layernorm.weight", draw.norm(spec.hidden_size)
-    yield "mlp.gate_proj.weight", draw.projection(spec.intermediate_size, spec.hidden_size)
-    yield "mlp.up_proj.weight", draw.projection(spec.intermediate_size, spec.hidden_size)
-    yield "mlp.down_proj.weight", draw.projection(spec.hidden_size, spec.intermediate_size)
+
+
+def _latent_attention_weights(spec: CheckpointSpec, draw: "_Draw") -> Iterator[tuple[str, Tensor]]:
+    query, values = (spec.heads * (spec.head_dim + more) for more in (LATENT_ROPE, 0))
+    yield "input_layernorm.weight", draw.norm(spec.hidden_size)
+    for name, out, into, gain in (
+        ("q_proj", query, spec.hidden_size, ATTENTION_GAIN),
+        ("kv_a_proj_with_mqa", LATENT + LATENT_ROPE, spec.hidden_size, ATTENTION_GAIN),
+        ("kv_b_proj", 2 * values, LATENT, ATTENTION_GAIN),
+        ("o_proj", spec.hidden_size, values, PROJECTION_GAIN),
+    ):
+        yield f"self_attn.{name}.weight", draw.projection(out, into, gain=gain)
+    yield "self_attn.kv_a_layernorm.weight", draw.norm(LATENT)
+    yield "post_attention_layernorm.weight", draw.norm(spec.hidden_size)
+
+
+def _mlp_weights(spec: CheckpointSpec, draw: "_Draw", layer: int) -> Iterator[tuple[str, Tensor]]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    if spec.architecture is Architecture.MIXTRAL:
+        yield from _expert_weights(spec, draw, "block_sparse_moe", ("w1", "w3", "w2"))
+    elif spec.architecture is Architecture.LLAMA4:
+        yield from _stacked_expert_weights(spec, draw)
+        yield from _gated_mlp(spec, draw, "feed_forward.shared_expert", names, spec.expert_size)
+    elif spec.architecture in DENSE_FIRST and layer > 0:
+        yield from _expert_weights(spec, draw, "mlp", names)
+        if spec.architecture is Architecture.DEEPSEEK_V2:
+            yield from _gated_mlp(spec, draw, "mlp.shared_experts", names, 2 * spec.expert_size)
+        if spec.architecture is Architecture.GLM4_MOE:
+            correction = draw.normal(spec.experts, scale=CORRECTION_SCALE)
+            yield "mlp.gate.e_score_correction_bias", correction
+            yield from _gated_mlp(spec, draw, "mlp.shared_experts", names, spec.expert_size)
+    else:
+        yield from _gated_mlp(spec, draw, "mlp", names, spec.intermediate_size)
+
+
+def _expert_weights(
+    spec: CheckpointSpec, draw: "_Draw", name: str, names: Names
+) -> Iterator[tuple[str, Tensor]]:
+    router = draw.projection(spec.experts, spec.hidden_size, gain=ROUTER_GAIN)
+    yield f"{name}.gate.weight", router
+    for expert in range(spec.experts):
+        yield from _gated_mlp(spec, draw, f"{name}.experts.{expert}", names, spec.expert_size)
+
+
+def _stacked_expert_weights(spec: CheckpointSpec, draw: "_Draw") -> Iterator[tuple[str, Tensor]]:
+    """Yield those of Llama 4: experts are in one tensor, ``[experts, in, out]``."""
+    experts, hidden, size = spec.experts, spec.hidden_size, spec.expert_size
+    router = draw.projection(experts, hidden, gain=ROUTER_GAIN)
+    yield "feed_forward.router.weight", router
+    scale = PROJECTION_GAIN / hidden**0.5
+    gate_up = draw.normal(experts, hidden, 2 * size, scale=scale)
+    yield "feed_forward.experts.gate_up_proj", gate_up
+    down = draw.normal(experts, size, hidden, scale=PROJECTION_GAIN / size**0.5)
+    yield "feed_forward.experts.down_proj", down
+
+
+def _gated_mlp(
+    spec: CheckpointSpec, draw: "_Draw", name: str, names: Names, size: int
+) -> Iterator[tuple[str, Tensor]]:
+    gate, up, down = names
+    yield f"{name}.{gate}.weight", draw.projection(size, spec.hidden_size)
+    yield f"{name}.{up}.weight", draw.projection(size, spec.hidden_size)
+    yield f"{name}.{down}.weight", draw.projection(spec.hidden_size, size)
 
 
 class _Draw:

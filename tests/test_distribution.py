@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 import os
 from pathlib import Path
@@ -24,24 +26,39 @@ def processes(folder: Path, *modules: str) -> set[str]:
     return {file.read_text() for module in modules for file in folder.glob(f"{module}-*")}
 
 
-def test_modules_and_all_real_engines_stay_in_one_process(tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    ran.mkdir()
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+def run(folder: Path, *arguments: str) -> str:
+    """Run pytest on modules of some names, and return what it says."""
+    (folder / "ran").mkdir()
+    shutil.copy(Path(__file__).with_name("conftest.py"), folder)
     for module in (*REAL, *OTHERS):
-        (tmp_path / f"{module}.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").touch()
-    command = ["pytest", "--numprocesses", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
+        (folder / f"{module}.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nmarkers = real: x\n")
+    command = ["pytest", "-p", "no:cacheprovider", *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
         [sys.executable, "-m", *command],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("wanted", "modules"), [("real", REAL), ("not real", OTHERS)])
+def test_real_engines_are_marked_by_their_names(
+    tmp_path: Path, wanted: str, modules: tuple[str, ...]
+) -> None:
+    run(tmp_path, "-m", wanted)
+    names = {file.name.rpartition("-")[0] for file in (tmp_path / "ran").iterdir()}
+    assert names == set(modules)
+
+
+def test_modules_and_all_real_engines_stay_in_one_process(tmp_path: Path) -> None:
+    run(tmp_path, "--numprocesses", "2", "--dist", "loadscope")
+    ran = tmp_path / "ran"
     assert len(list(ran.iterdir())) == 5 * len(REAL + OTHERS)
     assert len(processes(ran, *REAL)) == 1
     assert all(len(processes(ran, module)) == 1 for module in OTHERS)

@@ -1,6 +1,7 @@
-"""The page on the architecture names every folder there is, and nothing that is gone."""
+"""The page on the architecture names every folder, and the index of the pages leads to each."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 TOPS = (*PRODUCT, "grafana")
 
+INDEX = "README.md"
+"""The page of ``docs`` that leads to the others."""
+PARTS = ("Use", "Operate", "Extend", "Internals")
+
+_LINK = re.compile(r"\]\(([^)#\s]+\.md)[)#]")
 _ROW = re.compile(r"^\| `([\w/]+)/` \|", re.MULTILINE)
 _PATH = re.compile(rf"`((?:{'|'.join(TOPS)})/[\w/]*\w)/?(?:\.py)?`")
 
@@ -73,3 +79,42 @@ def test_a_difference_is_seen(tmp_path: Path, page: str, problem: str | None) ->
         (tmp_path / name).touch()
     seen = problems(page, tmp_path)
     assert problem in seen if problem else seen == []
+
+
+def reached(folder: Path, page: Path) -> set[Path]:
+    """Return the pages below a folder to which links lead from a page, over one page or several."""
+    found, ahead = {page}, [page]
+    while ahead:
+        here = ahead.pop()
+        for target in linked(here):
+            if target not in found and target.is_relative_to(folder) and target.is_file():
+                found.add(target)
+                ahead.append(target)
+    return found
+
+
+def linked(page: Path) -> Iterator[Path]:
+    """Yield the pages to which a page has links."""
+    for link in _LINK.findall(page.read_text()):
+        if ":" not in link:
+            yield (page.parent / link).resolve()
+
+
+def test_the_index_leads_to_every_page() -> None:
+    docs = ROOT / "docs"
+    index = docs / INDEX
+    assert set(docs.rglob("*.md")) == reached(docs, index)
+    # Results of single runs are listed on the page on benchmarks.
+    direct = {*docs.glob("*.md"), *(docs / "internals").glob("*.md")}
+    assert direct - {index} <= set(linked(index))
+    assert tuple(re.findall(r"^## (.+)$", index.read_text(), re.MULTILINE)) == PARTS
+
+
+def test_a_page_that_nothing_leads_to_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("[one](one.md#part), [out](https://a.b/c.md)")
+    (tmp_path / "one.md").write_text("[two](sub/two.md)")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "two.md").write_text("[back](../README.md)")
+    (tmp_path / "lost.md").write_text("[one](one.md)")
+    found = reached(tmp_path, tmp_path / "README.md")
+    assert {page.name for page in found} == {"README.md", "one.md", "two.md"}

@@ -28,6 +28,10 @@ SPECS = {
     "qwen2": CheckpointSpec(Architecture.QWEN2, layers=2),
     "qwen3": CheckpointSpec(Architecture.QWEN3, layers=2),
     "qwen3-tied": CheckpointSpec(Architecture.QWEN3, layers=2, tied_embeddings=True),
+    "qwen3-moe": CheckpointSpec(Architecture.QWEN3_MOE, layers=3),
+    "mixtral": CheckpointSpec(Architecture.MIXTRAL, layers=2),
+    "glm4-moe": CheckpointSpec(Architecture.GLM4_MOE, layers=3),
+    "deepseek-v2": CheckpointSpec(Architecture.DEEPSEEK_V2, layers=3, kv_heads=8),
 }
 
 
@@ -56,7 +60,7 @@ def greedy(path: Path, tokens: int = 32) -> list[list[int]]:
 def test_transformers_loads_every_weight(checkpoint: tuple[CheckpointSpec, Path]) -> None:
     spec, path = checkpoint
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert type(model).__name__.lower() == f"{spec.architecture}forcausallm"
+    assert type(model).__name__ == spec.architecture.class_name
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config.num_key_value_heads == spec.kv_heads

@@ -9,6 +9,12 @@ def tp(*engines: int) -> Unit:
     return tensor_parallel(engines)
 
 
+def pp(*engines: int, stages: int | None = None) -> Unit:
+    """Return the unit of these engines with a stage for each of them, or with so many stages."""
+    count = stages or len(engines)
+    return Unit(engines, Layout(tp=len(engines) // count, pp=count))
+
+
 def tp_units(engines: int, size: int) -> Partition:
     """Return the TP units of a size among so many engines: ``tp_units(4, 2)``."""
     return units_of(engines, Layout(tp=size))

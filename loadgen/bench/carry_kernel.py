@@ -5,16 +5,27 @@ one GPU both members are on it: then only the number of wrong words says somethi
 for each case the milliseconds of the slower GPU, the GB/s of the bytes that came over the link,
 what the host took to plan and launch, and how many of some words that were looked at are wrong. The
 KV is that of the 8B Llama shape: 32 layers, 8 heads of 128 in 16 bits, in blocks of 16 tokens.
+
+With ``--path host`` the KV goes through memory of the host, as between GPUs that cannot read each
+other. Two GPUs need not reach each other then, and one GPU with two members says almost as much:
+each byte goes to the host and comes back. The milliseconds are those of a clock, and the planning
+is part of them. One case is read while a long kernel runs on the other GPU, for ``BUSY_SECONDS``:
+if the copy waited for that, as a carry must not, its milliseconds would say so.
+
+The JSON comes at the end, on stdout. Before that each member says on stderr what it does, and each
+case is printed there when both members are through with it.
 """
 
 import argparse
 import ctypes
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import Empty
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +34,14 @@ import torch.multiprocessing as multiprocessing
 
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import Layout, Unit, alone, tensor_parallel
-from shoal.runtime.clock import Clock
-from shoal.runtime.engine.kv.kv_memory import HeldBuffer, kv_memory
+from shoal.runtime.clock import Clock, process_seconds
+from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory, kv_memory
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
+from shoal.runtime.engine.kv.staged_reader import StagedReader
+from shoal.runtime.engine.kv.staging_memory import Pins, pins_of
+from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
 from shoal.runtime.engine.link.instructions import Arrival
 
 LAYERS, HEADS, SIZE, TOKENS = 32, 8, 128, 16
@@ -50,6 +64,8 @@ class Case(NamedTuple):
     """Only so many of its last tokens are read of each."""
     sources: Sequence[Unit]
     """Who has the requests, in turn."""
+    busy: bool = False
+    """Whether the first GPU computes something else meanwhile."""
 
 
 CASES = (
@@ -60,11 +76,56 @@ CASES = (
 )
 
 
+REPEATS = {"peer": 10, "host": 3}
+"""How often each case is timed. Through the host some cases take half a second."""
+BUSY_SECONDS = 0.5
+"""How long the other kernel runs, at least."""
+BUSY = Case("8 requests of 4k, from one GPU that computes", 8, 4096, 4096, (alone(0),), busy=True)
+
+
 class Carried(NamedTuple):
     """What a unit's requests of a case need: read in one go."""
 
     source: Unit
     requests: list[Arrival]
+
+
+def say(engine: int, text: str) -> None:
+    """Say on stderr what a member does."""
+    print(f"{process_seconds():6.1f} s, member {engine}: {text}", file=sys.stderr, flush=True)
+
+
+class TalkingPins:
+    """``Pins`` that say what they pin, and how long that takes.
+
+    Args:
+        pins: do it.
+        engine: the member whose device reaches the memory.
+        clock: in seconds.
+    """
+
+    def __init__(self, pins: Pins, engine: int, clock: Clock = time.perf_counter) -> None:
+        self._pins, self._engine, self._clock = pins, engine, clock
+
+    def enter(self) -> None:
+        """See ``Pins.enter``."""
+        self._pins.enter()
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        """See ``Pins.pin``."""
+        began = self._clock()
+        self._pins.pin(buffer)
+        took = 1e3 * (self._clock() - began)
+        say(self._engine, f"registered {buffer.numel()} bytes of the host in {took:.1f} ms")
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        """See ``Pins.unpin``."""
+        self._pins.unpin(buffer)
+
+
+def cases_of(path: str) -> Sequence[Case]:
+    """Return what is timed of a path."""
+    return CASES if path == "peer" else (*CASES, BUSY)
 
 
 def pages_of(blocks: int, *, head_major: bool, layers: int = LAYERS) -> KvPages:
@@ -161,6 +222,8 @@ def time_case(
     repeats: int,
     wait: Callable[[], object],
     clock: Clock = time.perf_counter,
+    before: Callable[[], object] = lambda: None,
+    first: Callable[[float], object] = lambda _: None,
 ) -> tuple[float, float, int]:
     """Return median milliseconds of the device and of the host, and the bytes that were read.
 
@@ -170,9 +233,13 @@ def time_case(
         repeats: how often, after one time more.
         wait: waits for the other member.
         clock: in seconds.
+        before: what the device is given before each time.
+        first: told how many seconds the first time took, which does not count.
     """
     device, host, size = list[float](), list[float](), 0
-    for _ in range(repeats + 1):
+    for number in range(repeats + 1):
+        wait()
+        before()
         wait()
         began = clock()
         reads = [reader.read(source, PAIR, requests) for source, requests in given]
@@ -180,6 +247,8 @@ def time_case(
         copied = [read() for read in reads]
         device.append(sum(one.seconds for one in copied))
         size = sum(one.bytes for one in copied)
+        if number == 0:
+            first(clock() - began)
     return 1e3 * statistics.median(device[1:]), 1e3 * statistics.median(host[1:]), size
 
 
@@ -202,32 +271,71 @@ def link_bytes(engine: int, given: Sequence[Carried], size: int) -> float:
     return size * here / sum(len(requests) for _, requests in given)
 
 
+def _compute() -> None:
+    """Let this GPU run a kernel that takes ``BUSY_SECONDS`` at any clock rate below 2 GHz."""
+    torch.cuda._sleep(int(2e9 * BUSY_SECONDS))
+
+
+def _staged(
+    engine: int, directory: Path, pages: KvPages, own: HeldBuffer, copier: Any, order: str
+) -> StagedReader:
+    """Let the other member have KV through the host, and return what reads its KV so."""
+    directory = directory / order
+    directory.mkdir(exist_ok=True)
+    memory, pins = HostMemory("shoal-bench"), TalkingPins(pins_of(own.bytes.device), engine)
+    StagingServer(address_of(directory, engine), [pages], own, copier, memory, pins)
+    return StagedReader(directory, [pages], own, memory, pins, lambda _: False)
+
+
 def _member(engine: int, args: argparse.Namespace, directory: str, barrier: Any, out: Any) -> None:
     from shoal.runtime.engine.kv.device_copy import DeviceCopier
 
+    through_host = args.path == "host"
     device = torch.device("cuda", engine % torch.cuda.device_count())
     torch.cuda.set_device(device)
     blocks = blocks_for(CASES)
+    say(engine, f"has imported all, and allocates on {device}")
     memory = kv_memory("", device)
     buffer = memory.allocate(blocks * LAYERS * TOKENS * HEADS * TOKEN_BYTES)
+    say(engine, f"has {buffer.numel()} bytes of KV")
     peers = PeerBuffers(Path(directory), engine, memory)
-    peers.announce(buffer)
-    if problem := peers.open_all(2, 60.0):
-        raise RuntimeError(problem)
+    if not through_host:
+        # Where only the host's memory can be shared, announcing the device's fails.
+        peers.announce(buffer)
+        if problems := peers.open_all(2, 60.0):
+            raise RuntimeError(problems[1 - engine])
     own = HeldBuffer(buffer)
     for order, head_major in (("NHD", False), ("HND", True)):
         pages = pages_of(blocks, head_major=head_major)
-        reader = KvReader(engine, 1, [pages], own, peers, DeviceCopier(own, [pages]))
-        for case in CASES:
+        copier, staged = DeviceCopier(own, [pages]), None
+        say(engine, f"{order}: the kernel is compiled")
+        if through_host:
+            staged = _staged(engine, Path(directory), pages, own, copier, order)
+            barrier.wait()
+            staged.connect(1 - engine)
+            say(engine, f"{order}: connected to the other member")
+        reader = KvReader(engine, 1, [pages], own, peers, copier, staged)
+        for case in cases_of(args.path):
             fill(buffer, engine)
             torch.cuda.synchronize()
             given = carried(case, pages, blocks)
-            ms, host_ms, size = time_case(reader, given, args.repeats, barrier.wait)
+            is_busy = case.busy and engine == 0
+            before = _compute if is_busy else lambda: None
+            name = f"{order}: {case.name}"
+
+            def first(seconds: float, name: str = name) -> None:
+                say(engine, f"{name}: the first copy took {1e3 * seconds:.1f} ms")
+
+            ms, host_ms, size = time_case(
+                reader, given, args.repeats, barrier.wait, before=before, first=first
+            )
             wrong = wrong_words(buffer, engine, case, pages, given)
             link = link_bytes(engine, given, size)
             found = {"ms": ms, "host_ms": host_ms, "link_bytes": link, "wrong": wrong}
-            out.put((engine, f"{order}: {case.name}", found))
+            out.put((engine, name, found))
             barrier.wait()
+    if through_host:
+        return
     with peers.reading():
         ms = _copy_engine_ms(buffer, peers.buffer(1 - engine).address, args.repeats, barrier.wait)
     found = {"ms": ms, "link_bytes": buffer.numel() / 2}
@@ -253,11 +361,23 @@ def _copy_engine_ms(
     return 1e3 * statistics.median(times[1:])
 
 
+def _next(out: Any, members: Any) -> Any:
+    """Return what a member has found next; raise what a member has raised instead."""
+    while True:
+        try:
+            return out.get(timeout=1.0)
+        except Empty:
+            members.join(timeout=0.0)
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="Time reading KV from another GPU.")
-    parser.add_argument("--repeats", type=int, default=10)
+    repeats = ", ".join(f"{count} of {path}" for path, count in REPEATS.items())
+    parser.add_argument("--repeats", type=int, help=f"of each case (default: {repeats})")
+    parser.add_argument("--path", choices=("peer", "host"), default="peer")
     args = parser.parse_args()
+    args.repeats = args.repeats or REPEATS[args.path]
     context = multiprocessing.get_context("spawn")
     barrier, out = context.Barrier(2), context.Queue()
     with tempfile.TemporaryDirectory() as directory:
@@ -266,15 +386,17 @@ def main() -> None:
         )
         found = dict[str, dict[int, dict[str, float]]]()
         rows = list[dict[str, Any]]()
-        for _ in range(2 * (2 * len(CASES) + 1)):
-            engine, name, values = out.get(timeout=120)
+        for _ in range(2 * (2 * len(cases_of(args.path)) + (args.path == "peer"))):
+            engine, name, values = _next(out, members)
             found.setdefault(name, {})[engine] = values
             if len(found[name]) == 2:
                 rows.append(summary(name, list(found[name].values())))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         while not members.join():
             pass
     machine = {"device": torch.cuda.get_device_name(), "gpus": min(2, torch.cuda.device_count())}
-    print(json.dumps({**machine, "torch": torch.__version__, "cases": rows}, indent=1))
+    machine |= {"torch": torch.__version__, "path": args.path}
+    print(json.dumps({**machine, "cases": rows}, indent=1))
 
 
 if __name__ == "__main__":

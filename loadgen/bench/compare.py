@@ -144,7 +144,13 @@ def _parser(benchmark: str) -> argparse.ArgumentParser:
         "GPUs each, and Shoal's groups of N",
     )
     add("--measures", type=_names(*MEASURES), help=f"only these of {', '.join(MEASURES)}")
-    add("--budget-seconds", type=float, default=540.0, help="(default: %(default)s)")
+    add(
+        "--budget-seconds",
+        type=float,
+        default=540.0,
+        metavar="S",
+        help="end after so long; the same command goes on from there (default: %(default)g)",
+    )
     add("--step-seconds", type=float, default=150.0, help="start no system with less time left")
     add(
         "--check-model",

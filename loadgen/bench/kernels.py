@@ -45,6 +45,8 @@ _NAMES: Sequence[tuple[str, Kind]] = (
         Kind.ATTENTION,
     ),
     (r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|matmul|scaled_mm|^triton_.*mm", Kind.GEMM),
+    # vLLM's Triton kernel for routed experts.
+    (r"^fused_moe_kernel$", Kind.GEMM),
     # Kernels of runtime/engine/kernels/partitioned_linear_kernel.py.
     (r"^_(vector|matrix)_kernel$", Kind.GEMM),
     (r"^aten::(mm|addmm|bmm|baddbmm|linear)$|::onednn_|^mkldnn::.*linear", Kind.GEMM),

@@ -15,7 +15,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -223,27 +223,40 @@ def host_micros(tokens: int) -> dict[str, float]:
     return result
 
 
-def _models(text: str) -> list[tuple[Shape, Layout]]:
-    shapes = {shape.name: shape for shape in SHAPES}
-    entries = (entry.partition(":") for entry in text.split(","))
-    return [(shapes[name], Layout(tp=int(tp))) for name, _, tp in entries]
+def options(
+    about: str, dtypes: Sequence[str], shapes: Sequence[Any], models: str
+) -> argparse.ArgumentParser:
+    """Return the options of a benchmark of kernels.
+
+    Args:
+        about: what the benchmark measures.
+        dtypes: types of weights to choose from.
+        shapes: shapes of layers, each with a name.
+        models: the shapes and degrees of TP that are measured by default, as ``8b:2,8b:4``.
+    """
+    named = {shape.name: shape for shape in shapes}
+
+    def read(text: str) -> list[tuple[Any, Layout]]:
+        entries = (entry.partition(":") for entry in text.split(","))
+        return [(named[name], Layout(tp=int(tp))) for name, _, tp in entries]
+
+    parser = argparse.ArgumentParser(description=about)
+    add = parser.add_argument
+    add("--dtype", choices=dtypes, nargs="+", default=["bf16"], help="of the weights")
+    add("--json", type=Path, help="write every figure here")
+    add("--seconds", type=float, default=110.0, help="stop after this long")
+    add(
+        "--models",
+        type=read,
+        default=models,
+        help=f"shapes ({', '.join(named)}), and among how many GPUs each of them is divided",
+    )
+    return parser
 
 
 def main() -> None:
     """Measure, print a line for each case, and write all figures to a file if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, nargs="+", default=["bf16"], help="of the weights"
-    )
-    parser.add_argument("--json", type=Path, help="write every figure here")
-    parser.add_argument("--seconds", type=float, default=110.0, help="stop after this long")
-    parser.add_argument(
-        "--models",
-        type=_models,
-        default="8b:2,8b:4,8b:8,70b:2,70b:4,70b:8",
-        help="shapes (8b, 70b), and among how many GPUs each of their layers is divided",
-    )
-    args = parser.parse_args()
+    args = options(str(__doc__), DTYPES, SHAPES, "8b:2,8b:4,8b:8,70b:2,70b:4,70b:8").parse_args()
     begin = time.monotonic()
     compile_tiles(args.dtype, args.models)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds a call; in")

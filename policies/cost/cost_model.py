@@ -11,6 +11,15 @@ with all the weights. So it reads more, which counts if a step has few tokens. I
 arithmetic is the same as in TP. It exchanges only the heads of its own tokens, so this data shrinks
 with the degree, while an all-reduce carries all tokens through every member.
 
+Where engines share weights (SiDP, 4.2), a member reads from others, during the step, what it does
+not keep of the MLPs that it computes. The step takes the longer of this and of all the above. So
+DP is slow for steps of few tokens, and as fast as ever for steps of many.
+
+In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
+or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. What is
+predicted is the time of one step from its beginning to its end; as many steps as there are stages
+are under way at once.
+
 The host launches the exchanges of a step in SP one by one, without CUDA graphs. A layer takes the
 host the same time for any number of tokens. Launches run ahead of the device, so over all layers
 the longer of the two times counts. The overhead lies before the first and after the last layer and
@@ -23,6 +32,7 @@ from dataclasses import dataclass, replace
 
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
+from shoal.policies.values.pace import Pace
 
 SMOOTHING = 0.1
 """Weight of a new measurement in a correction."""
@@ -35,10 +45,15 @@ measurement has little effect."""
 
 
 OUTLIER = 1.5
-"""Once enough steps are known, a measurement counts as at most this factor times the prediction, or
-its inverse: the first step after a switch also waits for what its devices still compute."""
+"""Once enough steps are known, of these or of similar ones, a measurement counts as at most this
+factor times the prediction, or its inverse: the first step after a switch also waits for what its
+devices still compute."""
 KNOWN = 20
 """Number of measurements after which predictions are that good."""
+
+
+LEAST_COPY_BYTES = 16 << 20
+"""Bytes of a copy from which on its rate is learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,23 @@ class ModelShape:
     kv_bytes: float = 2.0
     """Bytes of one element of a key or a value."""
     activation_bytes: float = 2.0
+    experts: int = 0
+    """Routed experts of a layer; 0: the model has none."""
+    experts_per_token: int = 0
+    expert_parameters: float = 0.0
+    """Parameters of all routed experts of all layers, which no token passes through all of."""
+    mlp_parameters: float = 0.0
+    """Parameters of the MLPs that engines may share (``CostModel.share_weights``)."""
+
+    @property
+    def expert_share(self) -> float:
+        """The share of the routed experts that a token passes through; 0 if there are none."""
+        return self.experts_per_token / self.experts if self.experts else 0.0
+
+    @property
+    def shared_parameters(self) -> float:
+        """Parameters that every token passes through."""
+        return self.parameters - self.expert_share * self.expert_parameters
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -80,6 +112,8 @@ class Hardware:
     """Host time of one layer of a step in SP; a step's layers take at least this time each."""
     peer_bytes_per_second: float = 390e9
     """Rate at which one engine reads the memory of another; the default is an H200's."""
+    kv_bytes_per_second: float | None = None
+    """Rate at which attention reads keys and values; None: as fast as weights are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +141,37 @@ class Correction:
     covariance: float = 0.0
     """Smoothed covariance of the roofline's seconds and the difference."""
 
-    def apply(self, roofline: float) -> float:
-        """Return the corrected seconds of a step to which the roofline gives ``roofline``."""
+    @property
+    def line(self) -> tuple[float, float]:
+        """By which factor the roofline's seconds are multiplied, and what is added to them."""
         if not self.samples:
-            return roofline
+            return 1.0, 0.0
         doubt = (SPREAD * self.roofline) ** 2
         # A step of more work takes no less time, whatever a few measurements say.
         slope = max(-1.0, self.covariance / (self.variance + doubt))
-        return _bounded(roofline + self.missed + slope * (roofline - self.roofline), roofline)
+        if self.kind is StepKind.PREFILL:
+            # Few steps of very different lengths, one of which waited, would give any slope.
+            slope *= min(1.0, self.samples / KNOWN)
+        return 1 + slope, self.missed - slope * self.roofline
 
-    def learn(self, roofline: float, seconds: float) -> "Correction":
-        """Return the correction after one more measurement."""
+    def apply(self, roofline: float) -> float:
+        """Return the corrected seconds of a step to which the roofline gives ``roofline``."""
+        slope, offset = self.line
+        return _bounded(slope * roofline + offset, roofline)
+
+    def learn(self, roofline: float, seconds: float, expected: float | None = None) -> "Correction":
+        """Return the correction after one more measurement.
+
+        Args:
+            roofline: the step's seconds by the roofline.
+            seconds: those that were measured.
+            expected: those that corrections predict which are known well; None: none is.
+        """
         weight = max(SMOOTHING, 1 / (self.samples + 1))
         predicted = self.apply(roofline)
         error = abs(predicted - seconds) / seconds
-        if self.samples >= KNOWN:
-            seconds = min(OUTLIER * predicted, max(predicted / OUTLIER, seconds))
+        if expected is not None:
+            seconds = min(OUTLIER * expected, max(expected / OUTLIER, seconds))
         missed = _bounded(seconds, roofline) - roofline
         off, beyond = roofline - self.roofline, missed - self.missed
         return replace(
@@ -134,6 +183,12 @@ class Correction:
             variance=(1 - weight) * (self.variance + weight * off * off),
             covariance=(1 - weight) * (self.covariance + weight * off * beyond),
         )
+
+
+def _work(batch: Batch) -> tuple[int, int, int]:
+    """Return the arguments of ``Pace.step`` for a step."""
+    pairs = batch.context_tokens + batch.prefill_tokens * batch.prefill_context
+    return batch.tokens, batch.context_tokens, pairs
 
 
 def _bounded(seconds: float, roofline: float) -> float:
@@ -149,6 +204,8 @@ class CostModel:
     corrections: tuple[Correction, ...] = ()
     max_sp: int = 1
     """Largest degree of SP; a wider group combines SP with TP."""
+    share_weights: int = 1
+    """How many engines share the MLPs' weights. Each keeps one part of so many."""
 
     def correction(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
         """Return the correction of these steps; before any measurement it changes nothing."""
@@ -159,8 +216,12 @@ class CostModel:
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step of a unit in this layout."""
-        correction = self._nearest(layout, batch.kind, mode)
-        return correction.apply(self.roofline_seconds(layout, batch, mode))
+        return self.pace(layout, batch.kind, mode).step(*_work(batch))
+
+    def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
+        """Return the predicted times of all steps of one layout, kind and mode."""
+        slope, offset = self._nearest(layout, kind, mode).line
+        return replace(self._pace(layout, mode), slope=slope, offset=offset)
 
     def carry_seconds(self, tokens: float, links: int) -> float:
         """Return the predicted time in which the KV of requests is read from other engines.
@@ -172,8 +233,22 @@ class CostModel:
         size = tokens * self.shape.kv_bytes_per_token
         return size / (self.hardware.peer_bytes_per_second * links)
 
-    def _nearest(self, layout: Layout, kind: StepKind, mode: Mode) -> Correction:
-        """Return the correction of these steps, or of the most similar measured ones.
+    def observe_carry(self, size: float, seconds: float, links: int) -> "CostModel":
+        """Return the model with a rate of carries that a measured one corrects.
+
+        Args:
+            size: bytes that were read. Little says nothing, because messages take time, too.
+            seconds: what that took the slowest engine.
+            links: see ``carry_seconds``.
+        """
+        if size < LEAST_COPY_BYTES or seconds <= 0:
+            return self
+        before = self.hardware.peer_bytes_per_second
+        rate = math.sqrt(before * size / (seconds * links))
+        return replace(self, hardware=replace(self.hardware, peer_bytes_per_second=rate))
+
+    def _nearest(self, layout: Layout, kind: StepKind, mode: Mode, samples: int = 1) -> Correction:
+        """Return the correction of these steps, or of the most similar ones measured so often.
 
         Policies compare layouts. If only the running layout were corrected, the others would seem
         faster.
@@ -185,39 +260,60 @@ class CostModel:
                 + (known.mode is not mode) / 2
             )
 
-        same = [known for known in self.corrections if known.kind is kind]
+        same = [c for c in self.corrections if c.kind is kind and c.samples >= samples]
         return min(same, key=distance, default=Correction(layout, kind, mode))
 
     def roofline_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time in seconds, at least the host's time if it runs in SP."""
-        host = self._host_seconds(self._sp_degree(layout, mode))
-        return max(self.device_seconds(layout, batch, mode), host) + self.hardware.overhead_seconds
+        return self._pace(layout, mode).roofline(*_work(batch))
 
     def device_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time of devices and links, in seconds.
 
         It includes neither host time nor overhead (Seesaw, A.1, times the number of layers).
         """
+        return self._pace(layout, mode).device(*_work(batch))
+
+    def _pace(self, layout: Layout, mode: Mode) -> Pace:
         shape, hardware = self.shape, self.hardware
-        sp = self._sp_degree(layout, mode)
-        degree = layout.tp
-        tp, tokens = degree // sp, -(-batch.tokens // sp)
-        weights = shape.parameters * shape.weight_bytes
-        linear = max(
-            weights / hardware.memory_bytes_per_second,
-            2 * shape.parameters * tokens / hardware.flops_per_second,
-        )
+        sp, degree = self._sp_degree(layout, mode), layout.tp
+        tp = degree // sp
         # A group with more members than KV heads holds copies of heads, so reading gets no faster.
         kv_share = min(degree, shape.kv_heads)
-        read = batch.context_tokens * shape.kv_bytes_per_token
-        pairs = batch.context_tokens + batch.prefill_tokens * batch.prefill_context
-        attend = 4 * shape.layers * shape.heads * shape.head_dim * pairs
-        attention = max(
-            read / kv_share / hardware.memory_bytes_per_second,
-            attend / degree / hardware.flops_per_second,
+        attend = 4 * shape.layers * shape.heads * shape.head_dim
+        parameter = shape.weight_bytes / hardware.memory_bytes_per_second
+        kv_rate = hardware.kv_bytes_per_second or hardware.memory_bytes_per_second
+        empty, one = (
+            self._network_seconds(sp, tp, tokens) + self._hop_seconds(layout, tokens)
+            for tokens in (0, 1)
         )
-        network = self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
-        return linear / tp + attention + network
+        return Pace(
+            members=sp,
+            weights=shape.shared_parameters * parameter / tp,
+            experts=shape.expert_parameters * parameter / tp,
+            unread=1 - shape.expert_share,
+            token=2 * shape.parameters / hardware.flops_per_second / tp,
+            latency=empty,
+            moved=one - empty,
+            read=shape.kv_bytes_per_token / kv_share / kv_rate,
+            attend=attend / degree / hardware.flops_per_second,
+            host=self._host_seconds(sp),
+            fetch=self._fetch_seconds(tp),
+            overhead=hardware.overhead_seconds,
+            most=MAX_CORRECTION,
+        )
+
+    def _fetch_seconds(self, tp: int) -> float:
+        """Return the time in which a member reads what other engines keep of its weights.
+
+        The whole of the MLPs is divided among ``tp`` members; what an engine keeps lies within.
+        """
+        missing = max(0.0, 1 / tp - 1 / self.share_weights)
+        size = self.shape.mlp_parameters * self.shape.weight_bytes
+        return missing * size / self.hardware.peer_bytes_per_second
+
+    def _network_seconds(self, sp: int, tp: int, tokens: int) -> float:
+        return self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
 
     def _sp_degree(self, layout: Layout, mode: Mode) -> int:
         """Return the number of members among which a step's tokens are divided."""
@@ -235,6 +331,18 @@ class CostModel:
         moved = 2 * (tp - 1) / tp * tokens * shape.hidden * shape.activation_bytes
         reduce = hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
         return 2 * shape.layers * reduce
+
+    def _hop_seconds(self, layout: Layout, tokens: int) -> float:
+        """Return the time in which a step's hidden states go from the first stage to the last.
+
+        vLLM sends two tensors, hidden states and residuals. Each member of a stage sends its share
+        of them, and the next stage gathers them (``GroupCoordinator.isend_tensor_dict``), which
+        counts as if every link carried all of it.
+        """
+        shape, hardware = self.shape, self.hardware
+        moved = 2 * tokens * shape.hidden * shape.activation_bytes
+        hop = hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
+        return (layout.pp - 1) * hop
 
     def _exchange_seconds(self, sp: int, tp: int, tokens: int) -> float:
         """Return the time of two all-to-alls per layer: of queries, keys and values; of outputs.
@@ -260,7 +368,12 @@ class CostModel:
         if seconds <= 0:
             raise ValueError(f"a step of {seconds} s cannot be")
         old = self.correction(layout, batch.kind, mode)
-        new = old.learn(self.roofline_seconds(layout, batch, mode), seconds)
+        roofline = self.roofline_seconds(layout, batch, mode)
+        known = old
+        if batch.kind is StepKind.PREFILL:
+            known = self._nearest(layout, batch.kind, mode, KNOWN)
+        expected = known.apply(roofline) if known.samples >= KNOWN else None
+        new = old.learn(roofline, seconds, expected)
         same = (layout, batch.kind, mode)
         rest = tuple(c for c in self.corrections if (c.layout, c.kind, c.mode) != same)
         return replace(self, corrections=(*rest, new))

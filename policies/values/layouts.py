@@ -119,6 +119,22 @@ def unit_of(engine: int, layout: Layout) -> Unit:
 
 
 @functools.cache
-def layouts_up_to(max_group: int) -> tuple[Layout, ...]:
-    """Return the layouts of a node with ``--max-group max_group``: DP, TP2, TP4 and so on."""
-    return tuple(Layout(tp=1 << k) for k in range(max_group.bit_length()) if 1 << k <= max_group)
+def layouts_up_to(max_group: int, max_pp: int = 1) -> tuple[Layout, ...]:
+    """Return the layouts of a node: DP, TP2, TP4 and so on, and those with stages if there are any.
+
+    Narrow ones come first, and among those of one size the ones with the most stages: so the last
+    one is the widest without stages, which every policy can choose.
+
+    Args:
+        max_group: size of the largest group, a power of two (``--max-group``).
+        max_pp: most pipeline stages of a group, a power of two (``--max-pp``); 1: none has stages.
+    """
+    return tuple(
+        Layout(tp=size // pp, pp=pp)
+        for size in _powers(max_group)
+        for pp in reversed(_powers(min(size, max_pp)))
+    )
+
+
+def _powers(largest: int) -> list[int]:
+    return [1 << k for k in range(largest.bit_length()) if 1 << k <= largest]

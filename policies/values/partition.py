@@ -5,9 +5,11 @@ The engines of a unit are an aligned, adjacent run whose length is a power of tw
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from shoal.policies.values.layouts import (
+    Engines,
     Layout,
     Unit,
     alone,
@@ -36,19 +38,34 @@ def units_of(engines: int, layout: Layout) -> Partition:
     return tuple(unit_of(first, layout) for first in range(0, engines - size + 1, size))
 
 
-def parse_partition(units: Iterable[Iterable[int]], *, engines: int, max_group: int) -> Partition:
-    """Check a requested partition into TP groups and return it in canonical order.
+def parse_partition(
+    units: Iterable[Iterable[int]],
+    *,
+    engines: int,
+    max_group: int,
+    max_pp: int = 1,
+    names: Mapping[Engines, str] = MappingProxyType({}),
+) -> Partition:
+    """Check a requested partition and return it in canonical order.
 
     Args:
         units: one list of engine numbers per unit, in any order.
         engines: number of engines of the node.
         max_group: size of the largest group of the node.
+        max_pp: most pipeline stages of a group of the node.
+        names: names of the layouts of units, by their engines in ascending order. A unit without a
+            name is one engine alone, or a TP group.
 
     Raises:
-        PartitionError: a unit is empty, too large, not aligned or not adjacent, or the units do
-            not cover every engine exactly once.
+        PartitionError: a unit is empty, too large, not aligned or not adjacent, its layout is none
+            of the node's or of another size, or the units do not cover every engine exactly once.
     """
-    partition = tuple(sorted(_parse_unit(unit, engines, max_group) for unit in units))
+    partition = tuple(
+        sorted(
+            _in_layout(_parse_unit(unit, engines, max_group), names, max_group, max_pp)
+            for unit in units
+        )
+    )
     _check_cover(partition, engines)
     return partition
 
@@ -74,6 +91,21 @@ def _parse_unit(engines: Iterable[int], node_engines: int, max_group: int) -> Un
             f"unit {list(members)} is not an aligned, adjacent group of {unit.size} engines"
         )
     return unit
+
+
+def _in_layout(unit: Unit, names: Mapping[Engines, str], max_group: int, max_pp: int) -> Unit:
+    """Return the unit of the same engines in the layout that was asked for."""
+    name = names.get(unit.engines)
+    if name is None:
+        return unit
+    allowed = [of for of in layouts_up_to(max_group, max_pp) if of.world_size == unit.size]
+    for layout in allowed:
+        if layout.name == name:
+            return Unit(unit.engines, layout)
+    raise PartitionError(
+        f"unit {list(unit.engines)} cannot have the layout {name!r}: "
+        f"layouts of {unit.size} engines are {', '.join(of.name for of in allowed)} on this node"
+    )
 
 
 def _check_cover(partition: Partition, engines: int) -> None:

@@ -7,6 +7,11 @@ from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
 
+INTERFACE_VERSION = 1
+"""Version of what policies see and return: ``Snapshot``, ``Plan``, and the values in them.
+
+It counts up when a name goes, or when its meaning changes. A new name changes no version."""
+
 TreatmentName = Literal["sequential", "carry", "soft", "hard"]
 """What happens to the requests that run on the units of a switch. ``sequential``: wait until they
 end. ``carry``: they go on in the new layout with their KV. ``soft``: recompute them on another
@@ -52,6 +57,8 @@ class Policy:
     """Whether groups run steps in SP under this policy, if the node can."""
     forms_groups: bool = True
     """Whether the policy ever forms groups. If not, every request must fit one engine."""
+    interface: int | None = None
+    """The ``INTERFACE_VERSION`` that it was written for; None: it does not say."""
 
 
 class PlanFunction(Protocol):

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.batch import Batch, Mode, StepKind
+from shoal.policies.values.kv_need import ONE_GROUP, blocks_for, tokens_in
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.pace import Pace
 from shoal.policies.values.partition import Partition
 
 NORMAL_PRIORITY = 0
@@ -76,13 +78,17 @@ class UnitState:
     paused: int = 0
     """Requests of other units on its engines. They wait until their unit is back, or until they are
     carried to another."""
+    prompts: tuple[int, ...] = ()
+    """Prompt tokens of each of its ``waiting`` requests, in the order in which they were sent."""
     cached_tokens: int = 0
     """Prompt tokens that its prefix cache is believed to hold, also those of its requests. A switch
     that regroups it loses all but what its requests take along."""
+    group_limits: tuple[int, ...] = ONE_GROUP
+    """See ``kv_need.blocks_for``."""
 
     def blocks_for(self, request: PoolRequest) -> int:
         """Return the KV blocks that a request needs to produce its first token here."""
-        return -(-(request.prompt_tokens + 1) // self.block_tokens)
+        return blocks_for(request.prompt_tokens + 1, self.block_tokens, self.group_limits)
 
     def can_hold(self, request: PoolRequest) -> bool:
         """Return whether the request fits into this unit at all."""
@@ -106,17 +112,30 @@ class LayoutState:
     total_blocks: int
     block_tokens: int
     max_model_len: int
+    group_limits: tuple[int, ...] = ONE_GROUP
+    """See ``kv_need.blocks_for``."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that it holds."""
+        return min(self.max_model_len, self._room)
 
     def can_hold(self, request: PoolRequest) -> bool:
         """Return whether a unit in this layout holds the request at all."""
         return (
-            request.total_tokens <= self.max_model_len
-            and request.prompt_tokens + 1 <= self.total_blocks * self.block_tokens
+            request.total_tokens <= self.max_model_len and request.prompt_tokens + 1 <= self._room
         )
+
+    @property
+    def _room(self) -> int:
+        return tokens_in(self.total_blocks, self.block_tokens, self.group_limits)
 
     def seats(self, tokens: float) -> float:
         """Return how many requests of ``tokens`` tokens each it decodes at once, at least one."""
-        return max(1.0, min(self.slots, self.total_blocks * self.block_tokens / tokens))
+        rows = tokens / self.block_tokens
+        share = sum(min(1.0, limit / rows) if limit else 1.0 for limit in self.group_limits)
+        fit = self.total_blocks * self.block_tokens / tokens / share
+        return max(1.0, min(self.slots, fit))
 
 
 class StepPredictor(Protocol):
@@ -124,6 +143,9 @@ class StepPredictor(Protocol):
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step of a unit in this layout."""
+
+    def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
+        """Return the predicted times of all steps of one layout, kind and mode."""
 
     def carry_seconds(self, tokens: float, links: int) -> float:
         """Return the predicted time in which the KV of ``tokens`` is read over so many links."""
@@ -175,6 +197,10 @@ class Snapshot:
     """Prompt tokens that are computed per request, on average over the latest requests."""
     output_tokens: float = OUTPUT_TOKENS
     """Output tokens per request, on average over the latest requests."""
+    outputs: tuple[int, ...] = ()
+    """Tokens of the latest outputs that have ended, ascending."""
+    arrived: tuple[PoolRequest, ...] = ()
+    """Requests that have come since the policy was last asked."""
     prompt_rate: float = 0.0
     """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``."""
     hit_share: float = 0.0

@@ -58,8 +58,8 @@ class Calls:
     def take(self, peer: str, message: Call) -> None:
         """Answer a call, either now or when the work that it asks for is done."""
         match message:
-            case m.GetLayout(call):
-                self._env.transport.to_control(peer, self._layout(call))
+            case m.GetLayout(call, named):
+                self._env.transport.to_control(peer, self._layout(call, named))
             case m.GetMetrics(call):
                 self._env.transport.to_control(peer, self._metrics(call))
             case m.SetLayout() if self._operations.switches.running is None:
@@ -80,12 +80,12 @@ class Calls:
 
     # --- reading ------------------------------------------------------------------------------
 
-    def _layout(self, call: int) -> m.LayoutView:
+    def _layout(self, call: int, named: int = 0) -> m.LayoutView:
         books, reason = self._books, layout_view.not_ready_reason(self._books)
         return m.LayoutView(
             call=call,
             engines=layout_view.engine_views(books),
-            units=layout_view.unit_views(books, self._operations.busy),
+            units=layout_view.unit_views(books, self._operations.busy, named=named),
             switches=list(self._operations.switches.past),
             waiting=len(books.requests.pool),
             policy=self._adviser.policy.name,
@@ -100,6 +100,7 @@ class Calls:
                 books, self._env.config.units, self._operations.rejoin.unavailable()
             ),
             lengths=layout_view.lengths(books.engines),
+            share_weights=self._env.config.share_weights,
         )
 
     def _metrics(self, call: int) -> m.NodeMetrics:
@@ -137,7 +138,15 @@ class Calls:
         config = self._env.config
         try:
             target = parse_partition(
-                message.units, engines=config.engines, max_group=config.max_group
+                message.units,
+                engines=config.engines,
+                max_group=config.max_group,
+                max_pp=config.max_pp,
+                names={
+                    tuple(sorted(unit)): name
+                    for unit, name in zip(message.units, message.layouts, strict=False)
+                    if name
+                },
             )
         except PartitionError as problem:
             self._fail(peer, message.call, 400, str(problem))

@@ -15,6 +15,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.statistics import DRAIN
 from shoal.runtime.controller.switches import Switches
 from shoal.runtime.controller.switching.carries import Carries
 
@@ -89,7 +90,7 @@ class Drains:
             self._switches.start_for_drain(self._without(released))
             return
         self._next_at = now + RETRY_SECONDS
-        self._carries.begin(self._cores, self._units.partition)
+        self._carries.begin(self._cores, self._units.partition, DRAIN)
 
     def _concerns(self, unit: Unit) -> bool:
         return not self._engines.drained.isdisjoint(unit.engines)

@@ -9,10 +9,11 @@ import time
 
 import msgspec
 
-from shoal.policies.values.snapshot import Snapshot
+from shoal.policies.values.snapshot import PoolRequest, Snapshot
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.adviser import Adviser
+from shoal.runtime.controller.balancing import Balancing
 from shoal.runtime.controller.books.books import open_books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Demand
@@ -26,6 +27,7 @@ from shoal.runtime.controller.failures.outage import Outage
 from shoal.runtime.controller.failures.pulse import Pulse
 from shoal.runtime.controller.operations import Operations
 from shoal.runtime.controller.requests.admission import Admission
+from shoal.runtime.controller.requests.background import Background
 from shoal.runtime.controller.requests.closing import Closing
 from shoal.runtime.controller.requests.dispatcher import Dispatcher
 from shoal.runtime.controller.requests.pauses import Pauses
@@ -38,7 +40,8 @@ from shoal.runtime.protocol.transport import Arrival, Channel, ControllerTranspo
 log = logging.getLogger("shoal.controller")
 
 REVIEW_SECONDS = 0.5
-"""How often a policy that decides the layout is asked while nothing arrives; it may act on that."""
+"""How often a policy that decides the layout is asked while nothing arrives; it may act on that.
+Background requests that wait may start then, too."""
 
 
 class Controller:
@@ -76,7 +79,9 @@ class Controller:
         self._closing = Closing(env, books, self._admission)
         self._carries = Carries(env, books, self._capacity)
         self._pauses = Pauses(env, books, self._carries)
+        self._balancing = Balancing(env, books, self._capacity, self._carries)
         self._dispatcher = Dispatcher(env, books)
+        self._background = Background(env, books, self._capacity)
         self._pulse = Pulse(env, books.engines)
         self._outage = Outage(env, books, self._admission)
         self._migration = Migration(env, books, self._admission)
@@ -159,9 +164,10 @@ class Controller:
             self._outage.deadline,
             self._pauses.deadline,
             self._pulse.deadline,
+            self._balancing.deadline if self._operations.can_switch else None,
         ]
         now = self._clock()
-        if self._adviser.policy.decides_layout:
+        if self._adviser.policy.decides_layout or self.books.requests.pool.background:
             due.append(self._decided_at + REVIEW_SECONDS)
         waits = [timeout, *(max(0.0, at - now) for at in due if at is not None)]
         return min((seconds for seconds in waits if seconds is not None), default=None)
@@ -184,7 +190,9 @@ class Controller:
 
     def _take_request(self, kind: bytes, frames: list[bytes]) -> None:
         if kind == wire.RequestType.ADD.value:
-            self._demand.arrive(self._clock(), self._admission.add(frames))
+            request = self._admission.add(frames)
+            if request is not None:
+                self._demand.arrive(self._clock(), request)
         elif kind == wire.RequestType.ABORT.value:
             self._admission.abort(wire.decode_abort(frames))
         elif kind == wire.RequestType.UNANSWERED.value:
@@ -287,8 +295,11 @@ class Controller:
 
     def _take_load(self, load: m.Load) -> None:
         requests = self.books.requests
-        self._capacity.observe(requests.core(load.unit), load)
-        for request in requests.report(load):
+        core = requests.core(load.unit)
+        self._capacity.observe(core, load)
+        ended = requests.report(load)
+        self._capacity.see_outputs(core.outputs)
+        for request in ended:
             self.books.statistics.left(request, m.Outcome.FINISHED)
             self._migration.finished(request, load.engine)
 
@@ -325,16 +336,20 @@ class Controller:
         self._pauses.end_long_ones(manual=manual, may_begin=self._operations.is_idle)
         if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and the members' answers are due
-        snapshot = self.snapshot()
-        plan = self._adviser.ask(snapshot)
+        snapshot = self.snapshot(self._demand.take_arrived())
+        plan = self._adviser.ask(self._background.without(snapshot))
         sent = self._dispatcher.send(plan)
+        if self._operations.is_idle:
+            sent += self._dispatcher.send(self._background.plan(snapshot, plan))
         target = None if snapshot.switching else plan.target
         if target is not None and target != self.books.units.partition:
             switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)
+        elif self._operations.can_switch:
+            self._balancing.look(snapshot)
         return sent
 
-    def snapshot(self) -> Snapshot:
-        """Return what policies see now."""
+    def snapshot(self, arrived: tuple[PoolRequest, ...] = ()) -> Snapshot:
+        """Return what policies see now; ``arrived``: see ``Snapshot``."""
         now, switches = self._clock(), self._operations.switches
         may_switch = self._operations.can_switch and switches.has_budget
         return self._capacity.snapshot(
@@ -345,4 +360,5 @@ class Controller:
             pending=switches.pending,
             since_switch=now - switches.ended_at,
             sp_above=self._shifting.sp_above,
+            arrived=arrived,
         )

@@ -1,5 +1,6 @@
 """The controller as a process of the node."""
 
+from shoal.policies.installed_policies import load_policies
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.node.heartbeat import Heartbeat, heartbeat_path
@@ -8,6 +9,7 @@ from shoal.runtime.protocol.transport import ZmqControllerTransport
 
 def run_controller(config: NodeConfig) -> None:
     """Run the controller's process."""
+    load_policies(config.policy)
     heartbeat = Heartbeat(heartbeat_path(config.runtime_dir))
     addresses = Addresses(config.runtime_dir)
     Controller(config, ZmqControllerTransport(addresses, config.api_servers, heartbeat.beat)).run()

@@ -2,7 +2,7 @@
 
 If a front end or the controller ends, or the controller hangs, the node ends. If an engine's
 scheduler or runner ends, its other process is killed. The node goes on with the remaining engines,
-and the dead engine is restarted a few times (``restarts.py``).
+and the dead engine is restarted a few times (``restarts.py``). A helper is always restarted.
 """
 
 import enum
@@ -28,6 +28,7 @@ from shoal.runtime.node.child_process import (
 )
 from shoal.runtime.node.end_signals import EndSignals
 from shoal.runtime.node.heartbeat import HeartbeatMonitor, heartbeat_path
+from shoal.runtime.node.helpers import Helpers
 from shoal.runtime.node.restarts import Restart, Restarts
 from shoal.runtime.node.runtime_dir import remove_runtime_dir
 from shoal.runtime.protocol.messages import (
@@ -95,6 +96,7 @@ class Supervisor:
         say: prints a line of the start-up report.
         shutdown_seconds: how long front ends may take to finish their requests.
         elapsed: returns the seconds since the node's start began, for the start-up report.
+        helpers: what other processes run, by name; they may die (``helpers.py``).
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Supervisor:
         say: Say,
         shutdown_seconds: float = 0.0,
         elapsed: Clock = process_seconds,
+        helpers: Mapping[str, Target] | None = None,
     ) -> None:
         self._config = config
         self._elapsed = elapsed
@@ -113,6 +116,7 @@ class Supervisor:
         self._stage = _Stage.STARTING
         self._children: list[Child] = []
         self._frontends: list[Child] = []
+        self._helpers = Helpers(helpers or {})
         self._dead_engines: set[int] = set()
         self._restarts = Restarts(config.restart_limit, config.restart_backoff_seconds)
         timeout = config.controller_timeout_seconds
@@ -165,7 +169,8 @@ class Supervisor:
             self._children.append(child("controller", named_target(_CONTROLLER, config)))
             for index, target in enumerate(self._frontend_targets):
                 self._frontends.append(child(f"front end {index}", target))
-            self._children += self._frontends
+            self._helpers.start(child)
+            self._children += [*self._frontends, *self._helpers.children]
         # This comes after the children: a ZMQ context starts threads, and must not be inherited.
         self._control = open_socket(zmq.Context(), zmq.DEALER, identity=SUPERVISOR.encode())
         self._control.connect(Addresses(config.runtime_dir).control)
@@ -268,6 +273,11 @@ class Supervisor:
         if self._stage is _Stage.ENDING and child in self._frontends:
             return
         cause = f"{child.name}: {child.cause}"
+        pause = self._helpers.ended(child)
+        if pause is not None:
+            if self._stage is not _Stage.ENDING:
+                self._say(f"shoal: {cause}; it is restarted in {pause:.1f} s")
+            return
         if child.engine is None or self._stage is _Stage.STARTING:
             raise NodeFailedError(cause)
         self._lose_engine(child.engine, cause)
@@ -324,6 +334,8 @@ class Supervisor:
                 self._start_engine(child, restart.engine)
             self._say(f"shoal: engine {restart.engine} is restarted ({restart.incarnation})")
             self._send(EngineStarting(restart.engine, restart.incarnation))
+        with signals_held():
+            self._children += self._helpers.restart(child)
 
     def _send(self, message: Message) -> None:
         assert self._control is not None
@@ -392,7 +404,7 @@ class Supervisor:
     def _end_front_ends(self, request_seconds: float, exit_seconds: float) -> float:
         """Ask the front ends to end, and return the time by which they must have ended."""
         self._send(EndNode(request_seconds))
-        for child in self._frontends:
+        for child in (*self._frontends, *self._helpers.children):
             child.terminate()
         return time.monotonic() + exit_seconds
 

@@ -105,13 +105,17 @@ class ControlClient:
         if self._context is not None:
             self._context.destroy(linger=0)
 
-    async def get_layout(self, timeout: float = ANSWER_SECONDS) -> LayoutView:
+    async def get_layout(self, timeout: float = ANSWER_SECONDS, *, named: int = 0) -> LayoutView:
         """Return the node's layout as it is now.
+
+        Args:
+            timeout: how long the controller may take, in seconds.
+            named: the most requests of each unit that its view names.
 
         Raises:
             CallError: there was no answer within ``timeout`` seconds.
         """
-        return await self._call(LayoutView, lambda call: GetLayout(call), timeout)
+        return await self._call(LayoutView, lambda call: GetLayout(call, named), timeout)
 
     async def get_metrics(self) -> NodeMetrics:
         """Return the controller's metrics.
@@ -127,6 +131,7 @@ class ControlClient:
         treatment: Treatment,
         timeout: float,
         wait: float | None = None,
+        layouts: Sequence[str] = (),
     ) -> SwitchView:
         """Switch to a partition, and return the finished switch.
 
@@ -135,6 +140,7 @@ class ControlClient:
             treatment: what happens to the requests that run on the engines concerned.
             timeout: seconds after which the controller gives up.
             wait: seconds after which the switch stops waiting for requests; None: it never stops.
+            layouts: see ``messages.SetLayout``.
 
         Raises:
             CallError: the partition is not valid, or the switch failed.
@@ -142,7 +148,7 @@ class ControlClient:
         wanted = [list(unit) for unit in units]
         done = await self._call(
             SwitchDone,
-            lambda call: SetLayout(call, wanted, treatment, timeout, wait),
+            lambda call: SetLayout(call, wanted, treatment, timeout, wait, list(layouts)),
             timeout + ANSWER_SECONDS,
         )
         return done.switch

@@ -4,6 +4,7 @@ A shape file has the properties of a model that decide its step times and its me
 file has those of a device. The package contains some of both, which have names (``built_in``).
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -30,8 +31,22 @@ class FileError(ValueError):
     """A shape or hardware file that cannot be read; the message is one line that names it."""
 
 
+class UnreadableError(FileError):
+    """There is no such file.
+
+    Args:
+        name: what was asked for.
+        reason: the system's.
+        built_in_ones: the names that need no file.
+    """
+
+    def __init__(self, name: str, reason: str | None, built_in_ones: Iterable[str]) -> None:
+        super().__init__(f"cannot read {name}: {reason}; built-in ones: {', '.join(built_in_ones)}")
+        self.reason = reason
+
+
 class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decoder-only transformer with gated MLPs, with the sizes in its ``config.json``."""
+    """A decoder-only transformer with gated MLPs or experts: the sizes in its ``config.json``."""
 
     layers: int
     hidden: int
@@ -44,19 +59,60 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Type of the linear layers' weights; embeddings have at least two bytes."""
     kv_dtype: Literal["fp8", "bf16", "fp16", "fp32"]
     max_model_len: int
+    experts: int = 0
+    """Routed experts of a layer; 0: the model has none."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    """What ``intermediate`` is for one routed expert."""
+    shared_intermediate: int = 0
+    """The same for the shared experts of a layer together."""
+    dense_layers: int = 0
+    """Layers that have a gated MLP of ``intermediate`` in place of experts."""
+    attention_parameters: int = 0
+    """Parameters of a layer's projections around attention; 0: those that the heads say."""
 
     @property
-    def parameters(self) -> int:
-        """Parameters of all linear layers, the output layer's included."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        mlp = 3 * self.hidden * self.intermediate
-        return self.layers * (attention + mlp) + self.hidden * self.vocab
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        layers = self.layers - self.dense_layers if self.experts else 0
+        return layers * self.experts * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def common_parameters(self) -> int:
+        """Parameters of all other linear layers, the output layer's included."""
+        heads = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        attention = self.attention_parameters or heads
+        dense = self.dense_layers if self.experts else self.layers
+        mlp = dense * self.intermediate
+        if self.experts:
+            mlp += (self.layers - dense) * self.shared_intermediate
+        return self.layers * attention + 3 * self.hidden * mlp + self.hidden * self.vocab
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of the MLPs of a model without experts."""
+        return self.layers * 3 * self.hidden * self.intermediate
+
+    def kept_bytes(self, share: int) -> float:
+        """Return the bytes of weights on one engine, if so many share the MLPs' weights."""
+        width = DTYPE_BYTES[self.weight_dtype]
+        if share == 1:
+            return self.weight_bytes
+        slots = 2 * self.mlp_parameters / self.layers
+        return self.weight_bytes - width * (self.mlp_parameters * (1 - 1 / share) - slots)
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of all linear layers that one token passes through."""
+        share = self.experts_per_token / self.experts if self.experts else 0.0
+        return self.common_parameters + share * self.expert_parameters
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights on one engine."""
         width = DTYPE_BYTES[self.weight_dtype]
-        return self.parameters * width + self.hidden * self.vocab * max(width, ACTIVATION_BYTES)
+        linear = self.common_parameters + self.expert_parameters
+        return linear * width + self.hidden * self.vocab * max(width, ACTIVATION_BYTES)
 
     def model_shape(self) -> ModelShape:
         """Return what the cost model knows about the model."""
@@ -70,6 +126,10 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             weight_bytes=DTYPE_BYTES[self.weight_dtype],
             kv_bytes=DTYPE_BYTES[self.kv_dtype],
             activation_bytes=ACTIVATION_BYTES,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
+            expert_parameters=self.expert_parameters,
+            mlp_parameters=0 if self.experts else self.mlp_parameters,
         )
 
 
@@ -97,6 +157,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured, it is the time of the two exchanges."""
     peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
     """Rate at which one engine reads the memory of another."""
+    kv_bytes_per_second: float | None = None
+    """Rate at which attention reads keys and values; null: as fast as weights are read."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 
@@ -116,36 +178,47 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             overhead_seconds=self.step_seconds,
             sp_layer_host_seconds=self.sp_layer_host_seconds,
             peer_bytes_per_second=self.peer_bytes_per_second,
+            kv_bytes_per_second=self.kv_bytes_per_second,
         )
 
-    def num_blocks(self, shape: ShapeFile) -> int:
+    def num_blocks(self, shape: ShapeFile, share: int = 1) -> int:
         """Return the number of KV blocks of one engine.
+
+        Args:
+            shape: the model.
+            share: how many engines share weights.
 
         Raises:
             FileError: the weights leave no memory for a block.
         """
-        free = self.memory_bytes * MEMORY_SHARE - shape.weight_bytes - self.reserved_bytes
+        free = self.memory_bytes * MEMORY_SHARE - shape.kept_bytes(share) - self.reserved_bytes
         blocks = int(free / (shape.model_shape().kv_bytes_per_token * BLOCK_TOKENS))
         if blocks < 1:
             raise FileError("the model's weights do not fit into one device of this hardware")
         return blocks
 
 
-def cost_model(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> CostModel:
+def cost_model(
+    shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1, share_weights: int = 1
+) -> CostModel:
     """Return the roofline of a model on this hardware.
 
     Args:
         shape: the model.
         hardware: the devices.
         max_sp: see ``NodeConfig.max_sp``.
+        share_weights: see ``NodeConfig.share_weights``.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
-    return CostModel(shape.model_shape(), hardware.for_dtype(shape.weight_dtype), max_sp=max_sp)
+    rates = hardware.for_dtype(shape.weight_dtype)
+    return CostModel(shape.model_shape(), rates, max_sp=max_sp, share_weights=share_weights)
 
 
-def step_times(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> StepTimes:
+def step_times(
+    shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1, share_weights: int = 1
+) -> StepTimes:
     """Return how long simulated steps take: the roofline, and the time that requests add.
 
     The policies' cost model knows neither the time that each decoding request adds nor the time
@@ -154,7 +227,7 @@ def step_times(shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1) -> Ste
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
-    model = cost_model(shape, hardware, max_sp)
+    model = cost_model(shape, hardware, max_sp, share_weights)
     each = hardware.request_seconds
 
     def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
@@ -193,7 +266,6 @@ def _read(folder: Literal["shapes", "hardware"], name: str, kind: type[_File]) -
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
-        reason = f"{error.strerror}; built-in ones: {', '.join(names)}"
-        raise FileError(f"cannot read {name}: {reason}") from error
+        raise UnreadableError(name, error.strerror, names) from error
     except msgspec.DecodeError as error:
         raise FileError(f"{name}: {error}") from error

@@ -134,10 +134,11 @@ class Node:
         queued_ahead: requests that a unit gets beyond its full batch.
         precopy_tokens: see ``NodeConfig``.
         max_sp: largest degree of SP.
+        share_weights: how many engines share the MLPs' weights.
         shift_threshold: decides which steps run in SP.
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
         prefix_caching: whether units keep the KV of prompts that others may begin with.
-        place_by_prefix: see ``NodeConfig``.
+        place_by_prefix: see ``NodeConfig``, as ``rebalance``.
     """
 
     shape: ShapeFile
@@ -151,10 +152,12 @@ class Node:
     queued_ahead: int = QUEUED_AHEAD
     precopy_tokens: int = PRECOPY_TOKENS
     max_sp: int = 1
+    share_weights: int = 1
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     captured_tokens: int = CAPTURED_TOKENS
     prefix_caching: bool = True
     place_by_prefix: bool = True
+    rebalance: bool = True
 
     def config(self, policy: str) -> NodeConfig:
         """Return the configuration of the node's processes.
@@ -168,7 +171,7 @@ class Node:
             policy=policy,
             runtime_dir="",
             fake=FakeSettings(
-                num_blocks=self.hardware.num_blocks(self.shape),
+                num_blocks=self.hardware.num_blocks(self.shape, self.share_weights),
                 block_tokens=BLOCK_TOKENS,
                 max_num_seqs=self.max_num_seqs,
                 max_model_len=self.shape.max_model_len,
@@ -177,18 +180,21 @@ class Node:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 captured_tokens=self.captured_tokens,
                 steps_at_once=STEPS_AT_ONCE,
+                asynchronous=True,
                 token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
                 peer_bytes_per_second=self.hardware.peer_bytes_per_second,
                 copy_seconds=COPY_SECONDS,
                 prefix_caching=self.prefix_caching,
             ),
             place_by_prefix=self.place_by_prefix,
+            rebalance=self.rebalance,
             seed=self.seed,
             queued_ahead=self.queued_ahead,
             precopy_tokens=self.precopy_tokens,
             max_sp=self.max_sp,
+            share_weights=self.share_weights,
             shift_threshold=self.shift_threshold,
-            cost_model=cost_model(self.shape, self.hardware, self.max_sp),
+            cost_model=cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
             targets=self.targets,
         )
 
@@ -223,7 +229,7 @@ class _Simulation:
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
         devices = Devices()
-        times = step_times(node.shape, node.hardware, node.max_sp)
+        times = step_times(node.shape, node.hardware, node.max_sp, node.share_weights)
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
             backend = FakeBackend(

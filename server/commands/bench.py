@@ -1,8 +1,9 @@
 """``shoal bench``: finds the benchmark that the command line names, and runs it."""
 
-import argparse
 import importlib
 from collections.abc import Sequence
+
+from shoal.server.commands.command_parser import CommandParser
 
 BENCHMARKS = {
     "switch": ("shoal.loadgen.bench.idle_switch", "idle binds and releases, fake and real engines"),
@@ -15,9 +16,9 @@ BENCHMARKS = {
         "shoal.loadgen.bench.compare",
         "static DP and static TP of stock vLLM, and Shoal, side by side",
     ),
-    "defaults": (
-        "shoal.loadgen.bench.defaults",
-        "the same three systems with their own defaults, under vLLM's own client",
+    "traffic": (
+        "shoal.loadgen.bench.traffic",
+        "stock vLLM's DP and TP, and Shoal, with their own defaults, on any traffic",
     ),
     "overload": (
         "shoal.loadgen.bench.overload",
@@ -29,7 +30,7 @@ BENCHMARKS = {
     ),
     "serve-compare": (
         "shoal.loadgen.bench.compare",
-        "the same three systems under open-loop workloads",
+        "stock vLLM's DP and TP, and Shoal, under open-loop workloads",
     ),
 }
 """Benchmarks: the module that runs each, and what it measures."""
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: the arguments are not valid.
     """
-    parser = argparse.ArgumentParser(prog="shoal bench", description="Measure a node.")
+    parser = CommandParser(prog="shoal bench", description="Measure a node.")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (_, summary) in BENCHMARKS.items():
         commands.add_parser(name, help=summary, add_help=False)

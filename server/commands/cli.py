@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from shoal.server.commands.bench import BENCHMARKS
+from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import USAGE_EXIT_CODE, UserError
 
 COMMANDS = {
@@ -16,6 +17,10 @@ COMMANDS = {
     "replay": (
         "shoal.server.commands.replay",
         "send a workload to a server and say how it was served",
+    ),
+    "run-batch": (
+        "shoal.server.commands.run_batch",
+        "answer a file of requests: shoal run-batch -i IN -o OUT",
     ),
     "report": ("shoal.server.commands.report", "show replays side by side"),
     "openapi": (
@@ -26,23 +31,35 @@ COMMANDS = {
 }
 """Subcommands: the module whose ``main(argv) -> int`` runs each, imported when it is called."""
 
+_ENGINE_LIBRARIES = ("vllm", "torch", "transformers", "triton")
+_NO_VLLM = (
+    "vLLM is not installed: pip install 'shoal[cuda]' installs it for NVIDIA GPUs, and "
+    "pip install 'shoal[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu for CPUs"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``shoal`` command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # A subcommand parses its own arguments, because its parser may need a slow import.
-    command = _parser().parse_args(words[:1]).command
     try:
+        # A subcommand parses its own arguments, because its parser may need a slow import.
+        command = _parser().parse_args(words[:1]).command
         return int(importlib.import_module(COMMANDS[command][0]).main(words[1:]))
     except UserError as error:
-        print(f"shoal: {error}", file=sys.stderr)
-        return USAGE_EXIT_CODE
+        message = str(error)
+    except ModuleNotFoundError as error:
+        # Replays, simulations and reports need no engine, so vLLM is no dependency of all.
+        if error.name not in _ENGINE_LIBRARIES:
+            raise
+        message = _NO_VLLM
     except KeyboardInterrupt:
         return 1
+    print(f"shoal: {message}", file=sys.stderr)
+    return USAGE_EXIT_CODE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="shoal",
         description="An LLM server that changes its parallelism while it serves.",
         epilog="'shoal COMMAND --help' shows the options of a command.",

@@ -8,8 +8,9 @@ parser. After the import, everything is checked again with vLLM's parser.
 import argparse
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, admin_address, check_environment, take_access
 from shoal.server.options.serve_options import (
@@ -50,13 +51,26 @@ class Bindings(NamedTuple):
     public: tuple[str, int]
     admin: tuple[str, int] | None
     """The admin API's address; None: there is none."""
+    metrics: tuple[str, int] | None
+    """The address of the port for metrics alone; None: there is none."""
 
+    def check(self) -> None:
+        """Refuse one port for two of them, which the kernel would notice only when both listen.
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error as one line, as the parser of all options does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(" ".join(message.split()))
+        Raises:
+            UserError: the message names the option.
+        """
+        taken = {self.public[1]: "the API"}
+        for option, name, address in (
+            ("--admin-port", "the admin API", self.admin),
+            ("--metrics-port", "the metrics", self.metrics),
+        ):
+            if address is None or address[1] == 0:
+                continue
+            port = address[1]
+            if port in taken:
+                raise UserError(f"{option} {port}: this is already the port of {taken[port]}")
+            taken[port] = name
 
 
 def make_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -65,7 +79,7 @@ def make_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     Raises:
         UserError: see ``add_shoal_options``.
     """
-    parser = _Parser(
+    parser = CommandParser(
         prog="shoal serve",
         usage="shoal serve [MODEL] [OPTION ...]",
         description="Serve one model on this machine, and change between DP, TP and SP while it "
@@ -154,6 +168,12 @@ def bindings_of(args: Namespace, access: Access) -> Bindings:
     """Return where the node is to listen.
 
     Raises:
-        UserError: see ``access.admin_address``.
+        UserError: see ``access.admin_address`` and ``Bindings.check``.
     """
-    return Bindings((args.host, args.port), admin_address(args, needs_key=access.needs_key))
+    bindings = Bindings(
+        (args.host, args.port),
+        admin_address(args, needs_key=access.needs_key),
+        None if args.metrics_port is None else (args.host, args.metrics_port),
+    )
+    bindings.check()
+    return bindings

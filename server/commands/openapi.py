@@ -5,7 +5,6 @@ which fields of vLLM's bodies Shoal serves. No port offers the documents; ``shoa
 them.
 """
 
-import argparse
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -16,6 +15,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from shoal.server.commands.command_parser import CommandParser
 from shoal.server.error_models import ErrorResponse, MessagesErrorResponse, refusals
 from shoal.server.frontend.anthropic_messages import TEXT_BLOCKS
 from shoal.server.frontend.app import (
@@ -157,7 +157,7 @@ def admin_document() -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``shoal openapi`` and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="shoal openapi", description="Print the OpenAPI document of an API as JSON."
     )
     parser.add_argument("api", nargs="?", choices=("public", "admin"), default="public")
@@ -181,6 +181,7 @@ def _backstage(routers: Sequence[APIRouter]) -> Backstage:
         is_alive=nobody,
         registered=nobody,
         rejected=nobody,
+        feed=nobody,
         vllm_routers=routers,
     )
 

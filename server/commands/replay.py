@@ -12,21 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import uvloop
 
-from shoal.loadgen import page, text_tables
+from shoal.loadgen import max_rate, page, text_tables
 from shoal.loadgen.client import Client, ClientError, Endpoint, Settings
 from shoal.loadgen.counters import Count, compare, read_counters, settled_counters
 from shoal.loadgen.open_loop import EventLoopClock, Replay, Run
 from shoal.loadgen.progress import StatusLine
-from shoal.loadgen.prompts import Prompts, text_prompts, token_prompts
+from shoal.loadgen.prompts import DEFAULT_TOKEN_IDS, Prompts, text_prompts, token_prompts
 from shoal.loadgen.replay_results import Result, encode
 from shoal.loadgen.summary import Objective
 from shoal.loadgen.validity import MAX_LAG_SECONDS, judge
 from shoal.loadgen.workload import Workload
+from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import flag_of
+from shoal.server.options.dataset_options import add_dataset_options, with_dataset
+from shoal.server.options.rate_search_options import (
+    add_rate_search_options,
+    check_search,
+    search,
+)
 from shoal.server.options.workload_options import (
     add_target_option,
     add_workload_options,
@@ -69,11 +77,12 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parser().parse_args(argv)
     _check(args)
-    workload = read_workload(args)
     objectives = read_objectives(args)
     _allow_many_connections()
     try:
-        finished = uvloop.run(_replay(args, workload))
+        if args.find_max_rate is not None:
+            return _find_max_rate(args, objectives)
+        finished = uvloop.run(_replay(args, with_dataset(args, read_workload(args))))
     except ClientError as error:
         raise UserError(str(error)) from error
     _print(finished, objectives)
@@ -82,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="shoal replay",
         description="Send a workload to an OpenAI-compatible server, each request when it is due.",
     )
@@ -91,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_options(parser)
     add_target_option(parser)
     add_workload_options(parser)
+    add_dataset_options(parser)
+    add_rate_search_options(parser)
     return parser
 
 
@@ -141,6 +152,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     ):
         said = f"{text} (default: %(default)g)"
         add(flag, type=float, default=default, metavar=unit, help=said)
+    add(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="closed loop: N users send one request, or chat, after another (default: open loop)",
+    )
     add("--check-metrics", action="store_true", help="compare all totals with the server's metrics")
     add("--name", help="name of the run in reports (default: the workload's)")
     add("--json", type=Path, metavar="FILE", help="write figures and all requests")
@@ -148,7 +165,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: Namespace) -> None:
-    for name in ("deadline_ms", "timeout", "max_lag_ms"):
+    for name in ("deadline_ms", "timeout", "max_lag_ms", "concurrency"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"{flag_of(name)} {value:g}: it must be more than 0")
@@ -180,7 +197,11 @@ async def _replay(args: Namespace, workload: Workload) -> Finished:
         prompts = await _prompts(args, client)
         if before is not None and prompts.probes:
             before = await settled_counters(client, prompts.probes, before)
-        replay = Replay(client, prompts, workload, clock, grace_seconds=args.grace)
+        replay = Replay(
+            *(client, prompts, workload, clock),
+            grace_seconds=args.grace,
+            concurrency=args.concurrency,
+        )
         run = await _run(replay)
         counts: list[Count] = []
         uncounted = None
@@ -215,6 +236,8 @@ def _settings(args: Namespace) -> Settings:
 
 
 async def _prompts(args: Namespace, client: Client) -> Prompts:
+    if args.dataset is not None:
+        return Prompts(DEFAULT_TOKEN_IDS, args.seed)
     if args.text_prompts or args.endpoint is Endpoint.CHAT:
         return await text_prompts(client, args.seed, args.tokenizer)
     return await token_prompts(client, args.seed)
@@ -235,6 +258,28 @@ async def _run(replay: Replay) -> Run:
         gc.unfreeze()
         status.cancel()
         await asyncio.wait({status})
+
+
+def _find_max_rate(args: Namespace, objectives: Sequence[Objective]) -> int:
+    """Search for the largest rate, say what was tried, and return the exit code."""
+    check_search(args, objectives)
+    stopped = False
+
+    async def once(window: Namespace, workload: Workload) -> Result:
+        nonlocal stopped
+        result = (await _replay(window, workload)).result
+        stopped = result.run.interrupted
+        print(f"  {window.rate[0]:.2f} requests/s: done", file=sys.stderr)
+        return result
+
+    found = uvloop.run(search(args, objectives, once))
+    print(max_rate.table(found))
+    if args.json is not None:
+        content = {"find_max_rate": found, "targets": objectives, "attainment": args.attainment}
+        write_file(args.json, msgspec.json.encode(content) + b"\n")
+    if stopped:
+        return INTERRUPTED_EXIT_CODE
+    return 0 if found.kept is not None and not found.problem else INVALID_EXIT_CODE
 
 
 # --- what comes of it -----------------------------------------------------------------------------
@@ -265,6 +310,7 @@ def _write_files(args: Namespace, finished: Finished, objectives: Sequence[Objec
             seed=args.seed,
             rate_scale=args.rate_scale,
             length_scale=args.length_scale,
+            concurrency=args.concurrency,
             counts=finished.counts,
         )
         write_file(args.json, content)

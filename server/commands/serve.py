@@ -7,22 +7,26 @@ import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from shoal.policies.values.layouts import DP, layouts_up_to
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime.clock import process_seconds
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.logs import LogFormat, configure_logging
-from shoal.runtime.node.child_process import exit_without_teardown
+from shoal.runtime.node.child_process import Target, exit_without_teardown
 from shoal.runtime.node.runtime_dir import make_runtime_dir
 from shoal.runtime.node.supervisor import Say, Supervisor
+from shoal.server.batch.batch_options import batch_limits
+from shoal.server.batch.batch_process import BatchProcess
 from shoal.server.commands import early
 from shoal.server.connections.accepting import Tally
 from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
+from shoal.server.options.adapter_options import adapters_of, check_adapters_and_layouts
 from shoal.server.options.promise_options import node_cost_model, promised
 from shoal.server.options.serve_options import (
     add_shoal_options,
@@ -36,7 +40,9 @@ from shoal.server.options.serve_options import (
     serves_demo,
     with_chosen,
 )
+from shoal.server.options.sharing_options import check_shared_model
 from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
+from shoal.server.options.unsupported_models import check_stages
 
 log = logging.getLogger("shoal.serve")
 
@@ -63,6 +69,8 @@ class ReadyNode:
     admin: str | None
     """Base URL of the admin API, if there is one."""
     admin_needs_key: bool
+    metrics: str | None = None
+    """Base URL of the port for metrics alone, if there is one."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,31 +111,55 @@ def run(argv: Sequence[str], on_ready: Callable[[ReadyNode], None], say: Say = s
             say("Starting Shoal")
         config_file.warn_of_secrets(argv)
         say(f"  imports done after {process_seconds():.1f} s")
-        listener, admin = listening.bind(early.bindings_of(args, access))
-        if admin is not None:
+        listeners = listening.bind(early.bindings_of(args, access))
+        for own in filter(None, (listeners.admin, listeners.metrics)):
             # Another front end may be the first to say that the node is ready. Calls of the admin
             # API must then wait for the front end that serves them, not be refused.
-            admin.listen()
+            own.listen()
         config = _configure(asked, say)
         say(f"  configuration done after {process_seconds():.1f} s")
 
         def ready() -> None:
             say(f"  ready after {process_seconds():.1f} s")
-            on_ready(_describe(args, config, access, listener, admin))
+            on_ready(_describe(args, config, access, listeners))
 
         from shoal.server.frontend import frontend
 
         tally = Tally(config.api_servers)
         frontends = [
             frontend.Frontend(
-                *(config, index, args, access, listener, tally),
-                admin=admin if index == 0 else None,
+                *(config, index, args, access, listeners.public, tally),
+                admin=listeners.admin if index == 0 else None,
+                metrics=listeners.metrics if index == 0 else None,
             )
             for index in range(config.api_servers)
         ]
-        code = Supervisor(config, frontends, say, args.shutdown_timeout).run(ready)
+        supervisor = Supervisor(
+            *(config, frontends, say, args.shutdown_timeout), helpers=_helpers(args, config)
+        )
+        code = supervisor.run(ready)
     exit_without_teardown(code)
     return code
+
+
+def _helpers(args: Namespace, config: NodeConfig) -> Mapping[str, Target]:
+    """Return what the node's other processes run, by name."""
+    if args.batch_dir is None:
+        return {}
+    return {
+        "batch worker": BatchProcess(
+            directory=args.batch_dir,
+            runtime_dir=config.runtime_dir,
+            front_ends=config.api_servers,
+            models=[
+                *(args.served_model_name or [args.model]),
+                *(adapter.name for adapter in config.adapters),
+            ],
+            limits=batch_limits(args),
+            line_bytes=args.max_body_bytes,
+            most_waiting=args.max_waiting_requests // 2,
+        )
+    }
 
 
 def _read_all(argv: Sequence[str]) -> "tuple[Asked, Access]":
@@ -185,29 +217,22 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     check_model(args.model)
     engine_args = vllm_options.engine_args(args)
     vllm_config = vllm_options.make_vllm_config(engine_args)
-    if args.max_sp == AUTO:
-        on_gpus = gpus > 0 and not args.fake_engine
-        args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=on_gpus)
-        check_shift(args, [args.policy], max_group)
-    layouts = (DP,) if args.fake_engine else layouts_up_to(max_group)
+    _settle(args, vllm_config, max_group, on_gpus=gpus > 0 and not args.fake_engine)
+    layouts = _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
     return NodeConfig(
         engines=engines,
         max_group=max_group,
         policy=args.policy,
-        runtime_dir=str(make_runtime_dir()),
         vllm=configs,
         api_servers=args.api_server_count,
-        fake=fake_settings(
-            args,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=vllm_config.model_config.max_model_len,
-            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-        ),
+        fake=_fake_settings(args, vllm_config),
         place_by_prefix=args.place_by_prefix,
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
         precopy_tokens=args.precopy_tokens,
+        carry_path=args.carry_path,
+        rebalance=args.rebalance,
         max_retries=args.max_retries,
         engine_timeout_seconds=args.engine_timeout,
         controller_timeout_seconds=args.controller_timeout,
@@ -220,19 +245,69 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
             args,
             vllm_config.model_config,
             vllm_config.cache_config.cache_dtype,
-            gpus=gpus,
+            gpu=vllm_options.gpu_name() if gpus else None,
             say=say,
         ),
         targets=promised(args),
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
         aging_seconds=args.priority_aging,
+        max_pp=args.max_pp,
         max_sp=args.max_sp,
+        share_weights=args.share_weights,
         shift_threshold=args.shift_threshold,
         recording_dir=args.recording_dir,
         log_format=args.log_format,
         tracing=args.otlp_traces_endpoint is not None,
+        adapters=adapters_of(args),
+        runtime_dir=str(make_runtime_dir()),  # last, as nothing removes it if an option is refused
     )
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """The bound sockets of a node's ports; None: the node has no such port."""
+
+    public: socket.socket
+    admin: socket.socket | None
+    metrics: socket.socket | None
+
+
+def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool) -> None:
+    """Choose what depends on the model, and refuse what it cannot do.
+
+    Raises:
+        UserError: the options of layouts and this model do not go together.
+    """
+    if args.max_sp == AUTO:
+        able = on_gpus and not args.enable_lora
+        args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=able)
+        check_shift(args, [args.policy], max_group)
+    check_adapters_and_layouts(args)
+    groups = max(max_group, args.share_weights)
+    check_shared_model(args.share_weights, vllm_config, groups, on_gpus=on_gpus)
+
+
+def _fake_settings(args: Namespace, vllm_config: Any) -> FakeSettings | None:
+    """Return what fake engines pretend to be; None if the engines are real."""
+    return fake_settings(
+        args,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_model_len=vllm_config.model_config.max_model_len,
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+    )
+
+
+def _configured_layouts(args: Namespace, max_group: int, vllm_config: Any) -> tuple[Layout, ...]:
+    """Return the layouts for which vLLM's configuration is needed.
+
+    Raises:
+        UserError: the model cannot have the stages that are asked for.
+    """
+    if args.fake_engine:
+        return (DP,)
+    check_stages(args.max_pp, vllm_config)
+    return layouts_up_to(max_group, args.max_pp)
 
 
 class _Listening:
@@ -241,21 +316,24 @@ class _Listening:
     def __init__(self, closing: ExitStack) -> None:
         self._closing = closing
         self._bindings: early.Bindings | None = None
-        self._listener: socket.socket
-        self._admin: socket.socket | None
+        self._listeners: Listeners
 
-    def bind(self, bindings: early.Bindings) -> tuple[socket.socket, socket.socket | None]:
-        """Return the socket of the API, and the socket of the admin API if the node has that API.
+    def bind(self, bindings: early.Bindings) -> Listeners:
+        """Return the bound sockets.
 
         Raises:
             UserError: an address cannot be bound.
         """
         if bindings != self._bindings:
             self._closing.close()
-            self._listener = self._bound(*bindings.public)
-            self._admin = None if bindings.admin is None else self._bound(*bindings.admin)
+            admin, metrics = bindings.admin, bindings.metrics
+            self._listeners = Listeners(
+                self._bound(*bindings.public),
+                None if admin is None else self._bound(*admin),
+                None if metrics is None else self._bound(*metrics),
+            )
             self._bindings = bindings
-        return self._listener, self._admin
+        return self._listeners
 
     def _bound(self, host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -274,18 +352,19 @@ def _describe(
     args: Namespace,
     config: NodeConfig,
     access: Access,
-    listener: socket.socket,
-    admin: socket.socket | None,
+    listeners: Listeners,
 ) -> ReadyNode:
     scheme = "https" if args.ssl_certfile else "http"
+    admin, metrics = listeners.admin, listeners.metrics
     return ReadyNode(
-        address=_url(scheme, listener),
+        address=_url(scheme, listeners.public),
         model=args.served_model_name[0] if args.served_model_name else args.model,
         engines=config.engines,
         max_group=config.max_group,
         needs_key=access.needs_key,
         admin=None if admin is None else _url(scheme, admin),
         admin_needs_key=access.admin_key_file is not None,
+        metrics=None if metrics is None else _url(scheme, metrics),
     )
 
 
@@ -312,7 +391,9 @@ def print_ready(node: ReadyNode) -> None:
     if node.admin is None:
         say_aloud("  no admin API: see --admin-port and --admin-key-file")
     else:
-        say_aloud(f"  admin API on {node.admin}")
+        say_aloud(f"  admin API on {node.admin} (open it in a browser: the live page)")
+    if node.metrics is not None:
+        say_aloud(f"  metrics on {node.metrics}/metrics")
     say_aloud(
         f"  try it:  curl {node.address}/v1/chat/completions{key} "
         f"-H 'Content-Type: application/json' -d '{chat}'"

@@ -15,11 +15,14 @@ import msgspec
 
 from shoal.loadgen import plot, text_tables
 from shoal.loadgen import summary as figures
+from shoal.loadgen.curves import Timeline
 from shoal.loadgen.workload import Workload
-from shoal.policies.registry import UnknownPolicyError, get_policy
+from shoal.policies.installed_policies import load_policies
+from shoal.policies.registry import PolicyError
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import ENGINE_COUNTS
-from shoal.runtime.simulation.shape_files import FileError, built_in, read_hardware, read_shape
+from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named
+from shoal.runtime.simulation.shape_files import FileError, built_in, read_shape
 from shoal.runtime.simulation.simulated_node import (
     CAPTURED_TOKENS,
     Node,
@@ -27,9 +30,11 @@ from shoal.runtime.simulation.simulated_node import (
     SimulationError,
     simulate,
 )
+from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
+from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
 from shoal.server.options.workload_options import (
     add_target_option,
@@ -47,22 +52,24 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        policies = [get_policy(name).name for name in args.policy.split(",")]
+        policies = [policy.name for policy in load_policies(*args.policy.split(","))]
         objectives = read_objectives(args)
         node = _node(args, policies, objectives)
         workload = read_workload(args)
+        if workload.has_chats:
+            raise UserError("--trace chats is for 'shoal replay': here nobody waits for answers")
         runs = [_simulate(node, policy, workload, objectives) for policy in policies]
-    except (FileError, UnknownPolicyError) as error:
+    except (FileError, PolicyError) as error:
         raise UserError(str(error)) from error
     except SimulationError as error:
         print(f"shoal: the simulated node failed: {error}", file=sys.stderr)
         return 1
-    _show(args, workload, runs)
+    _show(args, workload, runs, objectives)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="shoal simulate",
         description="Serve a workload in virtual time under one policy after the other.",
     )
@@ -80,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware",
         default="h200",
         metavar="FILE|NAME",
-        help=f"(default: %(default)s; built in: {', '.join(built_in('hardware'))})",
+        help=f"(default: %(default)s; built in: {', '.join(all_hardware())})",
     )
     add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: %(default)s)")
     add(
@@ -113,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "threshold (default: %(default)s)",
     )
     add_shift_options(parser, automatic=False)
+    add_sharing_option(parser)
     add_target_option(parser)
     add_workload_options(parser)
     return parser
@@ -127,9 +135,13 @@ def _node(
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
     check_at_least(args, 0, "captured_tokens")
     check_shift(args, policies, max_group)
+    check_share(args.share_weights, args.engines)
+    shape = read_shape(args.model_shape)
+    if args.share_weights > 1 and shape.experts:
+        raise UserError(f"--share-weights {args.share_weights}: {args.model_shape} has experts")
     return Node(
-        shape=read_shape(args.model_shape),
-        hardware=read_hardware(args.hardware),
+        shape=shape,
+        hardware=hardware_named(args.hardware),
         engines=args.engines,
         max_group=max_group,
         max_num_seqs=args.max_num_seqs,
@@ -137,6 +149,7 @@ def _node(
         targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
         seed=args.seed,
         max_sp=args.max_sp,
+        share_weights=args.share_weights,
         shift_threshold=args.shift_threshold,
         captured_tokens=args.captured_tokens,
         prefix_caching=args.enable_prefix_caching,
@@ -149,7 +162,7 @@ def _simulate(
 ) -> tuple[Run, Sequence[figures.Record], figures.Report]:
     begin = time.monotonic()
     run = simulate(node, policy, workload.arrivals)
-    records = _records(run, workload)
+    records = records_of(run, workload)
     one = figures.report(
         policy,
         records,
@@ -166,7 +179,8 @@ def _simulate(
     return run, records, one
 
 
-def _records(run: Run, workload: Workload) -> list[figures.Record]:
+def records_of(run: Run, workload: Workload) -> list[figures.Record]:
+    """Return how each request of a simulated run was served, in the order of arrivals."""
     return [
         figures.Record(
             arrived=life.arrived,
@@ -199,6 +213,7 @@ def _show(
     args: Namespace,
     workload: Workload,
     runs: Sequence[tuple[Run, Sequence[figures.Record], figures.Report]],
+    objectives: Sequence[figures.Objective],
 ) -> None:
     reports = [one for _, _, one in runs]
     print(text_tables.side_by_side(reports))
@@ -216,13 +231,13 @@ def _show(
         write_file(args.json, msgspec.json.format(content) + b"\n")
     if args.plot is not None:
         timelines = [
-            plot.Timeline(
+            Timeline(
                 run.policy,
                 records,
                 tokens=run.tokens,
-                widths=[(at, args.engines / len(p)) for at, p in run.layouts],
+                layouts=[(at, [unit.engines for unit in units]) for at, units in run.layouts],
             )
             for run, records, _ in runs
         ]
         title = f"{workload.name} x {args.rate_scale:g} on {args.engines} engines"
-        write_file(args.plot, plot.draw(title, timelines).encode())
+        write_file(args.plot, plot.draw(title, timelines, objectives).encode())

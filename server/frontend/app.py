@@ -4,6 +4,7 @@ This module does not import vLLM: ``vllm_app.py`` has vLLM's routers. The paths 
 are listed here, so that a new version of vLLM adds none by itself.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -17,9 +18,14 @@ from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from shoal.runtime.protocol.controller_client import CallError, ControlClient
 from shoal.runtime.protocol.messages import SHUTTING_DOWN, LayoutView
+from shoal.server.batch.batch_metrics import batch_metrics
+from shoal.server.batch.batch_routes import BATCHES_PATH, batches_router
+from shoal.server.batch.file_routes import FILES_PATH, files_router
+from shoal.server.batch.list_answers import Batches, RefusedError
 from shoal.server.errors import error_response
 from shoal.server.frontend.anthropic_messages import MessagesErrorMiddleware, check_messages
 from shoal.server.frontend.invocations import INVOCATIONS_PATH, PING_PATH, invocations_router
@@ -29,17 +35,19 @@ from shoal.server.gate.bodies import DecodedBodyRouter
 from shoal.server.gate.body_checks import check_body
 from shoal.server.gate.bounds import DEFAULTS as BOUNDS
 from shoal.server.gate.bounds import Bounds
-from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, SameOriginMiddleware
 from shoal.server.gate.json_objects import decode_object
 from shoal.server.gate.key_ring import KeyRing
 from shoal.server.gate.logprob_bounds import check_logprobs
 from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
-from shoal.server.gate.placement import PlacementMiddleware, Placements
+from shoal.server.gate.placement import PlacementMiddleware, Placements, route_path
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
 from shoal.server.operator.admin import add_admin_api
 from shoal.server.operator.admin_answers import ReadyAnswer
 from shoal.server.operator.metrics_page import page
+from shoal.server.operator.page.live_page import PAGE_PATHS, page_router
+from shoal.server.operator.page.page_feed import Feed
 from shoal.server.operator.tracing import Traces, TracingMiddleware
 from shoal.server.rejections import CountRejection
 
@@ -115,11 +123,15 @@ class Backstage:
     """The metrics of vLLM and of the front ends."""
     rejected: CountRejection
     """Counts refused requests."""
+    feed: Feed
+    """The live page's events."""
     vllm_routers: Sequence[APIRouter] = field(default_factory=tuple)
     traces: Traces | None = None
     """None: requests are not traced."""
     streams: Streams = field(default_factory=Streams)
     """The event streams in progress."""
+    batches: Batches | None = None
+    """None: the node takes no batches."""
 
 
 def build_app(
@@ -139,19 +151,33 @@ def build_app(
     app.include_router(_health_router(backstage))
     if options.access.metrics is not MetricsAccess.OFF:
         app.include_router(_metrics_router(backstage))
+    if backstage.batches is not None:
+        app.include_router(files_router(backstage.batches))
+        app.include_router(batches_router(backstage.batches))
+        app.add_exception_handler(RefusedError, _refused)
     _add_middleware(app, backstage, options)
-    app.add_exception_handler(HTTPException, _http_error)  # vLLM's handles a subclass of it
+    http_error = partial(_http_error, takes_batches=backstage.batches is not None)
+    app.add_exception_handler(HTTPException, http_error)  # vLLM's handles a subclass of it
     return app
 
 
-def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
-    """Return the application of the admin API, for a port of its own.
+def build_admin_app(backstage: Backstage, access: Access, public: ASGIApp | None = None) -> FastAPI:
+    """Return the application of the admin API and the live page, for a port of its own.
 
     A foreign web page in a browser on this machine must not be able to use it, so requests that a
     browser sends across origins are refused.
+
+    Args:
+        backstage: what the routes talk to.
+        access: who may call.
+        public: the application of the public port, which answers the live page's prompts.
     """
+    needs_key = access.admin_key_file is not None
     app = FastAPI(title="Shoal admin", openapi_url=None)
     add_admin_api(app, backstage.control)
+    app.include_router(
+        page_router(backstage.feed, public, backstage.placements, needs_key=needs_key)
+    )
     app.add_middleware(
         BodyMiddleware,
         limit=ADMIN_BODY_BYTES,
@@ -162,10 +188,20 @@ def build_admin_app(backstage: Backstage, access: Access) -> FastAPI:
             ApiKeyMiddleware,
             keys=KeyRing((), access.admin_key_file),
             quotas=Quotas(),
-            open_paths=(),
+            open_paths=PAGE_PATHS,
             rejected=backstage.rejected,
         )
-    app.add_middleware(NoBrowserMiddleware)
+    app.add_middleware(SameOriginMiddleware, any_host=needs_key)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failure)
+    return app
+
+
+def build_metrics_app(backstage: Backstage, bounds: Bounds) -> FastAPI:
+    """Return the application of the port that has the metrics alone, and asks for no key."""
+    app = FastAPI(title="Shoal metrics", openapi_url=None)
+    app.include_router(_metrics_router(backstage))
+    app.add_middleware(HeadMiddleware, bounds=bounds, rejected=backstage.rejected)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failure)
     return app
@@ -178,11 +214,21 @@ def _check(body: bytes, bounds: Bounds) -> dict[str, Any]:
     return fields
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(
+    request: Request, error: Exception, *, takes_batches: bool = True
+) -> Response:
     """Answer a request for an unknown path or method, in the shape of the other errors."""
-    del request
     assert isinstance(error, HTTPException)
+    if not takes_batches and route_path(request.scope).startswith((FILES_PATH, BATCHES_PATH)):
+        return error_response(404, "this server takes no batches: --batch-dir turns them on")
     return error_response(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Answer a request about a file or a batch that is refused."""
+    del request
+    assert isinstance(error, RefusedError)
+    return error_response(error.status, str(error), param=error.param)
 
 
 async def _failure(request: Request, error: Exception) -> Response:
@@ -206,6 +252,7 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
         limit=bounds.body_bytes,
         check=partial(_check, bounds=bounds),
         checks=dict.fromkeys(MESSAGES_PATHS, partial(check_messages, bounds=bounds)),
+        streamed=(FILES_PATH,),
     )
     app.add_middleware(
         PlacementMiddleware,
@@ -283,7 +330,9 @@ def _metrics_router(backstage: Backstage) -> APIRouter:
             node = await backstage.control.get_metrics()
         except CallError as error:
             return error_response(error.status, str(error))
-        text = page(backstage.registered(), node)
+        batches = backstage.batches
+        found = [] if batches is None else await asyncio.to_thread(batches.store.unfinished)
+        text = page([*backstage.registered(), *batch_metrics(found)], node)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

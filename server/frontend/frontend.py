@@ -8,11 +8,12 @@ and chat templates, the OpenAI routes (``vllm_app.py``) and the client that spea
 import asyncio
 import logging
 import os
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -23,6 +24,7 @@ logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
 # ruff: noqa: E402 - see above
 import uvloop
 import vllm.envs as vllm_envs
+from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import get_tracer_provider
 from prometheus_client.core import Metric
@@ -31,11 +33,16 @@ from vllm.utils.system_utils import set_ulimit
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from shoal.policies.installed_policies import load_policies
 from shoal.policies.values.layouts import DP
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.layout_configs import take
 from shoal.runtime.node.heartbeat import HeartbeatMonitor, heartbeat_path
 from shoal.runtime.protocol.controller_client import ControlClient
+from shoal.server.batch.batch_options import batch_limits
+from shoal.server.batch.batch_store import BatchStore
+from shoal.server.batch.list_answers import Batches
+from shoal.server.batch.worker_door import WorkerDoor, door_listener, running_on
 from shoal.server.connections.accepting import Tally
 from shoal.server.connections.connection_limits import (
     LOOK_SECONDS,
@@ -45,7 +52,7 @@ from shoal.server.connections.connection_limits import (
 )
 from shoal.server.connections.http_protocol import BoundedHttpProtocol
 from shoal.server.connections.http_server import DrainingServer, uvicorn_config
-from shoal.server.frontend.app import AppOptions, Backstage, build_admin_app
+from shoal.server.frontend.app import AppOptions, Backstage, build_admin_app, build_metrics_app
 from shoal.server.frontend.checked_llm import CheckedAsyncLLM
 from shoal.server.frontend.engine_client import EngineClient
 from shoal.server.frontend.grammar_queue import GrammarQueue
@@ -62,6 +69,9 @@ from shoal.server.gate.silence import Silence
 from shoal.server.observers import Observers
 from shoal.server.operator.admin_server import serving
 from shoal.server.operator.multiprocess_metrics import share_metrics
+from shoal.server.operator.page.page_events import About
+from shoal.server.operator.page.page_feed import LOOK_SECONDS as PAGE_LOOK_SECONDS
+from shoal.server.operator.page.page_feed import Feed
 from shoal.server.operator.request_metrics import RequestMetrics, RequestTimes
 from shoal.server.operator.spans import Spans
 from shoal.server.operator.tracing import Traces
@@ -83,6 +93,7 @@ class Frontend:
         listener: the bound socket that all front ends share.
         tally: the connections that each of them has accepted from it.
         admin: the bound socket of the admin API, which only the first front end serves.
+        metrics: the bound socket of the port for metrics alone, likewise.
     """
 
     config: NodeConfig
@@ -92,6 +103,7 @@ class Frontend:
     listener: socket
     tally: Tally
     admin: socket | None = None
+    metrics: socket | None = None
 
     @cached_property
     def vllm_config(self) -> Any:
@@ -110,6 +122,7 @@ class Frontend:
             share_metrics(Path(self.config.runtime_dir, "prometheus"))
         set_ulimit()
         load_plugins(self.args)  # a process that was not forked knows none
+        load_policies(self.config.policy)
         compiler = GrammarCompiler(self.vllm_config)
         with Sandbox(compiler, compiler.prepare, memory_bytes=GRAMMAR_MEMORY_BYTES) as sandbox:
             queue = GrammarQueue(
@@ -129,11 +142,14 @@ class Frontend:
             try:
                 client = EngineClient(llm, control, placements, observers, self.index)
                 door = PoolDoor(control.count_refused, observers.refused)
-                observers.add(placements, door, metrics, RequestTimes(metrics))
+                times = RequestTimes(metrics, key_name=lambda: placements.key_name)
+                observers.add(placements, door, metrics, times)
                 traces = None
                 if spans is not None:
                     traces = Traces(spans, exports_switches=self.index == 0)
                     observers.add(traces)
+                feed = Feed(control, self._about())
+                observers.add(feed)
                 backstage = Backstage(
                     control=control,
                     placements=placements,
@@ -141,8 +157,13 @@ class Frontend:
                     is_alive=client.is_alive,
                     registered=_registered,
                     rejected=observers.refused,
+                    feed=feed,
                     vllm_routers=VLLM_ROUTERS,
                     traces=traces,
+                    batches=self._batches(),
+                )
+                connections, scrapes = (
+                    Connections(self._connection_limits, metrics.cut_off) for _ in range(2)
                 )
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
@@ -150,9 +171,12 @@ class Frontend:
                     (_WATCH_SECONDS, client.interruptions.begin_overdue_again),
                     (_WATCH_SECONDS, self._silence(door, placements, observers, client).look),
                     (STREAM_LOOK_SECONDS, backstage.streams.keep_alive),
+                    (PAGE_LOOK_SECONDS, feed.look),
+                    (LOOK_SECONDS, connections.end_overdue),
+                    (LOOK_SECONDS, scrapes.end_overdue),
                 ):
-                    connections = Connections(self._connection_limits, metrics.cut_off)
-                    await self._serve_http(llm, backstage, connections, ready)
+                    async with self._metrics_port(backstage, scrapes):
+                        await self._serve_http(llm, backstage, connections, ready)
             finally:
                 llm.shutdown()
                 if spans is not None:
@@ -170,6 +194,19 @@ class Frontend:
             ended=observers.ended,
             end=client.end_with_error,
         )
+
+    def _about(self) -> About:
+        return About(
+            model=self.vllm_config.model_config.served_model_name,
+            engines=self.config.engines,
+            max_group=self.config.max_group,
+            since=time.time(),
+        )
+
+    def _batches(self) -> Batches | None:
+        """Return the store of files and batches, if the node has one."""
+        directory = self.args.batch_dir
+        return directory and Batches(BatchStore(directory), batch_limits(self.args))
 
     def _spans(self) -> Spans | None:
         """Return what makes spans, if any are made; vLLM has set up how they are exported."""
@@ -212,7 +249,8 @@ class Frontend:
         app = await build_vllm_app(llm, backstage, self._app_options(), args)
         # Without the cache, vLLM looks up its variables at each use, so with every output token.
         vllm_envs.enable_envs_cache()
-        prepare_listener(self.listener, self._connection_limits.client_seconds)
+        for listener in filter(None, (self.listener, self.admin)):
+            prepare_listener(listener, self._connection_limits.client_seconds)
 
         def begin_to_drain() -> None:
             backstage.door.close()
@@ -227,13 +265,43 @@ class Frontend:
             share=(self.tally, self.index) if self.config.api_servers > 1 else None,
         )
         app.state.server = server  # vLLM's handlers stop it when the link to the engines breaks
-        admin_app = build_admin_app(backstage, self.access)
+        admin_app = build_admin_app(backstage, self.access, app)
         admin = uvicorn_config(
             admin_app, args, BoundedHttpProtocol, vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
         )
-        with _calling((LOOK_SECONDS, connections.end_overdue)):
-            async with serving(admin, self.admin):
+        async with serving(admin, self.admin), self._door(app, backstage):
+            try:
                 await server.serve(sockets=[self.listener])
+            finally:
+                backstage.feed.close()
+
+    @asynccontextmanager
+    async def _metrics_port(
+        self, backstage: Backstage, connections: Connections
+    ) -> AsyncIterator[None]:
+        """Serve the metrics on their own port, if they have one, until the node has drained."""
+        if self.metrics is not None:
+            prepare_listener(self.metrics, self._connection_limits.client_seconds)
+        seconds = vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+        app = build_metrics_app(backstage, self._app_options().bounds)
+        config = uvicorn_config(app, self.args, connections.protocol, seconds)
+        async with serving(config, self.metrics):
+            yield
+
+    @asynccontextmanager
+    async def _door(self, app: FastAPI, backstage: Backstage) -> AsyncIterator[None]:
+        """Let the batch worker in, if there is one."""
+        if backstage.batches is None:
+            yield
+            return
+        door = WorkerDoor(app, partial(running_on, backstage.control))
+        plain = {"ssl_keyfile": None, "ssl_certfile": None, "ssl_ca_certs": None}
+        args = Namespace(**{**vars(self.args), **plain, "disable_uvicorn_access_log": True})
+        seconds = vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+        config = uvicorn_config(door, args, BoundedHttpProtocol, seconds)
+        config.lifespan = "off"  # the application has begun already
+        async with serving(config, door_listener(self.config.runtime_dir, self.index)):
+            yield
 
     @property
     def _connection_limits(self) -> ConnectionLimits:

@@ -5,7 +5,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
 from vllm.entrypoints.anthropic.api_router import router as messages_router
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.utils.server_utils import lifespan
@@ -19,9 +21,11 @@ from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
 from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
 from vllm.entrypoints.serve.tokenize.api_router import attach_router as attach_tokenize_router
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
+from vllm.exceptions import VLLMValidationError
 from vllm.logging_utils import UvicornAccessLogFilter
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from shoal.server.errors import error_response, invalid_body
 from shoal.server.frontend.anthropic_messages import tell_errors
 from shoal.server.frontend.app import AppOptions, Backstage, build_app
 from shoal.server.gate.logprob_answers import encode_large_answers
@@ -69,13 +73,32 @@ async def build_vllm_app(
     if args.enable_request_id_headers:
         app.add_middleware(XRequestIdMiddleware)
     init_exception_handler(app)
+    app.add_exception_handler(RequestValidationError, _invalid)
     await init_app_state(llm, app.state, args, _TASKS)
     _hide_directory(app.state.openai_serving_models, args.model)
+    _hide_directories_of_adapters(app.state.openai_serving_models)
     encode_large_answers(app.state)
     messages = app.state.anthropic_serving_messages
     messages.message_stream_converter = tell_errors(messages.message_stream_converter)
     _leave_out_of_the_access_log(args.disable_access_log_for_endpoints)
     return app
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Answer a body that is not of the route's type, on one line; vLLM's answer has many.
+
+    vLLM's own validators know the field (``VLLMValidationError``); its check of the content type
+    raises a text in place of pydantic's complaints.
+    """
+    del request
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    if not all(isinstance(complaint, dict) for complaint in errors):
+        return error_response(400, "the header Content-Type must be application/json")
+    causes = (complaint.get("ctx", {}).get("error") for complaint in errors)
+    return invalid_body(
+        errors, next((c.parameter for c in causes if isinstance(c, VLLMValidationError)), None)
+    )
 
 
 def log_no_refusals() -> None:
@@ -87,6 +110,20 @@ def _hide_directory(models: Any, model: str) -> None:
     """Make ``/v1/models`` give the name of a model in a directory, not the directory."""
     for served in models.base_model_paths if Path(model).exists() else ():
         served.model_path = served.name
+
+
+def _hide_directories_of_adapters(models: Any) -> None:
+    """Do the same for adapters, whose requests name the directory to the engines."""
+    show = models.show_available_models
+
+    async def shown() -> Any:
+        found = await show()
+        for card in found.data:
+            if card.root is not None and Path(card.root).exists():
+                card.root = card.id
+        return found
+
+    models.show_available_models = shown
 
 
 def _leave_out_of_the_access_log(paths: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The options that say who may call which part of the server."""
+"""The options that say who may call which part of the server, and where."""
 
 import argparse
 import enum
@@ -132,8 +132,15 @@ def add_access_options(group: argparse._ArgumentGroup) -> None:
         type=MetricsAccess,
         choices=tuple(MetricsAccess),
         default=MetricsAccess.KEY,
-        help="who may read /metrics: who has an API key, everyone, or no one "
+        help="who may read /metrics on the API's port: who has an API key, everyone, or no one "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="a port for /metrics alone, on --host, that needs no key; 0 for a free one (default: "
+        "none)",
     )
     group.add_argument(
         "--share-prefix-cache",
@@ -146,9 +153,19 @@ def add_access_options(group: argparse._ArgumentGroup) -> None:
 def _admin_port(text: str) -> int | str:
     if text == NO_PORT:
         return NO_PORT
-    if not text.isdecimal() or int(text) > 65535:
+    if not _is_port(text):
         raise argparse.ArgumentTypeError(f"{text!r}: it must be from 0 to 65535, or '{NO_PORT}'")
     return int(text)
+
+
+def _port(text: str) -> int:
+    if not _is_port(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be from 0 to 65535")
+    return int(text)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) <= 65535
 
 
 def admin_address(args: Namespace, *, needs_key: bool) -> tuple[str, int] | None:
@@ -164,7 +181,7 @@ def admin_address(args: Namespace, *, needs_key: bool) -> tuple[str, int] | None
     if args.admin_port == NO_PORT:
         return None
     if args.admin_key_file is None:
-        if not _is_loopback(args.admin_host):
+        if not is_loopback(args.admin_host):
             raise UserError(f"--admin-host {args.admin_host}: it needs --admin-key-file")
         if needs_key and args.admin_port is None:
             return None
@@ -178,7 +195,8 @@ def admin_address(args: Namespace, *, needs_key: bool) -> tuple[str, int] | None
     return args.admin_host, port
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine itself: ``localhost`` or a loopback address."""
     if host == "localhost":
         return True
     try:

@@ -1,13 +1,15 @@
 """ASGI middleware that refuses requests that are too large before anything works on them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.server.errors import error_response
+from shoal.server.gate.access import is_loopback
 from shoal.server.gate.bodies import DECODED_BODY
 from shoal.server.gate.bounds import Bounds, BoundsError
 from shoal.server.gate.placement import route_path
@@ -56,22 +58,56 @@ class HeadMiddleware:
         return None
 
 
-class NoBrowserMiddleware:
-    """Refuses requests from web pages: only a browser adds an ``Origin`` header.
+PAGE_HEADER = "x-shoal-page"
+"""Header that the live page sends. A browser lets no other site's page send it unasked."""
+
+
+class SameOriginMiddleware:
+    """Refuses what a page of another site has a browser send to the admin port.
+
+    A browser names the site of a page in ``Origin`` and ``Sec-Fetch-Site``, and lets only pages of
+    the same site set ``PAGE_HEADER``. A foreign name that was made to lead to this machine (DNS
+    rebinding) stands in ``Host``. Other programs send none of the first three, and may do without.
 
     Args:
         app: the application behind this middleware.
+        any_host: whether ``Host`` may be any name. That is safe where a key is needed: a page under
+            a foreign name has none.
+        page: the path to which a link on any site may lead.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, any_host: bool, page: str = "/") -> None:
         self._app = app
+        self._any_host = any_host
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        if scope["type"] == "http" and "origin" in Headers(scope=scope):
-            await error_response(403, "this API is not for browsers")(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        refusal = self._refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        response = None if refusal is None else error_response(403, refusal)
+        await (response or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> str | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if host and not self._any_host and not is_loopback(_name_of(host)):
+            return "without --admin-key-file, this port answers to names of its own machine only"
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return "this port does not answer pages of other sites"
+        if origin is not None and PAGE_HEADER not in headers:
+            return f"a page must send the header {PAGE_HEADER}"
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            follows_link = headers.get("sec-fetch-mode") == "navigate" and scope["method"] == "GET"
+            if not follows_link or route_path(scope) != self._page:
+                return "this port does not answer pages of other sites"
+        return None
+
+
+def _name_of(host: str) -> str:
+    """Return the name or address in a ``Host`` header, without the port; empty if it is wrong."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 class BodyMiddleware:
@@ -83,19 +119,27 @@ class BodyMiddleware:
         check: raises ``BoundsError`` for a body that is refused, and returns the decoded body, or
             None if it did not decode it. An empty body is left to its route.
         checks: the checks of paths that need another one, by path.
+        streamed: paths whose routes read their bodies themselves, and limit them.
     """
 
     def __init__(
-        self, app: ASGIApp, limit: int, check: Check, checks: Mapping[str, Check] | None = None
+        self,
+        app: ASGIApp,
+        limit: int,
+        check: Check,
+        checks: Mapping[str, Check] | None = None,
+        streamed: Collection[str] = (),
     ) -> None:
         self._app = app
         self._limit = limit
         self._check = check
         self._checks = checks or {}
+        self._streamed = frozenset(streamed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        reads = scope["type"] == "http" and scope["method"] == "POST"
+        if not reads or route_path(scope) in self._streamed:
             await self._app(scope, receive, send)
             return
         try:

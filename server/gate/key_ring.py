@@ -50,6 +50,8 @@ class KeyEntry(BaseModel):
     max_concurrent: PositiveInt | None = None
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
+    max_batches: PositiveInt | None = None
+    max_file_bytes: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _has_one_key(self) -> Self:
@@ -128,6 +130,11 @@ class KeyRing:
         digest = digest_of(offered)
         matches = [key for key in self._keys if secrets.compare_digest(digest, key.digest)]
         return matches[0] if matches else None
+
+    def of_tenant(self, tenant: str) -> ApiKey | None:
+        """Return a valid key of this tenant; None if there is none."""
+        self._refresh()
+        return next((key for key in self._keys if key.tenant == tenant), None)
 
     def _refresh(self) -> None:
         now = self._clock()

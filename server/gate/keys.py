@@ -23,6 +23,10 @@ class ApiKey(msgspec.Struct, frozen=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """Tokens of prompts and of answers."""
+    max_batches: int | None = None
+    """Its batches that may be unfinished; None, here and below: as many as the node allows."""
+    max_file_bytes: int | None = None
+    """Bytes that its files may have together."""
 
     @property
     def tenant(self) -> str:

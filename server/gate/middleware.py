@@ -24,8 +24,23 @@ from shoal.server.gate.priority_and_deadline import (
 from shoal.server.gate.quotas import Caller, Quotas
 from shoal.server.rejections import CountRejection, Rejection
 
-_CALLER = "shoal.caller"
-"""Key of an ASGI scope: the ``Caller`` whose API key the request came with."""
+CALLER = "shoal.caller"
+"""Key of an ASGI scope, which no client can set: the ``Caller`` whose key a request came with."""
+BATCH_OWNER = "shoal.batch_owner"
+"""Key of an ASGI scope: the tenant for whose batch the batch worker sends the request. Only the
+worker's own socket sets it (``worker_door.py``)."""
+
+
+def key_of(scope: Scope) -> ApiKey | None:
+    """Return the API key that a request came with; None: the node asks for none."""
+    caller: Caller | None = scope.get(CALLER)
+    return None if caller is None else caller.key
+
+
+def tenant_of(scope: Scope) -> str:
+    """Return the tenant whose API key a request came with; empty: the node asks for none."""
+    key = key_of(scope)
+    return "" if key is None else key.tenant
 
 
 class ApiKeyMiddleware:
@@ -36,7 +51,9 @@ class ApiKeyMiddleware:
 
     vLLM's ``--api-key`` guards ``/v1`` and a few other prefixes; this guards all paths that are not
     listed as open, even paths that do not exist. As in vLLM, several keys may be valid, and
-    ``OPTIONS`` (a browser's preflight) needs no key. POSTs count towards the limits of their key.
+    ``OPTIONS`` (a browser's preflight) needs no key. POSTs count towards the limits of their key,
+    except those of batches, which have limits of their own. A request whose key the admin port has
+    already checked (``prompt_route.py``) needs no other.
 
     Args:
         app: the application behind this middleware.
@@ -62,13 +79,17 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        if scope["type"] == "lifespan" or self._is_open(scope):
+        if scope["type"] == "lifespan" or CALLER in scope or self._is_open(scope):
             await self._app(scope, receive, send)
             return
-        key = self._key_of(Headers(scope=scope))
+        owner = scope.get(BATCH_OWNER)
+        if owner is not None:
+            key = self._keys.of_tenant(owner)
+        else:
+            key = self._key_of(Headers(scope=scope))
         if key is not None:
             caller = self._quotas.caller(key)
-            await self._serve({**scope, _CALLER: caller}, receive, send, caller)
+            await self._serve({**scope, CALLER: caller}, receive, send, caller)
             return
         self._rejected(Rejection.UNAUTHORIZED)
         response = error_response(
@@ -79,7 +100,7 @@ class ApiKeyMiddleware:
         await response(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        if scope["method"] != "POST":
+        if scope["method"] != "POST" or BATCH_OWNER in scope:
             await self._app(scope, receive, send)
             return
         over = caller.quota.over(caller.key)
@@ -146,7 +167,7 @@ class TermsMiddleware:
             await self._app(scope, receive, send)
             return
         arrival = self._clock()
-        caller: Caller | None = scope.get(_CALLER)
+        caller: Caller | None = scope.get(CALLER)
         key = None if caller is None else caller.key
         fields = scope.get(DECODED_BODY) or {}
         try:
@@ -156,11 +177,13 @@ class TermsMiddleware:
             return
         placement.priority = asked.priority
         placement.in_background = asked.in_background
-        placement.terms = _terms(asked, key, arrival, placement.number)
+        counted = None if BATCH_OWNER in scope else key
+        placement.terms = _terms(asked, counted, arrival, placement.number)
         placement.logprobs = LogprobBudget(fields, self._bounds)
         if caller is not None:
             placement.holder = caller.key.tenant
-            placement.spend_tokens = caller.spend_tokens
+            if counted is not None:
+                placement.spend_tokens = caller.spend_tokens
             placement.tenant = None if self._share_prefix_cache else caller.key.tenant
         refusal = await self._door.refusal(placement.terms.caller, asked.priority)
         if refusal is not None:

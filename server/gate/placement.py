@@ -71,6 +71,7 @@ class Placement:
         ended: the controller's note on the first engine request that it refused or dropped.
         logprobs: how many log probabilities it may ask for; None while that is not known.
         refused: why the front end refused it without an engine; None: it did not.
+        unit: the unit that was last given one of its engine requests; None: none was.
     """
 
     def __init__(self, arrival: float = 0.0, number: int = 0) -> None:
@@ -86,6 +87,7 @@ class Placement:
         self.ended: Ended | None = None
         self.logprobs: LogprobBudget | None = None
         self.refused: Refused | None = None
+        self.unit: Unit | None = None
         self._units: list[Unit] = []
         self._awaited: set[str] = set()
         self._noted = asyncio.Event()
@@ -99,6 +101,7 @@ class Placement:
         """Take the controller's note on an engine request."""
         match note:
             case Placed(unit=unit):
+                self.unit = unit
                 if unit not in self._units:
                     self._units.append(unit)
             case Ended(status=status):
@@ -173,6 +176,17 @@ class Placements(Observer):
         """The holder of the API key of the HTTP request that the current context serves, if any."""
         placement = self.current
         return None if placement is None else placement.holder
+
+    @property
+    def key_name(self) -> str:
+        """The name of the API key of the HTTP request that the current context serves, as a label.
+
+        It is ``none`` without a key, and ``unnamed`` for a key of ``--api-key``.
+        """
+        placement = self.current
+        if placement is None or placement.holder is None:
+            return "none"
+        return placement.terms.caller or "unnamed"
 
     @property
     def arrival(self) -> float:

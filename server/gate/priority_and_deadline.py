@@ -8,12 +8,13 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from shoal.runtime.config import BACKGROUND_PRIORITY
 from shoal.server.gate.body_checks import answers_of
 from shoal.server.gate.keys import ApiKey
 
 PRIORITY_HEADER = "x-vllm-priority"
 DEADLINE_HEADER = "x-shoal-deadline-ms"
-PRIORITY_LIMIT = 100
+PRIORITY_LIMIT = BACKGROUND_PRIORITY
 """Priorities lie between minus this and plus this; lower values are served earlier."""
 
 _PRIORITY = re.compile(r"[+-]?[0-9]{1,10}")

@@ -1,12 +1,11 @@
 """The admin API: shows and changes the layout, and checks the node's books."""
 
 from collections.abc import Callable, Coroutine
-from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
@@ -16,7 +15,7 @@ from shoal.runtime.protocol.controller_client import CallError, ControlClient
 from shoal.runtime.protocol.messages import LayoutView, Treatment
 from shoal.runtime.protocol.messages.views import ShiftView, SwitchView
 from shoal.server.error_models import refusals
-from shoal.server.errors import error_response, field_errors
+from shoal.server.errors import error_response, invalid_body
 from shoal.server.gate.bodies import DecodedBodyRoute
 from shoal.server.operator.admin_answers import (
     AuditAnswer,
@@ -28,8 +27,6 @@ from shoal.server.operator.admin_answers import (
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 MAX_TIMEOUT_SECONDS = 3600.0
-_SHOWN = 5
-"""The most wrong fields of a body that an error names."""
 
 EngineNumber = Annotated[int, Field(ge=0, lt=1 << 31)]
 """Larger numbers fit into no message to the controller, which checks that the engine exists."""
@@ -49,9 +46,17 @@ class LayoutRequest(_Body):
     """Body of ``POST /admin/layout``: the engines of every unit, and how to get there."""
 
     units: list[list[EngineNumber]]
+    layouts: list[Annotated[str, Field(max_length=32)]] | None = None
+    """Name of each unit's layout; None: engines alone, and TP groups."""
     preempt: Annotated[Treatment, Field(strict=False)] = Treatment.CARRY
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_SECONDS)] = DEFAULT_TIMEOUT_SECONDS
     wait: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_SECONDS)] | None = None
+
+    @model_validator(mode="after")
+    def _one_layout_for_each_unit(self) -> Self:
+        if self.layouts is not None and len(self.layouts) != len(self.units):
+            raise ValueError(f"{len(self.layouts)} layouts for {len(self.units)} units")
+        return self
 
 
 class EnginesRequest(_Body):
@@ -110,7 +115,9 @@ async def get_layout(control: Control) -> LayoutView:
 @router.post("/layout", response_model=SwitchAnswer, responses=refusals(400, 409))
 async def set_layout(wanted: LayoutRequest, control: Control) -> SwitchView:
     """Switch to another layout, and answer when that is done."""
-    return await control.set_layout(wanted.units, wanted.preempt, wanted.timeout, wanted.wait)
+    return await control.set_layout(
+        wanted.units, wanted.preempt, wanted.timeout, wanted.wait, wanted.layouts or ()
+    )
 
 
 @router.post("/drain", response_model=LayoutAnswer, responses=refusals(400, 409))
@@ -165,11 +172,7 @@ def add_admin_api(app: FastAPI, control: ControlClient) -> None:
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # Every location begins with "body".
-    found = list(islice(field_errors(error.errors(), after=1), _SHOWN))
-    lines = [f"{field}: {reason}" for field, reason in found if field]
-    message = "; ".join(lines) or f"the body is not valid: {found[0][1]}"
-    return error_response(400, message, param=found[0][0] or None)
+    return invalid_body(error.errors())
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:

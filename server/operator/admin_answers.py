@@ -53,12 +53,14 @@ class EngineAnswer(_Answer):
     requests: int
     num_blocks: int
     lent_blocks: dict[str, int]
+    weight_bytes: int
 
 
 class UnavailableAnswer(_Answer):
     """A group that cannot be formed now, and why."""
 
     engines: list[int]
+    layout: str
     reason: str
 
 
@@ -88,6 +90,8 @@ class SwitchAnswer(_Answer):
     at: float
     before: list[list[int]]
     after: list[list[int]]
+    before_layouts: list[str]
+    after_layouts: list[str]
     preempt: str = Field(validation_alias="treatment")
     reason: str
     outcome: str
@@ -117,6 +121,7 @@ class LayoutAnswer(_Answer):
     engines: list[EngineAnswer]
     unavailable: list[UnavailableAnswer]
     shift: ShiftAnswer
+    share_weights: int
     switches: list[SwitchAnswer]
 
 

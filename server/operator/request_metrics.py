@@ -5,7 +5,7 @@ multi-process mode, which vLLM's own metrics use as well), so the page of any fr
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -25,6 +25,9 @@ MIXED = "mixed"
 """The label ``layout`` of a request that ran in several layouts."""
 STALL_SECONDS = 1.0
 """Shortest gap between two outputs of a stream that counts as a stall."""
+NO_KEY = "none"
+"""The label ``key`` of requests without an API key."""
+TOKEN_KINDS = ("prompt", "output")
 
 FIRST_TOKEN_BOUNDS = (
     *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75),
@@ -111,6 +114,11 @@ class RequestMetrics(Observer):
             "Connections ended, and requests refused, because of how clients use connections.",
             "reason",
         )
+        self.key_tokens = count(
+            "shoal_key_tokens_total",
+            "Tokens of the requests that have ended, by the name of their API key.",
+            *("key", "kind"),
+        )
         self.gaps = self._preset(layouts)
         """The series of ``inter_token``, kept here since looking one up per output token is
         slow."""
@@ -124,6 +132,8 @@ class RequestMetrics(Observer):
         ):
             for value in values:
                 metric.labels(value)
+        for kind in TOKEN_KINDS:
+            self.key_tokens.labels(NO_KEY, kind)
         for priority, layout in product(PRIORITY_CLASSES, layouts):
             self.first_token.labels(priority, layout)
         for priority, layout in product(PRIORITY_CLASSES, (*layouts, MIXED)):
@@ -142,6 +152,11 @@ class RequestMetrics(Observer):
         """Count outputs that were dropped."""
         self.late_outputs.inc(outputs)
 
+    def used(self, key: str, *tokens: int) -> None:
+        """Count the tokens that a request used, those of each of ``TOKEN_KINDS``."""
+        for kind, number in zip(TOKEN_KINDS, tokens, strict=True):
+            self.key_tokens.labels(key, kind).inc(number)
+
     def cut_off(self, reason: Cutoff) -> None:
         """Count a connection that was ended, or a request that was refused on it."""
         self.cutoffs.labels(reason).inc()
@@ -153,6 +168,8 @@ class _Life(msgspec.Struct):
     priority: str
     arrival: float
     sent: float
+    key: str
+    prompt_tokens: int
     unit: Unit | None = None
     """The unit of its last output."""
     layouts: set[str] = set()
@@ -167,10 +184,17 @@ class RequestTimes(Observer):
     Args:
         metrics: take the measurements.
         clock: monotonic seconds.
+        key_name: returns the name of the API key of the current context's HTTP request.
     """
 
-    def __init__(self, metrics: RequestMetrics, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        clock: Clock = monotonic,
+        key_name: Callable[[], str] = lambda: NO_KEY,
+    ) -> None:
         self._metrics = metrics
+        self._key_name = key_name
         self._clock = clock
         self._lives: dict[str, _Life] = {}
         self._switching: set[int] = set()
@@ -183,19 +207,29 @@ class RequestTimes(Observer):
     def sending(self, request: Any, arrival: float) -> None:
         """Follow an engine request from now on."""
         priority = priority_class(request.priority)
-        self._lives[request.request_id] = _Life(priority, arrival, self._clock())
+        prompt_tokens = len(request.prompt_token_ids or ())
+        self._lives[request.request_id] = _Life(
+            priority, arrival, self._clock(), self._key_name(), prompt_tokens
+        )
 
     def aborted(self, request_ids: Iterable[str]) -> None:
         """Stop following requests whose clients have gone."""
         for request_id in request_ids:
-            self._lives.pop(request_id, None)
+            self._end(request_id)
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Conclude requests that have had their last output."""
         for request_id in request_ids:
-            life = self._lives.pop(request_id, None)
+            life = self._end(request_id)
             if life is not None and life.tokens:
                 self._conclude(life)
+
+    def _end(self, request_id: str) -> _Life | None:
+        """Stop following a request. Its tokens count once it had one: before, nothing was sent."""
+        life = self._lives.pop(request_id, None)
+        if life is not None and life.tokens:
+            self._metrics.used(life.key, life.prompt_tokens, life.tokens)
+        return life
 
     def switching(self, note: Switching) -> None:
         """Take the controller's note that a switch begins or has ended."""

@@ -315,8 +315,8 @@ class Spans:
             start_time=offset + int(switch.told.at * 1e9),
             attributes={
                 **switch.attributes,
-                "shoal.switch.before": units_text(done.before),
-                "shoal.switch.after": units_text(done.after),
+                "shoal.switch.before": done.text_before,
+                "shoal.switch.after": done.text_after,
                 "shoal.switch.outcome": done.outcome,
                 "shoal.switch.paused": done.paused,
                 "shoal.switch.resumed": done.resumed,

@@ -9,19 +9,19 @@ from shoal.policies.shift import ShiftRule
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.node.supervisor import Say
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
+from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named, name_of
 from shoal.runtime.simulation.shape_files import (
     FileError,
     ShapeFile,
     built_in,
     cost_model,
-    read_hardware,
     read_shape,
 )
 from shoal.server.errors import UserError
 from shoal.server.options.workload_options import add_target_option, read_objectives
 
-GPU_HARDWARE = "h200"
-"""The hardware assumed for GPUs unless the user names another; measured steps correct it."""
+UNKNOWN_GPU = "h200"
+"""The hardware assumed for a GPU of which nothing is known; measured steps correct it."""
 CPU_HARDWARE = "cpu-2core"
 """The hardware assumed for engines on a CPU."""
 DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
@@ -44,8 +44,8 @@ def add_promise_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cost-model-hardware",
         metavar="FILE|NAME",
-        help=f"hardware that policies assume (default: {GPU_HARDWARE} for GPUs, {CPU_HARDWARE} for "
-        f"CPUs; built in: {', '.join(built_in('hardware'))})",
+        help="hardware that policies assume (default: what the GPU's name says, and "
+        f"{CPU_HARDWARE} for CPUs; built in: {', '.join(all_hardware())})",
     )
 
 
@@ -54,8 +54,24 @@ def promised(args: Namespace) -> tuple[Target, ...]:
     return tuple(Target(o.priority, o.ttft, o.tpot) for o in read_objectives(args))
 
 
+def check_cost_model_files(args: Namespace) -> None:
+    """Refuse a shape or hardware file that cannot be read.
+
+    Raises:
+        UserError: the message names the option and the file.
+    """
+    for option, name, read in (
+        ("--cost-model-shape", args.cost_model_shape, read_shape),
+        ("--cost-model-hardware", args.cost_model_hardware, hardware_named),
+    ):
+        try:
+            _ = name and read(name)
+        except FileError as error:
+            raise UserError(f"{option}: {error}") from None
+
+
 def node_cost_model(
-    args: Namespace, model: Any, cache_dtype: str, *, gpus: int, say: Say
+    args: Namespace, model: Any, cache_dtype: str, *, gpu: str | None, say: Say
 ) -> CostModel | None:
     """Return a node's cost model before any measurement; None if there can be none.
 
@@ -63,8 +79,8 @@ def node_cost_model(
         args: the parsed arguments.
         model: vLLM's ``ModelConfig``.
         cache_dtype: vLLM's name of the KV cache's dtype.
-        gpus: GPUs of this machine; 0 on a CPU.
-        say: called with the reason if there is none.
+        gpu: the driver's name of this machine's GPUs; None on a CPU.
+        say: called with the reason if there is none, and with a GPU of which nothing is known.
 
     Raises:
         UserError: there can be none, but promises or the shift need one, or the user gave an
@@ -74,8 +90,9 @@ def node_cost_model(
     try:
         return cost_model(
             read_shape(shape) if shape else shape_of(model, cache_dtype),
-            read_hardware(hardware or (GPU_HARDWARE if gpus else CPU_HARDWARE)),
+            hardware_named(hardware or _hardware_of(gpu, say)),
             args.max_sp,
+            args.share_weights,
         )
     except FileError as error:
         needed = args.target or args.shift_threshold is ShiftRule.AUTO
@@ -83,6 +100,16 @@ def node_cost_model(
             raise UserError(f"no cost model: {error}") from error
         say(f"  no cost model: {error}")
         return None
+
+
+def _hardware_of(gpu: str | None, say: Say) -> str:
+    if gpu is None:
+        return CPU_HARDWARE
+    known = name_of(gpu)
+    if known is None:
+        assumed = UNKNOWN_GPU.upper()
+        say(f"  nothing is known of {gpu}: taken for an {assumed} until steps are measured")
+    return known or UNKNOWN_GPU
 
 
 _SIZES = ("num_attention_heads", "intermediate_size")
@@ -115,11 +142,53 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
         layers=model.get_total_num_hidden_layers(),
         hidden=model.get_hidden_size(),
         heads=text.num_attention_heads,
-        kv_heads=model.get_total_num_kv_heads(),
-        head_dim=model.get_head_size(),
         intermediate=text.intermediate_size,
         vocab=model.get_vocab_size(),
         weight_dtype="fp8" if model.quantization in FP8_QUANTISATIONS else dtype,
         kv_dtype="fp8" if cache_dtype.startswith("fp8") else dtype,
         max_model_len=model.max_model_len,
+        **(_latent_attention if model.use_mla else _attention)(model, text),
+        **_experts_of(model, text),
     )
+
+
+def _attention(model: Any, _text: Any) -> dict[str, int]:
+    return {"kv_heads": model.get_total_num_kv_heads(), "head_dim": model.get_head_size()}
+
+
+def _latent_attention(model: Any, text: Any) -> dict[str, int]:
+    """Return what a shape says of latent attention (MLA), whose heads share one latent.
+
+    A shape counts a key and a value of ``head_dim`` for each token, so each is half a latent.
+    """
+    hidden, heads = model.get_hidden_size(), text.num_attention_heads
+    query = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+    rank = text.q_lora_rank
+    latent, values = model.get_head_size(), heads * text.v_head_dim
+    return {
+        "kv_heads": 1,
+        "head_dim": latent // 2,
+        "attention_parameters": (rank * (hidden + query) if rank else hidden * query)
+        + hidden * (latent + values)
+        + text.kv_lora_rank * (heads * text.qk_nope_head_dim + values),
+    }
+
+
+def _experts_of(model: Any, text: Any) -> dict[str, int]:
+    """Return what a shape says of routed experts; configurations name it in several ways."""
+    if not model.is_moe:
+        return {}
+    layers, size = model.get_total_num_hidden_layers(), text.intermediate_size
+    expert = getattr(text, "moe_intermediate_size", None) or size
+    shared = getattr(text, "shared_expert_intermediate_size", None) or (
+        expert * (getattr(text, "n_shared_experts", None) or 0)
+    )
+    dense = set(getattr(text, "mlp_only_layers", None) or ())
+    dense |= set(range(getattr(text, "first_k_dense_replace", None) or 0))
+    return {
+        "experts": model.get_num_experts(),
+        "experts_per_token": model.get_num_experts_per_tok(),
+        "expert_intermediate": expert,
+        "shared_intermediate": shared,
+        "dense_layers": len(dense & set(range(layers))),
+    }

@@ -11,8 +11,10 @@ from shoal.server.number_options import flag_of
 _POOLING = "pooling models are not supported"
 
 _REFUSED: Mapping[str, Sequence[str]] = {
-    "LoRA is not supported": (
-        *("enable_lora", "lora_modules", "default_mm_loras", "lora_target_modules"),
+    "of LoRA, only plain adapters of text models are supported": (
+        *("default_mm_loras", "lora_target_modules", "fully_sharded_loras"),
+        *("enable_tower_connector_lora", "enable_mixed_moe_lora_format"),
+        *("enable_moe_shared_loras", "max_lora_cls_labels"),
     ),
     "multimodal models are not supported": (
         *("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "enable_mm_embeds"),
@@ -23,7 +25,7 @@ _REFUSED: Mapping[str, Sequence[str]] = {
     ),
     "diffusion models are not supported": ("diffusion_config",),
     _POOLING: ("convert", "pooler_config", "enable_flash_late_interaction"),
-    "pipeline parallel is not supported": ("pipeline_parallel_size",),
+    "Shoal chooses it while it serves; use --max-pp": ("pipeline_parallel_size",),
     "Shoal chooses it while it serves; use --engines and --max-group": (
         *("tensor_parallel_size", "data_parallel_size", "data_parallel_size_local"),
         *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_backend"),
@@ -33,9 +35,9 @@ _REFUSED: Mapping[str, Sequence[str]] = {
     "context parallel is not supported": (
         *("decode_context_parallel_size", "prefill_context_parallel_size"),
     ),
-    "mixture-of-experts models are not supported": (
-        *("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
-    ),
+    "Shoal chooses itself how each layout divides experts": ("enable_expert_parallel",),
+    "copies of experts are not supported": ("enable_eplb", "enable_elastic_ep"),
+    "returning which experts computed a token is not supported": ("enable_return_routed_experts",),
     "every member of a group samples all of its requests": ("enable_batch_sharded_sampling",),
     "dual batch overlap is not supported": ("enable_dbo",),
     "micro-batching is not supported": ("ubatch_size",),

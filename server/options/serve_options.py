@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
+from shoal.policies.installed_policies import load_policies
+from shoal.policies.registry import POLICIES, PolicyError
 from shoal.policies.static import MANUAL
 from shoal.runtime.config import (
     AGING_SECONDS,
@@ -20,9 +21,11 @@ from shoal.runtime.config import (
     MAX_WAITING_TOKENS,
     PRECOPY_TOKENS,
     SWITCH_WAIT_SECONDS,
+    CarryPath,
     FakeSettings,
 )
 from shoal.runtime.logs import LogFormat
+from shoal.server.batch.batch_options import add_batch_options, check_batch_options
 from shoal.server.connections.connection_limits import (
     add_connection_options,
     check_connection_options,
@@ -32,9 +35,15 @@ from shoal.server.gate.access import add_access_options
 from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
 from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
+from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
-from shoal.server.options.promise_options import add_promise_options, promised
+from shoal.server.options.promise_options import (
+    add_promise_options,
+    check_cost_model_files,
+    promised,
+)
 from shoal.server.options.refused_options import check_vllm_options
+from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options
 
 DEFAULT_POLICY = MANUAL.name
@@ -76,7 +85,9 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     _add_pool_options(group)
     add_access_options(group)
     add_shift_options(group, automatic=True)
+    add_sharing_option(group)
     add_bounds_options(group)
+    add_batch_options(group)
     add_connection_options(group)
     _add_test_options(group)
     parser.set_defaults(
@@ -101,9 +112,19 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
         "--max-group", type=int, help="largest group of engines (default: all of them)"
     )
     group.add_argument(
+        "--max-pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="most pipeline stages of a group; above 1, operators may ask for groups with stages; "
+        "no policy does (default: %(default)s)",
+    )
+    group.add_argument(
         "--policy",
         default=DEFAULT_POLICY,
-        help=f"what decides the layout: {', '.join(POLICIES)} (default: %(default)s)",
+        metavar="NAME",
+        help=f"what decides the layout: {', '.join(POLICIES)}, one of an installed package, or "
+        "module:NAME (default: %(default)s)",
     )
 
 
@@ -123,6 +144,21 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         default=PRECOPY_TOKENS,
         help="a switch copies the KV of running requests ahead, while they go on, if they have so "
         "many tokens together and prefixes are cached; 0: no switch does (default: %(default)s)",
+    )
+    group.add_argument(
+        "--carry-path",
+        type=CarryPath,
+        choices=tuple(CarryPath),
+        default=CarryPath.AUTO,
+        help="how KV goes between GPUs: auto: straight where a GPU can read the other one's "
+        "memory, otherwise through the host's; host: always so (default: %(default)s)",
+    )
+    group.add_argument(
+        "--rebalance",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="carry running requests to units that have less to do, if they gain more by that "
+        "than it costs (default: on)",
     )
 
 
@@ -235,6 +271,7 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
         UserError: the first such option; the message names it.
     """
     check_vllm_options(args, default_of)
+    check_adapters(args)
     check_shoal_options(args)
 
 
@@ -245,12 +282,13 @@ def check_shoal_options(args: Namespace) -> None:
         UserError: the first such option; the message names it.
     """
     try:
-        get_policy(args.policy)
-    except UnknownPolicyError as error:
+        load_policies(args.policy)
+    except PolicyError as error:
         raise UserError(f"--policy: {error}") from None
     promised(args)
+    check_cost_model_files(args)
     check_failure_options(args)
-    for name in ("engines", "max_group"):
+    for name in ("engines", "max_group", "max_pp"):
         value = getattr(args, name)
         if value is not None and value not in ENGINE_COUNTS:
             raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
@@ -258,6 +296,7 @@ def check_shoal_options(args: Namespace) -> None:
     check_at_least(args, 0, "switch_wait", "precopy_tokens", "fake_step_ms")
     check_at_least(args, 1, "max_waiting_requests", "max_waiting_tokens", "api_server_count")
     check_bounds_options(args)
+    check_batch_options(args)
     check_connection_options(args)
     if args.recording_dir is not None:
         if args.fake_engine:
@@ -332,6 +371,11 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     max_group = args.max_group or engines
     if max_group > engines:
         raise UserError(f"--max-group {max_group}: there are only {engines} engines")
+    check_share(args.share_weights, engines)
+    if args.max_pp > max_group:
+        raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
+    if args.max_pp > 1 and args.share_weights > 1:
+        raise UserError("--max-pp and --share-weights: a stage needs all weights of its layers")
     return engines, max_group
 
 

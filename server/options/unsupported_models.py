@@ -5,10 +5,10 @@ The checks use vLLM's configuration, and so the model's ``config.json`` and the 
 when they load, such as which kernel multiplies a layer's weights.
 """
 
-from collections.abc import Set
 from typing import Any
 
 from shoal.runtime.served_weights import (
+    EXPERTS_BACKEND,
     FP8_QUANTISATIONS,
     WITHOUT_RULE,
     LayerKind,
@@ -16,6 +16,8 @@ from shoal.runtime.served_weights import (
 )
 from shoal.server.errors import UserError
 
+TEXT_ALONE = "--language-model-only"
+"""vLLM's option to load the language model of a multimodal model, and to take only text."""
 ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
 """vLLM's option to keep the KV of every layer for all tokens, in one group."""
 
@@ -29,15 +31,20 @@ def check_model_config(model: Any) -> None:
     Raises:
         UserError: the model is of such a kind; the message names it.
     """
+    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
+        raise UserError(
+            f"{model.model} is a multimodal model: not supported; with {TEXT_ALONE} its text is"
+        )
     state_space = model.is_hybrid or model.is_attention_free
+    latent = model.use_mla
     kinds = {
-        "a multimodal model": model.is_multimodal_model,
         "a pooling model": model.runner_type != "generate",
         "an encoder-decoder model": model.is_encoder_decoder,
         "a mixture-of-experts model": model.is_moe and LayerKind.EXPERTS in WITHOUT_RULE,
         "a model with state-space layers": state_space and LayerKind.STATE_SPACE in WITHOUT_RULE,
-        "a model with latent attention (MLA)": (
-            model.use_mla and LayerKind.LATENT_ATTENTION in WITHOUT_RULE
+        "a model with latent attention (MLA) of a sparse kind": latent and _reads_sparsely(model),
+        f"a model with latent attention (MLA), quantised ({model.quantization})": (
+            latent and model.quantization is not None
         ),
         f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTISATIONS),
     }
@@ -46,46 +53,112 @@ def check_model_config(model: Any) -> None:
             raise UserError(f"{model.model} is {kind}: not supported")
 
 
-def check_kv_groups(config: Any) -> None:
-    """Refuse a model whose layers have several groups of KV blocks in vLLM.
+def _reads_sparsely(model: Any) -> bool:
+    """Return whether a token attends to a choice of tokens, as in DeepSeek-V3.2 and V4."""
+    return any(hasattr(model.hf_text_config, name) for name in ("index_topk", "compress_ratios"))
 
-    vLLM's ``kv_cache_utils.get_kv_cache_groups`` puts layers that keep different tokens, such as
-    those of a sliding window and those of all, into groups of their own. A request then takes
-    blocks of every group, but the lease of a group of engines counts the blocks of only one. The
-    layers' windows are certain only once the layers are made. This check reads the configuration as
-    vLLM's models do; engines check the result (``vllm_core.check_kv_groups``).
+
+def check_experts(config: Any) -> None:
+    """Refuse a choice of vLLM's kernel for experts that cannot read them in every layout.
 
     Args:
         config: vLLM's ``VllmConfig``.
 
     Raises:
-        UserError: the model has layers of several kinds, and vLLM would keep them apart.
+        UserError: the model has experts, and another kernel was asked for.
+    """
+    backend = config.kernel_config.moe_backend
+    if config.model_config.is_moe and backend not in ("auto", EXPERTS_BACKEND):
+        raise UserError(
+            f"--moe-backend {backend}: not supported; experts of all layouts are one set of "
+            f"weights, which only {EXPERTS_BACKEND} reads in place"
+        )
+
+
+def check_adapted_model(config: Any) -> None:
+    """Refuse LoRA adapters of models for which no test has shown that layouts agree.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        UserError: adapters are enabled, and the model is such a model; the message says why.
+    """
+    model = config.model_config
+    problems = {
+        "it has routed experts": model.is_moe,
+        "it has latent attention (MLA)": model.use_mla,
+        f"it is quantised ({model.quantization})": model.quantization is not None,
+    }
+    for problem, holds in problems.items():
+        if holds and config.lora_config is not None:
+            raise UserError(f"--enable-lora: not supported for {model.model}: {problem}")
+
+
+def check_kv_groups(config: Any) -> None:
+    """Refuse a model some of whose layers attend to chunks, and others not.
+
+    vLLM's ``kv_cache_utils.get_kv_cache_groups`` puts layers that keep different tokens into groups
+    of KV blocks of their own. Shoal serves groups of all tokens and of windows side by side. What
+    layers keep is certain only once they are made. This check reads the configuration as vLLM's
+    models do; engines check the result (``kv_groups.check_kv_groups``).
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        UserError: the model has such layers, and vLLM would keep them apart.
     """
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return
     model = config.model_config
-    reaches = sorted(_reaches(model.hf_text_config))
-    if len(reaches) > 1:
+    text = model.hf_text_config
+    chunk = getattr(text, "attention_chunk_size", None)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if chunk and len(kinds) > 1 and "chunked_attention" in kinds:
         raise UserError(
-            f"{model.model} is a model whose layers reach back differently far "
-            f"({', '.join(reaches)}), so vLLM keeps several groups of KV blocks: not supported; "
-            f"with {ONE_KV_GROUP} it keeps one"
+            f"{model.model} is a model in which only some layers attend to chunks of {chunk} "
+            f"tokens: not supported; with {ONE_KV_GROUP} it is"
         )
 
 
-def _reaches(text: Any) -> Set[str]:
-    """Return which tokens the layers attend to, by the ``config.json`` of a model's text part.
+def check_stages(max_pp: int, config: Any) -> None:
+    """Refuse pipelines of a model whose layers cannot be divided into stages alike.
 
-    The set is empty if the file says nothing about single layers: then vLLM's models make all
-    layers of one kind.
+    Args:
+        max_pp: most stages of a group.
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        UserError: the model has no stages in vLLM, or latent attention, with which no test has run
+            stages; their number does not divide its layers; vLLM would keep several groups of KV
+            blocks, which engines check again; or vLLM would use its V2 model runner. That one hands
+            what was sampled back to the first stage a fixed number of steps later (``PPHandler``),
+            which binds and carries do not know of.
     """
-    window = getattr(text, "sliding_window", None)
-    windows = getattr(text, "interleaved_sliding_window", None)
-    if not isinstance(windows, list | tuple):
-        chunk = getattr(text, "attention_chunk_size", None)
-        sizes = {"sliding_attention": window, "chunked_attention": chunk or window}
-        windows = [sizes.get(kind) for kind in getattr(text, "layer_types", None) or ()]
-    return {f"the last {size} tokens" if size else "all tokens" for size in windows}
+    if max_pp == 1:
+        return
+    if config.use_v2_model_runner:
+        raise UserError(
+            f"--max-pp {max_pp}: pipelines need vLLM's V1 model runner, and here vLLM uses V2; "
+            "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"
+        )
+    model = config.model_config
+    if not model.is_pp_supported:
+        raise UserError(f"--max-pp {max_pp}: vLLM runs {model.architecture} in one stage only")
+    if model.use_mla:
+        raise UserError(f"--max-pp {max_pp}: {model.model} has latent attention (MLA)")
+    layers = model.get_total_num_hidden_layers()
+    if layers % max_pp:
+        raise UserError(
+            f"--max-pp {max_pp}: the model's {layers} layers make no {max_pp} equal stages"
+        )
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    if len(kinds) > 1 and not config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise UserError(
+            f"--max-pp {max_pp}: only some layers of {model.model} attend to all tokens, and no "
+            f"pipeline serves such a model; with {ONE_KV_GROUP} one may"
+        )
 
 
 def check_quantisation(model: str, quantisation: Any) -> None:

@@ -18,7 +18,10 @@ from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.server.errors import UserError, one_line
+from shoal.server.options.adapter_options import adapters_of, make_room
 from shoal.server.options.unsupported_models import (
+    check_adapted_model,
+    check_experts,
     check_kv_groups,
     check_model_config,
     check_quantisation,
@@ -74,6 +77,11 @@ def count_gpus() -> int:
     return int(current_platform.device_count()) if current_platform.is_cuda_alike() else 0
 
 
+def gpu_name() -> str:
+    """Return the driver's name of the first GPU, without initialising CUDA."""
+    return str(current_platform.get_device_name())
+
+
 def engine_args(args: Namespace) -> AsyncEngineArgs:
     """Return vLLM's arguments of an engine, made as ``build_async_engine_client`` makes them.
 
@@ -84,9 +92,29 @@ def engine_args(args: Namespace) -> AsyncEngineArgs:
         UserError: vLLM refuses the arguments.
     """
     try:
-        return prepare(AsyncEngineArgs.from_cli_args(args), args.api_server_count)
+        found = prepare(AsyncEngineArgs.from_cli_args(args), args.api_server_count)
     except Exception as error:  # see make_vllm_config
-        raise UserError(one_line(error)) from error
+        raise UserError(_said(error, args.model)) from error
+    on_cpu = not count_gpus() and not args.fake_engine
+    make_room(found, len(adapters_of(args)), on_cpu=on_cpu)
+    return found
+
+
+def _said(error: BaseException, model: str) -> str:
+    """Return what a user reads of an error; the hub's own texts do not name the model.
+
+    The hub's library is vLLM's dependency and none of Shoal's, so its errors are known by name
+    (``huggingface_hub.errors``).
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        if "RepositoryNotFoundError" in kinds:
+            return f"{model}: the hub has no such model, or shows it to nobody without HF_TOKEN"
+        if "LocalEntryNotFoundError" in kinds:
+            return f"{model}: no such directory, not downloaded yet, and the hub cannot be reached"
+        cause = cause.__cause__ or cause.__context__
+    return one_line(error)
 
 
 def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
@@ -101,11 +129,13 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
     try:
         config = dp_config(engine_args)
     except Exception as error:  # vLLM and transformers raise every kind here
-        raise UserError(one_line(error)) from error
+        raise UserError(_said(error, engine_args.model)) from error
     if config.speculative_config is not None:  # some checkpoints bring it with them
         raise UserError(f"{config.model_config.model}: speculative decoding is not supported")
     check_model_config(config.model_config)
     check_kv_groups(config)
+    check_experts(config)
+    check_adapted_model(config)
     check_quantisation(config.model_config.model, config.quant_config)
     return config
 

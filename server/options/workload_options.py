@@ -3,6 +3,7 @@
 import inspect
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,16 +12,17 @@ from shoal.loadgen.summary import Objective
 from shoal.loadgen.traces import TraceError, read_trace
 from shoal.loadgen.workload import Workload
 from shoal.server.errors import UserError
-from shoal.server.number_options import check_positive, flag_of
+from shoal.server.number_options import check_at_least, check_positive, flag_of
 
 _SHAPE_OPTIONS = (
     *("rate", "burst_rate", "burstiness"),
     *("quiet_seconds", "burst_seconds", "hill_seconds"),
+    *("turns", "think_seconds", "shared_tokens"),
 )
 _LENGTH_OPTIONS = ("prompt_tokens", "output_tokens")
 _POSITIVE = (
     *("rate_scale", "length_scale", "requests", "duration", "max_request_tokens"),
-    *("burstiness", "quiet_seconds", "burst_seconds", "hill_seconds"),
+    *("burstiness", "quiet_seconds", "burst_seconds", "hill_seconds", "think_seconds"),
 )
 
 N = TypeVar("N", int, float)
@@ -39,6 +41,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
     )
     add("--rate-scale", type=float, default=1.0, metavar="X", help="send requests X times as fast")
     add("--length-scale", type=float, default=1.0, metavar="X", help="scale prompts and outputs")
+    add("--start", type=float, default=0.0, metavar="S", help="leave out the first S seconds")
     add("--requests", type=int, metavar="N", help="only the first N requests")
     add("--duration", type=float, metavar="S", help="only the first S seconds")
     add(
@@ -62,6 +65,9 @@ def add_workload_options(parser: ArgumentParser) -> None:
     add("--quiet-seconds", type=float, metavar="S", help="of bursty: quiet phases")
     add("--burst-seconds", type=float, metavar="S", help="of bursty: bursts")
     add("--hill-seconds", type=float, metavar="S", help="of hill: up and down")
+    add("--turns", type=_lengths, metavar="LOW[:HIGH]", help="of chats: turns of each")
+    add("--think-seconds", type=float, metavar="S", help="of chats: mean time between two turns")
+    add("--shared-tokens", type=_tokens, metavar="N", help="of chats: tokens of their common start")
     add("--prompt-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of prompts")
     add("--output-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of outputs")
 
@@ -90,6 +96,7 @@ def read_workload(args: Namespace) -> Workload:
         UserError: a trace cannot be read, options do not go together, or no request is left.
     """
     check_positive(args, *_POSITIVE)
+    check_at_least(args, 0, "start")
     try:
         workload = _make_up(args) if args.trace in SHAPES else _read(args)
         if args.priorities is not None:
@@ -99,23 +106,29 @@ def read_workload(args: Namespace) -> Workload:
     workload = workload.scaled(args.rate_scale).resized(args.length_scale)
     if args.max_request_tokens is not None:
         workload = workload.fitting(args.max_request_tokens)
-    workload = workload.first(args.requests, args.duration)
+    workload = workload.after(args.start).first(args.requests, args.duration)
     if not workload.arrivals:
         raise UserError(f"--trace {args.trace}: no request is left of it")
     return workload
 
 
 def _read(args: Namespace) -> Workload:
-    for name in (*_SHAPE_OPTIONS, *_LENGTH_OPTIONS):
+    for name in (*_shape_options(args), *_LENGTH_OPTIONS):
         if getattr(args, name) is not None:
             raise UserError(f"{flag_of(name)} is for made-up workloads, not for {args.trace}")
     return read_trace(Path(args.trace))
 
 
+def _shape_options(args: Namespace) -> Iterator[str]:
+    """Yield the options of shapes; the time between turns may be that of a dataset's chats."""
+    has_dataset = getattr(args, "dataset", None) is not None
+    return (name for name in _SHAPE_OPTIONS if name != "think_seconds" or not has_dataset)
+
+
 def _make_up(args: Namespace) -> Workload:
     known = inspect.signature(SHAPES[args.trace]).parameters
     settings: dict[str, Any] = {}
-    for name in _SHAPE_OPTIONS:
+    for name in _shape_options(args):
         value = getattr(args, name)
         if value is None:
             continue
@@ -126,12 +139,12 @@ def _make_up(args: Namespace) -> Workload:
                 raise UserError(f"{flag_of(name)}: {args.trace} takes one rate")
             value = value[0]
         settings[name] = value
-    lengths = Lengths()
+    lengths = known["lengths"].default
     return make_up(
         args.trace,
         args.seed,
         requests=args.requests,
-        seconds=None if args.duration is None else args.duration * args.rate_scale,
+        seconds=None if args.duration is None else (args.start + args.duration) * args.rate_scale,
         lengths=Lengths(args.prompt_tokens or lengths.prompt, args.output_tokens or lengths.output),
         **settings,
     )
@@ -152,6 +165,16 @@ def _lengths(text: str) -> tuple[int, int]:
     if not 0 < low <= high:
         raise ArgumentTypeError(f"{text}: lengths must be more than 0 and ascend")
     return low, high
+
+
+def _tokens(text: str) -> int:
+    try:
+        tokens = int(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is no number of tokens") from error
+    if tokens < 0:
+        raise ArgumentTypeError(f"{text}: there are no negative lengths")
+    return tokens
 
 
 def _pair(text: str, kind: type[N]) -> tuple[N, N]:

@@ -1,10 +1,12 @@
 """``make chaos``: torment nodes, with fake and with real engines, and say what came of it."""
 
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos.batch_kills import BatchKills
 from tests.chaos.driver import ENGINES, Chaos
 
 
@@ -13,14 +15,39 @@ def main() -> int:
     seconds = float(os.environ.get("CHAOS_SECONDS") or 900)
     seed = int(os.environ.get("CHAOS_SEED") or 0)
     chosen = os.environ.get("CHAOS_ENGINE")
-    failed = False
+    failed = not _kills_batch_workers(seed)
     for engine in [chosen] if chosen else ENGINES:
+        failed |= not _kills_nodes(engine, seed)
         print(f"CHAOS_ENGINE={engine} CHAOS_SEED={seed} CHAOS_SECONDS={seconds:g}", flush=True)
         with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
             report = Chaos(Path(directory), engine, seed, seconds).run()
         print(report.table(), flush=True)
         failed |= bool(report.problems)
     return int(failed)
+
+
+def _kills_batch_workers(seed: int) -> bool:
+    """Kill workers of batches, ``CHAOS_BATCH_KILLS`` times, and return whether nothing was lost."""
+    kills = os.environ.get("CHAOS_BATCH_KILLS") or "1000"
+    print(f"CHAOS_BATCH_KILLS={kills}", flush=True)
+    if kills == "0":
+        return True
+    told = {"SHOAL_BATCH_KILLS": kills, "SHOAL_BATCH_SEED": str(seed)}
+    test = ["--timeout", "0", "tests/server/batch/test_kills.py"]
+    command = [sys.executable, "-m", "pytest", "-q", *test]
+    return subprocess.run(command, env=os.environ | told, check=False).returncode == 0
+
+
+def _kills_nodes(engine: str, seed: int) -> bool:
+    """Kill nodes during batches, ``CHAOS_NODE_KILLS`` times; return whether nothing was lost."""
+    kills = int(os.environ.get("CHAOS_NODE_KILLS") or 20)
+    print(f"CHAOS_ENGINE={engine} CHAOS_SEED={seed} CHAOS_NODE_KILLS={kills}", flush=True)
+    if kills == 0:
+        return True
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
+        report = BatchKills(Path(directory), engine, seed, kills).run()
+    print(report.table(), flush=True)
+    return not report.problems
 
 
 if __name__ == "__main__":

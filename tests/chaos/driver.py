@@ -127,7 +127,10 @@ class Chaos:
         self._patience = PATIENCE_SECONDS[engine]
         self._real = engine == "real"
         options = ["--engines", str(self._engines), *OPTIONS]
-        if not self._real:
+        if self._real:
+            # KV that goes through the host needs more of both engines.
+            options += ["--carry-path", "auto" if seed % 2 else "host"]
+        else:
             # Every switch copies ahead.
             options += ["--fake-step-ms", "10", "--precopy-tokens", "1"]
         self._node = ServedNode(directory, *options, real=self._real, VLLM_LOGGING_LEVEL="CRITICAL")

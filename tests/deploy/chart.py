@@ -17,6 +17,15 @@ Values = Mapping[str, Any]
 NAMESPACE = "llm"
 RELEASE = "demo"
 NAME = "demo-shoal"
+NEEDED: Values = {"image": {"repository": "shoal"}, "model": {"name": "org/model"}}
+"""What the chart refuses to be without, unless it serves the demo."""
+
+
+def with_needed(values: Values) -> Values:
+    """Return values with those that the chart needs, but for the demo's."""
+    if values.get("demo"):
+        return values
+    return {**values, **{part: {**NEEDED[part], **values.get(part, {})} for part in NEEDED}}
 
 
 class ChartError(Exception):
@@ -91,19 +100,27 @@ class Helm:
             process.stdin.close()
 
     def render(self, values: Values | None = None, name: str = RELEASE) -> Objects:
-        """Return what ``helm install NAME`` would make.
+        """Return what ``helm install NAME`` would make of these values and those that it needs.
 
         Raises:
             ChartError: the values are wrong.
         """
-        answer = self._ask(verb="render", values=values or {}, name=name, namespace=NAMESPACE)
+        return self.render_only(with_needed(values or {}), name)
+
+    def render_only(self, values: Values, name: str = RELEASE) -> Objects:
+        """Return what ``helm install NAME`` would make of these values alone.
+
+        Raises:
+            ChartError: the values are wrong.
+        """
+        answer = self._ask(verb="render", values=values, name=name, namespace=NAMESPACE)
         if "error" in answer:
             raise ChartError(answer["error"])
         return Objects(answer["files"])
 
     def lint(self, values: Values) -> Iterator[str]:
         """Yield what ``helm lint --strict`` finds."""
-        report = self._ask(verb="lint", values=values)["lint"]
+        report = self._ask(verb="lint", values=with_needed(values))["lint"]
         yield from report["errors"]
         warning = 2
         for message in report["messages"]:

@@ -2,6 +2,7 @@
 
 Of each kind only the fields that the chart sets, so that a wrong name is found. They were compared
 with the definitions of prometheus-operator 0.93, KEDA 2.20 and Gateway API Inference Extension 1.6.
+HTTPRoute's follow Gateway API 1, and were not compared.
 """
 
 from typing import Any
@@ -125,6 +126,23 @@ SPECS: dict[tuple[str, str], Schema] = {
             ),
         ),
         triggers=many(_TRIGGER),
+    ),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): fields(
+        "parentRefs rules",
+        "hostnames",
+        parentRefs=many(fields("name", "namespace", name=TEXT, namespace=TEXT)),
+        hostnames=many(TEXT),
+        rules=many(
+            fields(
+                "matches backendRefs",
+                "timeouts",
+                matches=many(
+                    fields("path", path=fields("type value", type=TEXT, value=TEXT)),
+                ),
+                backendRefs=many(fields("name port", name=TEXT, port=PORT)),
+                timeouts=fields("request", request=DURATION),
+            )
+        ),
     ),
     ("inference.networking.k8s.io/v1", "InferencePool"): fields(
         "selector targetPorts endpointPickerRef",

@@ -46,6 +46,11 @@ class Dockerfile:
     arguments: dict[str, str]
     stages: list[Stage]
 
+    def stage(self, name: str) -> Stage:
+        """Return the stage of this name."""
+        (found,) = (stage for stage in self.stages if stage.name == name)
+        return found
+
     @property
     def image(self) -> Stage:
         """The stage that becomes the image."""
@@ -61,7 +66,9 @@ def read_dockerfile(kind: str) -> Dockerfile:
         if name == "ARG":
             argument, _, default = rest.partition("=")
             found.arguments[argument] = default
-        elif name == "FROM":
+        if name == "ARG" and not found.stages:
+            continue
+        if name == "FROM":
             base, _, stage = rest.partition(" AS ")
             found.stages.append(Stage(base, stage or None))
         elif name:

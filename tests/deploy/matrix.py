@@ -1,4 +1,7 @@
-"""Values to render the chart with: each thing that they can change, alone and all together."""
+"""Values to render the chart with: each thing that they can change, alone and all together.
+
+Those that the chart needs (``chart.NEEDED``) are added to them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,8 +31,26 @@ EVERYTHING: Mapping[str, Any] = {
         "files": {"chat.jinja": "{{ messages }}\n"},
     },
     "cache": {"from": "perPod", "storageClass": "fast", "keepWhenScaledDown": False},
+    "batch": {"enabled": True, "size": "50Gi", "storageClass": "fast"},
     "resources": {"limitCpu": True, "cpu": 16},
     "auth": {"apiKeys": [KEY], "adminKeys": [{"name": "operator", "sha256": "0" * 64}]},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "annotations": {"a": "b"},
+        "hosts": ["llm.example.com", "llm.example.org"],
+        "tls": [{"secretName": "certificate", "hosts": ["llm.example.com"]}],
+    },
+    "httpRoute": {
+        "enabled": True,
+        "annotations": {"a": "b"},
+        "parentRefs": [{"name": "gateway", "namespace": "gateways"}],
+        "hostnames": ["llm.example.com"],
+        "timeout": "600s",
+    },
+    "extraVolumes": [{"name": "extra", "emptyDir": {"sizeLimit": "1Gi"}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+    "initContainers": [{"name": "fetch", "image": "registry.example.com/fetch:1"}],
     "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "podAnnotations": {"a": "b"},
@@ -40,14 +61,15 @@ EVERYTHING: Mapping[str, Any] = {
     "priorityClassName": "serving",
     "networkPolicy": {
         "from": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+        "metricsFrom": [{"namespaceSelector": {"matchLabels": {"team": "watch"}}}],
         "egress": {"https": False, "extra": [{"ports": [{"port": 4317, "protocol": "TCP"}]}]},
     },
     "metrics": {
         "access": "key",
+        "port": 9191,
         "serviceMonitor": {
             "enabled": True,
             "labels": {"release": "prometheus"},
-            "keySecret": {"name": "scrape"},
         },
         "rules": {"enabled": True, "labels": {"release": "prometheus"}},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Shoal"}},
@@ -58,12 +80,17 @@ EVERYTHING: Mapping[str, Any] = {
 
 MATRIX: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
+    "demo": {"demo": True},
+    "open": {"auth": {"open": True}},
+    "ingress": {"ingress": {"enabled": True, "hosts": ["llm.example.com"]}},
+    "http route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}},
     "everything": EVERYTHING,
     "cpu": {"node": {"gpus": 0}, "cache": {"from": "emptyDir", "size": "20Gi"}},
     "one gpu": {"node": {"gpus": 1}},
     "two engines of eight gpus": {"node": {"engines": 2}},
     "names": {"fullnameOverride": "x" * 70, "nameOverride": "llm"},
     "weights on the machine": {"model": {"weights": {"from": "hostPath", "hostPath": "/data"}}},
+    "batches alone have a claim": {"batch": {"enabled": True}, "cache": {"from": "emptyDir"}},
     "cache in a claim": {"cache": {"from": "claim", "claim": "cache"}},
     "cache on the machine": {"cache": {"from": "hostPath", "hostPath": "/data/cache"}},
     "api keys": {"auth": {"apiKeys": [KEY]}},
@@ -72,7 +99,7 @@ MATRIX: Mapping[str, Mapping[str, Any]] = {
     "all keys of one's own": {
         "auth": {"existingSecret": {"name": "keys", "adminKeys": "admin-keys.json"}}
     },
-    "no metrics": {"metrics": {"access": "none"}},
+    "no metrics on the API's port": {"metrics": {"access": "none"}},
     "monitoring": {
         "metrics": {name: {"enabled": True} for name in ("serviceMonitor", "rules", "dashboards")}
     },

@@ -11,6 +11,7 @@ _COMMANDS = {
     "simulate": ("simulate", "--help"),
     "replay": ("replay", "--help"),
     "report": ("report", "--help"),
+    "run-batch": ("run-batch", "--help"),
     "openapi": ("openapi", "--help"),
     "bench switch": ("bench", "switch", "--help"),
     "bench steps": ("bench", "steps", "--help"),

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from deploy.helm.generate import CHART, ORIGINALS
 from shoal.server.gate.key_ring import read_api_keys
-from tests.deploy.chart import NAME, ChartError, Helm
+from tests.deploy.chart import NAME, ChartError, Helm, Objects
 from tests.deploy.matrix import EVERYTHING, KEY, MATRIX, PROMETHEUS
 
 ROOT = Path(__file__).parents[2]
@@ -93,10 +94,34 @@ def test_a_model_of_the_hub_has_a_token(helm: Helm) -> None:
     assert objects.container["env"] == [reference]
 
 
-def test_without_a_model_the_demo_is_served(helm: Helm) -> None:
-    objects = helm.render()
+def test_the_demo_is_small_and_needs_nothing(helm: Helm) -> None:
+    objects = helm.render_only({"demo": True})
     assert objects.args[:2] == ["serve", "--host=0.0.0.0"]
-    assert "env" not in objects.container
+    assert "--engines=2" in objects.args
+    assert objects.container["image"] == "shoal:cpu"
+    requests = objects.container["resources"]["requests"]
+    assert requests == {"cpu": "2", "memory": "4Gi"}
+    assert "volumeClaimTemplates" not in objects.one("StatefulSet")["spec"]
+    assert "emptyDir" in objects.volumes["cache"]
+    own = {"demo": True, "image": {"repository": "registry.example.com/shoal", "tag": "mine"}}
+    assert helm.render_only(own).container["image"] == "registry.example.com/shoal:mine"
+
+
+@pytest.mark.parametrize(
+    ("values", "typed"),
+    [
+        ({}, "--set image.repository=REGISTRY/shoal --set model.name=MODEL, or --set demo=true"),
+        ({"model": {"name": "m"}}, "add --set image.repository=REGISTRY/shoal, or"),
+        ({"image": {"repository": "r"}}, "add --set model.name=MODEL, or"),
+        ({"model": {"name": "m"}, "demo": True}, "take out demo, or model.name (m)"),
+    ],
+)
+def test_without_image_and_model_the_line_to_type_is_said(
+    helm: Helm, values: dict[str, Any], typed: str
+) -> None:
+    with pytest.raises(ChartError) as caught:
+        helm.render_only(values)
+    assert typed in str(caught.value)
 
 
 def test_weights_are_mounted_read_only(helm: Helm) -> None:
@@ -124,6 +149,20 @@ def test_a_pod_has_a_cache_of_its_own_that_outlives_it(helm: Helm) -> None:
         "whenDeleted": "Retain",
         "whenScaled": "Retain",
     }
+
+
+def test_batches_have_a_disk_that_outlives_the_pod(helm: Helm) -> None:
+    objects = helm.render(
+        {"batch": {"enabled": True, "size": "9Gi"}, "cache": {"keepWhenScaledDown": False}}
+    )
+    spec = objects.one("StatefulSet")["spec"]
+    claims = {claim["metadata"]["name"]: claim["spec"] for claim in spec["volumeClaimTemplates"]}
+    assert claims.keys() == {"cache", "batches"}
+    assert claims["batches"]["resources"] == {"requests": {"storage": "9Gi"}}
+    assert spec["persistentVolumeClaimRetentionPolicy"]["whenScaled"] == "Retain"
+    (container,) = spec["template"]["spec"]["containers"]
+    place = objects.mounts["batches"]["mountPath"]
+    assert f"--batch-dir={place}/batches" in container["args"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +228,71 @@ def test_pods_run_as_the_images_are_made_to(helm: Helm, kind: str) -> None:
     assert 'ENTRYPOINT ["tini", "--", "shoal"]' in image
 
 
+def test_a_capability_can_be_added(helm: Helm) -> None:
+    wanted = {"drop": ["ALL"], "add": ["SYS_PTRACE"]}
+    container = container_with(helm, securityContext={"capabilities": wanted})
+    assert container["securityContext"]["capabilities"] == wanted
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_what_is_extra_is_taken_as_it_is(helm: Helm) -> None:
+    objects = helm.render(EVERYTHING)
+    assert objects.pod["spec"]["initContainers"] == EVERYTHING["initContainers"]
+    assert objects.volumes["extra"] == EVERYTHING["extraVolumes"][0]
+    assert objects.mounts["extra"] == EVERYTHING["extraVolumeMounts"][0]
+
+
+def test_extra_objects_may_have_templates(helm: Helm) -> None:
+    plain = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "plain"}}
+    text = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: '{{ .Release.Name }}-templated'}\n"
+    objects = helm.render({"extraObjects": [plain, text]})
+    assert objects.one("ConfigMap", "plain") == plain
+    assert objects.one("ConfigMap", "demo-templated")
+
+
 # --- keys ---
+
+
+def made_keys(objects: Objects) -> dict[str, list[dict[str, str]]]:
+    """Return the keys that the chart made, by their file."""
+    data = objects.one("Secret", f"{NAME}-made-keys")["data"]
+    return {file: json.loads(b64decode(text)) for file, text in data.items()}
+
+
+def test_keys_are_made_unless_the_api_is_to_be_open(helm: Helm) -> None:
+    objects = helm.render()
+    one, two = made_keys(objects), made_keys(helm.render())
+    assert {file: [key["name"] for key in keys] for file, keys in one.items()} == {
+        "api-keys.json": ["default"],
+        "admin-keys.json": ["operator"],
+    }
+    texts = [key["key"] for made in (one, two) for keys in made.values() for key in keys]
+    assert len(set(texts)) == 4
+    assert min(map(len, texts)) >= 32
+    assert "--api-key-file=/etc/shoal/keys/api-keys.json" in objects.args
+    assert "--admin-key-file=/etc/shoal/keys/admin-keys.json" in objects.args
+    assert f"get secret {NAME}-made-keys" in objects.notes
+    for text in texts:
+        assert text not in objects.notes
+
+
+def test_an_open_api_has_no_keys_and_says_so(helm: Helm) -> None:
+    objects = helm.render({"auth": {"open": True}})
+    assert objects.of("Secret") == []
+    assert not any("key-file" in arg for arg in objects.args)
+    assert "The API is open" in objects.notes
+    assert "The API is open" not in helm.render().notes
+
+
+def test_keys_of_the_operator_are_used_with_made_ones(helm: Helm) -> None:
+    objects = helm.render({"auth": {"adminKeys": [KEY]}})
+    assert made_keys(objects)["admin-keys.json"] == [KEY]
+
+
+def test_keys_that_leave_the_values_are_not_found_again(helm: Helm) -> None:
+    """At an upgrade made keys are read from the cluster, by a name that given ones never have."""
+    given = helm.render({"auth": {"apiKeys": [KEY]}}).one("Secret")["metadata"]["name"]
+    assert given != helm.render().one("Secret")["metadata"]["name"]
 
 
 def test_keys_are_a_file_that_the_server_reads(helm: Helm, tmp_path: Path) -> None:
@@ -222,6 +325,7 @@ def test_an_existing_secret_is_used_as_it_is(helm: Helm) -> None:
     ("values", "port"),
     [
         ({}, "8001"),
+        ({"auth": {"open": True}}, "8001"),
         ({"auth": {"apiKeys": [KEY]}}, "off"),
         ({"auth": {"apiKeys": [KEY], "adminKeys": [KEY]}}, "8001"),
         ({"auth": {"existingSecret": {"name": "keys"}}}, "off"),
@@ -245,17 +349,26 @@ def test_the_admin_port_is_offered_to_no_one(helm: Helm) -> None:
 # --- network ---
 
 
-def test_only_the_api_may_be_reached_and_only_what_is_needed_left(helm: Helm) -> None:
+def test_two_ports_may_be_reached_and_only_what_is_needed_left(helm: Helm) -> None:
     policy = helm.render().one("NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
-    assert policy["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]}]
+    assert policy["ingress"] == [
+        {"ports": [{"port": name, "protocol": "TCP"}]} for name in ("http", "metrics")
+    ]
     ports = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
     assert ports == {53, 443}
 
 
 def test_networks_can_be_closed_further(helm: Helm) -> None:
-    policy = helm.render(EVERYTHING).one("NetworkPolicy")["spec"]
-    assert policy["ingress"][0]["from"] == EVERYTHING["networkPolicy"]["from"]
+    objects = helm.render(EVERYTHING)
+    policy = objects.one("NetworkPolicy")["spec"]
+    api, metrics = policy["ingress"]
+    *peers, tested = api["from"]
+    assert peers == EVERYTHING["networkPolicy"]["from"]
+    assert metrics["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
+    assert [rule["ports"][0]["port"] for rule in (api, metrics)] == ["http", "metrics"]
+    labels = objects.one("Pod")["metadata"]["labels"]
+    assert tested["podSelector"]["matchLabels"].items() <= labels.items()
     ports = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
     assert ports == {53, 4317}
 
@@ -263,9 +376,42 @@ def test_networks_can_be_closed_further(helm: Helm) -> None:
 def test_clients_have_one_address_and_routers_one_for_each_node(helm: Helm) -> None:
     objects = helm.render({"service": {"port": 80}})
     clients, nodes = (objects.one("Service", name) for name in (NAME, f"{NAME}-nodes"))
+    assert [port["name"] for port in nodes["spec"]["ports"]] == ["http", "metrics"]
     assert clients["spec"]["ports"][0]["port"] == 80
     assert nodes["spec"]["clusterIP"] == "None"
     assert objects.one("StatefulSet")["spec"]["serviceName"] == f"{NAME}-nodes"
+
+
+def test_hosts_and_gateways_lead_to_the_service_of_clients(helm: Helm) -> None:
+    objects = helm.render(EVERYTHING)
+    service = objects.one("Service", NAME)["spec"]["ports"][0]
+    ingress = objects.one("Ingress")["spec"]
+    assert [rule["host"] for rule in ingress["rules"]] == EVERYTHING["ingress"]["hosts"]
+    for rule in ingress["rules"]:
+        (path,) = rule["http"]["paths"]
+        assert path["path"] == "/v1"  # and not /metrics, which is open
+        assert path["backend"]["service"] == {"name": NAME, "port": {"name": service["name"]}}
+    assert ingress["tls"] == EVERYTHING["ingress"]["tls"]
+    route = objects.one("HTTPRoute")["spec"]
+    assert route["parentRefs"] == EVERYTHING["httpRoute"]["parentRefs"]
+    (rule,) = route["rules"]
+    assert rule["backendRefs"] == [{"name": NAME, "port": service["port"]}]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+    assert rule["timeouts"] == {"request": "600s"}
+    opened = helm.render({"ingress": {"enabled": True, "hosts": ["a"], "paths": ["/v1", "/ready"]}})
+    (rule,) = opened.one("Ingress")["spec"]["rules"]
+    assert [path["path"] for path in rule["http"]["paths"]] == ["/v1", "/ready"]
+
+
+def test_helms_test_is_no_node(helm: Helm) -> None:
+    objects = helm.render({"service": {"port": 80}})
+    test = objects.one("Pod")
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    for service in objects.of("Service"):
+        assert not service["spec"]["selector"].items() <= test["metadata"]["labels"].items()
+    (container,) = test["spec"]["containers"]
+    assert container["image"] == objects.container["image"]
+    assert container["args"] == [f"http://{NAME}:80", "/etc/shoal/keys/api-keys.json"]
 
 
 # --- monitoring ---
@@ -274,6 +420,8 @@ def test_clients_have_one_address_and_routers_one_for_each_node(helm: Helm) -> N
 def test_nothing_needs_a_custom_resource_unless_asked_for(helm: Helm) -> None:
     assert {one["kind"] for one in helm.render().all} == {
         "StatefulSet",
+        "Secret",
+        "Pod",
         "Service",
         "ServiceAccount",
         "PodDisruptionBudget",
@@ -306,20 +454,24 @@ def test_prometheus_calls_jobs_and_nodes_as_rules_and_dashboards_do(helm: Helm) 
         {"targetLabel": "instance", "sourceLabels": ["__meta_kubernetes_pod_name"]},
     ]
     assert endpoint["path"] == "/metrics"
+
+
+def test_prometheus_reads_a_port_that_needs_no_key(helm: Helm) -> None:
+    objects = helm.render(EVERYTHING)
+    assert {"--metrics=key", "--metrics-port=9191"} <= set(objects.args)
+    ports = {port["name"]: port["containerPort"] for port in objects.container["ports"]}
+    assert ports == {"http": 8000, "metrics": 9191}
+    nodes = objects.one("Service", f"{NAME}-nodes")["spec"]["ports"]
+    (port,) = (port for port in nodes if port["name"] == "metrics")
+    assert (port["port"], port["targetPort"]) == (9191, "metrics")
+    (endpoint,) = objects.one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["port"] == "metrics"
     assert "authorization" not in endpoint
 
 
-def test_prometheus_has_a_key_where_metrics_need_one(helm: Helm) -> None:
-    objects = helm.render(EVERYTHING)
-    assert "--metrics=key" in objects.args
-    (endpoint,) = objects.one("ServiceMonitor")["spec"]["endpoints"]
-    credentials = {"name": "scrape", "key": "key"}
-    assert endpoint["authorization"] == {"type": "Bearer", "credentials": credentials}
-
-
-def test_metrics_can_be_for_no_one(helm: Helm) -> None:
+def test_metrics_on_the_api_s_port_can_be_for_no_one(helm: Helm) -> None:
     assert "--metrics=open" in helm.render().args
-    assert "--metrics=off" in helm.render(MATRIX["no metrics"]).args
+    assert "--metrics=off" in helm.render(MATRIX["no metrics on the API's port"]).args
 
 
 # --- scaling ---
@@ -390,25 +542,19 @@ WRONG = [
     ({"model": {"weights": {"from": "hostPath"}}}, "model.weights.hostPath: name the"),
     ({"cache": {"from": "claim"}}, "cache.claim: name the"),
     ({"cache": {"from": "hostPath"}}, "cache.hostPath: name the"),
+    ({"auth": {"open": True, "apiKeys": [KEY]}}, "auth.open: there are API keys"),
+    ({"auth": {"open": True, "existingSecret": {"name": "keys"}}}, "auth.open: there are API"),
+    (
+        {"auth": {"existingSecret": {"name": "keys", "apiKeys": ""}}},
+        "auth.existingSecret.apiKeys: name the key",
+    ),
+    ({"ingress": {"enabled": True}}, "ingress.hosts: name the host"),
+    ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs: name the gateway"),
     (
         {"auth": {"existingSecret": {"name": "keys"}, "apiKeys": [KEY]}},
         "auth: give either existingSecret or keys",
     ),
-    (
-        {"metrics": {"access": "none", "serviceMonitor": {"enabled": True}}},
-        "metrics.access is none: a ServiceMonitor",
-    ),
-    (
-        {"metrics": {"access": "none"}, "autoscaling": {"by": "hpa"}},
-        "metrics.access is none: an autoscaler",
-    ),
-    (
-        {
-            "auth": {"apiKeys": [KEY]},
-            "metrics": {"access": "key", "serviceMonitor": {"enabled": True}},
-        },
-        "metrics.access is key: name the Secret",
-    ),
+    ({"metrics": {"port": 8000}}, "/metrics/port"),
     (
         {"autoscaling": {"by": "hpa", "minReplicas": 5}},
         "autoscaling.minReplicas is 5: maxReplicas is only 4",

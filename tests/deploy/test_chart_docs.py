@@ -33,6 +33,15 @@ def is_value(path: str) -> bool:
     return True
 
 
+def test_the_example_is_values_of_the_chart(helm: Helm) -> None:
+    values = yaml.safe_load((DOCS.parent / "examples" / "kubernetes" / "values.yaml").read_text())
+    made = helm.render(values, name="shoal")
+    assert made.one("StatefulSet")["spec"]["replicas"] == 2
+    assert {"--target=-10:300:20", "--target=0:2000:60"} <= set(made.args)
+    assert "adaptive" in " ".join(made.args)
+    assert list(helm.lint(values)) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_examples_are_values_of_the_chart(helm: Helm, page: Path) -> None:
     ours = [block for block in blocks(page) if not set(block) & FOREIGN]

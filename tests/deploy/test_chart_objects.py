@@ -111,9 +111,11 @@ def test_objects_carry_the_labels_that_tools_know(objects: Objects) -> None:
 
 
 def selectors(value: object) -> Iterator[Mapping[str, str]]:
-    """Yield everything that selects pods, anywhere in an object."""
+    """Yield everything that selects pods, anywhere in an object but for peers in a network."""
     if isinstance(value, dict):
         for key, inner in value.items():
+            if key == "from":
+                continue
             if key in ("selector", "labelSelector", "podSelector") and inner:
                 yield inner.get("matchLabels", inner)
             else:
@@ -127,7 +129,7 @@ def test_whatever_selects_pods_selects_these(objects: Objects) -> None:
     labels = objects.pod["metadata"]["labels"]
     kinds = ("StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "InferencePool")
     for one in [one for kind in kinds for one in objects.of(kind)]:
-        for wanted in [w for w in selectors(one["spec"]) if "team" not in w]:
+        for wanted in selectors(one["spec"]):
             assert wanted.items() <= labels.items(), one["kind"]
 
 
@@ -137,7 +139,9 @@ def test_a_service_monitor_selects_one_service(helm: Helm) -> None:
     wanted = monitor["selector"]["matchLabels"].items()
     (service,) = [s for s in objects.of("Service") if wanted <= s["metadata"]["labels"].items()]
     assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["ports"][0]["name"] == monitor["endpoints"][0]["port"]
+    ports = {port["name"]: port for port in service["spec"]["ports"]}
+    target = ports[monitor["endpoints"][0]["port"]]["targetPort"]
+    assert target in [port["name"] for port in objects.container["ports"]]
     assert monitor["namespaceSelector"] == {"matchNames": [NAMESPACE]}
 
 

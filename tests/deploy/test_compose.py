@@ -191,7 +191,8 @@ def test_prometheus_watches_the_node_by_the_tested_rules() -> None:
     assert job["job_name"] == "shoal"
     host, port = job["static_configs"][0]["targets"][0].split(":")
     assert host in SERVICES
-    assert port == read_dockerfile("cpu").image.environment["PORT"]
+    words = shlex.split(SERVICES["shoal"]["command"])
+    assert port == words[words.index("--metrics-port") + 1]
 
 
 def test_prometheus_accepts_its_configuration() -> None:

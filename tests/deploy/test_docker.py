@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -54,7 +55,8 @@ def test_both_images_have_one_base_and_it_is_pinned() -> None:
     files = [read_dockerfile(kind) for kind in KINDS]
     (base,) = {file.arguments["PYTHON_IMAGE"] for file in files}
     assert is_pinned(base)
-    assert {stage.base for file in files for stage in file.stages} == {"${PYTHON_IMAGE}"}
+    names = {stage.name for file in files for stage in file.stages}
+    assert {stage.base for file in files for stage in file.stages} - names == {"${PYTHON_IMAGE}"}
     assert base.partition("@")[0] in README
 
 
@@ -117,12 +119,60 @@ def test_the_locks_have_the_engine_that_the_project_declares() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_python_packages_come_from_the_locks_alone(kind: str) -> None:
-    build = read_dockerfile(kind).stages[0]
-    installs = re.findall(r"pip install (.*?)(?:&&|$)", "\n".join(build.all("RUN")), re.MULTILINE)
-    *locked, project = installs
+    file = read_dockerfile(kind)
+    *locked, project = (
+        install
+        for stage in file.stages
+        for install in re.findall(
+            r"pip install (.*?)(?:&&|$)", "\n".join(stage.all("RUN")), re.MULTILINE
+        )
+    )
     assert [re.findall(r"-r /src/(\S+)", line) for line in locked] == [[n] for n in LOCKS[kind]]
     assert all("--no-deps --require-hashes" in line for line in locked)
-    assert "--no-deps --no-build-isolation /src" in project
+    assert "--no-deps --no-build-isolation --prefix /opt/own /src" in project
+
+
+# --- layers ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_release_changes_no_layer_but_its_own(kind: str) -> None:
+    """Who has the last release's image pulls Shoal's own files again, and no library."""
+    file = read_dockerfile(kind)
+    copied = file.stage("locked").all("COPY")
+    assert copied == [f"{' '.join(LOCKS[kind])} /src/requirements/"]
+    assert file.stage("own").base == "locked"
+    steps = [step for step in file.image.steps if step[0] in ("RUN", "COPY", "ARG", "LABEL")]
+    assert [name for name, _ in steps] == ["RUN", "COPY", "COPY", "ARG", "ARG", "LABEL"]
+    assert [rest for name, rest in steps if name == "COPY"] == [
+        "--from=locked /opt/shoal /opt/shoal",
+        "--from=own /opt/own /opt/shoal",
+    ]
+
+
+def test_the_own_layer_has_the_command_and_no_library(tmp_path: Path) -> None:
+    """What ``--prefix`` makes fits onto the environment: its Python runs the command."""
+    locked, own = tmp_path / "locked", tmp_path / "own"
+    venv.create(locked, with_pip=False, symlinks=True)
+    source = tmp_path / "source"
+    (source / "shoal").mkdir(parents=True)
+    (source / "shoal" / "__init__.py").write_text("def main():\n    print('it runs')\n")
+    (source / "pyproject.toml").write_text(
+        '[project]\nname = "shoal"\nversion = "1"\nscripts = {shoal = "shoal:main"}\n'
+    )
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, "."], cwd=source, check=True, capture_output=True)
+    (wheel,) = source.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", str(locked / "bin" / "python"), "install"]
+    options = ["--quiet", "--no-index", "--no-deps", "--prefix", str(own)]
+    subprocess.run([*pip, *options, str(wheel)], check=True)
+    assert {path.name for path in own.glob("lib/python*/site-packages/*")} == {
+        "shoal",
+        "shoal-1.dist-info",
+    }
+    shutil.copytree(own, locked, dirs_exist_ok=True)
+    shown = subprocess.check_output([locked / "bin" / "shoal"], env={}, text=True)
+    assert shown == "it runs\n"
 
 
 # --- what the build needs is there ---
@@ -139,8 +189,13 @@ def ignored(path: str) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_copied_exists_and_reaches_the_build(kind: str) -> None:
-    build = read_dockerfile(kind).stages[0]
-    sources = [source for rest in build.all("COPY") for source in rest.split()[:-1]]
+    file = read_dockerfile(kind)
+    sources = [
+        source
+        for stage in (file.stage("locked"), file.stage("own"))
+        for rest in stage.all("COPY")
+        for source in rest.split()[:-1]
+    ]
     for source in sources:
         assert (ROOT / source).exists(), source
         assert not ignored(source.partition("/")[0]), source

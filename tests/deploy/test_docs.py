@@ -19,10 +19,11 @@ PAGES = sorted(
 )
 OTHERS = frozenset(
     {
-        *("--build-arg", "--shm-size"),  # Docker
+        *("--build-arg", "--cache-from", "--shm-size"),  # Docker
         *("--cascade", "--set"),  # kubectl, Helm
         "--max-instance-failover-reroute-attempts",  # production-stack
         "--without",  # shoal.grafana.verify
+        "--cap-add",  # Docker
     }
 )
 """Options of other programs that the pages name by themselves."""
@@ -89,8 +90,9 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_commands_have_the_options_they_are_given(page: str) -> None:
     for command, arguments in commands((ROOT / page).read_text()):
         named = set(_OPTION.findall(arguments))
-        # These two hand what they do not know on to `shoal serve`.
-        known = options(command) | (options("serve") if command.startswith("bench") else set())
+        # These hand what they do not know on to `shoal serve`.
+        hands_on = command.startswith(("bench", "run-batch"))
+        known = options(command) | (options("serve") if hands_on else set())
         assert named <= known, f"shoal {command}: {named - known}"
 
 
@@ -119,9 +121,10 @@ def test_what_is_wrong_is_seen() -> None:
     assert anchors(ROOT / "docs" / "alerts.md") >= {"shoaldown", "alerts"}
 
 
-def test_the_readme_leads_from_nothing_to_kubernetes() -> None:
+def test_a_page_leads_from_nothing_to_kubernetes() -> None:
     """Every value that it sets is one of the chart, and the image is the one that it builds."""
-    (block,) = (b for b in blocks((ROOT / "README.md").read_text()) if "helm install" in b)
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    (block,) = (b for b in blocks(page) if "helm install" in b)
     lines = [line.strip() for line in block.splitlines()]
     build, push, install = (
         next(shlex.split(line) for line in lines if line.startswith(verb))

@@ -13,8 +13,9 @@ from shoal.grafana.generate_dashboards import Page, pages, render
 from tests.grafana.scraper import RULES
 
 DOCS = Path(__file__).parents[2] / "docs"
-GLANCE_ROWS = 12
-"""Grid rows of the first screen's health, layout and reasons; a screen has about twenty."""
+GLANCE_ROWS = 15
+"""Grid rows of the first screen's figures, layout and reasons; a screen has about twenty."""
+GREY = "#808080"
 
 PAGES = pages()
 NAMES = [page.name for page in PAGES]
@@ -67,18 +68,55 @@ def test_panels_do_not_overlap_and_have_numbers_of_their_own(page: Page) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_first_screen_answers_health_layout_and_reason(page: Page) -> None:
+def test_the_first_screen_tells_whether_users_suffer_and_then_why(page: Page) -> None:
     first = [p["title"] for p in charts(load(page)) if p["gridPos"]["y"] < GLANCE_ROWS]
     assert first == [
-        "Node",
-        "Alerts",
-        "Engines that do not serve",
-        "Units now",
-        "Failed in the last 5 minutes",
-        "SLO burn, last hour",
+        *("Node", "p99 TTFT (target 2.5 s)", "p99 TPOT (target 0.1 s)", "Requests waiting"),
+        *("Oldest wait", "KV cache in use", "Output tokens per second", "Failed, last 5 minutes"),
+        *("Alerts", "SLO burn, last hour", "Engines that do not serve", "Units now"),
         "Layout of each engine",
         "Why it switched (number of switches in the time shown)",
     ]
+
+
+def test_the_targets_shown_are_those_of_the_objectives() -> None:
+    """The limit of a figure and its title are the bound that the recording rules count by."""
+    rules = (RULES / "recording.yml").read_text()
+    shown = {panel["title"]: panel for panel in charts(load(PAGES[0]))}
+    for name, metric in (("TTFT", "time_to_first_token"), ("TPOT", "time_per_output_token")):
+        (bound,) = set(re.findall(rf'{metric}_seconds_bucket{{[^}}]*le="([\d.]+)"', rules))
+        steps = shown[f"p99 {name} (target {bound} s)"]["fieldConfig"]["defaults"]["thresholds"]
+        assert steps["steps"][-1] == {"color": "red", "value": float(bound)}
+        within = shown["Goodput: requests per second within each target"]["targets"]
+        assert any(
+            f"{metric}_seconds_bucket" in t["expr"] and f'le="{bound}"' in t["expr"] for t in within
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_figure_without_a_value_is_grey(page: Page) -> None:
+    """Grafana gives a missing value the colour of the lowest threshold."""
+    figures = [panel for panel in charts(load(page)) if panel["type"] == "stat"]
+    assert figures
+    for panel in figures:
+        defaults = panel["fieldConfig"]["defaults"]
+        lowest, *others = defaults["thresholds"]["steps"]
+        assert lowest == {"color": GREY, "value": None}, panel["title"]
+        assert others[0]["value"] == 0, panel["title"]
+        assert defaults["noValue"] == "no data"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_counts_are_whole_numbers(page: Page) -> None:
+    counts = [p for p in charts(load(page)) if any("increase(" in t["expr"] for t in p["targets"])]
+    assert counts
+    for panel in counts:
+        defaults = panel["fieldConfig"]["defaults"]
+        if defaults["unit"] != "percentunit":
+            assert (defaults["unit"], defaults["decimals"]) == ("none", 0), panel["title"]
+        for target in panel["targets"]:
+            bare = re.sub(r"round\(sum(?: by \([^)]*\))? \(increase\(", "", target["expr"])
+            assert "increase(" not in bare, target["expr"]
 
 
 def test_every_metric_of_ours_is_documented_and_shown() -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import httpx
 import pytest
+from matplotlib.colors import to_rgba
 
 from shoal.grafana.api import Prometheus, PrometheusError
 from shoal.grafana.boards import FOLDER, Window, read_boards
 from shoal.grafana.draw import draw
+from shoal.grafana.panels import MISSING
 
 BOARDS = read_boards(FOLDER)
 TARGETS = [target for board in BOARDS for panel in board.panels for target in panel.targets]
@@ -22,7 +24,7 @@ def answering(has_data: bool) -> httpx.Client:
     def answer(request: httpx.Request) -> httpx.Response:
         points = [[1000.0 + 10 * k, "1"] for k in range(7)]
         values = {"values": points} if "range" in request.url.path else {"value": points[-1]}
-        series = [{"metric": dict.fromkeys(LABELS, "x"), **values}]
+        series = [{"metric": dict.fromkeys(LABELS, "x") | {"le": "0.5"}, **values}]
         result: dict[str, Any] = {"resultType": "vector", "result": series if has_data else []}
         return httpx.Response(200, json={"status": "success", "data": result})
 
@@ -37,6 +39,9 @@ def test_panels_without_data_say_so(board: Any, has_data: bool) -> None:
     assert [axes.get_title("left") for axes in picture.axes] == [p.title for p in board.panels]
     empty = [a for a in picture.axes if any(t.get_text() == "no data" for t in a.texts)]
     assert len(empty) == (0 if has_data else len(board.panels))
+    figures = [a for a, p in zip(picture.axes, board.panels, strict=True) if p.kind == "stat"]
+    grey = [axes for axes in figures if axes.get_facecolor() == to_rgba(MISSING)]
+    assert len(grey) == (0 if has_data else len(figures))
 
 
 def test_queries_have_no_variables_left() -> None:

@@ -21,6 +21,7 @@ ALERTS: Mapping[str, dict[str, Any]] = {
     rule["alert"]: rule
     for group in yaml.safe_load((RULES / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
+    if "alert" in rule
 }
 
 
@@ -77,7 +78,8 @@ CASES = (
         "a:8000 spends its budget of success 20 times too fast",
         {
             'shoal_requests_total{outcome="finished"}': "0+98x20",
-            'shoal_requests_total{outcome="pool_full"}': "0+2x20",
+            'shoal_requests_total{outcome="poisoned"}': "0+1x20",
+            'shoal_requests_total{outcome="pool_full"}': "0+1x20",
             'shoal_requests_total{outcome="aborted"}': "0+900x20",
         },
         objective="success",
@@ -142,7 +144,10 @@ CASES = (
         "ShoalRequestsLost",
         10,
         "a:8000 lost 3 requests in ten minutes",
-        {'shoal_requests_total{outcome="lost"}': "0+0x4 3+0x9"},
+        {
+            'shoal_requests_total{outcome="lost"}': "0+0x4 2+0x9",
+            'shoal_requests_total{outcome="poisoned"}': "0+0x4 1+0x9",
+        },
     ),
     quiet("ShoalRequestsLost", 12, {'shoal_requests_total{outcome="lost"}': "3+0x20"}),
     fires(

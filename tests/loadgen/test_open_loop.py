@@ -7,12 +7,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from shoal.loadgen.client import Client, Settings
+from shoal.loadgen.client import Client, Endpoint, Settings
 from shoal.loadgen.exchange import Outcome
 from shoal.loadgen.open_loop import Replay, Run
 from shoal.loadgen.prompts import Prompts
 from shoal.loadgen.validity import judge
-from shoal.loadgen.workload import Arrival, Workload
+from shoal.loadgen.workload import Arrival, Message, Workload, chat_of
 from tests.loadgen.stand_in import Clock, StandIn, events, stand_in, stream, token
 
 WORKLOAD = Workload("w", tuple(Arrival(float(k), 4, 2) for k in range(5)))
@@ -183,7 +183,6 @@ async def test_the_layout_is_seen_over_time(server: StandIn) -> None:
     server.answer = answer
     run = await Running(server, Clock()).end()
     assert [units for _, units in run.log.layouts] == [[[0], [1]], [[0, 1]]]
-    assert [width for _, width in run.log.widths()] == [1.0, 2.0]
     switching = run.log.switching()
     assert switching is not None
     # What was before the run is not the run's.
@@ -206,4 +205,84 @@ def switch(epoch: int, outcome: str = "done") -> dict[str, object]:
 async def test_other_servers_have_no_layout(server: StandIn) -> None:
     run = await Running(server, Clock()).end()
     assert run.log.switching() is None
-    assert run.log.widths() == []
+    assert run.log.layouts == []
+
+
+# --- closed loop, chats ---
+
+
+async def replay(
+    server: StandIn, workload: Workload, clock: Clock, concurrency: int | None = None
+) -> Run:
+    client = Client(Settings(server.url), clock.now)
+    async with client:
+        made = Replay(client, Prompts(range(9), 0), workload, clock, concurrency=concurrency)
+        return await made.run()
+
+
+async def test_a_closed_loop_has_as_many_requests_as_users(server: StandIn) -> None:
+    """Two of five are there at once: a third is sent only when one of them has its answer."""
+    pairs, most, here = asyncio.Barrier(2), 0, 0
+
+    async def wait_for_the_other(request: web.Request) -> web.StreamResponse:
+        nonlocal most, here
+        here += 1
+        most = max(most, here)
+        await pairs.wait()
+        here -= 1
+        return await stream(request, *events(4, 2))
+
+    server.answer = wait_for_the_other
+    four = Workload("w", WORKLOAD.arrivals[:4])
+    run = await replay(server, four, Clock(), concurrency=2)
+    assert (most, run.outcomes(), run.unsent) == (2, {"ok": 4}, 0)
+    # Nobody waits for the times of an open loop, and nobody is late.
+    assert {exchange.sent for exchange in run.exchanges} == {0.0}
+    assert {exchange.lag for exchange in run.exchanges} == {0.0}
+
+
+async def test_a_turn_is_sent_some_time_after_the_answer_before(server: StandIn) -> None:
+    clock = Clock()
+
+    async def answer_after_ten_seconds(request: web.Request) -> web.StreamResponse:
+        clock.time += 10.0
+        return await stream(request, *events(4, 2))
+
+    server.answer = answer_after_ten_seconds
+    chat = chat_of([Arrival(1.0, 4, 2), Arrival(3.0, 6, 2), Arrival(0.5, 8, 2)])
+    run = await replay(server, Workload("w", (chat,)), clock)
+    assert [exchange.sent for exchange in run.exchanges] == [1.0, 14.0, 24.5]
+    assert [exchange.lag for exchange in run.exchanges] == [0.0] * 3
+    assert [len(body["prompt"]) for body, _ in server.requests] == [4, 6, 8]
+
+
+async def test_a_chat_ends_with_a_turn_that_fails(server: StandIn) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=503)
+
+    server.answer = refuse
+    chat = chat_of([Arrival(0.0, 4, 2), Arrival(0.0, 6, 2)])
+    run = await replay(server, Workload("w", (chat, Arrival(1.0, 4, 2))), Clock())
+    assert (run.planned, len(run.exchanges), run.unsent) == (3, 2, 1)
+
+
+async def test_what_is_to_be_sent_may_be_given(server: StandIn) -> None:
+    said = (Message("system", "Be short."), Message("user", "Hello"))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await stream(request, *events(7, 2))
+
+    server.answer = answer
+    clock = Clock()
+    client = Client(Settings(server.url, endpoint=Endpoint.CHAT), clock.now)
+    async with client:
+        workload = Workload("w", (Arrival(0.0, 0, 2, content=said),))
+        run = await Replay(client, Prompts(range(9), 0), workload, clock).run()
+    ((body, _),) = server.requests
+    assert body["messages"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hello"},
+    ]
+    (exchange,) = run.exchanges
+    assert exchange.arrival.content is None, "results do not repeat the dataset"
+    assert (exchange.counted_prompt, list(exchange.flaws())) == (7, [])

@@ -97,7 +97,13 @@ def test_another_file_is_named(tmp_path: Path, content: str, message: str) -> No
 
 
 def test_notes_say_what_is_wrong_with_tokens() -> None:
-    assert result().notes() == ["1 requests had another prompt length than asked for"]
+    one = result()
+    assert one.notes() == [
+        "1 requests had another prompt length than asked for",
+        "1 turns of chats were not sent, as one before failed",
+    ]
+    one.run.planned = len(one.run.exchanges)
+    assert len(one.notes()) == 1
 
 
 class Page(HTMLParser):

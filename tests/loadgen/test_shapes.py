@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from shoal.loadgen.shapes import DEFAULT_REQUESTS, SHAPES, URGENT, Lengths, make_up
-from shoal.loadgen.workload import Phase
+from shoal.loadgen.workload import Block, Phase
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,3 +75,26 @@ def test_a_ramp_goes_from_one_rate_to_the_other_and_stays() -> None:
     # The mean rates of these windows, and four standard deviations.
     for count, rate in zip(counts, (2.9, 19.1, 20.0), strict=True):
         assert abs(count - 20 * rate) < 4 * (20 * rate) ** 0.5
+
+
+def test_chats_repeat_what_was_said_and_share_their_beginning() -> None:
+    lengths = Lengths((10, 20), (3, 4))
+    one = make_up("chats", 1, requests=20, lengths=lengths, turns=(2, 3), shared_tokens=50)
+    assert len(one.arrivals) == 20
+    for chat in one.arrivals:
+        turns = list(chat.turns())
+        assert 2 <= len(turns) <= 3
+        for turn in turns:
+            assert turn.prompt_tokens == sum(block.tokens for block in turn.prefix)
+            assert turn.prefix[0] == Block("system", 50)
+        for before, after in itertools.pairwise(turns):
+            assert after.prefix[: len(before.prefix)] == before.prefix
+            grown = after.prompt_tokens - before.prompt_tokens
+            assert before.output_tokens + 10 <= grown <= before.output_tokens + 20
+    own = [block.id for chat in one.arrivals for block in list(chat.turns())[-1].prefix[1:]]
+    assert len(own) == len(set(own))
+    first, twice = (list(w.arrivals[0].turns()) for w in (one, one.resized(2.0)))
+    assert [t.prompt_tokens for t in twice] == [2 * t.prompt_tokens for t in first]
+    short = one.fitting(90)
+    assert 0 < short.requests < one.requests
+    assert all(t.prompt_tokens + t.output_tokens <= 90 for a in short.arrivals for t in a.turns())

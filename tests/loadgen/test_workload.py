@@ -31,6 +31,8 @@ def test_a_workload_can_be_cut() -> None:
     assert len(workload.first(requests=2).arrivals) == 2
     assert [a.at for a in workload.first(seconds=2.0).arrivals] == [0.0, 1.0]
     assert [a.prompt_tokens for a in workload.fitting(20).arrivals] == [1, 11]
+    assert workload.after(0.0) == workload
+    assert [(a.at, a.prompt_tokens) for a in workload.after(2.5).arrivals] == [(0.5, 31), (1.5, 41)]
 
 
 def test_priorities_come_in_their_shares() -> None:

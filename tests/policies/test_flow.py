@@ -12,7 +12,7 @@ from shoal.policies.flow import (
     SIZES,
     Added,
     Moment,
-    Pace,
+    UnitPace,
     Work,
     flow,
     pace_of,
@@ -24,20 +24,20 @@ from tests.policies.snapshots import MODEL
 
 STEP, PROMPT = 0.01, 0.1
 """Seconds of a step without prompts, whatever the batch, and seconds that a prompt adds."""
-STEADY = Pace(
+STEADY = UnitPace(
     (STEP,) * len(SIZES), *[Added(0.0, 0.0, PROMPT / 1000)] * 2, above=math.inf, seats=math.inf
 )
 IDLE = Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, prompt=1000.0, output=100.0)
 
 
-def moments(pace: Pace = STEADY, stall: float = 0.0, **changes: float) -> list[Moment]:
+def moments(pace: UnitPace = STEADY, stall: float = 0.0, **changes: float) -> list[Moment]:
     """``rate`` is also the rate of the past, if that is not said."""
     rate = changes.get("rate", 0.0)
     work = replace(IDLE, **{"recent": rate, "usual": rate, **changes})
     return list(flow(pace, work, [*NEAR, *FAR], stall=stall))
 
 
-def spent(pace: Pace = STEADY, stall: float = 0.0, **changes: float) -> float:
+def spent(pace: UnitPace = STEADY, stall: float = 0.0, **changes: float) -> float:
     return sum(moment.seconds for moment in moments(pace, stall, **changes))
 
 

@@ -101,6 +101,21 @@ def test_a_prompt_in_flight_is_waited_for() -> None:
     assert Forecast(busy, MODEL).stall(TP) > Forecast(seen, MODEL).stall(TP) + 0.2
 
 
+def test_the_last_of_several_steps_in_flight_is_waited_for() -> None:
+    """Of one step half is left in the mean, and of the longest of four steps four fifths."""
+
+    def stall(stepping: int, prefill: int) -> float:
+        units = (
+            replace(unit, requests=unit.requests if k < stepping else 0, prefill_tokens=prefill)
+            for k, unit in enumerate(seen.units)
+        )
+        return Forecast(replace(seen, units=tuple(units)), MODEL).whole_stop(DP)
+
+    seen = node(PAIRS, {0: 8})
+    longer = {stepping: stall(stepping, 8000) - stall(stepping, 4000) for stepping in (1, 4)}
+    assert longer[4] / longer[1] == pytest.approx(1.6, rel=0.1)
+
+
 def test_units_that_stay_are_not_stopped() -> None:
     seen = node(MIXED, {0: 4})
     halves: Partition = (tp(0, 1, 2, 3), tp(4, 5, 6, 7))

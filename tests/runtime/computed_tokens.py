@@ -18,8 +18,8 @@ class ComputedTokens:
         self._times: defaultdict[str, Counter[int]] = defaultdict(Counter)
         schedule = FakeScheduler.schedule
 
-        def watched(scheduler: FakeScheduler) -> tuple[Batch, bool]:
-            batch, preempted = schedule(scheduler)
+        def watched(scheduler: FakeScheduler, *ahead: float) -> tuple[Batch, bool]:
+            batch, preempted = schedule(scheduler, *ahead)
             for request, share in batch:
                 self._times[request.id].update(range(request.computed, request.computed + share))
             return batch, preempted

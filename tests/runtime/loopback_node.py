@@ -96,6 +96,7 @@ class LoopbackNode:
     Args:
         engines: number of engines.
         seed: order of arrivals and turns; None delivers at once and in order.
+        clock: the node's; None: one that moves only when it is told to.
         limits: further fields of ``NodeConfig``.
     """
 
@@ -108,10 +109,11 @@ class LoopbackNode:
         policy: str = "manual",
         settings: FakeSettings = SMALL,
         faults: dict[int, Faults] | None = None,
+        clock: ManualClock | None = None,
         **limits: Any,
     ) -> None:
         self.rng = random.Random(seed)
-        self.clock = ManualClock(1000.0)
+        self.clock = clock or ManualClock(1000.0)
         self.config = NodeConfig(
             engines=engines,
             max_group=max_group or engines,
@@ -362,7 +364,8 @@ class LoopbackNode:
         timeout: float = 60.0,
     ) -> int:
         wanted = [list(unit.engines if isinstance(unit, Unit) else unit) for unit in units]
-        return self.call(m.SetLayout, wanted, treatment, timeout)
+        layouts = [unit.name if isinstance(unit, Unit) else "" for unit in units]
+        return self.call(m.SetLayout, wanted, treatment, timeout, None, layouts)
 
     def reply(self, call: int) -> m.FromController | None:
         replies = self.network.control_replies.get("front-0", [])

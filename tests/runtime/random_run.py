@@ -9,7 +9,7 @@ import pytest
 from shoal.policies import registry
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded, with_singles
-from shoal.policies.values.layouts import Unit, tensor_parallel
+from shoal.policies.values.layouts import Unit, layouts_up_to, unit_of
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, TreatmentName
 from shoal.policies.values.snapshot import Snapshot
@@ -33,12 +33,16 @@ KINDS: list[dict[str, int]] = [{}, {}, {"logprobs": 2}, {"prompt_logprobs": 1}]
 """What requests ask for beside tokens."""
 
 
-def random_partition(rng: random.Random, engines: int, max_group: int) -> Partition:
+def random_partition(
+    rng: random.Random, engines: int, max_group: int, max_pp: int = 1
+) -> Partition:
     """Draw an aligned partition: each aligned run is taken whole or split in halves."""
 
     def split(first: int, size: int) -> list[Unit]:
         if size == 1 or (size <= max_group and rng.random() < 0.4):
-            return [tensor_parallel(range(first, first + size))]
+            layouts = [of for of in layouts_up_to(size, max_pp) if of.world_size == size]
+            layout = layouts[0] if len(layouts) == 1 else rng.choice(layouts)
+            return [unit_of(first, layout)]
         return split(first, size // 2) + split(first + size // 2, size // 2)
 
     return tuple(split(0, engines))
@@ -117,7 +121,9 @@ class RandomRun:
             self.shifts += 1
             self.changes += 1
         elif self._switch is None and not self._decided:
-            units = random_partition(rng, node.config.engines, node.config.max_group)
+            units = random_partition(
+                rng, node.config.engines, node.config.max_group, node.config.max_pp
+            )
             treatment = rng.choice(self._treatments)
             self._switch = node.set_layout(*units, treatment=treatment, timeout=0.2)
         for _ in range(rng.randrange(12)):

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from shoal.loadgen.bench import dummy_model
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime import layout_configs as module
 from shoal.runtime.config import LayoutConfigs, NodeConfig
@@ -65,6 +67,48 @@ def test_engines_add_what_is_said_and_nothing_else(layout: Layout) -> None:
     ours, made_of = engine_config(node, layout, UnitExecutor), take(configs, layout)
     for path, _, _ in differences(facts_of(ours), facts_of(made_of)):
         assert any(f"{path}.".startswith(f"{name}.") for name in ENGINES_ADD), path
+
+
+@pytest.mark.parametrize(
+    ("expert", "block", "by_expert"),
+    [
+        (768, None, ()),
+        (768, 128, (4, 8)),
+        (1408, 128, (2, 4, 8)),
+        (14336, 128, ()),
+        (130, None, (4, 8)),
+    ],
+)
+def test_members_have_whole_experts_where_a_share_would_be_no_view(
+    expert: int, block: int | None, by_expert: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As of Qwen3-30B-A3B with FP8 in blocks: half an expert is three blocks, a quarter is not."""
+    shape = dummy_model.read_shape("qwen3-30b-a3b")
+    dummy_model.write_model(tmp_path, shape | {"moe_intermediate_size": expert})
+    args = prepare(AsyncEngineArgs(model=str(tmp_path)), api_servers=1)
+    dp = dp_config(args)
+    dp.quant_config = None if block is None else SimpleNamespace(weight_block_size=[block, block])
+    configs = layout_configs(args, dp, layouts_up_to(8))
+    found = tuple(
+        layout.tp
+        for layout in layouts_up_to(8)
+        if pickle.loads(configs.pickled[layout]).parallel_config.enable_expert_parallel
+    )
+    assert found == by_expert
+
+
+@pytest.mark.parametrize(("use_mla", "tokens"), [(True, [16, 16, 16]), (False, [16, 32, 64])])
+def test_a_block_of_latents_has_as_many_tokens_in_every_layout(
+    use_mla: bool, tokens: list[int]
+) -> None:
+    """Every member has whole latents, however many KV heads the configuration names."""
+    sizes = {"get_total_num_hidden_layers": lambda: 27, "get_total_num_kv_heads": lambda: 16}
+    model = SimpleNamespace(use_mla=use_mla, **sizes)
+    config: Any = SimpleNamespace(
+        model_config=model, cache_config=SimpleNamespace(block_size=tokens[0])
+    )
+    found = module.geometry_of(config)
+    assert [found.block(layout).tokens for layout in layouts_up_to(4)] == tokens
 
 
 def test_what_the_user_adds_to_the_configuration_stays() -> None:

@@ -12,7 +12,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
 from tests.policies.snapshots import MODEL, TARGETS
 from tests.runtime.loopback_node import LoopbackNode
-from tests.units import tp
+from tests.units import pp, tp
 
 TIMED = FakeSettings(
     step_seconds=0.02, num_blocks=40, block_tokens=4, max_num_seqs=12, max_model_len=400
@@ -128,3 +128,24 @@ def test_a_switch_under_load_holds_up_nobody() -> None:
     finish(node)
     assert node.value("shoal_carried_requests_total", outcome="carried") >= 4
     assert node.value("shoal_requests_total", outcome="finished") == len(node.prompts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_takes_over_a_node_of_pipelines(policy: str) -> None:
+    """Those that decide the layout leave the pipelines, and carry what runs there; others stay."""
+    node = LoopbackNode(4, max_pp=4, cost_model=MODEL, targets=TARGETS)
+    node.settle()
+    node.switch(pp(0, 1), pp(2, 3))
+    for k in range(8):
+        node.send(f"r{k}", 10, 30)
+    node.turns(6)
+    node.call(m.SetPolicy, policy)
+    for k in range(8, 20):
+        node.send(f"r{k}", 10, 20)
+    node.run_for(25.0)
+    assert node.missing == []
+    node.assert_exact()
+    assert node.value("shoal_policy_errors_total") == 0
+    stays = not POLICIES[policy].decides_layout
+    assert (node.controller.books.units.partition == (pp(0, 1), pp(2, 3))) == stays
+    assert node.audit() == []

@@ -29,15 +29,20 @@ class DeadlyRun(RandomRun):
         if self._late and rng.random() < 0.2:
             node.deliver(self._late)
             self._late = []
-        if rng.random() < 0.03 and len(node.hung) < MOST_HUNG:
+        if rng.random() < 0.03 and len(node.hung) < MOST_HUNG and self.may_end():
             node.hung.add(rng.randrange(ENGINES))
         if node.hung and rng.random() < 0.1:
             node.hung.pop()
-        if rng.random() < 0.01 and len(node.agents) > LEAST_ALIVE:
+        if rng.random() < 0.01 and self.may_end():
             self.kill(rng.choice(sorted(node.agents)))
         if rng.random() < 0.02:
             node.clock.advance(1.5)  # a few of these are a time-out
         self.bury()
+
+    def may_end(self) -> bool:
+        """Return whether some engines live when one more ends: it takes its whole group along."""
+        node = self.node
+        return len(node.agents) - node.config.max_group * len(node.hung) > LEAST_ALIVE
 
     def kill(self, engine: int) -> None:
         """End an engine in the middle of what it does."""

@@ -33,17 +33,18 @@ def live(run: RandomRun, operations: int, changes: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "max_sp", "changes", "ahead"),
+    ("seed", "max_pp", "max_sp", "changes", "ahead"),
     [
-        (0, 1, 0, NEVER),
-        (1, 1, 0, ALWAYS),
-        (2, 1, 0, SOMETIMES),
-        (3, 2, 0, SOMETIMES),
-        (4, 4, CHANGES, ALWAYS),
+        (0, 1, 1, 0, NEVER),
+        (1, 1, 1, 0, ALWAYS),
+        (2, 1, 1, 0, SOMETIMES),
+        (3, 4, 2, 0, SOMETIMES),
+        (4, 1, 4, CHANGES, ALWAYS),
     ],
 )
-def test_random_life(seed: int, max_sp: int, changes: int, ahead: int) -> None:
-    run = RandomRun(LoopbackNode(4, seed=seed, max_sp=max_sp, precopy_tokens=ahead))
+def test_random_life(seed: int, max_pp: int, max_sp: int, changes: int, ahead: int) -> None:
+    limits = {"max_pp": max_pp, "max_sp": max_sp, "precopy_tokens": ahead}
+    run = RandomRun(LoopbackNode(4, seed=seed, **limits))
     live(run, OPERATIONS, changes)
     run.finish()
     node = run.node

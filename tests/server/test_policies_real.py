@@ -33,9 +33,9 @@ SETTINGS = FlyingSettings()
 SEATS = 16
 """Requests that run at once on a unit."""
 STEADY = 2
-"""Streams that never stop: few enough that the node is quiet."""
+"""Long streams: few enough that the node would be quiet with them alone."""
 BURST = int(SETTINGS.tp_below * ENGINES)
-"""Streams that come on top of them: more than a group has seats for, too many for a quiet node."""
+"""Short streams beside them: more than a group has seats for, too many for a quiet node."""
 assert BURST > SEATS
 SALTS = itertools.count()
 """Requests of different salts have nothing of each other's in the prefix cache."""
@@ -196,12 +196,11 @@ async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) 
     switches = len((await client.get("/admin/layout"))["switches"])
     before = await client.computed()
 
-    async with client.load(STEADY_JOBS):
-        async with client.load(BURST_JOBS):
-            await client.until(DP)
-            assert await client.check(URGENT_JOB) == "tp2"
-        await client.until(TP)
-    # As long as the burst is not forgotten, a stream that begins again may look like load.
+    async with client.load([*STEADY_JOBS, *BURST_JOBS]):
+        await client.until(DP)
+        assert await client.check(URGENT_JOB) == "tp2"
+    # Nothing runs now. Whether two streams that begin again and again are load for a group depends
+    # on how fast this machine computes in TP, and so does which layout is right for them.
     await client.until(TP)
 
     assert client.wrong == []
@@ -218,8 +217,15 @@ async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) 
     urgent = next(switch for switch in seen if switch["preempt"] == "hard")
     assert sorted(unit.size for unit in partitions(urgent)[1]) == [1, 1, 2]
     assert urgent["requests"]["paused"] > 0
-    fall = next(switch for switch in seen if partitions(switch)[1] == TP)
-    assert fall["requests"]["carried"] > 0
+    assert partitions(seen[-1])[1] == TP
+
+
+async def test_metrics_say_how_engines_exchange_in_sp(client: Client) -> None:
+    families = text_string_to_metric_families((await client.http.get("/metrics")).text)
+    (found,) = (family for family in families if family.name == "shoal_sp_exchange")
+    counts = {(s.labels["layout"], s.labels["by"]): s.value for s in found.samples}
+    none = dict.fromkeys((("tp2", "peer"), ("tp4", "peer")), 0)  # on CPUs
+    assert counts == none | {("tp2", "collective"): ENGINES, ("tp4", "collective"): ENGINES}
 
 
 def partitions(switch: dict[str, Any]) -> tuple[Partition, Partition]:
@@ -282,7 +288,8 @@ async def test_adaptive_decides_for_groups_that_shift(client: Client) -> None:
     await client.use("adaptive")
     async with client.load(BURST_JOBS[:2]):
         layouts = [await client.check(LONG_JOB) for _ in range(3)]
-    assert set(layouts) <= {"dp", "tp2", "tp4"}
+    # A request that a switch takes along before its first token names both of its units.
+    assert {name for names in layouts for name in names.split(";")} <= {"dp", "tp2", "tp4"}
     policy = await client.get("/admin/policy")
     assert policy["errors"] == 0
     assert "tp4 sp prefill" in policy["step_errors"]

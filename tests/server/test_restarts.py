@@ -67,7 +67,7 @@ def test_a_killed_engine_comes_back(cache: Path) -> None:
         while not (view := layout(http))["unavailable"]:
             pass  # bounded by the test's time limit
         assert view["unavailable"] == [
-            {"engines": [0, 1], "reason": "engines [1] are restarting"},
+            {"engines": [0, 1], "layout": "tp2", "reason": "engines [1] are restarting"},
         ]
         ready = http.get("/ready")
         assert ready.status_code == 200

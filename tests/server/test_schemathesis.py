@@ -125,6 +125,7 @@ def narrowed(document: dict[str, Any]) -> dict[str, Any]:
             fields.pop("thinking")  # this model cannot
         if name == "LayoutRequest":
             fields["units"]["enum"] = [[[0], [1]], [[0, 1]]]
+            fields["layouts"] = {"type": "null"}
     return document
 
 

@@ -20,6 +20,7 @@ from tests.server.node import ServedNode, key_file, served_node
 
 MODEL = "shoal-demo"
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 KEYS: list[str | dict[str, Any]] = [
     "tenant",
     {"key": "slow", "name": "slow", "requests_per_minute": 1},
@@ -58,6 +59,14 @@ ADMIN_ROUTES = {
     ("POST", "/admin/resume"),
     ("POST", "/admin/shift"),
 }
+PAGE_ROUTES = {
+    ("GET", "/"),
+    ("GET", "/page.css"),
+    ("GET", "/page.js"),
+    ("GET", "/admin/events"),
+    ("POST", "/admin/chat/completions"),
+}
+"""The live page's, which are in no OpenAPI document."""
 ELSEWHERE = (
     *("/server_info", "/tokenizer_info", "/docs", "/redoc", "/kv_event_sources"),
     *("/openapi.json", "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
@@ -71,7 +80,7 @@ ELSEWHERE = (
     *("/v1/audio/translations", "/v1/realtime", "/v1/messages/batches"),
     *("/v1/completions/render", "/v1/chat/completions/render"),
     *("/cohere/v2/chat", "/v1/files", "/v1/batches", "/v1/models/..", "/admin", "/"),
-    *(path for _, path in sorted(ADMIN_ROUTES)),
+    *(path for _, path in sorted(ADMIN_ROUTES | PAGE_ROUTES)),
 )
 """What vLLM and its peers offer besides, and what is on another port."""
 
@@ -93,6 +102,7 @@ def node(folder: Path) -> Iterator[ServedNode]:
     with served_node(
         folder,
         *("--config", str(config), "--metrics", "open", "--max-body-bytes", "20000"),
+        *("--metrics-port", "0"),
         fresh=True,
         VLLM_SERVER_DEV_MODE="1",
     ) as served:
@@ -134,7 +144,7 @@ def routes_of(app: Any) -> set[tuple[str, str]]:
 
 def test_no_route_is_there_that_was_not_chosen(backstage: Backstage) -> None:
     assert routes_of(build_app(backstage, AppOptions())) == ROUTES
-    assert routes_of(build_admin_app(backstage, Access())) == ADMIN_ROUTES
+    assert routes_of(build_admin_app(backstage, Access())) == ADMIN_ROUTES | PAGE_ROUTES
     off = AppOptions(access=Access(metrics=MetricsAccess.OFF))
     assert routes_of(build_app(backstage, off)) == ROUTES - {("GET", "/metrics")}
     more = AppOptions(tokenizer_info=True)
@@ -144,7 +154,7 @@ def test_no_route_is_there_that_was_not_chosen(backstage: Backstage) -> None:
 @pytest.fixture
 def backstage() -> Backstage:
     parts: dict[str, Any] = dict.fromkeys(
-        ("control", "placements", "door", "is_alive", "registered", "rejected")
+        ("control", "placements", "door", "is_alive", "registered", "rejected", "feed")
     )
     return Backstage(**parts, vllm_routers=VLLM_ROUTERS)
 
@@ -181,10 +191,48 @@ def test_health_readiness_and_open_metrics_need_none(node: ServedNode) -> None:
         assert httpx.get(f"{node.url}{path}", timeout=60).status_code == 200
 
 
+def metrics_url(node: ServedNode) -> str:
+    (line,) = (line for line in node.lines if "  metrics on " in line)
+    return line.split()[-1]
+
+
+def test_the_metrics_have_a_port_that_has_nothing_else(node: ServedNode) -> None:
+    url = metrics_url(node)
+    page = httpx.get(url, timeout=60)
+    assert page.status_code == 200
+    assert "shoal_ready 1.0" in page.text
+    assert 'shoal_requests_total{outcome="finished"}' in page.text
+    for path in ("/", "/health", "/v1/models", "/admin/layout"):
+        assert error_of(httpx.get(httpx.URL(url).join(path), timeout=60))["code"] == 404
+    posted = httpx.post(url, json={}, timeout=60)
+    assert error_of(posted)["code"] == 405
+    long = httpx.get(url, params={"x": "y" * 20000}, timeout=60)
+    assert long.status_code == 414
+
+
 def test_keys_of_one_port_are_none_of_the_other(admin: httpx.Client) -> None:
     assert admin.get("/admin/layout").status_code == 401
     assert admin.get("/admin/layout", headers=bearer("tenant")).status_code == 401
     assert admin.get("/admin/layout", headers=bearer("operator")).status_code == 200
+
+
+def test_the_live_page_needs_no_key_but_all_that_it_asks_for_does(admin: httpx.Client) -> None:
+    for path in ("/", "/page.js", "/page.css"):
+        assert admin.get(path).status_code == 200
+    assert 'data-needs-key="true"' in admin.get("/").text
+    assert admin.get("/admin/events").status_code == 401
+    chat = {**CHAT, "stream": True}
+    assert admin.post("/admin/chat/completions", json=chat).status_code == 401
+    tenant = admin.post("/admin/chat/completions", json=chat, headers=bearer("tenant"))
+    assert tenant.status_code == 401
+
+
+def test_the_operator_s_key_asks_the_model_through_the_admin_port(admin: httpx.Client) -> None:
+    answer = admin.post("/admin/chat/completions", json=CHAT, headers=bearer("operator"))
+    assert answer.status_code == 200
+    assert answer.headers["x-shoal-unit"] in ("0", "1")
+    wrong = {**bearer("operator"), "X-Vllm-Priority": "first"}
+    assert admin.post("/admin/chat/completions", json=CHAT, headers=wrong).status_code == 400
 
 
 def test_a_page_in_a_browser_cannot_act_as_an_operator(admin: httpx.Client) -> None:
@@ -253,7 +301,8 @@ def test_a_refusal_of_vllm_s_is_told_before_a_stream_begins(http: httpx.Client) 
 def test_all_that_listens_is_on_this_machine(node: ServedNode) -> None:
     assert len(list(tree(node.process.pid))) > 4
     ports = {address.rpartition(":")[2] for address in listeners(node.process.pid)}
-    assert ports == {url.rpartition(":")[2] for url in (node.url, node.admin_url)}
+    metrics = str(httpx.URL(metrics_url(node)).port)
+    assert ports == {metrics, *(url.rpartition(":")[2] for url in (node.url, node.admin_url))}
     assert reachable(node.process.pid) == {}
 
 

@@ -30,6 +30,8 @@ OF_A_NODE: Mapping[str, str] = {
     "cache_config.kv_cache_memory_bytes": "is not a share of all memory on CPUs: engines share it",
     "shutdown_timeout": "is long enough for requests to end, where stock's cuts them off",
     "scheduler_config.policy": "has to be priority, for requests to have one",
+    "lora_config.max_loras": "leaves a slot empty on CPUs, which vLLM's operators there need",
+    "lora_config.max_cpu_loras": "follows from that, and is enough for all adapters",
 }
 """Fields of ``VllmConfig`` in which a node's may differ from stock's, and why."""
 
@@ -148,14 +150,14 @@ OF_THE_SERVER: Mapping[str, str] = {
 OF_THE_ENGINE: Mapping[str, str] = {
     **OF_THE_SERVER,
     "block_size": OF_A_NODE["cache_config.block_size"],
+    "max_loras": OF_A_NODE["lora_config.max_loras"],
     "_api_process_count": "is 1, as without front ends of its own in stock",
 }
 """The same of ``AsyncEngineArgs``."""
 
 UNTRIED: Mapping[str, str] = {
     "tool_server": "connects to the servers that it names",
-    "enable_return_routed_experts": "needs vLLM's V2 model runner, which needs Triton",
-    "return_sampling_mask": "the same",
+    "return_sampling_mask": "needs vLLM's V2 model runner, which needs Triton",
     "enable_trace_replay": "the same",
     "watermark_config": "the same",
     "use_replayssm": "needs a model with state-space layers, which is refused",
@@ -199,7 +201,10 @@ VALUES: Mapping[str, Sequence[str]] = {
     "kernel_config": ["--kernel-config", '{"enable_flashinfer_autotune": false}'],
     "kv_cache_metrics_sample": ["--kv-cache-metrics-sample", "0.5"],
     "logging_config": ["--logging-config", '{"log_level": "INFO"}'],
-    "lora_modules": ["--lora-modules", "name=path"],
+    "lora_modules": ["--enable-lora", "--lora-modules", "name=path"],
+    "max_cpu_loras": ["--enable-lora", "--max-cpu-loras", "7"],
+    "max_loras": ["--enable-lora", "--max-loras", "7"],
+    "max_lora_rank": ["--enable-lora", "--max-lora-rank", "32"],
     "max_model_len": ["--max-model-len", "128"],
     "max_num_batched_tokens": ["--max-num-batched-tokens", "512"],
     "max_num_seqs": ["--max-num-seqs", "7"],

@@ -42,6 +42,43 @@ def refused(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
+# --- what is no valid value ---
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_tokens": "ten"}, "max_tokens: Input should be a valid integer, unable to parse"),
+        ({"prompt": 3}, "prompt: Input should be a valid list, or input should be a valid string"),
+        ({"stop": 5}, "stop: Input should be a valid string, or input should be a valid list"),
+        ({"prompt": [-1]}, "prompt[0]: Input should be greater than or equal to 0"),
+        # vLLM's own validators, and what it checks later
+        ({"stream_options": {"include_usage": True}}, "Stream options can only be defined when"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1"),
+    ],
+)
+def test_a_wrong_value_is_told_on_one_line(
+    http: httpx.Client, body: dict[str, Any], message: str
+) -> None:
+    error = refused(http.post("/v1/completions", json={"model": MODEL, "prompt": "x", **body}))
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert error["param"] == next(iter(body)) + "[0]" * ("[0]" in message)
+
+
+def test_a_wrong_message_is_told_without_the_names_of_types(http: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": 4}]}
+    error = refused(http.post("/v1/chat/completions", json=body))
+    assert error["message"].startswith("messages[0].content: Input should be a valid string")
+    assert "Param" not in error["message"]
+
+
+def test_a_body_of_another_type_is_refused_by_its_header(http: httpx.Client) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    error = refused(http.post("/v1/completions", content=b'{"prompt": "x"}', headers=form))
+    assert error["message"] == "the header Content-Type must be application/json"
+
+
 # --- batches ---
 
 

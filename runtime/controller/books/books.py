@@ -1,9 +1,8 @@
 """All books of one controller, for its parts that need what it knows."""
 
 from dataclasses import dataclass
-from functools import partial
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.carry_book import CarryBook
 from shoal.runtime.controller.books.engine_book import EngineBook
 from shoal.runtime.controller.books.environment import Environment
@@ -42,8 +41,8 @@ def open_books(env: Environment) -> Books:
     engines = EngineBook(config.engines, returns=config.restart_limit > 0)
     units = UnitBook(config.engines)
     leases = Leases(engines, units, env.transport)
-    prefixes = PrefixBook(partial(_tokens_of, engines, leases))
-    return Books(
+    prefixes = PrefixBook(lambda unit: _tokens_of(books, unit))
+    books = Books(
         engines,
         units,
         RequestBook(units, TaskPool(config.aging_seconds), prefixes),
@@ -52,14 +51,22 @@ def open_books(env: Environment) -> Books:
         leases,
         Statistics(config.layouts),
     )
+    return books
 
 
-def _tokens_of(engines: EngineBook, leases: Leases, unit: Unit) -> int:
-    """Return how many tokens the blocks hold that a unit has now; 0 if an engine of it is gone."""
+def _tokens_of(books: Books, unit: Unit) -> int:
+    """Return how many tokens the blocks hold that a unit has, or gets before it evicts anything.
+
+    A bound group is lent all blocks that its members have free. It is 0 if an engine is gone.
+    """
+    engines, leases = books.engines, books.leases
     if engines.gone.intersection(unit.engines):
         return 0
     if unit.is_group:
         blocks = leases.opened.get(unit, 0)
     else:
         blocks = engines.num_blocks(unit.leader) - sum(leases.lent_by(unit.leader).values())
-    return blocks * engines.limits(unit).block_tokens
+    if unit in books.units.bound:
+        loads = [books.requests.core(alone(engine)).load for engine in unit.engines]
+        blocks += min(0 if load is None else load.free_blocks for load in loads)
+    return engines.limits(unit).tokens(blocks)

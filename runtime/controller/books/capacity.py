@@ -1,7 +1,7 @@
 """How much every unit can take now: the snapshot from which policies decide."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from shoal.policies.values.snapshot import (
     UnitState,
     requests_on,
 )
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import BACKGROUND_PRIORITY, NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
@@ -29,6 +29,8 @@ POOL_HEAD = 256
 """Most requests of the pool that a policy sees. No node starts so many in one turn."""
 LOOKED_UP = 64
 """Most requests of the pool whose prefixes are looked up at once: each takes some microseconds."""
+BACKGROUND_LOOKED_UP = 8
+"""The same of background requests, which wait even while units have seats."""
 LEASE_BLOCKS = 64
 """Smallest number of blocks that each member of a new group is asked for."""
 
@@ -71,6 +73,7 @@ class Capacity:
         pending: Partition | None,
         since_switch: float = math.inf,
         sp_above: tuple[tuple[Layout, int], ...] = (),
+        arrived: tuple[PoolRequest, ...] = (),
     ) -> Snapshot:
         """Return what a policy may know.
 
@@ -82,12 +85,14 @@ class Capacity:
             pending: the target of the running switch.
             since_switch: seconds since the last switch ended.
             sp_above: see ``Snapshot``.
+            arrived: see ``Snapshot``.
         """
         self._prefixes.fit()
         engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
         demand.see(now, requests_on(len(self._pool), units), most_urgent(pool, units))
         return Snapshot(
             now=now,
+            arrived=arrived,
             engines=self._config.engines,
             max_group=self._config.max_group,
             dead=engines.gone | engines.in_state(EngineState.SILENT) | engines.drained,
@@ -104,6 +109,7 @@ class Capacity:
             usual_rate=demand.usual_rate(now),
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
+            outputs=self._lengths.outputs,
             prompt_rate=demand.prompt_rate(now),
             hit_share=self._prefixes.hit_share,
             smoothed_requests=demand.smoothed_requests,
@@ -122,6 +128,9 @@ class Capacity:
         seats = min(LOOKED_UP, sum(unit.free_slots for unit in units if unit.serving))
         if not (seats and pool and self._config.place_by_prefix):
             return pool
+        if self._pool.background:
+            urgent = sum(one.priority < BACKGROUND_PRIORITY for one in pool)
+            seats = min(seats, urgent + BACKGROUND_LOOKED_UP)
         serving = [unit.unit for unit in units if unit.serving]
         return (*(self._one_with_cached(one, serving) for one in pool[:seats]), *pool[seats:])
 
@@ -161,6 +170,20 @@ class Capacity:
                     seconds = news.seconds / news.steps
                     self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
         self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
+
+    def observe_copy(self, source: Unit, copied: m.Imported) -> None:
+        """Learn how fast KV goes through the host, which nobody knows before.
+
+        How fast GPUs read each other is known, and copies by both ways say little of either.
+        """
+        if self.cost_model is not None and copied.host_bytes * 2 > copied.bytes:
+            links = min(source.size, copied.unit.size)
+            self.cost_model = self.cost_model.observe_carry(copied.bytes, copied.seconds, links)
+
+    def see_outputs(self, outputs: Sequence[int]) -> None:
+        """Note the tokens of outputs that have ended."""
+        if outputs:
+            self._lengths.end(outputs)
 
     @property
     def step_errors(self) -> dict[str, float]:
@@ -215,10 +238,12 @@ class Capacity:
             waiting=len(uncounted.requests),
             context_tokens=figures.prompt_tokens,
             prefill_tokens=uncounted.prompt_tokens,
+            prompts=tuple(request.seen.prompt_tokens for request in uncounted.requests),
             by_priority=figures.by_priority,
             longest_tokens=figures.longest_tokens,
             paused=paused,
             cached_tokens=cached_tokens,
+            group_limits=limits.group_limits,
         )
 
     def _startable_blocks(self, core: CoreBook) -> int:
@@ -231,16 +256,13 @@ class Capacity:
             return self._free_blocks(core)
         if not core.requests:
             return min(self._unleased(engine, core.unit) for engine in core.unit.engines)
-        spare = min(
-            self._free_blocks(self._requests.core(alone(engine))) for engine in core.unit.engines
-        )
-        return self._free_blocks(core) + max(0, spare)
+        return self._free_blocks(core) + max(0, self._spare(core.unit.engines))
 
     def _free_blocks(self, core: CoreBook) -> int:
         if core.load is None:
             return 0
-        tokens = self._engines.limits(core.unit).block_tokens
-        return core.load.free_blocks - core.uncounted.blocks(tokens)
+        limits = self._engines.limits(core.unit)
+        return core.load.free_blocks - core.uncounted.blocks(limits)
 
     def _unleased(self, engine: int, group: Unit) -> int:
         lent = self._leases.lent_by(engine)
@@ -255,19 +277,45 @@ class Capacity:
         """
         limits = self._engines.limits(group)
         waiting = self._pool.head(limits.max_num_seqs)
-        need = sum(-(-(r.prompt_tokens + 1) // limits.block_tokens) for r in waiting)
-        need += sum(
-            -(-self._tokens_of(carry) // limits.block_tokens) + 2 * len(carry.ids) - carry.reserved
+        need = sum(limits.blocks(r.prompt_tokens + 1) for r in waiting)
+        need += self._carried_blocks(group)
+        return max(LEASE_BLOCKS, min(need, self._spare(group.engines)))
+
+    def _spare(self, engines: Iterable[int]) -> int:
+        """Return how many blocks each of these engines could lend now."""
+        return min(self._free_blocks(self._requests.core(alone(engine))) for engine in engines)
+
+    def _carried_blocks(self, unit: Unit) -> int:
+        """Return how many blocks a unit needs for the requests that are carried to it."""
+        limits = self._engines.limits(unit)
+        tokens, more = limits.block_tokens, 2 * len(limits.group_limits)
+        return sum(
+            -(-self._tokens_of(carry) // tokens) + more * len(carry.ids) - carry.reserved
             for carry in self._carries
-            if carry.destination == group
+            if carry.destination == unit
         )
-        spare = min(
-            self._free_blocks(self._requests.core(alone(engine))) for engine in group.engines
-        )
-        return max(LEASE_BLOCKS, min(need, spare))
+
+    def room_wanted(self) -> dict[Unit, int]:
+        """Return which bound groups hold blocks that requests need which are carried elsewhere.
+
+        Their members are engines of the requests' next units, and have not blocks enough.
+
+        Returns:
+            How many blocks each should give back.
+        """
+        wanted = dict[Unit, int]()
+        for unit in {carry.destination for carry in self._carries} - self._units.bound.keys():
+            for group in self._units.bound:
+                if shared := set(group.engines).intersection(unit.engines):
+                    lacking = self._carried_blocks(unit) - self._spare(shared)
+                    wanted[group] = max(lacking, wanted.get(group, 0))
+        return {group: blocks for group, blocks in wanted.items() if blocks > 0}
 
     def _tokens_of(self, carry: Carry) -> int:
-        """Return at most how many tokens' KV a carry takes along: its share of what is in use."""
+        """Return at most how many tokens' KV a carry takes along: its share of what is in use.
+
+        Tokens count once for each KV group that has them.
+        """
         source = carry.source
         core, tokens = self._requests.core(source), self._engines.limits(source).block_tokens
         if core.load is None or not core.requests:
@@ -292,8 +340,7 @@ class Capacity:
     @property
     def longest_now(self) -> int:
         """Tokens of the longest sequence that a group holds which can form now or later."""
-        idle = [self._idle(group) for group in self._lasting_groups()]
-        return max((min(i.max_model_len, i.total_blocks * i.block_tokens) for i in idle), default=0)
+        return max((self._idle(group).longest for group in self._lasting_groups()), default=0)
 
     def holds(self, request: PoolRequest, *, formed: bool = False) -> bool:
         """Return whether the request fits a group that can form now or later.
@@ -309,7 +356,8 @@ class Capacity:
         """Yield the groups that can be formed now, or when engines are back."""
         lost, refused = self._engines.lost, self._engines.refused
         for group in self._possible_groups:
-            is_formed = formed or self._forms_groups or not group.is_group
+            chosen = self._forms_groups and group.layout.pp == 1  # policies form no others
+            is_formed = formed or chosen or not group.is_group
             if is_formed and not lost.intersection(group.engines) and group not in refused:
                 yield group
 
@@ -320,7 +368,12 @@ class Capacity:
 
 def _layout_state(limits: m.LayoutLimits, blocks: int) -> LayoutState:
     return LayoutState(
-        limits.layout, limits.max_num_seqs, blocks, limits.block_tokens, limits.max_model_len
+        limits.layout,
+        limits.max_num_seqs,
+        blocks,
+        limits.block_tokens,
+        limits.max_model_len,
+        limits.group_limits,
     )
 
 

@@ -40,6 +40,8 @@ class Carry(msgspec.Struct):
     """Clock time at which the engine that is to answer is late."""
     since: float
     """Clock time at which the current stage began."""
+    reason: str
+    """Why the requests leave: one of ``statistics.DEPARTURES``."""
     stage: CarryStage = CarryStage.AHEAD
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
@@ -64,10 +66,12 @@ class CarryBook:
         """Return a carry; None if it is over."""
         return self._carries.get(number)
 
-    def begin(self, source: Unit, destination: Unit, ids: set[str], *, now: float) -> Carry:
+    def begin(
+        self, source: Unit, destination: Unit, ids: set[str], reason: str, *, now: float
+    ) -> Carry:
         """Note a carry that begins; no engine has been asked for an answer."""
         self._last += 1
-        carry = Carry(self._last, source, destination, ids, math.inf, now)
+        carry = Carry(self._last, source, destination, ids, math.inf, now, reason)
         self._carries[carry.number] = carry
         return carry
 

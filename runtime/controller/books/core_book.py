@@ -51,15 +51,16 @@ class Uncounted(msgspec.Struct, frozen=True):
     held: int
     requests: list[Request]
     prompt_tokens: int
-    _blocks: dict[int, int] = {}
+    _blocks: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def blocks(self, block_tokens: int) -> int:
-        """Return how many KV blocks of ``block_tokens`` tokens the requests' first steps take."""
-        if block_tokens not in self._blocks:
-            self._blocks[block_tokens] = sum(
-                -(-(request.seen.prompt_tokens + 1) // block_tokens) for request in self.requests
+    def blocks(self, limits: m.LayoutLimits) -> int:
+        """Return how many KV blocks the requests' first steps take in a layout."""
+        key = (limits.block_tokens, limits.group_limits)
+        if key not in self._blocks:
+            self._blocks[key] = sum(
+                limits.blocks(request.seen.prompt_tokens + 1) for request in self.requests
             )
-        return self._blocks[block_tokens]
+        return self._blocks[key]
 
 
 class CoreBook(msgspec.Struct):
@@ -76,12 +77,26 @@ class CoreBook(msgspec.Struct):
     """The core's last report."""
     begun: int = 0
     """Most requests that had begun here, in any report."""
+    steps: int = 0
+    """Steps that the unit has computed, by its last report."""
+    outputs: list[int] = []
+    """How many tokens the requests got that the last report says have ended."""
     figures: Figures = msgspec.field(default_factory=Figures)
     """Sums over ``requests``."""
     _uncounted: Uncounted | None = None
+    _first: dict[str, int] = {}
+    """The step that gave a request its first token, or would have if all were from here."""
 
-    def put(self, request: Request, *, carried: bool = False) -> None:
-        """Note a request that is sent; ``carried``: it has begun elsewhere."""
+    def put(self, request: Request, *, carried: bool = False, generated: int = 0) -> None:
+        """Note a request that is sent.
+
+        Args:
+            request: the request.
+            carried: whether it has begun elsewhere.
+            generated: tokens that it has got there.
+        """
+        if generated:
+            self._first[request.id] = self.steps + 1 - generated
         self.requests[request.id] = request
         self.sent += 1
         self.carried += carried
@@ -90,6 +105,7 @@ class CoreBook(msgspec.Struct):
     def take(self, request_id: str) -> Request:
         """Forget a request."""
         request = self.requests.pop(request_id)
+        self._first.pop(request_id, None)
         self.figures.count(request.seen, -1)
         return request
 
@@ -99,8 +115,22 @@ class CoreBook(msgspec.Struct):
 
     def report(self, load: m.Load) -> None:
         """Note the core's report."""
-        self.load = load
+        waiting, before = self.uncounted.requests, self.steps
         self.begun += self.begun_since(load)
+        self.load, self.steps = load, load.steps
+        still = {request.id for request in self.uncounted.requests} if waiting else ()
+        for request in waiting:
+            if request.id not in still:
+                self._first.setdefault(request.id, before + 1)
+        self.outputs = [self.generated(id_) for id_ in load.finished if id_ in self._first]
+
+    def generated(self, request_id: str) -> int:
+        """Return how many tokens a request has got, as far as the number of steps tells.
+
+        Every step gives each running request a token. If a prompt took several steps, these count
+        as tokens, too.
+        """
+        return self.steps + 1 - self._first.get(request_id, self.steps + 1)
 
     def begun_since(self, load: m.Load) -> int:
         """Return how many requests a report shows to have begun here since the last one.

@@ -4,6 +4,7 @@ Everything here is a function of events and of the injected clock.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
 """Time constants of the arrival rates; the longest one is for steady arrivals."""
 USUAL_SECONDS = 60.0
 """Time constant of the rate to which a burst returns."""
+OUTPUTS_KEPT = 128
+"""Latest outputs whose lengths are remembered one by one."""
 DEVIATIONS = 2.0
 """A rate may differ by so many standard deviations by chance; twice as many are not chance."""
 
@@ -45,15 +48,22 @@ class Demand:
         self._requests = 0
         self._seen_at = now
         self._urgent_at = -math.inf
+        self._arrived: list[PoolRequest] = []
 
-    def arrive(self, now: float, prompt_tokens: int) -> None:
+    def take_arrived(self) -> tuple[PoolRequest, ...]:
+        """Return the requests that have come since the last call."""
+        arrived, self._arrived = tuple(self._arrived), []
+        return arrived
+
+    def arrive(self, now: float, request: PoolRequest) -> None:
         """Count a request that arrives."""
+        self._arrived.append(request)
         self._rates = [
             rate * self._kept(now, seconds) + 1 / seconds
             for rate, seconds in zip(self._rates, RATE_SECONDS, strict=True)
         ]
         self._usual = self._usual * self._kept(now, USUAL_SECONDS) + 1 / USUAL_SECONDS
-        self._prompt_rate = self.prompt_rate(now) + prompt_tokens / SMOOTHING_SECONDS
+        self._prompt_rate = self.prompt_rate(now) + request.prompt_tokens / SMOOTHING_SECONDS
         self._rate_at = now
 
     def arrival_rate(self, now: float) -> float:
@@ -122,6 +132,9 @@ class Lengths:
         self._started = self._ended = float(LENGTHS_ASSUMED)
         self._prompt = LENGTHS_ASSUMED * PROMPT_TOKENS
         self._output = LENGTHS_ASSUMED * OUTPUT_TOKENS
+        self._outputs: deque[int] = deque(maxlen=OUTPUTS_KEPT)
+        self.outputs: tuple[int, ...] = ()
+        """Tokens of the latest outputs, ascending."""
 
     def see(self, done: Work, *, started: int, ended: int) -> None:
         """Note the work of steps.
@@ -140,6 +153,13 @@ class Lengths:
         kept = (1 - 1 / LENGTHS_KEPT) ** ended
         self._ended = kept * self._ended + ended
         self._output = kept * self._output + done.decodes
+
+    def end(self, outputs: Iterable[int]) -> None:
+        """Note the tokens of outputs that have ended."""
+        before = len(self._outputs)
+        self._outputs.extend(outputs)
+        if len(self._outputs) != before or before == OUTPUTS_KEPT:
+            self.outputs = tuple(sorted(self._outputs))
 
     @property
     def prompt(self) -> float:

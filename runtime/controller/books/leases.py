@@ -146,8 +146,15 @@ class Leases:
     # --- growth -------------------------------------------------------------------------------
 
     def need(self, wish: m.NeedBlocks) -> bool:
-        """Ask a bound group's members for blocks; return False if the wish is stale or repeated."""
+        """Ask a bound group's members for blocks; return False if the wish comes too early or late.
+
+        A leader may want blocks before all of its members have committed, or while the members
+        still answer a wish from before the bind. Such a leader is told that there are none now,
+        because one that gets no answer never asks again. A leader that has been released since
+        ignores the answer.
+        """
         if self._units.bound.get(wish.unit) != wish.epoch or self.grows(wish.unit):
+            self._transport.to_engine(wish.unit.leader, m.Grow(wish.epoch, wish.unit, {}))
             return False
         self._ask(m.Lend(wish.epoch, wish.unit, wish.blocks, wish.urgent))
         return True
@@ -172,13 +179,19 @@ class Leases:
         if growth is None or growth.epoch != answer.epoch:
             self.give_back(answer.engine, answer.unit, answer.blocks)
             return
-        growth.lent[answer.engine] = answer.blocks
+        # A member's answer to a wish that was given up may come first, if both are from before the
+        # bind; what it has lent twice goes back with what others have not lent.
+        growth.lent[answer.engine] = [*growth.lent.get(answer.engine, ()), *answer.blocks]
         if len(growth.lent) == answer.unit.size:
             del self._growths[answer.unit]
             lease = self.even_out(answer.unit, growth.lent)
             self.open(answer.unit, len(lease[answer.engine]))
             grow = m.Grow(answer.epoch, answer.unit, lease)
             self._transport.to_engine(answer.unit.leader, grow)
+
+    def shrink(self, group: Unit, blocks: int) -> None:
+        """Ask a bound group's leader for blocks that no request holds."""
+        self._transport.to_engine(group.leader, m.Shrink(self._epoch(group), group, blocks))
 
     def returning(self, message: m.Returning) -> None:
         """Hand a leader's returned blocks to the members that are alive."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from shoal.policies.values.snapshot import PoolRequest
-from shoal.runtime.config import AGING_SECONDS
+from shoal.runtime.config import AGING_SECONDS, BACKGROUND_PRIORITY
 from shoal.runtime.controller.books.request import Request
 
 _Key = tuple[float, float]
@@ -40,6 +40,10 @@ class TaskPool:
         """A heap of the deadlines. It may include those of requests that have left."""
         self._callers: Counter[str] = Counter()
         self._tokens = 0
+        self.background = 0
+        """Requests of ``BACKGROUND_PRIORITY`` that wait."""
+        self.background_tokens = 0
+        """Their prompt tokens."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -95,6 +99,9 @@ class TaskPool:
 
     def _count(self, request: Request, change: int) -> None:
         self._tokens += change * request.seen.prompt_tokens
+        if request.seen.priority >= BACKGROUND_PRIORITY:
+            self.background += change
+            self.background_tokens += change * request.seen.prompt_tokens
         if request.terms.caller is not None:
             self._callers[request.terms.caller] += change
 

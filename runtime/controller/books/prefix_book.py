@@ -60,8 +60,9 @@ class PrefixBook:
     """What every unit is believed to have cached.
 
     Args:
-        capacity: returns how many tokens the blocks hold that a unit has now; 0 if it is gone.
-            Blocks that an engine lends, or that a group returns, cache nothing any more.
+        capacity: returns how many tokens the blocks hold that a unit has now, or that it gets
+            before it evicts anything; 0 if it is gone. Blocks that an engine lends, or that a group
+            returns, cache nothing any more.
     """
 
     def __init__(self, capacity: Callable[[Unit], int]) -> None:
@@ -113,7 +114,7 @@ class PrefixBook:
             self._units.setdefault(unit, UnitPrefixes()).put(prompt)
 
     def fit(self) -> None:
-        """Forget what units cannot have kept in the blocks that they have now."""
+        """Forget what units cannot have kept."""
         for unit, known in self._units.items():
             if known.tokens:
                 known.fit(self._capacity(unit))

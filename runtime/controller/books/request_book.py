@@ -69,8 +69,10 @@ class RequestBook:
 
     def carry(self, request: Request, unit: Unit) -> None:
         """Note that a request, which was on another unit, is being carried to this one."""
+        before = self._where.get(request.id)
+        generated = 0 if before is None else self._cores[before].generated(request.id)
         self.remove(request.id)
-        self.core(unit).put(request, carried=True)
+        self.core(unit).put(request, carried=True, generated=generated)
         self._where[request.id] = unit
         self._prefixes.use(request.prompt, unit)
 

@@ -20,6 +20,10 @@ MANUAL = "manual"
 """Reason of a switch that the admin API asked for."""
 DRAIN = "drain"
 """Reason of a switch that releases groups of drained engines."""
+SWITCH, PAUSE, BALANCE = "switch", "pause", "balance"
+DEPARTURES = (SWITCH, DRAIN, PAUSE, BALANCE)
+"""Why requests are to leave their unit with their KV: the unit is regrouped; its engines are
+drained; it has paused them for too long; or another one has less to do."""
 OTHER = "other"
 """Reason, in metrics, of a switch whose policy named no known reason."""
 REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, DRAIN, OTHER)
@@ -33,6 +37,8 @@ where it was; or an engine died before it was settled."""
 CARRY_PHASES = ("precopy", "export", "import", "copy")
 """From ``Pin`` to ``Settle``; from ``Export`` to its answer; from ``Import`` to its last answer;
 one copy of the members."""
+CARRY_PATHS = ("peer", "host")
+"""How KV went: from an engine's memory to the reader's, or through memory of the host."""
 PRECOPY_OUTCOMES = ("copied", "nothing", "stopped")
 """How a pre-copy ended: the KV was copied; there was nothing to copy or no room; or it failed, was
 late or was given up."""
@@ -143,23 +149,40 @@ class CarryStatistics:
             "Requests that were to go to another unit with their KV, by what became of that.",
             {"outcome": CARRY_OUTCOMES},
         )
+        self.departures = Counter(
+            "shoal_departures_total",
+            "Requests that were asked to leave their unit with their KV, by the reason.",
+            {"reason": DEPARTURES},
+        )
         self.fallbacks = Counter(
             "shoal_carry_fallbacks_total",
             "Requests whose KV the other unit computed again, by the reason.",
             {"reason": Fallback},
         )
-        self.bytes = Counter("shoal_carried_bytes_total", "Bytes of KV that were carried.")
+        self.bytes = Counter(
+            "shoal_carried_bytes_total", "Bytes of KV that were carried.", {"path": CARRY_PATHS}
+        )
         self.precopies = Counter(
             "shoal_precopies_total",
             "Carries whose KV was to be copied ahead, by what became of that.",
             {"outcome": PRECOPY_OUTCOMES},
         )
         self.precopied_bytes = Counter(
-            "shoal_precopied_bytes_total", "Bytes of KV that were copied ahead of carries."
+            "shoal_precopied_bytes_total",
+            "Bytes of KV that were copied ahead of carries.",
+            {"path": CARRY_PATHS},
         )
         self.seconds = Histogram(
             "shoal_carry_seconds", "Phases of carries.", PHASE_BOUNDS, {"phase": CARRY_PHASES}
         )
+
+    def carried(self, total: int, through_host: int) -> None:
+        """Count bytes that were read while requests stood still."""
+        _add_by_path(self.bytes, total, through_host)
+
+    def precopied(self, total: int, through_host: int) -> None:
+        """Count bytes that were copied ahead."""
+        _add_by_path(self.precopied_bytes, total, through_host)
 
     def families(self) -> list[Family]:
         """Return all metrics of carries as they are now."""
@@ -253,6 +276,11 @@ class Statistics:
         groups = (self.switches, self.carries)
         own = [metric.family() for metric in vars(self).values() if metric not in groups]
         return self.switches.families() + self.carries.families() + own
+
+
+def _add_by_path(counter: Counter, total: int, through_host: int) -> None:
+    counter.add("peer", amount=total - through_host)
+    counter.add("host", amount=through_host)
 
 
 def _reason(reason: str) -> str:

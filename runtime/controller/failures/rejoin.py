@@ -105,6 +105,7 @@ class Rejoin:
         self._formation: Formation | None = None
         self._generations: Counter[Unit] = Counter()
         self._failures: dict[Unit, Failures] = {}
+        self._looked_at = env.clock()
 
     # --- engines ------------------------------------------------------------------------------
 
@@ -153,6 +154,7 @@ class Rejoin:
         Args:
             may_begin: whether engines may serve again, and groups begin to form.
         """
+        self._looked_at = self._clock()
         self._watch()
         if not may_begin:
             return
@@ -188,7 +190,7 @@ class Rejoin:
         if self._formation is not None:
             return self._formation.deadline
         due = [self._failures[g].retry_at for g in self._broken() if g in self._failures]
-        return min((at for at in due if at > self._clock()), default=None)
+        return min((at for at in due if at > self._looked_at), default=None)
 
     def unavailable(self) -> dict[Unit, str]:
         """Return the groups that cannot be bound now, and why."""

@@ -1,5 +1,6 @@
 """The node's metrics that are read from the controller's books on each request for metrics."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import EngineState
-from shoal.runtime.protocol.messages import Load, Mode, Work
+from shoal.runtime.protocol.messages import Load, Mode, SpExchange, Work
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
     EngineGauges,
@@ -65,12 +66,24 @@ class Gauges:
         layouts = [group.name for group in self.books.units.partition]
         units = {(layout.name,): layouts.count(layout.name) for layout in self.config.layouts}
         yield gauge("shoal_units", "Units by layout.", ("layout",), units)
+        yield self._sp_exchanges()
         missing = [group.name for group in self.unavailable]
         yield gauge(
             "shoal_groups_unavailable",
             "Groups that cannot be formed because engines died.",
             ("layout",),
             {(name,): missing.count(name) for (name,) in units if name != DP.name},
+        )
+
+    def _sp_exchanges(self) -> Family:
+        started = [engine.ready.startup for engine in self.books.engines if engine.ready]
+        said = Counter(item for startup in started for item in startup.sp_exchanges.items())
+        groups = [layout.name for layout in self.config.layouts if layout != DP]
+        return gauge(
+            "shoal_sp_exchange",
+            "Engines by how they exchange in SP, in groups of this layout.",
+            ("layout", "by"),
+            {(name, by.value): said[name, by] for name in groups for by in SpExchange},
         )
 
     # --- engines ------------------------------------------------------------------------------
@@ -91,6 +104,17 @@ class Gauges:
             "1 while an operator has taken the engine out.",
             ("engine",),
             {(str(engine.number),): int(engine.drained) for engine in self.books.engines},
+        )
+        yield gauge(
+            "shoal_engine_weight_bytes",
+            "Weights in the engine's own memory.",
+            ("engine", "shared_by"),
+            {
+                (str(engine.number), str(self.config.share_weights)): (
+                    engine.ready.startup.weight_bytes if engine.ready else 0
+                )
+                for engine in self.books.engines
+            },
         )
         yield counter(
             "shoal_engine_restarts_total",

@@ -1,6 +1,8 @@
 """The node as ``GET /admin/layout`` shows it."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
@@ -11,6 +13,7 @@ from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import SHUTTING_DOWN
 from shoal.runtime.protocol.messages.views import (
     EngineView,
+    RequestView,
     SwitchTrace,
     SwitchView,
     UnavailableView,
@@ -29,17 +32,23 @@ def _engine_view(engine: Engine, books: Books) -> EngineView:
         engine=engine.number,
         state=engine.state,
         num_blocks=0 if ready is None else ready.num_blocks,
-        lent_blocks={
-            ",".join(map(str, group.engines)): blocks
-            for group, blocks in books.leases.lent_by(engine.number).items()
-        },
+        lent_blocks=_lent_blocks(books, engine.number),
         startup_seconds={} if ready is None else ready.startup.seconds,
         startup_bytes={} if ready is None else ready.startup.device_bytes,
+        weight_bytes=0 if ready is None else ready.startup.weight_bytes,
         restarts=engine.incarnation,
         reason=engine.reason,
         drained=engine.drained,
         requests=_requests_of(books, engine.number),
     )
+
+
+def _lent_blocks(books: Books, engine: int) -> dict[str, int]:
+    """Return the blocks that an engine has lent, by the group's engines, in all its layouts."""
+    lent = Counter[str]()
+    for group, blocks in books.leases.lent_by(engine).items():
+        lent[",".join(map(str, group.engines))] += blocks
+    return dict(lent)
 
 
 def _requests_of(books: Books, engine: int) -> int:
@@ -55,13 +64,21 @@ def _requests_of(books: Books, engine: int) -> int:
     )
 
 
-def unit_views(books: Books, busy: Collection[int]) -> list[UnitView]:
-    """Return the view of every unit; ``busy`` are engines that are regrouped or form a group."""
+def unit_views(books: Books, busy: Collection[int], *, named: int = 0) -> list[UnitView]:
+    """Return the view of every unit.
+
+    Args:
+        books: units and requests.
+        busy: engines that are regrouped or form a group.
+        named: the most requests of each unit that its view names.
+    """
     paused = books.requests.paused
-    return [_unit_view(books, group, busy, paused[group]) for group in books.units.partition]
+    return [_unit_view(books, group, busy, paused[group], named) for group in books.units.partition]
 
 
-def _unit_view(books: Books, group: Unit, busy: Collection[int], paused: int) -> UnitView:
+def _unit_view(
+    books: Books, group: Unit, busy: Collection[int], paused: int, named: int
+) -> UnitView:
     load = books.requests.core(group).load
     return UnitView(
         engines=group.engines,
@@ -73,7 +90,18 @@ def _unit_view(books: Books, group: Unit, busy: Collection[int], paused: int) ->
         waiting=0 if load is None else load.waiting,
         lease_blocks=books.leases.opened.get(group, 0),
         paused_requests=paused,
+        requests=list(islice(_named(books, group), named)) if named else [],
     )
+
+
+def _named(books: Books, group: Unit) -> Iterator[RequestView]:
+    """Yield the requests of a unit, then those that are paused on its engines."""
+    units, cores = books.units, books.requests.cores
+    away = (core for core in cores.values() if core.unit not in units.partition)
+    paused = (core for core in away if units.unit_of(core.unit.leader) == group)
+    for core in (books.requests.core(group), *paused):
+        for request in core.requests.values():
+            yield RequestView(request.id, request.seen.priority, core.unit != group)
 
 
 def _state(engines: EngineBook, group: Unit) -> str:
@@ -95,7 +123,9 @@ def unavailable_views(
     drained = books.engines.drained
     out = [group for group in groups if group.is_group and drained.intersection(group.engines)]
     reasons = {group: _drained_text(drained.intersection(group.engines)) for group in out}
-    return [UnavailableView(g.engines, reason) for g, reason in {**reasons, **broken}.items()]
+    return [
+        UnavailableView(g.engines, reason, g.name) for g, reason in {**reasons, **broken}.items()
+    ]
 
 
 def _drained_text(engines: Iterable[int]) -> str:
@@ -156,11 +186,14 @@ def switch_view(switch: Switch, after: Iterable[Unit], *, at: float, now: float)
         at: wall clock at its end, seconds.
         now: monotonic clock at its end, seconds.
     """
+    reached = list(after)
     return SwitchView(
         epoch=switch.epoch,
         at=at - (now - switch.started),
         before=[unit.engines for unit in switch.before],
-        after=[unit.engines for unit in after],
+        after=[unit.engines for unit in reached],
+        before_layouts=[unit.name for unit in switch.before],
+        after_layouts=[unit.name for unit in reached],
         treatment=switch.treatment,
         outcome=switch.outcome,
         error=switch.error,

@@ -9,6 +9,7 @@ then refuse all other requests before they do any work on them.
 import logging
 from collections import defaultdict
 
+from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Drain
@@ -63,11 +64,11 @@ class Admission:
 
     # --- in and out ---------------------------------------------------------------------------
 
-    def add(self, frames: list[bytes]) -> int:
+    def add(self, frames: list[bytes]) -> PoolRequest | None:
         """Take in a front end's request, or end it if no group can hold it.
 
         Returns:
-            Its prompt tokens; 0 if it was not taken in.
+            What policies see of it; None if it was not taken in.
 
         Raises:
             msgspec.DecodeError: the frames are no ``EngineCoreRequest``.
@@ -75,7 +76,7 @@ class Admission:
         view = wire.decode_request(frames)
         if view.request_id in self._requests:
             log.error("dropped request %s: there is one of this id", view.request_id)
-            return 0
+            return None
         seen = pool_request(view, longest=self._capacity.longest, now=self._clock())
         terms = view.terms
         family = self._families.join(view.client_index, terms.family, view.request_id)
@@ -83,10 +84,10 @@ class Admission:
         request = Request(view.request_id, view.client_index, frames, seen, prompt, terms, family)
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
-            return 0
+            return None
         self._pool.add(request, deadline=request.terms.deadline)
         self._newcomers.append(request)
-        return seen.prompt_tokens
+        return seen
 
     def _too_long(self, request: Request) -> str:
         seen, limit = request.seen, self._capacity.longest_now

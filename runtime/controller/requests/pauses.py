@@ -9,6 +9,7 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.statistics import PAUSE
 from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.protocol import messages as m
 
@@ -68,7 +69,7 @@ class Pauses:
             self._go_on(long)
 
     def _go_on(self, cores: list[CoreBook]) -> None:
-        left = {request.id for request in self._carries.begin(cores, self._units.partition)}
+        left = {r.id for r in self._carries.begin(cores, self._units.partition, PAUSE)}
         for core in cores:
             moved = [request_id for request_id in core.requests if request_id in left]
             if moved:

@@ -23,6 +23,7 @@ from shoal.runtime.controller.books.carry_book import Carry, CarryStage
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import Request, continued
+from shoal.runtime.controller.books.statistics import SWITCH
 from shoal.runtime.controller.switching.destinations import Destinations
 from shoal.runtime.controller.switching.precopy import PreCopies
 from shoal.runtime.protocol import messages as m
@@ -126,11 +127,15 @@ class Carries:
             innocent = [request for request in core.requests.values() if not request.suspect]
             divided = self._destinations.divide(core.unit, innocent)
             divided.pop(None, None)
-            begun += [self._expect(core.unit, unit, them) for unit, them in divided.items() if unit]
+            begun += [
+                self._expect(core.unit, unit, them, SWITCH)
+                for unit, them in divided.items()
+                if unit
+            ]
         self._ahead.begin(begun)
         return self.copies_ahead
 
-    def begin(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> list[Request]:
+    def begin(self, cores: Iterable[CoreBook], units: Iterable[Unit], reason: str) -> list[Request]:
         """Begin to carry all requests of some cores, or go on where they were copied ahead.
 
         Suspects go through the pool, because a unit gets no second one (``migration.py``).
@@ -138,6 +143,7 @@ class Carries:
         Args:
             cores: the cores; those whose engines cannot answer are left as they are.
             units: where the requests may go; these units need not be bound yet.
+            reason: why they leave, one of ``statistics.DEPARTURES``.
 
         Returns:
             The requests that none of the units can take.
@@ -153,8 +159,21 @@ class Carries:
             suspects = [request.id for request in requests if request.suspect]
             if suspects:
                 self._send(unit, m.MoveOut(unit, suspects))
-            left += self._ask(unit, [request for request in requests if not request.suspect])
+            innocent = [request for request in requests if not request.suspect]
+            left += self._ask(unit, innocent, reason)
         return left
+
+    def move(
+        self, source: Unit, destination: Unit, requests: Sequence[Request], reason: str
+    ) -> None:
+        """Begin to carry some requests of a unit to another one; both are bound.
+
+        If that one dies meanwhile, they stay.
+        """
+        self._destinations = Destinations(self._books, self._capacity, ())
+        if list(self._reachable([self._requests.core(source)])):
+            carry = self._expect(source, destination, requests, reason)
+            self._export(carry, [request.id for request in requests])
 
     def _reachable(self, cores: Iterable[CoreBook]) -> Iterator[CoreBook]:
         """Yield the cores that have requests and whose engines can answer."""
@@ -163,20 +182,20 @@ class Carries:
             if core.requests and is_whole and self._engines.serves(alone(core.unit.leader)):
                 yield core
 
-    def _ask(self, source: Unit, requests: Sequence[Request]) -> list[Request]:
+    def _ask(self, source: Unit, requests: Sequence[Request], reason: str) -> list[Request]:
         """Send requests on their way; return those that no unit can take."""
         divided = self._destinations.divide(source, requests)
         left = divided.pop(None, [])
         for unit, chosen in divided.items():
             assert unit is not None
-            carry = self._expect(source, unit, chosen)
+            carry = self._expect(source, unit, chosen, reason)
             self._export(carry, [request.id for request in chosen])
         return left
 
-    def _expect(self, source: Unit, unit: Unit, requests: Sequence[Request]) -> Carry:
+    def _expect(self, source: Unit, unit: Unit, requests: Sequence[Request], reason: str) -> Carry:
         """Begin a carry: tell the destination what will come."""
         now, ids = self._clock(), {request.id for request in requests}
-        carry = self._book.begin(source, unit, ids, now=now)
+        carry = self._book.begin(source, unit, ids, reason, now=now)
         frames = {request.id: request.payload for request in requests}
         self._send(unit, m.Expect(carry.number, unit, frames))
         return carry
@@ -193,6 +212,7 @@ class Carries:
 
     def _export(self, carry: Carry, ids: list[str]) -> None:
         now = self._clock()
+        self._statistics.departures.add(carry.reason, amount=len(ids))
         self._enter(carry, CarryStage.EXPORTING, now + self._timeout)
         self._send(carry.source, m.Export(carry.number, carry.source, ids))
         if self._tally.began is None:
@@ -266,6 +286,7 @@ class Carries:
             # ``Import`` without requests has such an answer, but nothing awaits it.
             return not (message.carried or message.recomputed)
         self._count(message)
+        self._capacity.observe_copy(carry.source, message)
         settled = {*message.carried, *message.recomputed}
         if message.left == 0:
             self._observe(carry, "import")
@@ -296,7 +317,7 @@ class Carries:
         for reason in message.recomputed.values():
             statistics.fallbacks.add(reason)
             tally.recomputed[reason.value] += 1
-        statistics.bytes.add(amount=message.bytes)
+        statistics.carried(message.bytes, message.host_bytes)
         if message.carried:
             statistics.seconds.observe(message.seconds, "copy")
         tally.carried += len(message.carried)
@@ -385,5 +406,6 @@ class Carries:
         if carry.stage is CarryStage.AHEAD:
             return
         found = (self._requests.find(request_id) for request_id in sorted(carry.ids))
-        left = self._ask(carry.source, [request for request in found if request is not None])
+        requests = [request for request in found if request is not None]
+        left = self._ask(carry.source, requests, carry.reason)
         self._keep(carry, {request.id for request in left})

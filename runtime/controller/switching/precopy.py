@@ -58,6 +58,7 @@ class PreCopy(msgspec.Struct):
     readers: set[Unit] = set()
     """Units whose members read, and that have not answered yet."""
     bytes: int = 0
+    host_bytes: int = 0
     is_good: bool = True
     """Whether all that was read so far can be used."""
 
@@ -107,8 +108,14 @@ class PreCopies:
     # --- the stages ---------------------------------------------------------------------------
 
     def begin(self, carries: Iterable[Carry]) -> None:
-        """Begin to copy ahead of carries; their destinations have been told what to expect."""
+        """Begin to copy ahead of carries; their destinations have been told what to expect.
+
+        Groups that are about to be released make room first. What they give back is with their
+        members before these are asked for blocks, because their leaders answer ``Pin`` afterwards.
+        """
         now = self._clock()
+        for group, blocks in self._capacity.room_wanted().items():
+            self._leases.shrink(group, blocks)
         for carry in carries:
             self._all[carry.number] = PreCopy(carry, now, now + self._timeout)
             pin = m.Pin(carry.number, carry.source, sorted(carry.ids))
@@ -137,8 +144,9 @@ class PreCopies:
         for ahead in pinned:
             self._enter(ahead, AheadStage.LENDING)
         if destination.is_group and destination not in self._units.bound:
-            tokens = self._engines.limits(destination).block_tokens
-            blocks = sum(r.computed // tokens for ahead in pinned for r in ahead.pinned)
+            limits = self._engines.limits(destination)
+            filled = [r.computed // limits.block_tokens for ahead in pinned for r in ahead.pinned]
+            blocks = sum(limits.blocks(rows * limits.block_tokens) for rows in filled)
             self._leases.grow_ahead(destination, blocks)
         self._reserve(destination)
 
@@ -162,7 +170,7 @@ class PreCopies:
             return True
         carry, number = ahead.carry, ahead.carry.number
         taken = (request.target[carry.destination.leader] for request in message.requests)
-        carry.reserved = sum(len(blocks) for (blocks, *_) in taken)
+        carry.reserved = sum(bool(block) for groups in taken for ids in groups for block in ids)
         self._enter(ahead, AheadStage.COPYING)
         self._leases.hold(carry.destination)
         members = set(carry.destination.engines)
@@ -178,6 +186,7 @@ class PreCopies:
         if ahead is None or message.unit not in ahead.readers:
             return False
         ahead.bytes += message.bytes
+        ahead.host_bytes += message.host_bytes
         if message.problem:
             log.warning("KV was not copied ahead of a switch: %s", message.problem)
             ahead.is_good = False
@@ -210,7 +219,7 @@ class PreCopies:
     def _count(self, ahead: PreCopy, outcome: str) -> None:
         self._statistics.precopies.add(outcome)
         if outcome == "copied":
-            self._statistics.precopied_bytes.add(amount=ahead.bytes)
+            self._statistics.precopied(ahead.bytes, ahead.host_bytes)
             self._statistics.seconds.observe(self._clock() - ahead.since, "precopy")
         else:
             ahead.carry.reserved = 0

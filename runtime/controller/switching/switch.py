@@ -18,6 +18,7 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.engine_book import EngineBook
+from shoal.runtime.controller.books.statistics import SWITCH
 from shoal.runtime.controller.switching.moves import (
     Counts,
     Missing,
@@ -183,7 +184,7 @@ class Switch:
 
     def _carry(self, target: Partition) -> None:
         """Begin to carry the requests of all cores whose unit a partition lacks."""
-        self._node.carries.begin(self._homeless(target), target)
+        self._node.carries.begin(self._homeless(target), target, SWITCH)
 
     def _homeless(self, target: Partition) -> list[CoreBook]:
         """Return the cores with requests whose unit a partition lacks."""

@@ -165,6 +165,8 @@ class Agent:
                 self._lending.lend(message)
             case m.Grow():
                 self._lending.grow(message)
+            case m.Shrink():
+                self._lending.shrink(message)
             case m.TakeBack(blocks=blocks):
                 self._backend.own.take_back(blocks)
             case m.SetShift(thresholds):

@@ -256,6 +256,7 @@ class Carrying:
                 left,
                 copied.bytes,
                 copied.seconds,
+                copied.host_bytes,
             )
         )
 
@@ -272,8 +273,8 @@ class Carrying:
         if not waiting:
             return 0
         layout = core.unit.layout
-        (tokens,) = (of.block_tokens for of in self._backend.layouts if of.layout == layout)
-        needed = sum(request.length // tokens + 1 for request in waiting)
+        (limits,) = (of for of in self._backend.layouts if of.layout == layout)
+        needed = sum(limits.blocks(request.length + 1) for request in waiting)
         return max(1, needed - core.load.free_blocks)
 
     def due_in(self) -> float | None:

@@ -105,5 +105,6 @@ class CopyingAhead:
                         copied.bytes,
                         copied.seconds,
                         copied.problem,
+                        copied.host_bytes,
                     )
                 )

@@ -101,6 +101,8 @@ class Copied(msgspec.Struct, frozen=True):
     problem: str = ""
     """Why the KV could not be read, in one line. The core has forgotten the requests then, and has
     sent no output of theirs."""
+    host_bytes: int = 0
+    """How many of the bytes have come through memory of the host."""
 
 
 class Core(Protocol):
@@ -236,7 +238,10 @@ class Core(Protocol):
     # --- steps ---
 
     def collect(self) -> Collected | None:
-        """Collect every step that has ended; return what came of them, None if none has ended."""
+        """Collect every step that has ended; return what came of them, None if none has ended.
+
+        In a pipeline it is one step at a time, so that the next one is dispatched in between.
+        """
 
     def dispatch(self) -> bool:
         """Dispatch the next step if there is room and work for it; return whether it was."""
@@ -308,19 +313,25 @@ class GroupCore(Core, Protocol):
     def grow(self, lease: Lease) -> None:
         """Open more virtual blocks. Takes effect before the next step."""
 
-    def release(self, epoch: int) -> Lease:
-        """Send the members' runners back after the steps in flight; close every free virtual block.
+    def release(self, epoch: int) -> None:
+        """Send the members' runners back after the steps in flight. The lease stays open."""
 
-        Returns the physical blocks that come back: all of them when no request is left, else those
-        that no paused request holds.
+    def shrink(self, blocks: int) -> Lease:
+        """Close up to so many free virtual blocks; return the physical blocks that backed them.
+
+        Those that cache nothing go first, then the least lately used.
         """
 
-    def shrink(self, keep: int) -> Lease:
-        """Close free virtual blocks until ``keep`` are left open; return the physical blocks."""
+    @property
+    def blocks_lacking(self) -> int:
+        """Virtual blocks that the queued and running requests lack for the next steps (0: none).
+
+        They have those, too, that are free and cache something.
+        """
 
     @property
     def blocks_wanted(self) -> int:
-        """Virtual blocks that the queued and running requests lack for the next steps (0: none)."""
+        """Virtual blocks that are lacking for the next steps to evict nothing (0: none)."""
 
     @property
     def lease_blocks(self) -> int:

@@ -1,25 +1,28 @@
 """An engine's part in leases: what it lends as a member, and what its group wants as a leader.
 
 A lease starts with what members lend for the bind (``binding``). It grows before the group runs out
-of blocks, and shrinks when the group is idle; what paused requests held goes back when they end.
+of blocks, and before it evicts cached prefixes for want of others, so that in the end it has all
+blocks of its members. It shrinks when other units need the blocks. When the group is released, its
+blocks go back, portion by portion, those of paused requests when they end.
 """
 
 import msgspec
 
 from shoal.runtime.clock import Clock
-from shoal.runtime.engine.agent.binding import Binding, State
+from shoal.runtime.engine.agent.binding import PORTION, Binding, State
 from shoal.runtime.engine.agent.carrying import Carrying
 from shoal.runtime.engine.agent.interface import EngineBackend, GroupCore, plain_lease
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
-LEASE_FLOOR = 64
-"""Virtual blocks an idle group keeps, so that its next request starts without asking for more."""
-IDLE_SECONDS = 1.0
-"""How long a group is idle before it gives blocks back: a client that sends requests one by one
-should not change the lease with each of them."""
 RETRY_SECONDS = 0.05
-"""Pause before a group asks again for blocks when the members had none."""
+"""Pause before a group asks again for blocks that it lacks when the members had none."""
+LONGEST_PAUSE = 3.2
+"""Longest pause, in seconds, before a group asks again for blocks that would only save cached ones.
+The pauses begin with ``RETRY_SECONDS`` and double."""
+SHRUNK_SECONDS = 5.0
+"""How long a group does so without such blocks after it has given some up for other units: a switch
+is about to release it."""
 
 
 class Growth(msgspec.Struct):
@@ -27,7 +30,11 @@ class Growth(msgspec.Struct):
 
     asked: bool = False
     retry_at: float = 0.0
-    idle_since: float | None = None
+    """When it asks again for blocks that it lacks."""
+    spares_at: float = 0.0
+    """When it asks again for blocks that would only save cached ones."""
+    pause: float = RETRY_SECONDS
+    """How long it does without those when the members have none."""
 
 
 class Lending:
@@ -55,14 +62,23 @@ class Lending:
         self._carrying = carrying
         self._clock = clock
         self._growth = Growth()
+        self._returns = False
+        """Whether a group that is not bound has more blocks to return."""
+        self._asks_at: float | None = None
+        """When ``tend`` looks again whether the bound group wants blocks, if it was too early."""
 
     # --- as a member ---
 
     def lend(self, message: m.Lend) -> None:
-        """Lend what is free, and answer."""
-        if not self._is_in_time(message.epoch):
+        """Lend what is free, and answer, unless the group is released.
+
+        Without an answer a group that is not would wait for this wish, and never ask again.
+        """
+        lent = []
+        if self._is_in_time(message.epoch):
+            lent = self._backend.own.lend(message.blocks, urgent=message.urgent)
+        elif message.epoch < self._binding.epoch:
             return
-        lent = self._backend.own.lend(message.blocks, urgent=message.urgent)
         self._transport.to_controller(
             m.Lent(message.epoch, self._backend.engine, message.unit, lent)
         )
@@ -85,32 +101,34 @@ class Lending:
             self._backend.groups[message.unit].grow(message.lease)
         if message.epoch == m.AHEAD:
             return
-        self._growth.asked = False
-        if not added:
-            self._growth.retry_at = self._clock() + RETRY_SECONDS
+        growth, now = self._growth, self._clock()
+        growth.asked = False
+        if added:
+            growth.pause = RETRY_SECONDS
+        else:
+            growth.retry_at, growth.spares_at = now + RETRY_SECONDS, now + growth.pause
+            growth.pause = min(2 * growth.pause, LONGEST_PAUSE)
+
+    def shrink(self, message: m.Shrink) -> None:
+        """Give up blocks that no request of the bound group holds."""
+        bind = self._binding.current(message.epoch, State.BOUND)
+        if bind is not None and not bind.released:
+            self._growth.spares_at = self._clock() + SHRUNK_SECONDS
+            self._return(self._backend.groups[bind.unit], message.blocks)
 
     def tend(self) -> None:
-        """Ask for blocks that the bound group lacks; give back what idle or paused groups hold.
+        """Ask for blocks that the bound group wants; give back what groups hold that are not bound.
 
         A group to which requests are about to come keeps what it was lent ahead of them.
         """
-        serving = self._binding.serving
+        serving, self._returns, self._asks_at = self._binding.serving, False, None
         for core in self._backend.groups.values():
             if core in serving:
-                self._tend_bound(core)
+                if self._works(core):
+                    self._ask(core, self._clock())
             elif core.lease_blocks and not core.in_flight and not self._carrying.expects(core):
-                self._return(core, keep=0)
-
-    def _tend_bound(self, core: GroupCore) -> None:
-        growth, now = self._growth, self._clock()
-        if self._works(core):
-            growth.idle_since = None
-            self._ask(core, now)
-            return
-        if growth.idle_since is None:
-            growth.idle_since = now
-        if now >= growth.idle_since + IDLE_SECONDS and core.lease_blocks > LEASE_FLOOR:
-            self._return(core, keep=LEASE_FLOOR)
+                self._return(core, PORTION)
+                self._returns |= core.load.free_blocks > 0
 
     def _works(self, core: GroupCore) -> bool:
         return bool(core.num_requests or core.in_flight or self._carrying.lacking(core))
@@ -121,29 +139,27 @@ class Lending:
 
     def _ask(self, core: GroupCore, now: float) -> None:
         growth, bind = self._growth, self._binding.bind
-        if bind is None or growth.asked or now < growth.retry_at:
+        if bind is None or growth.asked:
             return
-        wanted = core.blocks_wanted + self._carrying.lacking(core)
+        if now < growth.retry_at:
+            self._asks_at = growth.retry_at
+            return
+        lacking = core.blocks_lacking + self._carrying.lacking(core)
+        wanted = max(lacking, core.blocks_wanted if now >= growth.spares_at else 0)
         if wanted > 0:
             # With nothing running no block of the group will come free by itself.
-            urgent = not core.in_flight and not core.load.running
-            growth.asked = True
+            urgent = bool(lacking) and not core.in_flight and not core.load.running
+            growth.asked, wanted = True, min(wanted, PORTION)
             self._transport.to_controller(m.NeedBlocks(bind.epoch, core.unit, wanted, urgent))
 
-    def _return(self, core: GroupCore, *, keep: int) -> None:
-        returned = plain_lease(core.shrink(keep))
+    def _return(self, core: GroupCore, blocks: int) -> None:
+        returned = plain_lease(core.shrink(blocks))
         if any(returned.values()):
             self._transport.to_controller(m.Returning(self._binding.epoch, core.unit, returned))
 
     def due_in(self) -> float | None:
         """Return seconds until ``tend`` has something to do without a message; None: never."""
-        growth, serving = self._growth, self._binding.serving
-        core = next((core for core in self._backend.groups.values() if core in serving), None)
-        if core is None:
-            return None
-        due, now = [], self._clock()
-        if self._works(core) and not growth.asked and growth.retry_at > now:
-            due.append(growth.retry_at - now)
-        if growth.idle_since is not None and core.lease_blocks > LEASE_FLOOR:
-            due.append(max(0.0, growth.idle_since + IDLE_SECONDS - now))
-        return min(due, default=None)
+        if self._returns:
+            return 0.0
+        # Not what ``retry_at`` says now: it may have come since ``tend`` found it too early.
+        return None if self._asks_at is None else max(0.0, self._asks_at - self._clock())

@@ -1,5 +1,6 @@
 """Which mode each step of a group takes: the leader's choice, told to the members with the step."""
 
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.protocol.messages import Mode
 
 
@@ -28,12 +29,12 @@ class Shift:
         return Mode.SP if num_tokens > max(self.floor, self.threshold) else Mode.TP
 
 
-def sp_floor(tp: int, max_sp: int, captured: int) -> int | None:
-    """Return the floor (see ``Shift``) of the units of a layout.
+def sp_floor(layout: Layout, max_sp: int, captured: int) -> int | None:
+    """Return the floor (see ``Shift``) of the units of a layout. Those with stages run no SP.
 
     Args:
-        tp: tensor parallel size of the layout.
+        layout: the layout.
         max_sp: see ``NodeConfig.max_sp``.
         captured: tokens of the largest captured CUDA graph; 0: there are none.
     """
-    return captured if min(tp, max_sp) > 1 else None
+    return captured if layout.pp == 1 and min(layout.tp, max_sp) > 1 else None

@@ -157,6 +157,7 @@ _UTILITY_RESULTS: dict[str, Any] = {
     "is_sleeping": False,
     "is_scheduler_paused": False,
     "list_loras": [],
+    "add_lora": True,
 }
 
 
@@ -167,7 +168,7 @@ def _limits(settings: FakeSettings, layout: Layout, max_sp: int) -> LayoutLimits
         block_tokens=block_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(settings.max_model_len, settings.num_blocks * block_tokens),
-        sp_floor=sp_floor(layout.tp, max_sp, settings.captured_tokens),
+        sp_floor=sp_floor(layout, max_sp, settings.captured_tokens),
     )
 
 

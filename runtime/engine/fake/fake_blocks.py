@@ -7,6 +7,7 @@ hash are given out first, then the block that was free for longest.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
 
 class FakeBlocks:
@@ -33,6 +34,11 @@ class FakeBlocks:
     def cached(self) -> int:
         """How many blocks are cached, free or held."""
         return len(self._hashes)
+
+    def uncached(self, enough: int) -> int:
+        """Return how many ids come before the first that caches something; count to ``enough``."""
+        first = takewhile(lambda block: block not in self._hashes, self._free)
+        return sum(1 for _ in islice(first, enough))
 
     def take(self, count: int) -> list[int]:
         """Take out and return up to ``count`` ids; they cache nothing any more."""

@@ -1,5 +1,6 @@
 """The fake engine's cores: the whole of what vLLM's do, with made-up steps and tokens."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,8 @@ class FakeCore:
         size, scheduler = limits.block_tokens, self._scheduler
         self._ahead = FakeAhead(unit, size, settings, devices, scheduler, self._physical)
         self._step: _Step | None = None
+        self._known_until = math.inf
+        """When the next step was scheduled: requests that came later are not in it."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class FakeCore:
         tokens, computed = list(request.generated), request.computed
         used = request.blocks[: -(-computed // self._limits.block_tokens)]
         if used and self._around.faults.wrong_block:
-            used = [*used[:-1], used[0] + len(used)]
+            used = [*used[:-1], used[0]]
         if tokens and self._around.faults.lose_token:
             tokens, computed = tokens[:-1], min(computed, request.tokens - 2)
         blocks = {engine: [ids] for engine, ids in self._physical(used).items()}
@@ -253,7 +256,7 @@ class FakeCore:
         """See ``Core.dispatch``."""
         if self._step is not None:
             return False
-        batch, crowded = self._scheduler.schedule()
+        batch, crowded = self._scheduler.schedule(self._known_until)
         if not batch:
             return False
         count = 1 if crowded else self._scheduler.run_length(batch)
@@ -283,6 +286,8 @@ class FakeCore:
         if step is None or self._clock() < step.due:
             return None
         self._step = None
+        if self._around.settings.asynchronous:
+            self._known_until = step.due - step.seconds
         self._copies.end(self._clock())
         self._look_for_poison(step)
         finished: list[str] = []

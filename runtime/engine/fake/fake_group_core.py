@@ -43,19 +43,23 @@ class FakeGroupCore(FakeCore):
             self._next_virtual += 1
         self._pool.give(opened)
 
-    def release(self, epoch: int) -> Lease:
+    def release(self, epoch: int) -> None:
         """See ``GroupCore.release``."""
         self._around.faults.strike(Seam.RELEASE)
         self._bound = False
-        return self.shrink(0)
 
-    def shrink(self, keep: int) -> Lease:
+    def shrink(self, blocks: int) -> Lease:
         """See ``GroupCore.shrink``."""
-        closed = self._pool.take(self.lease_blocks - keep)
+        closed = self._pool.take(blocks)
         returned = self._physical(closed)
         for block in closed:
             del self._backing[block]
         return returned
+
+    @property
+    def blocks_lacking(self) -> int:
+        """See ``GroupCore.blocks_lacking``."""
+        return self._scheduler.blocks_lacking
 
     @property
     def blocks_wanted(self) -> int:

@@ -4,6 +4,7 @@ A small version of vLLM's ``Scheduler`` and ``KVCacheManager``: continuous batch
 prefill, preemption by recomputing, prefixes that are found in the cache.
 """
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -15,6 +16,9 @@ from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_tokens import digest_of, next_token
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits
+
+STEPS_AHEAD = 2
+"""For so many full steps a lease has blocks that cache nothing, as in the real cores."""
 
 
 class FakeRequest:
@@ -62,6 +66,8 @@ class FakeRequest:
         those of a prompt count (vLLM ``PrefillStats``)."""
         self.is_waiting = True
         """Whether no step has computed it yet, in any core."""
+        self.came = 0.0
+        """When it was queued; 0 if another core had computed it."""
         self.headers = view.headers
         self.events: list[wire.Event] = []
         """Events that no output has reported yet."""
@@ -161,6 +167,7 @@ class FakeScheduler:
         """
         self.check_is_new(request)
         self._note(request, wire.EventType.QUEUED)
+        request.came = self._clock()
         self.waiting.append(request)
 
     def check_is_new(self, request: FakeRequest) -> None:
@@ -232,14 +239,19 @@ class FakeScheduler:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def schedule(self) -> tuple[Batch, bool]:
+    def schedule(self, known_until: float = math.inf) -> tuple[Batch, bool]:
         """Give running requests their share of the next step, then start waiting ones that fit.
 
-        Returns what the step computes, and whether a request was preempted for other ones.
+        Args:
+            known_until: while others run, requests that came later wait for the step after it.
+
+        Returns:
+            What the step computes, and whether the step after it is another one in any case: a
+            request was preempted for others, or came too late.
         """
         batch: Batch = []
         budget = self._budget
-        preempted = False
+        preempted = late = False
         while len(batch) < len(self.running) and budget > 0:
             request = self.running[len(batch)]
             while not self._make_room(request):
@@ -252,6 +264,9 @@ class FakeScheduler:
                 budget -= self._compute(request, budget, batch)
         while not preempted and self.waiting and budget > 0:
             request = self.waiting[0]
+            late = bool(self.running) and request.came > known_until
+            if late:
+                break
             reserve = self._reserve if self.running else self._make_room
             if len(self.running) >= self._limits.max_num_seqs or not reserve(request):
                 break
@@ -260,7 +275,7 @@ class FakeScheduler:
             if request.hits is None:
                 request.hits = request.computed
             budget -= self._compute(request, budget, batch)
-        return batch, preempted
+        return batch, preempted or late
 
     def _compute(self, request: FakeRequest, budget: int, batch: Batch) -> int:
         """Add a request to the next step; return how many of its tokens that computes."""
@@ -386,12 +401,28 @@ class FakeScheduler:
         return [block for request in self.requests for block in request.blocks]
 
     @property
-    def blocks_wanted(self) -> int:
-        """See ``GroupCore.blocks_wanted``."""
+    def blocks_lacking(self) -> int:
+        """See ``GroupCore.blocks_lacking``."""
         slots = self._limits.max_num_seqs - len(self.running)
         waiting = sum(self._needs(request) for request in list(self.waiting)[:slots])
-        # Steps must find their blocks when they start, so ask for them during earlier steps. Like
-        # a real core, this one asks at least for the next block of each request.
+        return max(0, self._growth + waiting - len(self.pool))
+
+    @property
+    def _growth(self) -> int:
+        """The blocks that running requests need before the next chance to grow.
+
+        Steps must find their blocks when they start, so they are asked for during earlier steps.
+        Like a real core, this one asks at least for the next block of each request.
+        """
         ahead = max(2 * self._longest_run - 1, self._limits.block_tokens)
-        running = sum(self._needs(request, ahead) for request in self.running)
-        return max(0, running + waiting - len(self.pool))
+        return sum(self._needs(request, ahead) for request in self.running)
+
+    @property
+    def blocks_wanted(self) -> int:
+        """See ``GroupCore.blocks_wanted``."""
+        if not self._caches:
+            return 0
+        of_step = min(self._budget, self._limits.max_model_len) // self._limits.block_tokens + 1
+        enough = self._growth + STEPS_AHEAD * of_step
+        uncached = self.pool.uncached(enough)
+        return enough + of_step - uncached if uncached < enough else 0

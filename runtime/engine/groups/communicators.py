@@ -55,13 +55,13 @@ class Communicators:
                 new_group_replaced(rendezvous.new_group),
             ):
                 parallel_state.initialize_model_parallel(layout.tp, layout.pp, backend=backend)
-            self._groups = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
+                self._groups = {name: getattr(parallel_state, name) for name in GROUP_GLOBALS}
+                # Stock vLLM's world is one instance: its members agree on things without others.
+                self._groups["_WORLD"] = self._world(layout)
         finally:
             for name, group in saved.items():
                 setattr(parallel_state, name, group)
         _drop_broadcaster(self.tensor_parallel)
-        # Stock vLLM's world is one instance: its members agree on things without anyone else.
-        self._groups["_WORLD"] = self.tensor_parallel
         self.process_groups: dict[Engines, Any] = {self.group: self.tensor_parallel.device_group}
         """torch's groups for the data of this layout, by their members."""
         self._finding_groups: list[Any] = []
@@ -70,6 +70,17 @@ class Communicators:
         self.workspace: Any = None
         """vLLM keeps one per process, replaced by each worker's start and locked by its graph
         capture: each layout needs its own."""
+
+    def _world(self, layout: Layout) -> Any:
+        """Return the ``GroupCoordinator`` of the whole unit. It is made if there is none yet."""
+        tensor, pipeline = self._groups["_TP"], self._groups["_PP"]
+        if layout.pp == 1:
+            return tensor
+        if layout.tp == 1:
+            return pipeline
+        first = min(pipeline.ranks) // layout.world_size * layout.world_size
+        members = list(range(first, first + layout.world_size))
+        return parallel_state.init_world_group(members, tensor.local_rank, "gloo")
 
     @property
     def tensor_parallel(self) -> Any:

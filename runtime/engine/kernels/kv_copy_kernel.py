@@ -51,19 +51,21 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     """Copy each run of each layer; a program takes every ``num_programs(0)``-th of these.
 
     ``table`` has the addresses of the runs in the source, in the target, the numbers of their rows
-    (a row is what a head has of a token), and what has to be added to addresses for each layer.
+    (a row is what a head has of a token), and what has to be added for each layer to addresses in
+    the source and in the target.
     """
     of_source = words(table)
     of_target = of_source + runs
     of_rows = of_target + runs
-    of_layer = of_rows + runs
+    of_source_layer = of_rows + runs
+    of_target_layer = of_source_layer + layers
     word = tl.arange(0, tile_words)
     item = tl.program_id(0)
     while item < runs * layers:
         run = item // layers
-        layer = tl.load(of_layer + item % layers)
-        source = words(tl.load(of_source + run) + layer)
-        target = words(tl.load(of_target + run) + layer)
+        layer = item % layers
+        source = words(tl.load(of_source + run) + tl.load(of_source_layer + layer))
+        target = words(tl.load(of_target + run) + tl.load(of_target_layer + layer))
         rows = tl.load(of_rows + run).to(tl.int32)
         for begin in range(0, rows, tile_rows):
             row = begin + tl.arange(0, tile_rows)

@@ -1,8 +1,9 @@
 """Which KV a member of a unit reads from which members of another unit, and where it puts it.
 
-A member holds some heads of every token of its unit's requests, and a block holds as many tokens
-as the layout's geometry says. So what two members have in common is some adjacent heads, a *strip*,
-and within these heads *runs* of tokens that are adjacent in both members' blocks.
+A member holds some heads, in some layers, of every token of its unit's requests, and a block holds
+as many tokens as the layout's geometry says. So what two members have in common is some adjacent
+heads of some adjacent layers, a *strip*, and within it *runs* of tokens that are adjacent in both
+members' blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.kv.kv_pages import KvPages, Page
@@ -24,7 +26,7 @@ KV that nothing needs any more."""
 
 
 class Strip(NamedTuple):
-    """Adjacent heads that a member reads from one engine."""
+    """Adjacent heads of adjacent layers that a member reads from one engine."""
 
     engine: int
     """The engine that has them."""
@@ -33,6 +35,8 @@ class Strip(NamedTuple):
     target: int
     """Place of the first of them among the reader's own heads."""
     heads: int
+    layers: range
+    """Numbers of the layers in the whole model."""
 
 
 class Span(NamedTuple):
@@ -71,6 +75,10 @@ class Piece(NamedTuple):
         """Tokens that are read, of each head and layer."""
         return int(self.runs.tokens.sum())
 
+    def size(self, token_bytes: int) -> int:
+        """Return the bytes that are read, if one token of one head and layer has so many."""
+        return self.tokens * self.strip.heads * len(self.strip.layers) * token_bytes
+
 
 def pieces(
     source: Unit,
@@ -99,7 +107,7 @@ def pieces(
     targets = [np.asarray(r.target[engine][group], dtype=np.int64) for r in coming]
     by_engine = dict[int, Runs]()
     found = list[Piece]()
-    for strip in strips(source, target, engine, pages.geometry.heads, max_sp):
+    for strip in strips(source, target, engine, pages.geometry, max_sp):
         if strip.engine not in by_engine:
             spans = [
                 Span(r.begin, r.computed, r.source[strip.engine][group], blocks)
@@ -127,8 +135,23 @@ def heads_of(member: int, layout: Layout, kv_heads: int, max_sp: int) -> range:
     return range(shard * each, (shard + 1) * each)
 
 
-def strips(source: Unit, target: Unit, engine: int, kv_heads: int, max_sp: int) -> list[Strip]:
-    """Return what a member of ``target`` reads from members of ``source``, in its heads' order.
+def layers_of(member: int, layout: Layout, layers: int) -> range:
+    """Return the layers of the whole model that a member of a layout holds.
+
+    Args:
+        member: the member's number in the unit.
+        layout: the unit's layout.
+        layers: layers of the whole model, a multiple of the layout's stages.
+    """
+    each = layers // layout.pp
+    stage = layout.place(member).stage
+    return range(stage * each, (stage + 1) * each)
+
+
+def strips(
+    source: Unit, target: Unit, engine: int, geometry: KvGeometry, max_sp: int
+) -> list[Strip]:
+    """Return what a member of ``target`` reads, by layers, and by its heads within each of these.
 
     Where several engines hold a head, a member reads its own memory if that has it, and otherwise
     the members that need the head read it from different engines.
@@ -137,24 +160,42 @@ def strips(source: Unit, target: Unit, engine: int, kv_heads: int, max_sp: int) 
         source: the unit that has the KV.
         target: the unit that is to have it.
         engine: the member that reads.
-        kv_heads: KV heads of the whole model.
+        geometry: of the KV group: layers and KV heads of the whole model.
         max_sp: the node's largest SP degree.
     """
+    own = layers_of(target.engines.index(engine), target.layout, geometry.layers)
+    stages = {layers_of(i, source.layout, geometry.layers) for i in range(source.size)}
+    return [
+        strip
+        for held in sorted(stages, key=lambda layers: layers.start)
+        if (layers := range(max(held.start, own.start), min(held.stop, own.stop)))
+        for strip in _strips_of(layers, source, target, engine, geometry, max_sp)
+    ]
+
+
+def _strips_of(
+    layers: range, source: Unit, target: Unit, engine: int, geometry: KvGeometry, max_sp: int
+) -> list[Strip]:
+    """Return what a member reads of layers that one stage holds, on either side."""
     held, needed = (
-        {e: heads_of(i, unit.layout, kv_heads, max_sp) for i, e in enumerate(unit.engines)}
+        {
+            e: heads_of(i, unit.layout, geometry.heads, max_sp)
+            for i, e in enumerate(unit.engines)
+            if layers.start in layers_of(i, unit.layout, geometry.layers)
+        }
         for unit in (source, target)
     )
     found = list[Strip]()
     for slot, head in enumerate(needed[engine]):
-        holders = [e for e in source.engines if head in held[e]]
-        readers = [e for e in target.engines if head in needed[e]]
+        holders = [e for e in held if head in held[e]]
+        readers = [e for e in needed if head in needed[e]]
         chosen = holders[readers.index(engine) % len(holders)]
         holder = engine if engine in holders else chosen
         place = held[holder].index(head)
         if found and found[-1].engine == holder and found[-1].source + found[-1].heads == place:
             found[-1] = found[-1]._replace(heads=found[-1].heads + 1)
         else:
-            found.append(Strip(holder, place, slot, 1))
+            found.append(Strip(holder, place, slot, 1, layers))
     return found
 
 

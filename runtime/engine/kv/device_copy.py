@@ -3,7 +3,9 @@
 Importing this module imports Triton; see ``kv_copy_kernel``.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from shoal.runtime.engine.kernels import kv_copy_kernel
 from shoal.runtime.engine.kv.carry_plan import Numbers, Piece
 from shoal.runtime.engine.kv.kv_memory import Mapped
 from shoal.runtime.engine.kv.kv_pages import KvPages
-from shoal.runtime.engine.kv.kv_reader import Portion
+from shoal.runtime.engine.kv.portions import Copy, Portion
 
 
 class Launch(NamedTuple):
@@ -30,35 +32,29 @@ class Launch(NamedTuple):
     row_bytes: int
 
 
-def launches(portion: Portion, own: int) -> Iterator[Launch]:
-    """Yield the launches for one KV group: one, unless strips differ in their heads.
-
-    Args:
-        portion: what to copy.
-        own: address of the engine's own buffer.
-    """
-    source, target = portion.insides
+def launches(portion: Portion) -> Iterator[Launch]:
+    """Yield the launches for a portion: one, unless strips differ in their heads."""
+    source, target = portion.source.page, portion.target.page
     strides = kv_copy_kernel.Strides(
         source.head_stride, source.token_stride, target.head_stride, target.token_stride
     )
-    layers = np.array(portion.pages.layers, dtype=np.int64)
+    layers = np.array([*portion.source.layers, *portion.target.layers], dtype=np.int64)
     for heads, pieces in groupby(portion.pieces, lambda entry: entry[0].strip.heads):
-        runs = np.concatenate([_runs(portion, own, *entry) for entry in pieces], axis=1)
+        runs = np.concatenate([_runs(portion, *entry) for entry in pieces], axis=1)
         if count := runs.shape[1]:
             numbers = np.concatenate([runs.reshape(-1), layers])
-            size = portion.pages.token_bytes
-            yield Launch(numbers, count, len(layers), heads, strides, size)
+            yield Launch(numbers, count, len(layers) // 2, heads, strides, portion.token_bytes)
 
 
-def _runs(portion: Portion, own: int, piece: Piece, mapped: Mapped) -> Numbers:
+def _runs(portion: Portion, piece: Piece, mapped: Mapped) -> Numbers:
     """Return addresses in the source and in the target, and rows, of each run."""
-    source, target = portion.insides
+    source, target = portion.source.page, portion.target.page
     strip, runs = piece
     found = np.empty((3, len(runs.tokens)), dtype=np.int64)
     found[0] = runs.source_page * source.stride + runs.source_token * source.token_stride
     found[0] += mapped.address + strip.source * source.head_stride
     found[1] = runs.target_page * target.stride + runs.target_token * target.token_stride
-    found[1] += own + strip.target * target.head_stride
+    found[1] += portion.memory.address + strip.target * target.head_stride
     found[2] = runs.tokens * strip.heads
     return found
 
@@ -69,7 +65,8 @@ class DeviceCopier:
     It copies on the stream of the steps. So it comes after all steps that the device has been given
     before, of which the last may still write to blocks of requests that have ended, and before all
     that it is given later. What goes on beside later steps is copied on a second stream, which
-    waits for the earlier steps.
+    waits for the earlier steps. What other engines ask for is copied on a third one, which waits
+    for nothing: a step may be in a collective with the very engine that asks.
 
     Args:
         own: the engine's own buffer.
@@ -80,49 +77,73 @@ class DeviceCopier:
     """
 
     def __init__(self, own: Mapped, groups: Sequence[KvPages]) -> None:
-        self._own = own
-        self._last: dict[bool, torch.cuda.Event] = {}
-        """The end of the last copy on the steps' stream, and beside them."""
+        self._last: dict[tuple[torch.cuda.Stream | None, int], torch.cuda.Event] = {}
+        """The end of the last copy that each thread has begun on each stream; None: the steps'."""
         for pages in groups:
             numbers = (pages.token_bytes, pages.stride, own.address, *pages.layers)
             if any(number % kv_copy_kernel.ALIGNMENT for number in numbers):
                 raise NotSharedError(f"a token's KV takes {pages.token_bytes} bytes of a head")
             self._compile(pages)
-        self._side = torch.cuda.Stream()
+        self._side, self._apart = torch.cuda.Stream(), torch.cuda.Stream()
 
     @staticmethod
     def _compile(pages: KvPages) -> None:
-        table = torch.zeros(1, dtype=torch.int64, device="cuda")
+        table = torch.zeros(2, dtype=torch.int64, device="cuda")
         strides = kv_copy_kernel.Strides(0, 0, 0, 0)
         kv_copy_kernel.copy(table.data_ptr(), 0, 1, 1, strides, pages.token_bytes)
 
-    def copy(self, portions: Sequence[Portion], *, beside: bool = False) -> Callable[[], float]:
-        """See ``Copier.copy``."""
-        found = [launch for part in portions for launch in launches(part, self._own.address)]
+    def after_steps(self, *, beside: bool) -> Copy:
+        """See ``Copier.after_steps``."""
+        if not beside:
+            return partial(self._copy, None, None)
+        steps = torch.cuda.Event()
+        steps.record()
+        return partial(self._copy, self._side, steps)
+
+    def at_once(self) -> Copy:
+        """See ``Copier.at_once``."""
+        return partial(self._copy, self._apart, None)
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream | None,
+        after: torch.cuda.Event | None,
+        portions: Sequence[Portion],
+        table: Numbers | None = None,
+    ) -> Callable[[], float]:
+        found = [launch for portion in portions for launch in launches(portion)]
         if not found:
             return lambda: 0.0
-        if not beside:
-            return self._launch(found, beside)
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            return self._launch(found, beside)
+        if stream is None:
+            return self._launch(stream, found, table)
+        with torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            return self._launch(stream, found, table)
 
-    def _launch(self, found: Sequence[Launch], beside: bool) -> Callable[[], float]:
-        """Launch the kernel on the current stream; see ``copy``."""
+    def _launch(
+        self, stream: torch.cuda.Stream | None, found: Sequence[Launch], table: Numbers | None
+    ) -> Callable[[], float]:
+        """Launch the kernel on the current stream; see ``Copy``."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Pinned, so that the host need not wait until it has been copied.
-        numbers = torch.from_numpy(np.concatenate([launch.numbers for launch in found]))
-        pinned = numbers.pin_memory()
+        numbers = np.concatenate([launch.numbers for launch in found])
+        in_use, address = [], 0
+        if table is None:
+            # Pinned, so that the host need not wait until it has been copied.
+            pinned = torch.from_numpy(numbers).pin_memory()
+        else:
+            table[: len(numbers)] = numbers
+            address = table.ctypes.data
         began.record()
-        table = pinned.to("cuda", non_blocking=True)
-        address = table.data_ptr()
+        if table is None:
+            on_device = pinned.to("cuda", non_blocking=True)
+            address, in_use = on_device.data_ptr(), [pinned, on_device]
         for launch in found:
             of = (launch.runs, launch.layers, launch.heads, launch.strides, launch.row_bytes)
             kv_copy_kernel.copy(address, *of)
             address += launch.numbers.nbytes
         ended.record()
-        self._last[beside] = ended
-        in_use = [pinned, table]
+        self._last[stream, threading.get_ident()] = ended
 
         def wait() -> float:
             ended.synchronize()
@@ -132,6 +153,6 @@ class DeviceCopier:
         return wait
 
     def settle(self) -> None:
-        """Wait until the device has copied all that it was told to, from any thread."""
+        """See ``Copier.settle``."""
         for ended in list(self._last.values()):
             ended.synchronize()

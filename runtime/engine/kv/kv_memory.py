@@ -96,6 +96,10 @@ class HostMemory:
         """See ``KvMemory.handle``."""
         return {"file": self._files[buffer.data_ptr()], "bytes": buffer.numel()}
 
+    def release(self, buffer: torch.Tensor) -> None:
+        """Let go of a buffer that was allocated here; its memory ends with the last mapping."""
+        os.close(self._files.pop(buffer.data_ptr()))
+
     def open(self, pid: int, handle: Handle) -> HeldBuffer:
         """See ``KvMemory.open``."""
         path = f"/proc/{pid}/fd/{handle['file']}"

@@ -1,8 +1,9 @@
 """Where the KV of each layer, head and token lies in an engine's buffer, by layout.
 
 Every engine of a node has the same buffer, so one description is enough for all of them. A page is
-what one block holds of one layer. Pages have the same bytes in every layout, and begin at the same
-places; only their insides differ (``kv_geometry.py``).
+what one block holds of one layer. Pages have the same bytes in every layout without stages, and
+begin at the same places; only their insides differ (``kv_geometry.py``). A stage has fewer layers,
+and a page of it takes the bytes of several pages of DP that follow one another in the same block.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,16 @@ class Page(NamedTuple):
     """From one page of a layer to the next."""
     head_stride: int
     token_stride: int
+
+
+class Side(NamedTuple):
+    """The pages of one side of a copy: of what is read, or of what is written."""
+
+    page: Page
+    layers: tuple[int, ...]
+    """Where each layer's first page begins, in bytes from the beginning of the memory."""
+    packed: bool = False
+    """Whether this is memory that no attention kernel reads, in which tokens follow one another."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +65,20 @@ class KvPages:
         head_stride, token_stride = (stride * self.token_bytes for stride in strides)
         stride = self.stride // per_block
         return Page(heads, tokens, per_block, stride, head_stride, token_stride)
+
+    def side(self, layout: Layout, layers: range) -> Side:
+        """Return the pages of an engine's buffer in a layout.
+
+        Args:
+            layout: the layout. If it has stages, the layers of a block must be adjacent, as
+                ``engine_config.blocks_outermost`` has them.
+            layers: numbers of layers in the whole model, all of one stage.
+        """
+        stage = self.geometry.block(layout).layers
+        begins = tuple(self.layers[layer % stage * layout.pp] for layer in layers)
+        return Side(self.page(layout), begins)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers: the same in every layout."""
+        return len(self.layers) * self.geometry.heads * self.geometry.tokens * self.token_bytes

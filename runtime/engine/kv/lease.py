@@ -59,14 +59,28 @@ class GroupLease:
         self._pool.free_blocks(blocks)
         return virtual
 
-    def close(self, keep: int = 0) -> dict[int, list[int]]:
-        """Close free blocks until ``keep`` are open (or all free ones are closed).
+    def num_uncached(self, enough: int) -> int:
+        """Return how many free blocks can be used before one that caches something is evicted.
+
+        Args:
+            enough: where to stop counting.
+        """
+        queue, count = self._pool.free_block_queue, 0
+        block = queue.fake_free_list_head.next_free_block
+        while count < enough and block is not queue.fake_free_list_tail:
+            if block.block_hash is not None:
+                break
+            count += 1
+            block = block.next_free_block
+        return count
+
+    def close(self, count: int) -> dict[int, list[int]]:
+        """Close up to ``count`` free blocks, in the order in which the pool would use them.
 
         Returns the physical blocks that backed them, by member, rows aligned. Closing evicts the
         blocks from the group's prefix cache, because the members may overwrite their contents.
         """
-        count = min(self.num_free, max(0, self.num_open - keep))
-        blocks = self._pool.get_new_blocks(count)
+        blocks = self._pool.get_new_blocks(min(count, self.num_free))
         self._closed.extend(reversed(blocks))
         return {
             member: [backing.pop(block.block_id) for block in blocks]

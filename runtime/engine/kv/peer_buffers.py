@@ -71,8 +71,14 @@ class PeerBuffers:
             new.write_text(json.dumps(told))
             new.replace(path)
 
-    def open_all(self, engines: int, seconds: float, clock: Clock = time.monotonic) -> str:
-        """Map the buffers of all other engines; return "", or in one line why that cannot be done.
+    def open_all(
+        self,
+        engines: int,
+        seconds: float,
+        clock: Clock = time.monotonic,
+        reaches: Callable[[int], bool] = lambda _: True,
+    ) -> dict[int, str]:
+        """Map the buffers of all other engines.
 
         A peer that has ended says nothing about the node: its successor will map this buffer.
 
@@ -80,19 +86,29 @@ class PeerBuffers:
             engines: number of the node's engines.
             seconds: how long to wait for engines that have announced nothing yet.
             clock: a monotonic clock.
+            reaches: whether this engine's device can read an engine's memory.
+
+        Returns:
+            The engines whose buffers cannot be read, each with the reason in one line.
         """
-        deadline = clock() + seconds
+        deadline, problems = clock() + seconds, dict[int, str]()
         for peer in set(range(engines)) - {self._engine}:
-            while not self._file(peer).exists():
-                if clock() > deadline:
-                    return f"engine {peer} has not announced its KV cache"
+            while not self._file(peer).exists() and clock() <= deadline:
                 time.sleep(POLL_SECONDS)
-            try:
-                with self.reading():
-                    self.buffer(peer)
-            except NotSharedError as error:
-                if self._lives(peer):
-                    return str(error)
+            if not self._file(peer).exists():
+                problems[peer] = f"engine {peer} has not announced its KV cache"
+            elif not reaches(peer):
+                problems[peer] = f"engine {self._engine} cannot read the memory of engine {peer}"
+            elif problem := self._problem(peer):
+                problems[peer] = problem
+        return {peer: problem for peer, problem in problems.items() if self._may_live(peer)}
+
+    def _problem(self, peer: int) -> str:
+        try:
+            with self.reading():
+                self.buffer(peer)
+        except NotSharedError as error:
+            return str(error)
         return ""
 
     @contextmanager
@@ -151,7 +167,10 @@ class PeerBuffers:
             self._settle()
             peer.buffer.close()
 
-    def _lives(self, engine: int) -> bool:
+    def _may_live(self, engine: int) -> bool:
+        """Return whether a peer's process is there, or has announced nothing yet."""
+        if not self._file(engine).exists():
+            return True
         told = json.loads(self._file(engine).read_text())
         try:
             process = os.pidfd_open(told["pid"])

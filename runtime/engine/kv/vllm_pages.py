@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout, MLAAttentionSpec
 from vllm.v1.worker.utils import select_common_block_size
 
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.cpu_pages import page_order
+from shoal.runtime.engine.kv.host_copy import plain_order
 from shoal.runtime.engine.kv.kv_pages import KvPages, Page
 
 _TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -88,6 +89,8 @@ def element_order(model_runner: Any, group: int, page: Page) -> torch.Tensor:
         ``[tokens, elements of a token]``, in elements from where the head's part of a page begins.
     """
     spec = model_runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+    if isinstance(spec, MLAAttentionSpec):  # vLLM packs no latents
+        return plain_order(page, spec.state_content_size_bytes, spec.dtype.itemsize)
     kind, cache = model_runner.model_config.dtype, model_runner.cache_config.cache_dtype
     isa = _get_attn_isa(kind, page.tokens, spec.head_size, cache)
     return page_order(page.tokens, spec.head_size, kind, cache, isa)

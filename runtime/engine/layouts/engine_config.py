@@ -2,14 +2,19 @@
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.weights.rules.rule_registry import WEIGHT_SCHEME
+from shoal.runtime.engine.weights.rules.unquantised import leave_weights_on_cpus
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.view_loader import VIEW_LOAD_FORMAT
 from shoal.runtime.layout_configs import take
+from shoal.runtime.served_weights import EXPERTS_BACKEND
 
+HEAD_MAJOR_ONLY = 10
+"""GPUs of this generation (Blackwell) have attention kernels that read head-major pages alone."""
 NO_SHARE = 1e-9
 """The least share of a device's memory that vLLM's configuration takes."""
 
@@ -31,16 +36,35 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
     config.load_config.use_tqdm_on_load = False
     config.additional_config = {
         **config.additional_config,
-        "shoal_weights": f"{WEIGHT_SCHEME},groups={node.max_group}",
+        "shoal_weights": f"{WEIGHT_SCHEME},groups={node.weight_groups},shared={node.share_weights}",
     }
     config.quant_config = SharedWeights(views=layout != DP, inner=config.quant_config)
     # A layout that cannot hold the asked length serves what it can (see ``vllm_backend``).
     config.model_config.original_max_model_len = -1
     if current_platform.is_cpu():
+        leave_weights_on_cpus()
         # The platform turns it off because its own executors gain nothing; ours supports it.
-        config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu
+        config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu and layout.pp == 1
+    elif config.model_config.is_moe:
+        config.kernel_config.moe_backend = EXPERTS_BACKEND
+    if node.max_pp > 1:
+        config.cache_config.kv_cache_layout = blocks_outermost().name
     if layout != DP:
         config.load_config.load_format = VIEW_LOAD_FORMAT
         # A worker needs its share of the device's memory to be free; DP has taken it for all.
         config.cache_config.gpu_memory_utilization = NO_SHARE
     return config
+
+
+def blocks_outermost() -> KVCacheLayout:
+    """Return the order of the KV cache of a node with pipelines: a block's layers are adjacent.
+
+    A stage's block holds more tokens of fewer layers. With layers outermost, as vLLM's default has
+    them, a stage's block would lie on the bytes of other blocks. The order inside a layer's page is
+    the one that the device's attention kernels prefer.
+    """
+    if current_platform.is_cpu():
+        return KVCacheLayout.BLHNC
+    capability = current_platform.get_device_capability()
+    head_major = capability is not None and capability.major == HEAD_MAJOR_ONLY
+    return KVCacheLayout.BLHNC if head_major else KVCacheLayout.BLNHC

@@ -66,6 +66,8 @@ class LayoutWorker:
         other modes adds them here."""
         self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
         """Makes of the layout's model a context in which vLLM warms up and captures CUDA graphs."""
+        self.borrowed_bytes = 0
+        """Bytes of weights that this process has mapped and that other engines keep."""
         self._buffer = buffer
         self._reserved_bytes = reserved_bytes
         self._agree = agree
@@ -117,13 +119,17 @@ class LayoutWorker:
         """Load (DP) or view (other layouts) the weights.
 
         Args:
-            groups: size of the node's largest group.
+            groups: of rows that each shard of an MLP consists of.
         """
         with self.active():
             self._worker.load_model()
         self._is_loaded = True
         if self.layout == DP:
             arrange_weights(ResidentWeights(self.model), groups)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Leave so many more bytes of the device to other layouts than was said at first."""
+        self._reserved_bytes += num_bytes
 
     def close(self) -> None:
         """Let go of what torch would keep for ever: a compiled model, and its graphs with it."""
@@ -171,6 +177,10 @@ class LayoutWorker:
             available: int = run_method(self._worker, "determine_available_memory", (), {})
         if self.layout != DP:
             return self._buffer.num_bytes
-        if current_platform.is_cuda() and not self.config.cache_config.kv_cache_memory_bytes:
-            available -= self._reserved_bytes
+        if not self.config.cache_config.kv_cache_memory_bytes:
+            if current_platform.is_cuda():
+                available -= self._reserved_bytes
+            else:
+                # Mapped pages count to this process, but they are in other engines' memory.
+                available += self.borrowed_bytes
         return self._agree(available)

@@ -186,6 +186,8 @@ class UnitExecutor(Executor):  # type: ignore[misc]
     from a configuration alone.
     """
 
+    supports_pp: ClassVar[bool] = True
+    """vLLM asks: steps reach all stages through the members' queues."""
     channels: ClassVar[deque[tuple[UnitChannel, Answers]]] = deque()
     """What the next executors of this process connect to, in order."""
 

@@ -16,6 +16,10 @@ STARTUP_PHASES = "startup_phases"
 """``Call`` method that the runner answers itself: seconds that each phase of loading took."""
 STARTUP_BYTES = "startup_bytes"
 """The same for the bytes of the device that each phase took, also each core's start."""
+SP_EXCHANGES = "sp_exchanges"
+"""The same for how members exchange in SP, by the name of the layout."""
+WEIGHT_BYTES = "weight_bytes"
+"""The same for the bytes of weights in the engine's own memory."""
 SHARES_KV = "shares_kv"
 """The same for why this runner cannot read the KV of the node's other engines; "" if it can. If it
 cannot, requests that come from other engines have to be computed again."""
@@ -106,6 +110,8 @@ class Arrival:
     target: dict[int, list[list[int]]] = field(default_factory=dict)
     """The physical blocks that are to have it: by member of the unit, for each KV group. The first
     block of each list holds token 0, also when ``begin`` is larger."""
+    adapter: Any = None
+    """vLLM's ``LoRARequest``, if it names one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,8 @@ class Copied:
     problem: str = ""
     """Why it has read nothing, in one line: an engine of the source has ended. The requests' KV in
     this unit is damaged, and so are all tokens that steps make of it."""
+    host_bytes: int = 0
+    """How many of the bytes have come through memory of the host."""
 
 
 @dataclass(frozen=True, slots=True)

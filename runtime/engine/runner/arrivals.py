@@ -30,7 +30,7 @@ def introduce(model_runner: Any, arrival: Arrival) -> None:
         batch.prev_req_id_to_index.pop(arrival.request_id, None)
     if not arrival.tokens and not arrival.computed:
         return  # it begins here, and a step brings all
-    known[arrival.request_id] = CachedRequestState(
+    state = known[arrival.request_id] = CachedRequestState(
         req_id=arrival.request_id,
         prompt_token_ids=arrival.prompt,
         mm_features=[],
@@ -39,7 +39,10 @@ def introduce(model_runner: Any, arrival: Arrival) -> None:
         block_ids=tuple([] for _ in model_runner.kv_cache_config.kv_cache_groups),
         num_computed_tokens=arrival.computed,
         output_token_ids=list(arrival.tokens),
+        lora_request=arrival.adapter,
     )
+    if model_runner.uses_mrope:
+        model_runner._init_mrope_positions(state)
 
 
 def _generator(model_runner: Any, arrival: Arrival) -> torch.Generator | None:

@@ -22,12 +22,18 @@ from shoal.runtime.engine.groups.rendezvous import (
     agreed_minimum,
 )
 from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
+from shoal.runtime.engine.layouts.adapters import adapter_bytes
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
+from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
+from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
+from shoal.runtime.engine.weights.sharing.shared_weight import Degree
+from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import register_view_loader
 
@@ -61,10 +67,26 @@ class LayoutLoader:
         self._directory = Path(node.runtime_dir)
         self.buffer = SharedKVBuffer(f"{self._directory.name}-kv")
         self._dp: VllmConfig
+        self.shared: SharedMlps | None = None
+        """The MLPs of which this engine keeps a part only; None: it keeps all weights."""
+        if node.share_weights > 1:
+            self.shared = SharedMlps(
+                engine,
+                Degree(node.share_weights, node.weight_groups),
+                self._directory,
+                HostShards(f"{self._directory.name}-weights"),
+                WeightSlots(HostCopier()),
+            )
         register_view_loader(
-            lambda: ResidentWeights(self.workers[DP].model),
+            lambda: self.store,
             lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),
         )
+
+    @property
+    def store(self) -> ResidentWeights:
+        """The full weights; DP's model is there."""
+        model = self.workers[DP].model
+        return ResidentWeights(model) if self.shared is None else SharedStore(model, self.shared)
 
     def load(self, layouts: Sequence[Layout]) -> None:
         """Make the workers of these layouts, DP's first. Collective over the unit of each."""
@@ -74,6 +96,8 @@ class LayoutLoader:
         with self._timed("communicators"):
             join_node(self._engine, self._node.engines)
             self._dp = engine_config(self._node, DP, UnitExecutor)
+            if self.shared is not None:
+                self._dp.quant_config.shared = self.shared.method
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
                 # vLLM compiles some small functions all the same, and a machine that serves eagerly
                 # on CPUs may have no C++ compiler.
@@ -86,6 +110,8 @@ class LayoutLoader:
         for layout in layouts:
             with self._timed("weights" if layout == DP else f"{layout.name} views"):
                 self._load_weights(layout)
+        beside = [worker for layout, worker in self.workers.items() if layout != DP]
+        self.workers[DP].reserve(sum(adapter_bytes(worker.model) for worker in beside))
 
     def remake(self, layout: Layout, generation: int) -> None:
         """Make a layout's worker anew, whatever is left of the former. Collective over its unit.
@@ -148,7 +174,13 @@ class LayoutLoader:
 
     def _load_weights(self, layout: Layout) -> None:
         worker = self.workers[layout]
-        worker.load(self._node.max_group)
+        worker.load(self._node.weight_groups)
+        if self.shared is not None:
+            if layout == DP:
+                dummy = self._dp.load_config.load_format == "dummy"
+                self.shared.complete(worker.model, dummy=dummy)
+                worker.borrowed_bytes = self.shared.borrowed_bytes
+            self.shared.stream_in(worker.model, layout)
         self.by_sequence.enable(worker, self.workers)
 
     def _reserved(self) -> int:

@@ -26,6 +26,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from shoal.policies.values.layouts import DP, Layout, Unit, unit_of
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.kv.kv_cache import BlockMap
+from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import push_socket
@@ -172,6 +173,7 @@ class Runner:
             with self._loader.memory.phase(instructions.core_phase(layout)):
                 while self._turn() != instructions.Detach(instructions.STARTUP_EPOCH):
                     pass
+        load_adapters(self._node, self._workers.values())
         # Every worker's start uses one seed, but engines alone should not sample alike.
         seed = self._workers[DP].config.model_config.seed
         set_random_seed(seed + self._engine)
@@ -202,6 +204,10 @@ class Runner:
             value: Any = self._loader.phases
         elif call.method == instructions.STARTUP_BYTES:
             value = self._loader.memory.taken
+        elif call.method == instructions.SP_EXCHANGES:
+            value = self._loader.by_sequence.exchanges
+        elif call.method == instructions.WEIGHT_BYTES:
+            value = self._loader.store.resident_bytes
         elif call.method == instructions.SHARES_KV:
             value = self._carrying.problem()
         else:
@@ -303,6 +309,8 @@ def run_runner(
     """
     # vLLM 0.32 calls what torch 2.13 deprecates; nothing a user of Shoal could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*torch\.distributed")
+    # vLLM sends what a stage's tensors are like to the next stage from bytes that it only reads.
+    warnings.filterwarnings("ignore", category=UserWarning, message="The given buffer is not writ")
     # Sockets that vLLM makes for itself are removed with the node's directory.
     os.environ["VLLM_RPC_BASE_PATH"] = node.runtime_dir
     check_seams()

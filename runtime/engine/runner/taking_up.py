@@ -2,16 +2,24 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from shoal.policies.values.layouts import DP, Unit
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import CarryPath, NodeConfig
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.groups.rendezvous import LOAD_SECONDS
-from shoal.runtime.engine.kv.kv_memory import HeldBuffer
-from shoal.runtime.engine.kv.kv_reader import Copier, HostCopier, KvReader
+from shoal.runtime.engine.kv.host_copy import HostCopier
+from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
+from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
+from shoal.runtime.engine.kv.portions import Copier
+from shoal.runtime.engine.kv.staged_reader import StagedReader
+from shoal.runtime.engine.kv.staging_memory import pins_of
+from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
 from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.instructions import Arrival, Carry, Copied, CopyAhead
@@ -19,6 +27,19 @@ from shoal.runtime.engine.runner.arrivals import introduce
 from shoal.runtime.engine.runner.loading import LayoutLoader
 
 log = logging.getLogger("shoal.engine")
+
+
+def reaches(path: CarryPath, device: torch.device, engine: int) -> bool:
+    """Return whether a device can read the memory of another engine's.
+
+    Args:
+        path: the node's ``carry_path``.
+        device: the device.
+        engine: the other engine, whose device has its number.
+    """
+    if path is CarryPath.HOST:
+        return False
+    return device.type == "cpu" or bool(torch.cuda.can_device_access_peer(device, engine))
 
 
 class TakingUp:
@@ -35,14 +56,17 @@ class TakingUp:
         self._problem = ""
         self._copier: Copier | None = None
         self._reader: KvReader | None = None
+        self._directory = Path(node.runtime_dir)
         self._peers = PeerBuffers(
-            Path(node.runtime_dir), engine, loader.buffer.memory, settle=self._settle
+            self._directory, engine, loader.buffer.memory, settle=self._settle
         )
         try:
-            self._peers.announce(loader.buffer.raw)
             self._reader = self._make_reader(loader)
         except NotSharedError as error:
             self._problem = str(error)
+        # If others cannot map the buffer, they hear why, and read it through the host.
+        with suppress(NotSharedError):
+            self._peers.announce(loader.buffer.raw)
 
     def _make_reader(self, loader: LayoutLoader) -> KvReader:
         model_runner, raw = loader.workers[DP].model_runner, loader.buffer.raw
@@ -52,9 +76,16 @@ class TakingUp:
 
             copier: Copier = DeviceCopier(own, pages)
         else:
-            copier = HostCopier(own, partial(element_order, model_runner))
-        self._copier = copier
-        return KvReader(self._engine, self._node.max_sp, pages, own, self._peers, copier)
+            copier = HostCopier(partial(element_order, model_runner))
+        self._copier, pins = copier, pins_of(raw.device)
+        memory = HostMemory(f"{self._directory.name}-staging")
+        address = address_of(self._directory, self._engine)
+        StagingServer(address, pages, own, copier, memory, pins)
+        self._reaches = partial(reaches, self._node.carry_path, raw.device)
+        self._staged = StagedReader(self._directory, pages, own, memory, pins, self._reaches)
+        return KvReader(
+            self._engine, self._node.max_sp, pages, own, self._peers, copier, self._staged
+        )
 
     def _settle(self) -> None:
         if self._copier is not None:
@@ -66,10 +97,20 @@ class TakingUp:
         Waits until all engines of the node have a KV cache.
         """
         if not self._problem:
-            self._problem = self._peers.open_all(self._node.engines, LOAD_SECONDS)
+            self._problem = self._open_all()
         if self._problem:
             log.warning("requests cannot take their KV to another engine: %s", self._problem)
         return self._problem
+
+    def _open_all(self) -> str:
+        unmapped = self._peers.open_all(self._node.engines, LOAD_SECONDS, reaches=self._reaches)
+        for engine, reason in unmapped.items():
+            try:
+                self._staged.connect(engine)
+            except NotSharedError as error:
+                return f"{reason}; {error}"
+            log.info("KV of engine %d comes through the host: %s", engine, reason)
+        return ""
 
     def carry(self, worker: LayoutWorker, carry: Carry) -> Callable[[], Copied]:
         """Know requests, and begin to read their KV; later steps find it.

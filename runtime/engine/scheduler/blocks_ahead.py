@@ -7,6 +7,9 @@ changes once it is written, so no block is copied twice.
 Where requests come from, the blocks that they have filled are *pinned*. Where they go to, free
 blocks are *reserved* for what the pinned ones hold. Once it is copied, the reserved blocks are in
 the prefix cache, where ``CarriedRequests.adopt`` finds them.
+
+A request has a table of blocks for each KV group. vLLM finds a prefix only if it has all of it in
+all groups, of a window's group the blocks that the window spans. So all of these go ahead, or none.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -29,16 +32,24 @@ from shoal.runtime.engine.scheduler.carried_requests import (
 )
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
 
+Table = list[KVCacheBlock]
+"""The blocks of a request's first tokens in one KV group; null blocks for what nothing needs."""
+
+BEHIND = 8
+"""How many blocks before its window a source looks for in its prefix cache. The destination's
+blocks may be as many times larger, so that its window begins earlier."""
+
 
 @dataclass(slots=True)
 class _Reserved:
     """The blocks of one expected request's first tokens. All but null blocks are held once."""
 
     request: Request
-    table: list[KVCacheBlock]
-    begin: int
-    """The first that is reserved: those before it are in the prefix cache, or another request of
-    the carry has reserved them."""
+    tables: list[Table]
+    """For each KV group."""
+    begins: list[int]
+    """The first block of each that is reserved: those before it are in the prefix cache, or another
+    request of the carry has reserved them, or nothing needs them."""
     rest: int
     """How many more blocks the request needs to be adopted; they are not held."""
     awaited: bool = True
@@ -50,8 +61,8 @@ class _Carry:
     """What is reserved for one carry."""
 
     requests: dict[str, _Reserved] = field(default_factory=dict)
-    by_hash: dict[bytes, KVCacheBlock] = field(default_factory=dict)
-    """Reserved blocks, until they are in the prefix cache."""
+    by_hash: dict[tuple[int, bytes], KVCacheBlock] = field(default_factory=dict)
+    """Reserved blocks by KV group and hash, until they are in the prefix cache."""
     settled: bool = False
 
 
@@ -92,9 +103,9 @@ class BlocksAhead:
     @property
     def num_held(self) -> int:
         """Blocks that are held here, whether or not requests hold them too."""
-        reserved = [r.table for carry in self._reserved.values() for r in carry.requests.values()]
-        groups = [*self._pinned.values(), *reserved]
-        return len({block.block_id for group in groups for block in _no_nulls(group)})
+        reserved = [r for carry in self._reserved.values() for r in carry.requests.values()]
+        tables = [*self._pinned.values(), *(table for r in reserved for table in r.tables)]
+        return len({block.block_id for block in _no_nulls(*tables)})
 
     # --- where requests come from ---
 
@@ -116,19 +127,36 @@ class BlocksAhead:
         return [request for request in pinned if request is not None]
 
     def _pin(self, carry: int, request: Request) -> CarriedRequest | None:
-        size = self._carried.attention.block_size
+        size = self._carried.block_tokens
         # With steps in flight, vLLM counts tokens as computed that the devices have not come to.
         whole = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // size
-        (blocks,) = self._manager.get_blocks(request.request_id).blocks
-        blocks = blocks[:whole]
-        held = _no_nulls(blocks)
+        groups = self._manager.get_blocks(request.request_id).blocks
+        tables = [
+            self._with_cached(group, request, blocks[:whole]) for group, blocks in enumerate(groups)
+        ]
+        held = _no_nulls(*tables)
         if not held:
             return None
         self._pool.touch(held)
         self._pinned.setdefault(carry, []).extend(reversed(held))
         tokens = list(request.output_token_ids)
-        members = self._by_member(blocks)
+        members = self._by_member(tables)
         return CarriedRequest(request.request_id, tokens, whole * size, members, request.num_tokens)
+
+    def _with_cached(self, group: int, request: Request, blocks: Sequence[KVCacheBlock]) -> Table:
+        """Return a group's blocks of a request, and those behind its window that are still cached.
+
+        The request has let go of these. But the window of its last whole block needs some of them.
+        """
+        table = list(blocks)
+        first = next((n for n, block in enumerate(table) if not block.is_null), len(table))
+        hashes = self._hashes(request)
+        for nth in range(first - 1, max(-1, first - 1 - BEHIND), -1):
+            found = self._pool.get_cached_block(hashes[nth], [group])
+            if found is None:
+                break
+            (table[nth],) = found
+        return table
 
     def unpin(self, carry: int) -> None:
         """See ``interface.Core.unpin``."""
@@ -161,56 +189,66 @@ class BlocksAhead:
         if of_carry.settled or not self._looks_up(request):
             return []
         request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
-        size = self._carried.attention.block_size
+        size = self._carried.block_tokens
         hashes, end = self._hashes(request), carried.computed // size
-        table = self._found(request, end)
-        while len(table) < end and hashes[len(table)] in of_carry.by_hash:
-            table.append(of_carry.by_hash[hashes[len(table)]])
-        begin, rest = len(table), self._rest(request, max(end, len(table)))
-        if not _has_all(carried, begin * size, end * size) or not self._has_room(table, end, rest):
+        tables = self._found(of_carry, request, hashes, end)
+        begins, rest = [len(table) for table in tables], self._rest(request, tables, end)
+        if not _has_all(carried, begins, end, size) or not self._has_room(tables, end, rest):
             return []
-        self._pool.touch(_no_nulls(table))
-        table += self._pool.get_new_blocks(max(0, end - begin))
-        of_carry.by_hash |= zip(hashes[begin:end], table[begin:], strict=True)
-        of_carry.requests[request.request_id] = _Reserved(request, table, begin, rest)
-        if begin >= end:
+        self._pool.touch(_no_nulls(*tables))
+        for group, (table, begin) in enumerate(zip(tables, begins, strict=True)):
+            table += self._pool.get_new_blocks(max(0, end - begin))
+            named = ((group, of_block) for of_block in hashes[begin:end])
+            of_carry.by_hash |= zip(named, table[begin:], strict=True)
+        of_carry.requests[request.request_id] = _Reserved(request, tables, begins, rest)
+        if min(begins) >= end:
             return []
-        target = self._by_member(table)
-        return [AheadRequest(request.request_id, begin * size, end * size, carried.blocks, target)]
+        target, span = self._by_member(tables), (min(begins) * size, end * size)
+        return [AheadRequest(request.request_id, *span, carried.blocks, target)]
 
-    def _found(self, request: Request, end: int) -> list[KVCacheBlock]:
-        """Return what the prefix cache has of a request, and null blocks for what nothing needs.
+    def _found(
+        self, of_carry: _Carry, request: Request, hashes: Sequence[bytes], end: int
+    ) -> list[Table]:
+        """Return what there is of a request: cached, or reserved for another one of the carry.
 
         A sliding window needs only the last of the blocks before ``end``, but all of these: with
         fewer of them vLLM does not take the blocks for a prefix that it has.
         """
-        attention = self._carried.attention
         hits, _, _ = self._manager.get_computed_blocks(request)
-        (table,) = hits.blocks
-        unneeded = attention.get_num_skipped_tokens(end * attention.block_size)
-        first = unneeded // attention.block_size
-        return list(table) if len(table) >= first else [self._pool.null_block] * first
+        tables = list[Table]()
+        for manager, found in zip(self._carried.managers, hits.blocks, strict=True):
+            first = manager.get_num_skipped_tokens(end * manager.block_size) // manager.block_size
+            tables.append(list(found) if len(found) >= first else [self._pool.null_block] * first)
+        for nth in range(min(map(len, tables)), end):
+            growing = [(group, hashes[nth]) for group, t in enumerate(tables) if len(t) == nth]
+            if any(key not in of_carry.by_hash for key in growing):
+                break
+            for key in growing:
+                tables[key[0]].append(of_carry.by_hash[key])
+        return tables
 
-    def _rest(self, request: Request, blocks: int) -> int:
+    def _rest(self, request: Request, tables: Sequence[Table], end: int) -> int:
         """Return how many blocks a request needs beside its first ones, to be adopted.
 
         A group need not keep them free: it is lent more when it is bound, or when it lacks some.
         """
         if self._unit.is_group:
             return 0
-        whole: int = request.num_tokens // self._carried.attention.block_size
-        return whole + 1 - blocks
+        whole: int = request.num_tokens // self._carried.block_tokens
+        return sum(whole + 1 - max(end, len(table)) for table in tables)
 
-    def _has_room(self, table: Sequence[KVCacheBlock], end: int, rest: int) -> bool:
+    def _has_room(self, tables: Sequence[Table], end: int, rest: int) -> bool:
         """Return whether there are blocks for a request, beside what others are about to need.
 
-        Each running request may cross into a new block before anybody can make room for it.
+        Each running request may cross into new blocks before anybody can make room for it.
         """
         reserved = [r for carry in self._reserved.values() for r in carry.requests.values()]
-        kept = len(self._scheduler.running) + sum(r.rest for r in reserved if r.awaited)
-        unheld = sum(block.ref_cnt == 0 for block in _no_nulls(table))
+        kept = len(self._scheduler.running) * len(tables)
+        kept += sum(r.rest for r in reserved if r.awaited)
+        unheld = sum(block.ref_cnt == 0 for block in _no_nulls(*tables))
+        new = sum(max(0, end - len(table)) for table in tables)
         free: int = self._pool.get_num_free_blocks()
-        return bool(kept + unheld + max(0, end - len(table)) + rest <= free)
+        return bool(kept + unheld + new + rest <= free)
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
@@ -226,15 +264,16 @@ class BlocksAhead:
         self._forget(carry, over)
 
     def _cache(self, reserved: _Reserved) -> None:
-        attention = self._carried.attention
-        self._pool.cache_full_blocks(
-            request=reserved.request,
-            blocks=reserved.table,
-            num_cached_blocks=reserved.begin,
-            num_full_blocks=len(reserved.table),
-            block_size=attention.block_size,
-            kv_cache_group_id=attention.kv_cache_group_id,
-        )
+        of_groups = zip(self._carried.managers, reserved.tables, reserved.begins, strict=True)
+        for manager, table, begin in of_groups:
+            self._pool.cache_full_blocks(
+                request=reserved.request,
+                blocks=table,
+                num_cached_blocks=begin,
+                num_full_blocks=len(table),
+                block_size=manager.block_size,
+                kv_cache_group_id=manager.kv_cache_group_id,
+            )
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Let go of what is reserved for requests that were adopted, or do not come.
@@ -249,8 +288,8 @@ class BlocksAhead:
         for request_id in of_carry.requests.keys() & request_ids:
             of_carry.requests[request_id].awaited = False
             if of_carry.settled:
-                table = of_carry.requests.pop(request_id).table
-                self._pool.free_blocks(reversed(_no_nulls(table)))
+                tables = of_carry.requests.pop(request_id).tables
+                self._pool.free_blocks(reversed(_no_nulls(*tables)))
         if not of_carry.requests:
             del self._reserved[carry]
 
@@ -281,15 +320,16 @@ class BlocksAhead:
         return bool(self._manager.prefix_cache_lookup_enabled(request))
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
-        size = self._carried.attention.block_size
+        size = self._carried.block_tokens
         hashes: Sequence[bytes] = resolve_block_hashes(
             request.block_hashes, self._pool.hash_block_size, size
         )
         return hashes
 
-    def _by_member(self, blocks: Sequence[KVCacheBlock]) -> dict[int, list[list[int]]]:
-        physical = self._physical([block.block_id for block in blocks])
-        return {engine: [ids] for engine, ids in physical.items()}
+    def _by_member(self, tables: Iterable[Table]) -> dict[int, list[list[int]]]:
+        """Return each member's own block ids, for each KV group."""
+        mapped = [self._physical([block.block_id for block in table]) for table in tables]
+        return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
 
     @property
     def _manager(self) -> Any:
@@ -300,17 +340,25 @@ class BlocksAhead:
         return self._manager.block_pool
 
 
-def _no_nulls(blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-    return [block for block in blocks if not block.is_null]
+def _no_nulls(*tables: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
+    return [block for table in tables for block in table if not block.is_null]
 
 
-def _has_all(carried: CarriedRequest, begin: int, end: int) -> bool:
-    """Return whether the source still has the KV of all these tokens."""
-    if begin >= end:
-        return True
-    ((blocks,), *_) = carried.blocks.values()
-    size = carried.computed // len(blocks)
-    return NULL_BLOCK not in blocks[begin // size : -(-end // size)]
+def _has_all(carried: CarriedRequest, begins: Sequence[int], end: int, size: int) -> bool:
+    """Return whether the source still has the KV of all tokens that are to be copied.
+
+    Args:
+        carried: what it has.
+        begins: for each KV group the first of the destination's blocks that is copied.
+        end: the block after the last one.
+        size: tokens of a block of the destination.
+    """
+    (groups, *_) = carried.blocks.values()
+    for begin, blocks in zip(begins, groups, strict=True):
+        each = carried.computed // len(blocks)
+        if begin < end and NULL_BLOCK in blocks[begin * size // each : -(-end * size // each)]:
+            return False
+    return True
 
 
 def _copied(copy: _Copy) -> Copied:

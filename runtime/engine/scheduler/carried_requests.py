@@ -192,15 +192,16 @@ class CarriedRequests:
             if self._scheduler.log_stats:
                 # Its unit sent no output, so the front end has not heard of this yet.
                 request.record_event(EngineCoreEventType.QUEUED)
-        # What is in the prefix cache, or outside the model's window, is not read.
-        begin = max(begin, self.attention.get_num_skipped_tokens(request.num_computed_tokens))
-        filled = self._filled_blocks(request, begin)
-        if begin % self.attention.block_size:
-            # The beginning of this block is not read: nobody else may take it for complete.
-            self._block_pool.evict_blocks(set(filled[:1]))
-        self._filled[request.request_id] = filled
+        # What is in the prefix cache, or outside every window, is not read.
+        begin = max(begin, min(self._unneeded(request)))
+        self._filled[request.request_id] = self._filled_blocks(request, begin)
         self._tell(source, self._arrival(request, begin, carried.blocks))
         return True
+
+    def _unneeded(self, request: Request) -> list[int]:
+        """Return for each KV group how many first tokens no later token attends to."""
+        computed = request.num_computed_tokens
+        return [manager.get_num_skipped_tokens(computed) for manager in self.managers]
 
     def _allocate(self, request: Request, computed: int) -> int | None:
         """Give a request blocks; return how many tokens its unit had cached, None: no room.
@@ -224,10 +225,22 @@ class CarriedRequests:
         return None if allocated is None else int(cached)
 
     def _filled_blocks(self, request: Request, begin: int) -> list[int]:
-        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(
+        """Return the blocks of all KV groups that are to be read into.
+
+        Where a window begins inside a block, the source may not have the block's first tokens any
+        more. So nobody else may take the block for complete.
+        """
+        groups = self._scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(
             request.request_id, request.num_computed_tokens
         )
-        return list(blocks[begin // self.attention.block_size :])
+        filled = list[int]()
+        for group, unneeded in zip(groups, self._unneeded(request), strict=True):
+            first, within = divmod(max(begin, unneeded), self.block_tokens)
+            blocks = group[first:]
+            if within:
+                self._block_pool.evict_blocks(set(blocks[:1]))
+            filled += blocks
+        return filled
 
     def _arrival(
         self,
@@ -244,6 +257,7 @@ class CarriedRequests:
             begin,
             source or {},
             self._blocks(request) if source else {},
+            request.lora_request,
         )
 
     def _take(self, request: Request) -> None:
@@ -381,10 +395,15 @@ class CarriedRequests:
         return self._scheduler.kv_cache_manager.block_pool
 
     @property
-    def attention(self) -> Any:
-        """VLLM's manager of the one group of KV blocks (``check_kv_groups``)."""
-        (manager,) = self._scheduler.kv_cache_manager.coordinator.single_type_managers
-        return manager
+    def managers(self) -> Sequence[Any]:
+        """VLLM's managers of the groups of KV blocks."""
+        managers: Sequence[Any] = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        return managers
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, in every group of KV blocks (``check_kv_groups``)."""
+        return int(self.managers[0].block_size)
 
 
 def _arrival_time(request: Request) -> float:
@@ -408,4 +427,5 @@ def copied_by_all(request_ids: Sequence[str], future: "Future[Any]") -> Copied:
         sum(member.bytes for member in members),
         max(member.seconds for member in members),
         next((member.problem for member in members if member.problem), ""),
+        sum(member.host_bytes for member in members),
     )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreReadyResponse,
@@ -20,6 +21,7 @@ from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import CoreOutputs
+from shoal.runtime.engine.layouts.adapters import adapter_requests
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import (
@@ -74,9 +76,16 @@ class VllmBackend:
         self._shares_kv = True
         self._lead(self._start_groups() if incarnation == 0 else {})
         # The answer comes when the groups that this engine is in, but does not lead, have begun.
-        taken = self._inbox.wait(self._ask_runner(instructions.STARTUP_BYTES), LOAD_TIMEOUT_SECONDS)
-        self.startup = Startup(self._startup_seconds, taken)
-        problem = self._inbox.wait(self._ask_runner(instructions.SHARES_KV), LOAD_TIMEOUT_SECONDS)
+        taken, exchanges, weights, problem = (
+            self._inbox.wait(self._ask_runner(method), LOAD_TIMEOUT_SECONDS)
+            for method in (
+                instructions.STARTUP_BYTES,
+                instructions.SP_EXCHANGES,
+                instructions.WEIGHT_BYTES,
+                instructions.SHARES_KV,
+            )
+        )
+        self.startup = Startup(self._startup_seconds, taken, exchanges, weights)
         self._shares_kv = not problem
         self._lead(self.groups)
         *_, widest = self.cores.values()
@@ -184,6 +193,7 @@ class VllmBackend:
                 max_num_seqs=core.engine_core.vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=core.engine_core.vllm_config.model_config.max_model_len,
                 sp_floor=core.shift.floor,
+                group_limits=core.group_limits,
             )
             for unit, core in self.cores.items()
         ]
@@ -215,7 +225,7 @@ class VllmBackend:
 
         Only what a stock front end needs of a text-only engine; the rest is refused by name.
         """
-        client_index, call_id, method, _ = self._decoder.decode(frames)
+        client_index, call_id, method, args = self._decoder.decode(frames)
         output = UtilityOutput(call_id)
         if method == "get_supported_tasks":
             output.result = UtilityResult(self.own.supported_tasks)
@@ -223,6 +233,8 @@ class VllmBackend:
             for core in self.cores.values():
                 core.evict_prefix_cache()
             output.result = UtilityResult(True)
+        elif method == "add_lora" and self._has_adapter(args):
+            output.result = UtilityResult(True)  # the runners have loaded it
         elif method in ("is_sleeping", "is_scheduler_paused"):
             output.result = UtilityResult(False)
         elif method in ("reset_mm_cache", "reset_encoder_cache"):
@@ -233,6 +245,12 @@ class VllmBackend:
             return None
         encoded = self._encoder.encode(EngineCoreOutputs(utility_output=output))
         return CoreOutputs(client_index, encoded)
+
+    def _has_adapter(self, args: Sequence[Any]) -> bool:
+        """Return whether an adapter that a front end adds as it starts is one of the node's."""
+        added = msgspec.convert(args[0], LoRARequest)
+        known = adapter_requests(self._node)
+        return (added.lora_int_id, added) in [(each.lora_int_id, each) for each in known]
 
     def close(self) -> None:
         """See ``interface.EngineBackend.close``."""
@@ -285,8 +303,8 @@ def _ready_response(config: VllmConfig) -> bytes:
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         instance_id=config.instance_id,
-        supports_lora=False,
-        max_loras=0,
+        supports_lora=config.lora_config is not None,
+        max_loras=config.lora_config.max_loras if config.lora_config else 0,
         effective_attention_block_size=cache.effective_attention_block_size,
     )
     return msgspec.msgpack.encode(response)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -32,15 +32,12 @@ from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
+from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
 
 AHEAD_REQUESTS = 16
 """With so many running requests, a step is scheduled before an ended one is collected."""
-
-
-class SeveralKVGroups(ValueError):
-    """vLLM keeps several groups of KV blocks for the model; the message is one line."""
 
 
 @dataclass(slots=True)
@@ -67,21 +64,27 @@ class VllmCore:
         max_sp: see ``NodeConfig.max_sp``.
 
     Raises:
-        SeveralKVGroups: see ``check_kv_groups``.
+        UnservedKVGroups: see ``check_kv_groups``.
     """
 
     def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1) -> None:
         self.unit = unit
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
         self._scheduler: Any = self.engine_core.scheduler
-        check_kv_groups(self._scheduler.kv_cache_config)
+        check_kv_groups(self._scheduler.kv_cache_config, stages=unit.layout.pp)
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        self.group_limits = group_limits(managers)
+        """See ``messages.LayoutLimits``."""
         self.supported_tasks = self.engine_core.get_supported_tasks()
         # What the first step of a layout does once, such as connecting its members, is done here.
         self.engine_core.execute_dummy_batch()
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
-        captured = self.engine_core.vllm_config.compilation_config.max_cudagraph_capture_size
-        self.shift = Shift(sp_floor(unit.layout.tp, max_sp, captured or 0))
+        # vLLM gives GPT-OSS a largest size also where no graphs are captured.
+        compilation = self.engine_core.vllm_config.compilation_config
+        has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
+        captured = compilation.max_cudagraph_capture_size if has_graphs else None
+        self.shift = Shift(sp_floor(unit.layout, max_sp, captured or 0))
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
         self._deferred: InFlight | None = None
@@ -228,6 +231,10 @@ class VllmCore:
         collected = Collected([], [], [])
         while self._oldest_has_ended():
             self._collect_one(self._in_flight.popleft(), collected)
+            if self.unit.layout.pp > 1:
+                # The requests of several steps would be scheduled as one, and stay together: there
+                # would be nothing left for the other stages.
+                break
         return collected
 
     def _oldest_has_ended(self) -> bool:
@@ -385,27 +392,6 @@ class VllmCore:
     @property
     def _name(self) -> str:
         return f"core {list(self.unit.engines)}"
-
-
-def check_kv_groups(cache: Any) -> None:
-    """Refuse a model for which vLLM keeps more than one group of KV blocks.
-
-    A request takes blocks of every group, but Shoal counts the blocks of only one (in leases, in
-    requests for blocks, in what still fits). A group of engines would wait for ever for blocks that
-    it does not know it lacks.
-
-    Args:
-        cache: vLLM's ``KVCacheConfig``.
-
-    Raises:
-        SeveralKVGroups: there are several.
-    """
-    groups = [type(group.kv_cache_spec).__name__ for group in cache.kv_cache_groups]
-    if len(groups) > 1:
-        raise SeveralKVGroups(
-            f"vLLM keeps {len(groups)} groups of KV blocks for this model ({', '.join(groups)}), "
-            "Shoal needs one: --disable-hybrid-kv-cache-manager may make them one"
-        )
 
 
 def _tells_runners(scheduled: SchedulerOutput) -> bool:

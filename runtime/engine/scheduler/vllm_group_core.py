@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from vllm.config import VllmConfig
 
+from shoal.policies.values.kv_need import blocks_for
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Lease, plain_lease
 from shoal.runtime.engine.kv.lease import GroupLease
@@ -12,6 +13,9 @@ from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 
 LEASE_CHUNK = 16
 """A lease grows by at least so many virtual blocks, so that fewer messages ask for them."""
+STEPS_AHEAD = 2
+"""For so many full steps a lease has blocks that cache nothing: so many are dispatched before a
+lease has grown."""
 
 
 class VllmGroupCore(VllmCore):
@@ -36,26 +40,49 @@ class VllmGroupCore(VllmCore):
         self._executor.channel.send(steps.Extend(virtual, plain_lease(lease)))
         self._stalled = False
 
-    def release(self, epoch: int) -> Lease:
+    def release(self, epoch: int) -> None:
         """See ``interface.GroupCore.release``."""
         self._executor.channel.send(steps.Detach(epoch))
-        return self._lease.close()
 
-    def shrink(self, keep: int) -> Lease:
+    def shrink(self, blocks: int) -> Lease:
         """See ``interface.GroupCore.shrink``."""
-        return self._lease.close(keep)
+        return self._lease.close(blocks)
+
+    @property
+    def blocks_lacking(self) -> int:
+        """See ``interface.GroupCore.blocks_lacking``."""
+        waiting = sum(
+            blocks_for(request.num_tokens + 1, self._block_tokens, self.group_limits)
+            for request in self._scheduler.waiting
+        )
+        lacking = self._num_holding + waiting - self._lease.num_free
+        return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
+
+    @property
+    def _num_holding(self) -> int:
+        """New blocks that requests may cross into before the next chance to grow."""
+        requests = len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
+        return requests * len(self.group_limits)
+
+    @property
+    def _block_tokens(self) -> int:
+        return int(self.engine_core.vllm_config.cache_config.block_size)
 
     @property
     def blocks_wanted(self) -> int:
         """See ``interface.GroupCore.blocks_wanted``."""
-        waiting = sum(
-            -(-(request.num_tokens + 1) // self.engine_core.vllm_config.cache_config.block_size)
-            for request in self._scheduler.waiting
-        )
-        # Each running request may cross into a new block before the next chance to grow.
-        holding = len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
-        lacking = holding + waiting - self._lease.num_free
-        return max(lacking, LEASE_CHUNK) if lacking > 0 else 0
+        if not self.block_pool.enable_caching:
+            return 0
+        of_step = (self._step_tokens // self._block_tokens + 1) * len(self.group_limits)
+        enough = self._num_holding + STEPS_AHEAD * of_step
+        uncached = self._lease.num_uncached(enough)
+        # One step's more than enough, so that not every step asks.
+        return enough + of_step - uncached if uncached < enough else 0
+
+    @property
+    def _step_tokens(self) -> int:
+        """Most tokens of a step."""
+        return int(self.engine_core.vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def lease_blocks(self) -> int:

@@ -21,7 +21,7 @@ from shoal.runtime.engine.sequence.ulysses import (
     exchanged_bytes,
     exchanged_layers,
 )
-from shoal.runtime.protocol.messages import Mode
+from shoal.runtime.protocol.messages import Mode, SpExchange
 
 
 class BySequence:
@@ -50,6 +50,8 @@ class SequenceParallelism:
     def __init__(self, plan: SequencePlan) -> None:
         self.captures: dict[Layout, CapturedSteps] = {}
         """By layout, the graphs of its model that steps by sequence may replay."""
+        self.exchanges: dict[str, SpExchange] = {}
+        """By the name of a layout that runs steps by sequence, how its members exchange."""
         self._plan = plan
         self._by_peers: dict[Layout, bool] = {}
         self._cannot_share = False
@@ -103,6 +105,7 @@ class SequenceParallelism:
         groups = sp_groups(narrow, plan.max_sp, kv_heads)
         memory = self._peer_memory(worker, base, groups) if self._by_peers[layout] else None
         exchange = HeadExchange(groups) if memory is None else PeerExchange(groups, memory)
+        self.exchanges[layout.name] = SpExchange.COLLECTIVE if memory is None else SpExchange.PEER
         layers = exchanged_layers(worker.config, base.config, exchange)
         # Connecting takes memory, which vLLM's profiling then finds in use.
         exchange.connect(next(worker.model.parameters()).device)

@@ -62,7 +62,7 @@ def _refusal(config: VllmConfig, problem: str) -> UnexchangeableAttention:
 def _model_problems(config: VllmConfig) -> list[str]:
     model = config.model_config
     problems = {
-        "its inputs are not tokens alone": model.is_multimodal_model
+        "its inputs are not tokens alone": model.supports_multimodal_inputs
         or model.is_encoder_decoder
         or model.enable_prompt_embeds,
         "its positions have several dimensions": model.uses_mrope,
@@ -78,7 +78,6 @@ def _layer_problems(layer: Any) -> Iterator[str]:
         f"is {AttentionType(layer.attn_type).value} attention": layer.attn_type
         != AttentionType.DECODER,
         "shares another layer's KV": layer.kv_sharing_target_layer_name is not None,
-        "has sinks for each head": layer.has_sink,
         "has ALiBi slopes for each head": getattr(layer.impl, "alibi_slopes", None) is not None,
         "has heads of a size that is not a multiple of 8": bool(
             layer.head_size % 8 or layer.head_size_v % 8

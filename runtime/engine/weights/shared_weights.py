@@ -1,5 +1,6 @@
 """Gives the layers of a layout their methods, by the seam that vLLM has for quantisation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +21,17 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
         views: whether the layout's tensors are views of the DP model's.
         inner: vLLM's own configuration of a quantised checkpoint; it answers everything that is
             not about this layout.
+
+    Attributes:
+        shared: returns, by a layer and its name, the method of a layer of which this engine keeps
+            a part only, and None for other layers.
     """
 
     def __init__(self, *, views: bool, inner: QuantizationConfig | None = None) -> None:
         self._inner = inner
         super().__init__()
         self._views = views
+        self.shared: Callable[[nn.Module, str], QuantizeMethodBase | None] = lambda *_: None
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
@@ -63,6 +69,8 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
         Raises:
             UnviewableWeights: the checkpoint's quantisation of the layer is not supported.
         """
+        if (method := self.shared(layer, prefix)) is not None:
+            return method
         stock = resolve_quant_method(self._inner, layer, prefix) if self._inner else None
         return rule_of(layer).quant_method(layer, stock, prefix, views=self._views)
 

@@ -4,6 +4,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
+
+from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
+from shoal.runtime.engine.weights.rules.shards import Shard
 
 
 class WeightStore(Protocol):
@@ -23,6 +27,14 @@ class WeightStore(Protocol):
             KeyError: there is no such tensor.
         """
 
+    def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
+        """Return which layer a layout's layer is a part of, and which part.
+
+        Args:
+            full: the layer of the DP model.
+            shard: which share of it a member of a layout has, by its rank or its heads.
+        """
+
 
 class ResidentWeights:
     """The full weights on this engine's device: the DP model's own parameters and buffers.
@@ -37,9 +49,34 @@ class ResidentWeights:
     def tensor(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer itself (see ``WeightStore``)."""
         path, _, key = name.rpartition(".")
-        module = self.model.get_submodule(path)
+        module = without_adapters(self.model.get_submodule(path))
         for tensors in (module._parameters, module._buffers):
             found: torch.Tensor | None = tensors.get(key)
             if found is not None:
                 return found
         raise KeyError(name)
+
+    def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
+        """Return the layer itself (see ``WeightStore``)."""
+        return full, shard
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights on this engine's device."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def without_adapters(layer: nn.Module) -> nn.Module:
+    """Return vLLM's own layer, where vLLM has put another around it that adds adapters (LoRA)."""
+    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules of a model by the names that they have where there are no adapters."""
+    return {
+        name.replace(".base_layer", ""): module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if without_adapters(module) is module
+    }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
-from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import (
@@ -25,7 +25,7 @@ from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
-from shoal.runtime.engine.weights.store import WeightStore
+from shoal.runtime.engine.weights.store import WeightStore, layers_of
 
 VIEW_LOAD_FORMAT = "shoal_view"
 """``load_format`` of every layout but DP."""
@@ -43,7 +43,7 @@ def arrange_weights(store: WeightStore, groups: int) -> None:
     """
     if groups == 1:
         return
-    for name, module in list(store.model.named_modules()):
+    for name, module in layers_of(store.model).items():
         rule_of(module).arrange(FullLayer(name, module, store.tensor), groups)
 
 
@@ -64,16 +64,18 @@ def view_weights(
         UnviewableWeights: a layer's split is not one that its rule knows.
     """
     heads = rank if heads is None else heads
-    full_modules = dict(store.model.named_modules())
+    # DP's output layer may be its embeddings, under two names. A stage without an output layer has
+    # vLLM's ``PPMissingLayer`` under that name.
+    full_modules = layers_of(store.model)
     layers = list(model.named_modules())
     attention = {_parent(name) for name, layer in layers if isinstance(layer, QKVParallelLinear)}
     for name, layer in layers:
         if name not in full_modules:
             raise UnviewableWeights(f"{name} exists in TP-{layout.tp} only")
         rule = rule_of(layer)
-        of_heads = rule.of_heads and _parent(name) in attention
+        of_heads = rule.of_heads and not attention.isdisjoint((name, _parent(name)))
         full = FullLayer(name, full_modules[name], store.tensor)
-        rule.view(layer, full, Shard(heads if of_heads else rank, layout.tp))
+        rule.view(layer, *store.part(full, Shard(heads if of_heads else rank, layout.tp)))
     _check_no_meta(model)
 
 
@@ -93,6 +95,13 @@ def compile_kernels(model: nn.Module) -> None:
     shapes: set[Any] = set()
     for layer in model.modules():
         rule_of(layer).warm_up(layer, shapes)
+
+
+def show_weights(model: nn.Module) -> None:
+    """Give each layer that consists of parts a weight: vLLM asks it where adapters have to be."""
+    for layer in model.modules():
+        if isinstance(layer, LinearBase) and hasattr(layer, "parts"):
+            layer.weight = layer.parts[0].weight
 
 
 def register_view_loader(
@@ -132,6 +141,8 @@ def register_view_loader(
             view_weights(model, store(), layout, rank, head_shard(rank, layout))
             compile_kernels(model)
             process_weights_after_loading(model, model_config, device)
+            if vllm_config.lora_config is not None:
+                show_weights(model)
             return model.eval()
 
     register_model_loader(VIEW_LOAD_FORMAT)(ViewLoader)

@@ -70,7 +70,6 @@ from shoal.runtime.protocol.messages.engine import (
     Grow,
     Integrity,
     KeepBound,
-    LayoutLimits,
     Lend,
     Lent,
     Load,
@@ -87,6 +86,7 @@ from shoal.runtime.protocol.messages.engine import (
     Resumed,
     Returning,
     SetShift,
+    Shrink,
     StartGroup,
     Startup,
     SwitchAnswer,
@@ -95,6 +95,7 @@ from shoal.runtime.protocol.messages.engine import (
     ToEngine,
     Utility,
 )
+from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
 from shoal.runtime.protocol.messages.values import (
     AHEAD,
     RETRY_SECONDS,
@@ -106,6 +107,7 @@ from shoal.runtime.protocol.messages.values import (
     Mode,
     ModeWork,
     Outcome,
+    SpExchange,
     Treatment,
     Work,
 )
@@ -193,6 +195,8 @@ __all__ = [
     "SetShift",
     "SetShiftThreshold",
     "Settle",
+    "Shrink",
+    "SpExchange",
     "StartGroup",
     "Startup",
     "Stopped",

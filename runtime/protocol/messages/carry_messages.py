@@ -186,6 +186,8 @@ class CopiedAhead(Message, frozen=True):
     """What it took the slowest member."""
     problem: str = ""
     """Why the KV could not be read, in one line."""
+    host_bytes: int = 0
+    """How many of the bytes have come through memory of the host."""
 
 
 class Exported(Message, frozen=True):
@@ -213,3 +215,5 @@ class Imported(Message, frozen=True):
     """Bytes of KV that all members together have read."""
     seconds: float = 0.0
     """What the copy took the slowest member."""
+    host_bytes: int = 0
+    """How many of the bytes have come through memory of the host."""

@@ -22,6 +22,8 @@ class GetLayout(Message, frozen=True):
     """Ask for a ``LayoutView``."""
 
     call: int
+    named: int = 0
+    """The most requests of each unit that its view names."""
 
 
 class GetMetrics(Message, frozen=True):
@@ -39,6 +41,9 @@ class SetLayout(Message, frozen=True):
     timeout_seconds: float
     wait_seconds: float | None = None
     """If less than the time-out: seconds after which the switch stops waiting for requests."""
+    layouts: list[str] = msgspec.field(default_factory=list)
+    """Name of each unit's layout. An empty name, or no list, stands for one engine alone or for a
+    TP group."""
 
 
 class DrainEngines(Message, frozen=True):
@@ -186,6 +191,8 @@ class LayoutView(Message, frozen=True):
     """Groups that cannot be formed now."""
     lengths: dict[str, int] = msgspec.field(default_factory=dict)
     """Tokens of the longest request that each layout holds; empty until the engines are ready."""
+    share_weights: int = 1
+    """See ``NodeConfig.share_weights``."""
 
 
 class NodeMetrics(Message, frozen=True):

@@ -27,12 +27,14 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Settle,
     Unpin,
 )
+from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
 from shoal.runtime.protocol.messages.values import (
     NOTHING_DONE,
     DeathCause,
     Message,
     Mode,
     ModeWork,
+    SpExchange,
     Treatment,
 )
 
@@ -152,6 +154,17 @@ class Grow(Message, frozen=True):
     lease: dict[int, list[int]]
 
 
+class Shrink(Message, frozen=True):
+    """To the leader of a bound group: return up to ``blocks`` blocks, which other units need.
+
+    It answers ``Returning`` if it has any that no request holds.
+    """
+
+    epoch: int
+    unit: Unit
+    blocks: int
+
+
 class TakeBack(Message, frozen=True):
     """To a member: these physical blocks are no longer used by the group."""
 
@@ -228,6 +241,7 @@ ToEngine = (
     | Resume
     | Lend
     | Grow
+    | Shrink
     | TakeBack
     | SetShift
     | Utility
@@ -241,24 +255,16 @@ ToEngine = (
 # --- engine -> controller ---------------------------------------------------------------------
 
 
-class LayoutLimits(msgspec.Struct, frozen=True):
-    """What one layout of an engine can hold."""
-
-    layout: Layout
-    block_tokens: int
-    """Tokens of one KV block under this layout."""
-    max_num_seqs: int
-    max_model_len: int
-    sp_floor: int | None = None
-    """A step in SP batches more tokens than this; None: this layout has no SP."""
-
-
 class Startup(msgspec.Struct, frozen=True):
-    """The time and memory that an engine's start took, by phase."""
+    """What came of an engine's start: the time and memory that it took, by phase, and choices."""
 
     seconds: dict[str, float] = {}
     device_bytes: dict[str, int] = {}
     """Device memory, as the driver counts it; empty if the engine has no device to itself."""
+    sp_exchanges: dict[str, SpExchange] = {}
+    """How members exchange in SP, by the name of the layout; empty without SP."""
+    weight_bytes: int = 0
+    """Weights in the engine's own memory, as they count against KV; 0 if they are unknown."""
 
 
 class EngineReady(Message, frozen=True):
@@ -296,8 +302,9 @@ class Committed(Message, frozen=True):
 class Released(Message, frozen=True):
     """Answer to ``Release``: no further step of the group will be sent.
 
-    ``returned`` maps each member to the physical ids that come back (see ``Commit``). Blocks of the
-    ``paused`` requests, which are paused in the group, stay lent.
+    ``returned`` maps each member to physical ids that come back (see ``Commit``). If the lease is
+    large, more come with ``Returning``. Blocks of the ``paused`` requests, which are paused in the
+    group, stay lent.
     """
 
     epoch: int
@@ -333,7 +340,7 @@ class Lent(Message, frozen=True):
 
 
 class Returning(Message, frozen=True):
-    """A leader shrinks its idle group's lease: give these blocks back to the members."""
+    """A leader shrinks its group's lease: give these blocks back to the members."""
 
     epoch: int
     unit: Unit
@@ -360,6 +367,11 @@ class Load(Message, frozen=True):
     def done(self, mode: Mode) -> ModeWork:
         """Return what the steps of a mode computed."""
         return self.work.get(mode, NOTHING_DONE)
+
+    @property
+    def steps(self) -> int:
+        """Steps that the unit has computed since it started."""
+        return sum(done.total.steps for done in self.work.values())
 
 
 class Integrity(Message, frozen=True):

@@ -101,6 +101,15 @@ class DeathCause(enum.StrEnum):
     """It was in a group that broke: no member can leave a collective after another has died."""
 
 
+class SpExchange(enum.StrEnum):
+    """How the members of a group exchange in SP."""
+
+    PEER = "peer"
+    """They read and write each other's memory."""
+    COLLECTIVE = "collective"
+    """By collectives: NCCL's on GPUs, gloo's on CPUs."""
+
+
 class Message(msgspec.Struct, tag=True, frozen=True):
     """Base of every message; the class name is the tag."""
 

@@ -1,6 +1,7 @@
 """How the controller shows the node: engines, units and past switches, as plain values."""
 
 from collections.abc import Iterable
+from itertools import chain, repeat
 
 import msgspec
 
@@ -20,6 +21,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """How long its start took, by phase; empty until it is ready (see ``messages.Startup``)."""
     startup_bytes: dict[str, int] = {}
     """How much memory of its device the start took, by phase."""
+    weight_bytes: int = 0
+    """See ``messages.Startup``; 0 until it is ready."""
     restarts: int = 0
     """How often it was restarted."""
     reason: str | None = None
@@ -28,6 +31,15 @@ class EngineView(msgspec.Struct, frozen=True):
     """Whether an operator has taken it out: no request starts on it, and no group contains it."""
     requests: int = 0
     """Requests that need it: those of every unit that it is in, paused and exported ones too."""
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """One request that was handed to a unit."""
+
+    request_id: str
+    priority: int
+    paused: bool
+    """Whether it waits until its unit is back; it is then named at its leader's present unit."""
 
 
 class UnitView(msgspec.Struct, frozen=True):
@@ -40,6 +52,8 @@ class UnitView(msgspec.Struct, frozen=True):
     waiting: int
     lease_blocks: int
     paused_requests: int
+    requests: list[RequestView] = []
+    """The requests that were sent to it first, as many as ``messages.GetLayout.named`` allows."""
 
 
 class UnavailableView(msgspec.Struct, frozen=True):
@@ -47,6 +61,7 @@ class UnavailableView(msgspec.Struct, frozen=True):
 
     engines: Engines
     reason: str
+    layout: str = ""
 
 
 class ShiftView(msgspec.Struct, frozen=True):
@@ -93,6 +108,10 @@ class SwitchView(msgspec.Struct, frozen=True):
     """Bytes of KV that were read before the switch began, while the requests went on."""
     precopy_seconds: float = 0.0
     """The part of ``duration_seconds`` that this took."""
+    before_layouts: list[str] = []
+    """Names of the layouts of ``before``."""
+    after_layouts: list[str] = []
+    """Names of the layouts of ``after``."""
 
     def line(self) -> str:
         """Return the switch in one line, for people to read."""
@@ -109,9 +128,19 @@ class SwitchView(msgspec.Struct, frozen=True):
         took = f"{self.duration_seconds * 1e3:.1f} ms"
         end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
         return (
-            f"switch {self.epoch}: {units_text(self.before)} -> {units_text(self.after)} "
+            f"switch {self.epoch}: {self.text_before} -> {self.text_after} "
             f"({why}) {end}; requests: {did or 'none concerned'}"
         )
+
+    @property
+    def text_before(self) -> str:
+        """Return the units before it as text for people."""
+        return units_text(self.before, self.before_layouts)
+
+    @property
+    def text_after(self) -> str:
+        """Return the units after it as text for people."""
+        return units_text(self.after, self.after_layouts)
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -144,6 +173,14 @@ class SwitchTrace(msgspec.Struct, frozen=True, omit_defaults=True):
     """At its end: units whose requests stay paused until the unit is back."""
 
 
-def units_text(units: Iterable[Engines]) -> str:
-    """Return units, or a partition, as text for people."""
-    return " ".join(f"[{','.join(map(str, unit))}]" for unit in units)
+def units_text(units: Iterable[Engines], layouts: Iterable[str] = ()) -> str:
+    """Return units, or a partition, as text for people: ``[0,1]:pp2 [2]``.
+
+    Args:
+        units: the engines of each.
+        layouts: names of their layouts. Of these, the ones with stages are shown.
+    """
+    shown = (f":{name}" if "pp" in name else "" for name in chain(layouts, repeat("")))
+    return " ".join(
+        f"[{','.join(map(str, unit))}]{name}" for unit, name in zip(units, shown, strict=False)
+    )

@@ -11,6 +11,7 @@ from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer
 from shoal.runtime.engine.kv.kv_reader import KvReader
+from shoal.runtime.engine.kv.staging_memory import NoPins
 from shoal.runtime.engine.link.instructions import Copied
 from tests.runtime.engine.kernels.test_kv_copy_kernel import InterpretedCopier, interpreted
 from tests.runtime.engine.kv.test_kv_reader import Neighbours
@@ -38,7 +39,7 @@ def test_members_read_what_it_looks_for(case: bench.Case, head_major: bool) -> N
         bench.fill(buffer, engine)
     for engine, buffer in buffers.items():
         own = HeldBuffer(buffer)
-        copier = InterpretedCopier(own, 32)
+        copier = InterpretedCopier(32)
         reader = KvReader(engine, 1, [pages], own, Neighbours(buffers), copier)
         looked = (buffer, engine, case, pages, given)
         assert bench.wrong_words(*looked) == bench.LOOKS * len(case.sources)
@@ -65,9 +66,35 @@ def test_the_first_time_does_not_count() -> None:
     clock, waits = ManualClock(), list[None]()
     reader: Any = Reader(clock, [50.0, 3.0, 9.0, 4.0])
     given = [bench.Carried(alone(0), [])]
-    found = bench.time_case(reader, given, 3, wait=lambda: waits.append(None), clock=clock)
+    firsts = list[float]()
+    found = bench.time_case(
+        reader, given, 3, wait=lambda: waits.append(None), clock=clock, first=firsts.append
+    )
+    assert firsts == [pytest.approx(0.002)]
     assert found == (pytest.approx(4.0), pytest.approx(2.0), 100)
-    assert len(waits) == 4
+    assert len(waits) == 2 * 4
+
+
+@pytest.mark.parametrize("path", ["peer", "host"])
+def test_each_path_is_timed_with_its_cases(path: str) -> None:
+    assert [case.busy for case in bench.cases_of(path)].count(True) == (path == "host")
+
+
+def test_members_say_what_they_register_and_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, reached = ManualClock(), list[torch.Tensor]()
+
+    class SlowPins(NoPins):
+        def pin(self, buffer: torch.Tensor) -> None:
+            clock.advance(0.5)
+            reached.append(buffer)
+
+    buffer = torch.zeros(4096, dtype=torch.int8)
+    bench.TalkingPins(SlowPins(), 1, clock).pin(buffer)
+    assert reached == [buffer]
+    said = capsys.readouterr().err
+    assert said.endswith("s, member 1: registered 4096 bytes of the host in 500.0 ms\n")
 
 
 def test_the_slower_member_counts_and_all_that_is_wrong() -> None:

@@ -49,6 +49,7 @@ NAMES = {
         "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float>(int)",
         "triton_tem_fused_mm_3",
         "_w8a8_block_scaled_mm",
+        "fused_moe_kernel",
         "_vector_kernel",
         "_matrix_kernel",
         "aten::addmm",

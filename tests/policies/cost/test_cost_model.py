@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.policies.cost.cost_model import KNOWN, MAX_CORRECTION, CostModel, Hardware, ModelShape
+from shoal.policies.cost.cost_model import (
+    KNOWN,
+    LEAST_COPY_BYTES,
+    MAX_CORRECTION,
+    CostModel,
+    Hardware,
+    ModelShape,
+)
 from shoal.policies.values.batch import Batch, Mode, StepKind
-from shoal.policies.values.layouts import Layout, layouts_up_to
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 
 SHAPE = ModelShape(
     layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
@@ -26,6 +33,64 @@ def test_a_long_prompt_costs_its_arithmetic() -> None:
     assert MODEL.step_seconds(Layout(tp=1), Batch(prefill_tokens=10_000)) == pytest.approx(
         2e6 * 1e4 / 1e12
     )
+
+
+SHARED = replace(
+    MODEL,
+    shape=replace(SHAPE, mlp_parameters=8e5),
+    hardware=replace(HARDWARE, peer_bytes_per_second=1e8),
+    share_weights=4,
+)
+"""Four engines share 1.6 MB of weights, and read each other's memory ten times as slowly as theirs.
+"""
+
+
+@pytest.mark.parametrize(("tp", "missing"), [(1, 3 / 4), (2, 1 / 4), (4, 0)])
+def test_a_small_step_takes_as_long_as_reading_what_others_keep(tp: int, missing: float) -> None:
+    found = SHARED.device_seconds(Layout(tp=tp), ONE)
+    assert found == pytest.approx(
+        max(missing * 1.6e6 / 1e8, MODEL.device_seconds(Layout(tp=tp), ONE))
+    )
+
+
+def test_a_long_step_hides_what_it_reads_from_others() -> None:
+    long = Batch(prefill_tokens=10_000)
+    assert SHARED.step_seconds(DP, long) == MODEL.step_seconds(DP, long)
+
+
+def test_a_step_by_sequence_reads_what_its_base_computes_with() -> None:
+    model = replace(SHARED, max_sp=2)
+    assert model.device_seconds(Layout(tp=4), ONE, Mode.SP) == pytest.approx(1.6e6 / 4 / 1e8)
+
+
+# Of a million parameters that a token passes through, 600,000 are those of its 2 of 16 experts.
+EXPERTS = replace(SHAPE, experts=16, experts_per_token=2, expert_parameters=8 * 6e5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parameters"),
+    [(1, 1e6), (2, 4e5 + 4.8e6 * (1 - (7 / 8) ** 2)), (1000, 4e5 + 4.8e6)],
+)
+def test_more_tokens_read_more_experts_until_all_are_read(tokens: int, parameters: float) -> None:
+    model = replace(MODEL, shape=EXPERTS)
+    assert model.step_seconds(Layout(tp=1), Batch(decodes=tokens)) == pytest.approx(
+        2 * parameters / 1e9, rel=0.001
+    )
+    plain = MODEL.step_seconds(Layout(tp=1), Batch(decodes=min(tokens, 2)))
+    assert plain == pytest.approx(2 * 1e6 / 1e9, rel=0.001), "without experts, all are read"
+
+
+def test_a_token_computes_with_its_own_experts_alone() -> None:
+    model = replace(MODEL, shape=EXPERTS)
+    tokens = Batch(prefill_tokens=100_000)
+    assert model.step_seconds(Layout(tp=1), tokens) == MODEL.step_seconds(Layout(tp=1), tokens)
+
+
+def test_a_member_of_sp_reads_the_experts_of_its_own_tokens() -> None:
+    fast = replace(HARDWARE, link_bytes_per_second=1e30)
+    model = CostModel(EXPERTS, fast, max_sp=2)
+    by_sequence = model.step_seconds(Layout(tp=2), Batch(decodes=4), Mode.SP)
+    assert by_sequence == pytest.approx(2 * (4e5 + 4.8e6 * (1 - (7 / 8) ** 2)) / 1e9)
 
 
 def test_context_costs_the_reading_of_its_keys_and_values() -> None:
@@ -129,7 +194,7 @@ def test_steps_with_prompts_are_corrected_apart() -> None:
 
 def worst_error(model: CostModel) -> float:
     """Learn steps with prompts that are twice as fast as the roofline says, all others half."""
-    for tokens in [2000, 6000, 4000, 8000] * 10:
+    for tokens in [2000, 6000, 4000, 8000] * 20:
         prompt = Batch(prefill_tokens=tokens)
         decodes = Batch(decodes=tokens // 8)
         model = model.observe(
@@ -182,7 +247,32 @@ def test_a_carry_takes_its_bytes_over_its_links() -> None:
     assert MODEL.carry_seconds(1000, 4) == once / 4
 
 
+def test_the_rate_of_carries_comes_near_what_is_measured() -> None:
+    model, size, rate = MODEL, 1 << 30, 2e10
+    for _ in range(8):
+        model = model.observe_carry(size, size / (2 * rate), 2)
+    assert model.hardware.peer_bytes_per_second == pytest.approx(rate, rel=0.05)
+
+
+def test_small_copies_say_nothing_of_the_rate() -> None:
+    assert MODEL.observe_carry(LEAST_COPY_BYTES - 1, 1.0, 1) == MODEL
+    assert MODEL.observe_carry(LEAST_COPY_BYTES, 0.0, 1) == MODEL
+    assert MODEL.observe_carry(LEAST_COPY_BYTES, 1.0, 1) != MODEL
+
+
 # --- SP ---
+
+
+def test_attention_may_read_slower_than_linear_layers() -> None:
+    batch = Batch(decodes=1, context_tokens=10**6)
+    slow = replace(HARDWARE, kv_bytes_per_second=HARDWARE.memory_bytes_per_second / 2)
+    plain, halved = (CostModel(SHAPE, hardware) for hardware in (HARDWARE, slow))
+    none = Batch(decodes=1)
+    read = plain.device_seconds(DP, batch) - plain.device_seconds(DP, none)
+    assert halved.device_seconds(DP, none) == plain.device_seconds(DP, none)
+    slowly = halved.device_seconds(DP, batch) - halved.device_seconds(DP, none)
+    assert slowly == pytest.approx(2 * read)
+
 
 EVERY = Batch(decodes=3, context_tokens=900, prefill_tokens=4000, prefill_context=2000)
 
@@ -317,3 +407,16 @@ def test_measurements_correct_their_mode_only() -> None:
     both = measured.observe(Layout(tp=4), EVERY, 1.0).observe(Layout(tp=4), EVERY, 1.0)
     assert len(both.corrections) == 2
     assert both.correction(Layout(tp=4), StepKind.PREFILL, Mode.SP).samples == 1
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
+def test_a_pipelines_step_takes_all_layers_and_a_hop_between_two_stages(tp: int, pp: int) -> None:
+    slow = replace(MODEL, hardware=replace(HARDWARE, allreduce_seconds=1e-5))
+    for batch in (ONE, Batch(prefill_tokens=1000)):
+        stage = slow.step_seconds(Layout(tp=tp), batch)
+        hop = 1e-5 + 2 * batch.tokens * 100 * 2 / 1e8
+        found = slow.step_seconds(Layout(tp=tp, pp=pp), batch)
+        assert found == pytest.approx(stage + (pp - 1) * hop)
+    prompt = Batch(prefill_tokens=1000)
+    whole = slow.step_seconds(Layout(tp=tp, pp=pp), prompt)
+    assert whole < slow.step_seconds(Layout(tp=tp * pp), prompt), "this link is slow"

@@ -61,3 +61,9 @@ def test_units_are_sorted_by_their_first_engine() -> None:
 def test_a_node_forms_powers_of_two() -> None:
     assert layouts_up_to(1) == (DP,)
     assert layouts_up_to(6) == (DP, Layout(tp=2), Layout(tp=4))
+
+
+def test_a_node_with_stages_has_its_widest_layout_without_stages_last() -> None:
+    names = [layout.name for layout in layouts_up_to(4, 2)]
+    assert names == ["dp", "pp2", "tp2", "tp2-pp2", "tp4"]
+    assert [layout.name for layout in layouts_up_to(4, 4)][3:] == ["pp4", "tp2-pp2", "tp4"]

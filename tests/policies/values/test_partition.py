@@ -15,7 +15,7 @@ from shoal.policies.values.partition import (
     singles,
     units_of,
 )
-from tests.units import tp
+from tests.units import pp, tp
 
 
 @st.composite
@@ -137,3 +137,23 @@ def test_units_of_a_layout_have_it() -> None:
 
 def test_singles_is_the_partition_into_engines() -> None:
     assert singles(3) == units_of(3, Layout()) == (alone(0), alone(1), alone(2))
+
+
+def test_a_unit_is_in_the_layout_that_is_asked_for() -> None:
+    names = {(0, 1): "pp2", (2, 3): "tp2", (4, 5, 6, 7): "tp2-pp2"}
+    units = [[1, 0], [2, 3], [4, 5, 6, 7]]
+    partition = parse_partition(units, engines=8, max_group=4, max_pp=2, names=names)
+    assert partition == (pp(0, 1), tp(2, 3), pp(4, 5, 6, 7, stages=2))
+    plain = parse_partition(units, engines=8, max_group=4, max_pp=2)
+    assert plain == (tp(0, 1), tp(2, 3), tp(4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("name", "max_pp", "allowed"),
+    [("pp2", 1, "tp2"), ("pp4", 4, "pp2, tp2"), ("dp", 2, "pp2, tp2"), ("PP2", 2, "pp2, tp2")],
+)
+def test_a_layout_that_the_node_has_not_is_refused_by_name(
+    name: str, max_pp: int, allowed: str
+) -> None:
+    with pytest.raises(PartitionError, match=rf"'{name}': layouts of 2 engines are {allowed} on"):
+        parse_partition([[0, 1]], engines=2, max_group=2, max_pp=max_pp, names={(0, 1): name})

@@ -8,11 +8,13 @@ from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
-from tests.units import tp
+from tests.units import pp, tp
 
 CARRY = m.Treatment.CARRY
 ALONE = (alone(0), alone(1), alone(2), alone(3))
 PAIRS = (tp(0, 1), tp(2, 3))
+PIPELINES = (pp(0, 1), pp(2, 3))
+LONG, BOTH = (pp(0, 1, 2, 3),), (pp(0, 1, 2, 3, stages=2),)
 ALL = (tp(0, 1, 2, 3),)
 PROMPT = 10
 ROOMY = FakeSettings(num_blocks=256, block_tokens=4, max_num_seqs=8, max_model_len=400)
@@ -22,7 +24,7 @@ def under_way(
     *layout: Partition, requests: int = 8, settings: FakeSettings = ROOMY
 ) -> LoopbackNode:
     """Return a node of this layout whose requests have some of their tokens."""
-    node = LoopbackNode(4, settings=settings)
+    node = LoopbackNode(4, settings=settings, max_pp=4)
     node.settle()
     if layout != ALONE:
         node.switch(*layout)
@@ -45,7 +47,11 @@ def assert_sound(node: LoopbackNode) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(ALONE, ALL), (ALL, ALONE), (PAIRS, ALL), (ALL, PAIRS), (ALONE, PAIRS), (PAIRS, ALONE)],
+    [
+        *[(ALONE, ALL), (ALL, ALONE), (PAIRS, ALL), (ALL, PAIRS), (ALONE, PAIRS), (PAIRS, ALONE)],
+        *[(ALONE, LONG), (LONG, ALL), (ALL, BOTH), (BOTH, ALONE), (PIPELINES, LONG)],
+        *[(PAIRS, PIPELINES), (LONG, BOTH)],
+    ],
 )
 def test_requests_go_on_and_no_token_is_computed_twice(before: Partition, after: Partition) -> None:
     node = under_way(*before)

@@ -44,12 +44,25 @@ WAYS = {
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-def under_way(layout: Partition, settings: FakeSettings = SETTINGS, **limits: int) -> LoopbackNode:
-    """Return a node of this layout whose requests have some of their tokens."""
+def under_way(
+    layout: Partition, settings: FakeSettings = SETTINGS, *, earlier: int = 0, **limits: int
+) -> LoopbackNode:
+    """Return a node of this layout whose requests have some of their tokens.
+
+    Args:
+        layout: the layout.
+        settings: of the fake engines.
+        earlier: requests that have ended, whose prompts are in the prefix caches.
+        limits: fields of ``NodeConfig``.
+    """
     node = LoopbackNode(4, settings=settings, **{"precopy_tokens": 1} | limits)
     node.settle()
     if layout != ALONE:
         node.switch(*layout)
+    for k in range(earlier):
+        node.send(f"earlier{k}", 350, 1)
+    run(node, earlier)
+    assert node.missing == []
     for k in range(REQUESTS):
         node.send(f"r{k}", PROMPT, OUTPUT)
     run(node, 15)
@@ -104,6 +117,17 @@ def test_less_is_left_to_read(way: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert with_it.carried_bytes * 2 < without.carried_bytes
     assert with_it.carry_seconds < without.carry_seconds
     assert 0 < with_it.precopy_seconds < with_it.duration_seconds
+
+
+@pytest.mark.parametrize("way", ["tp4-dp", "tp2-dp", "tp2-tp4", "tp4-tp2"])
+def test_a_group_that_has_all_blocks_makes_room(way: str) -> None:
+    before, after = WAYS[way]
+    node = under_way(before, earlier=20)
+    lent = [len(backend.own.lent) for backend in node.backends.values()]
+    assert lent == [SETTINGS.num_blocks] * 4
+    switch = switched(node, *after)
+    assert (switch.carried, switch.recomputed) == (REQUESTS, {})
+    assert switch.precopied_bytes >= REQUESTS * 48 * TOKEN_BYTES
 
 
 def test_without_a_prefix_cache_no_switch_copies_ahead() -> None:

@@ -225,6 +225,7 @@ def test_no_policy_switches_more_often_than_the_budget_allows(
     assert total >= 2 * budget.per_minute, "the policy was shut out"
 
 
+@pytest.mark.slow
 def test_without_the_budget_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwitchBudget, "allows", lambda *_: True)
     node = node_under(monkeypatch, flips)
@@ -232,6 +233,7 @@ def test_without_the_budget_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(node.controller.switches) == node.controller.switches.maxlen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [1.0, 3.0, 7.0])
 def test_a_square_wave_does_not_make_flying_flap(period: float) -> None:
     """Load that rises and falls as fast as the policy's own delays: few switches, no loss."""

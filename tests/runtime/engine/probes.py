@@ -4,11 +4,12 @@ A probe is one more instruction in the queue that the runner reads: never in the
 """
 
 import hashlib
+import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,27 @@ import numpy
 import torch
 import zmq
 from vllm.forward_context import BatchDescriptor
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.kv import carry_plan
 from shoal.runtime.engine.kv.carry_plan import Strip
+from shoal.runtime.engine.kv.staging_server import StagingServer
+from shoal.runtime.engine.layouts.adapters import adapter_bytes as bytes_of_slots
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.runner import runner as runner_module
+from shoal.runtime.engine.runner import taking_up
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
 from shoal.runtime.engine.weights.rules.dense import LinearRule
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
+from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine.owned_bytes import owned_bytes as bytes_owned
@@ -82,6 +89,8 @@ class ProbedRunner(Runner):
         """Steps that computed something, by how they ran."""
         self.scheduled: Counter[str] = Counter()
         """Tokens computed, by request."""
+        self.steps: list[set[str]] = []
+        """The requests of each step that computed something."""
         self.led: Counter[str] = Counter()
         """The same, of the units that this engine leads."""
         self.blocks: dict[str, list[int]] = {}
@@ -101,6 +110,8 @@ class ProbedRunner(Runner):
     def _on_step(self, step: instructions.Step) -> None:
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
+        if output.num_scheduled_tokens:
+            self.steps.append(set(output.num_scheduled_tokens))
         if self._worker.unit.leader == self._engine:
             self.led.update(output.num_scheduled_tokens)
         self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
@@ -164,6 +175,12 @@ def largest_step(runner: ProbedRunner) -> int:
     return runner.largest_step
 
 
+def take_steps(runner: ProbedRunner) -> list[set[str]]:
+    """Return the requests of each step since the last call."""
+    taken, runner.steps = runner.steps, []
+    return taken
+
+
 def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
     """Return the steps by mode since this was last asked."""
     modes, runner.modes = dict(runner.modes), Counter()
@@ -198,9 +215,13 @@ def skip_reseed(runner: ProbedRunner, skip: bool) -> None:
 
 
 def owned_bytes(runner: ProbedRunner) -> dict[str, int]:
-    """Return the parameter bytes that each layout does not share with the DP model."""
-    dp = runner._workers[DP].model
-    return {of.name: bytes_owned(worker.model, dp) for of, worker in runner._workers.items()}
+    """Return the parameter bytes that each layout does not share with the DP model.
+
+    What is kept of shared MLPs counts as the DP model's.
+    """
+    dp, shared = runner._workers[DP].model, runner._loader.shared
+    kept = [] if shared is None else [weight.kept for weight in shared._weights.values()]
+    return {of.name: bytes_owned(worker.model, dp, kept) for of, worker in runner._workers.items()}
 
 
 def order_heads_by_rank(runner: ProbedRunner, layout: Layout) -> None:
@@ -228,6 +249,101 @@ def _view_heads(runner: ProbedRunner, layout: Layout, shard: int) -> None:
             rule.cut(layer, full, Shard(shard, layout.tp))
 
 
+def kept_weights(runner: ProbedRunner) -> int:
+    """Return the number of the file in which this engine keeps its part of shared MLPs."""
+    return os.fstat(runner._loader.shared._file).st_ino
+
+
+Damage = Callable[[ProbedRunner, bool], None]
+"""Damages something, or undoes that."""
+
+
+class _LateCopier:
+    """Fills a slot after the layer that it is for has been computed, and lets nothing wait."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self._late: list[Sequence[Copy]] = []
+
+    def start(self, copies: Sequence[Copy]) -> None:
+        self._late.append(copies)
+        if len(self._late) > SLOTS:
+            copy_all(self._late.pop(0))
+
+    def wait(self, _: None) -> None:
+        pass
+
+
+def read_slots_early(runner: ProbedRunner, damaged: bool) -> None:
+    """Let layers compute with whatever their slots held before."""
+    slots = runner._loader.shared._slots
+    slots.copier = _LateCopier(slots.copier) if damaged else slots.copier.copier
+    slots._filled = [None] * SLOTS
+
+
+def order_shards_by_rank(runner: ProbedRunner, damaged: bool) -> None:
+    """Let TP4 compute the parts of MLPs that the order of ranks gives: not what is kept here."""
+    shared, layout = runner._loader.shared, Layout(tp=4)
+    for name, layer in runner._workers[layout].model.named_modules():
+        if name in shared._weights:
+            full = FullLayer(name, layer, runner._loader.store.tensor)
+            kept, shard = shared.part(full, Shard(_member(runner, layout), layout.tp))
+            wrong = Shard(_member(runner, layout) % shard.of, shard.of)
+            rule = rule_of(layer)
+            assert isinstance(rule, LinearRule)
+            rule.cut(layer, kept, wrong if damaged else shard)
+
+
+def confuse_experts(runner: ProbedRunner, layout: Layout) -> bool:
+    """Let a member compute its shares of experts with another's ``w2``.
+
+    If it has whole experts, its map has them in another order instead.
+
+    Returns:
+        Whether it has whole experts.
+    """
+    store = ResidentWeights(runner._workers[DP].model)
+    by_expert = False
+    for name, layer in runner._workers[layout].model.named_modules():
+        if not name.endswith(".routed_experts"):
+            continue
+        if by_expert := layer._expert_map is not None:
+            own = layer._expert_map >= 0
+            layer._expert_map[own] = layer._expert_map[own].flip(0)
+            continue
+        w13 = layer.w13_weight
+        full = FullLayer(name, store.model.get_submodule(name), store.tensor)
+        member = _member(runner, layout)
+        rule_of(layer).view(layer, full, Shard((member + 1) % layout.tp, layout.tp))
+        layer.w13_weight = w13
+    return by_expert
+
+
+def absorbed_bytes(runner: ProbedRunner) -> tuple[int, int]:
+    """Return the bytes of all absorbed matrices of DP, and those in the weights themselves."""
+    attention = [
+        layer for layer in runner._workers[DP].model.modules() if isinstance(layer, MLAAttention)
+    ]
+    sizes, shared = 0, 0
+    for layer in attention:
+        weights = layer.kv_b_proj.weight.untyped_storage().data_ptr()
+        for matrix in (layer.W_UV, layer.W_UK_T):
+            sizes += matrix.nbytes
+            shared += matrix.nbytes * (matrix.untyped_storage().data_ptr() == weights)
+    return sizes, shared
+
+
+def absorb_other_heads(runner: ProbedRunner, layout: Layout) -> None:
+    """Let a member's latent attention absorb the matrices of another member's heads."""
+    full = dict(runner._workers[DP].model.named_modules())
+    rank = (_member(runner, layout) + 1) % layout.tp
+    for name, layer in runner._workers[layout].model.named_modules():
+        if isinstance(layer, MLAAttention):
+            for key in ("W_UV", "W_UK_T"):
+                other = full[name]._parameters[key].data.chunk(layout.tp)[rank]
+                setattr(layer, key, torch.nn.Parameter(other, requires_grad=False))
+
+
 def swap_kv_heads(runner: ProbedRunner, layout: Layout) -> None:
     """Let a member of steps by sequence send every GQA group another's head; twice: its own."""
     exchange = runner._workers[layout].executions[Mode.SP].model._exchange
@@ -241,13 +357,66 @@ _strips = carry_plan.strips
 def swap_carried_heads(runner: ProbedRunner, swap: bool) -> None:
     """Let a member read heads of another member from single engines that it reads from."""
 
-    def swapped(source: Unit, target: Unit, engine: int, kv_heads: int, max_sp: int) -> list[Strip]:
-        found = _strips(source, target, engine, kv_heads, max_sp)
+    def swapped(
+        source: Unit, target: Unit, engine: int, geometry: KvGeometry, max_sp: int
+    ) -> list[Strip]:
+        found = _strips(source, target, engine, geometry, max_sp)
         if source.is_group:
             return found
-        return [strip._replace(source=(strip.source + strip.heads) % kv_heads) for strip in found]
+        heads = geometry.heads
+        return [strip._replace(source=(strip.source + strip.heads) % heads) for strip in found]
 
     carry_plan.strips = swapped if swap else _strips
+
+
+def read_nothing(runner: ProbedRunner, nothing: bool) -> None:
+    """Let a member take up requests, and read none of their KV."""
+    carry_plan.strips = (lambda *_: []) if nothing else _strips
+
+
+def carry_layers_of_stage_0(runner: ProbedRunner, damage: bool) -> None:
+    """Let a member of a pipeline read the first stage's layers, whatever its stage is."""
+
+    def of_first(
+        source: Unit, target: Unit, engine: int, geometry: KvGeometry, max_sp: int
+    ) -> list[Strip]:
+        found = _strips(source, target, engine, geometry, max_sp)
+        if target.layout.pp == 1 or source.layout.pp > 1:
+            return found
+        each = geometry.layers // target.layout.pp
+        return [strip._replace(layers=range(each)) for strip in found]
+
+    carry_plan.strips = of_first if damage else _strips
+
+
+_introduce = taking_up.introduce
+
+
+def forget_adapters(runner: ProbedRunner, forget: bool) -> None:
+    """Let a member take up requests as if they named no adapters."""
+
+    def bare(model_runner: Any, arrival: instructions.Arrival) -> None:
+        _introduce(model_runner, replace(arrival, adapter=None))
+
+    taking_up.introduce = bare if forget else _introduce
+
+
+def drop_adapters(runner: ProbedRunner, layout: Layout) -> None:
+    """Let a layout's worker lose its adapters."""
+    runner._workers[layout].model_runner.lora_manager.remove_all_adapters()
+
+
+def adapter_bytes(runner: ProbedRunner) -> dict[str, int]:
+    """Return the bytes of each layout's slots for adapters."""
+    return {of.name: bytes_of_slots(worker.model) for of, worker in runner._workers.items()}
+
+
+_staged = StagingServer._copied
+
+
+def stage_nothing(runner: ProbedRunner, nothing: bool) -> None:
+    """Let an engine tell readers that KV is in its slot, which nobody has written to."""
+    StagingServer._copied = (lambda *_: "") if nothing else _staged  # type: ignore[method-assign]
 
 
 def pretend_captures(runner: ProbedRunner, *sizes: int) -> None:

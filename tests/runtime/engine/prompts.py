@@ -13,9 +13,17 @@ VOCABULARY = 2048
 MODELS = {
     "llama": CheckpointSpec(layers=2),
     "llama-1-kv-head": CheckpointSpec(layers=2, kv_heads=1, seed=1),
-    "llama-2-kv-heads": CheckpointSpec(layers=2, kv_heads=2, seed=2),
-    "qwen2": CheckpointSpec(Architecture.QWEN2, layers=2),
+    "llama-2-kv-heads": CheckpointSpec(layers=4, kv_heads=2, seed=2),
+    "qwen2": CheckpointSpec(Architecture.QWEN2, layers=4),
     "qwen3-tied": CheckpointSpec(Architecture.QWEN3, layers=2, tied_embeddings=True),
+}
+
+# 130 is even: two members share every expert, but four have two experts each.
+MODELS_WITH_EXPERTS = {
+    "qwen3-moe": CheckpointSpec(Architecture.QWEN3_MOE, layers=3, expert_size=130),
+    "mixtral": CheckpointSpec(Architecture.MIXTRAL, layers=2),
+    "glm4-moe": CheckpointSpec(Architecture.GLM4_MOE, layers=2),
+    "llama4": CheckpointSpec(Architecture.LLAMA4, layers=2),
 }
 
 Stock = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
@@ -23,10 +31,10 @@ Stock = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Write one of ``MODELS`` into ``directory``, once, and return where."""
+    """Write one of these models into ``directory``, once, and return where."""
     path = directory / name
     if not path.exists():
-        write_checkpoint(path, MODELS[name])
+        write_checkpoint(path, (MODELS | MODELS_WITH_EXPERTS)[name])
     return path
 
 

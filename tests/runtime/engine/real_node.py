@@ -11,7 +11,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,24 @@ from unittest.mock import patch
 import zmq
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.registry import POLICIES
-from shoal.policies.values.layouts import Unit, layouts_up_to, tensor_parallel
+from shoal.policies.values.layouts import Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
 from shoal.policies.values.snapshot import Snapshot
-from shoal.runtime.config import MAX_RETRIES, Addresses, LayoutConfigs, NodeConfig
+from shoal.runtime.config import (
+    MAX_RETRIES,
+    Adapter,
+    Addresses,
+    CarryPath,
+    LayoutConfigs,
+    NodeConfig,
+)
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.runner.recorder import run_recording_runner
 from shoal.runtime.engine.scheduler import vllm_backend
@@ -58,6 +66,8 @@ MODEL_ARGS: dict[str, Any] = {
 }
 """What every engine of the tests is started with, stock ones included."""
 
+NO_ARGS: Mapping[str, Any] = {}
+
 EOS = SPECIAL_TOKENS.index("</s>")
 
 NODE_ARGS: dict[str, Any] = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 64}
@@ -81,9 +91,13 @@ def _addressed(snapshot: Snapshot) -> Plan:
 
 
 def unit_of(request_id: str) -> Unit | None:
-    """Return the unit that a request's id names, if any: that of ``0-1/7`` is ``tp(0, 1)``."""
-    engines = [int(engine) for engine in request_id.split("/")[0].split("-") if engine]
-    return tensor_parallel(engines) if engines else None
+    """Return the unit that a request's id names, if any: that of ``0-1:tp2/7`` is ``tp(0, 1)``."""
+    named, _, layout = request_id.split("/")[0].partition(":")
+    engines = tuple(int(engine) for engine in named.split("-") if engine)
+    if not engines:
+        return None
+    size = len(engines)
+    return next(Unit(engines, of) for of in layouts_up_to(size, size) if of.name == layout)
 
 
 ADDRESSED = Policy("addressed", _addressed, decides_layout=False)
@@ -147,10 +161,10 @@ class Process:
 # --- configuration ---
 
 
-def configs_of(model: str, max_group: int, **vllm_args: Any) -> LayoutConfigs:
+def configs_of(model: str, max_group: int, max_pp: int = 1, **vllm_args: Any) -> LayoutConfigs:
     """Return what ``NodeConfig.vllm`` holds, of arguments over ``MODEL_ARGS``."""
     args = prepare(AsyncEngineArgs(model=model, **(MODEL_ARGS | vllm_args)), api_servers=1)
-    return layout_configs(args, dp_config(args), layouts_up_to(max_group))
+    return layout_configs(args, dp_config(args), layouts_up_to(max_group, max_pp))
 
 
 # --- stock vLLM -----------------------------------------------------------------------------------
@@ -160,14 +174,18 @@ def _stock(
     model: str,
     prompts: list[list[int]],
     sampling: list[SamplingParams],
-    dtype: str,
+    vllm_args: dict[str, Any],
+    adapters: list[LoRARequest | None] | None,
     answer: str,
 ) -> None:
     from vllm import LLM
 
-    llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS | {"dtype": dtype})
+    llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS | vllm_args)
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        sampling,
+        use_tqdm=False,
+        lora_request=adapters,
     )
     Path(answer).write_bytes(pickle.dumps(outputs))
 
@@ -177,9 +195,14 @@ def stock_outputs(
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
     dtype: str = MODEL_ARGS["dtype"],
+    vllm_args: Mapping[str, Any] = NO_ARGS,
+    adapters: Sequence[LoRARequest | None] | None = None,
     **environment: str,
 ) -> list[RequestOutput]:
-    """Return what stock vLLM, tensor parallel size 1, makes of prompts, each with its sampling."""
+    """Return what stock vLLM, tensor parallel size 1, makes of prompts, each with its sampling.
+
+    With ``adapters``, each prompt has one of its own, or none.
+    """
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory) / "outputs"
         process = Process(
@@ -189,7 +212,8 @@ def stock_outputs(
             str(model),
             [list(prompt) for prompt in prompts],
             list(sampling),
-            dtype,
+            {"dtype": dtype, **vllm_args},
+            None if adapters is None else list(adapters),
             str(answer),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
         )
@@ -211,11 +235,15 @@ def stock_tokens(
     prompts: Sequence[Sequence[int]],
     max_tokens: int = 32,
     dtype: str = MODEL_ARGS["dtype"],
+    vllm_args: Mapping[str, Any] = NO_ARGS,
+    adapters: Sequence[LoRARequest | None] | None = None,
     **environment: str,
 ) -> list[list[int]]:
     """Return what stock vLLM, tensor parallel size 1, generates greedily for each prompt."""
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return tokens_of(stock_outputs(model, prompts, [greedy] * len(prompts), dtype, **environment))
+    sampling = [greedy] * len(prompts)
+    outputs = stock_outputs(model, prompts, sampling, dtype, vllm_args, adapters, **environment)
+    return tokens_of(outputs)
 
 
 # --- the node -------------------------------------------------------------------------------------
@@ -249,8 +277,12 @@ class RealNode:
         max_retries: see ``NodeConfig.max_retries``.
         restart_limit: see ``NodeConfig.restart_limit``; the test restarts engines.
         precopy_tokens: see ``NodeConfig.precopy_tokens``.
+        carry_path: see ``NodeConfig.carry_path``.
+        max_pp: see ``NodeConfig.max_pp``.
         max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
+        share_weights: see ``NodeConfig.share_weights``.
         recording_dir: see ``NodeConfig.recording_dir``; runners that record answer no probes.
+        adapters: see ``NodeConfig.adapters``.
         environment: variables of the engines' processes.
         vllm_args: further engine arguments, over ``MODEL_ARGS`` and ``NODE_ARGS``.
     """
@@ -264,15 +296,19 @@ class RealNode:
         max_retries: int = MAX_RETRIES,
         restart_limit: int = 0,
         precopy_tokens: int = 0,
+        carry_path: CarryPath = CarryPath.AUTO,
+        max_pp: int = 1,
         max_sp: int = 1,
+        share_weights: int = 1,
         recording_dir: Path | None = None,
+        adapters: Sequence[Adapter] = (),
         environment: dict[str, str] | None = None,
         **vllm_args: Any,
     ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-test-"))
         self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", **(environment or {})}
         with patch.dict(os.environ, self._environment):
-            configs = configs_of(str(model), engines, **(NODE_ARGS | vllm_args))
+            configs = configs_of(str(model), engines, max_pp, **(NODE_ARGS | vllm_args))
         self.config = NodeConfig(
             engines=engines,
             max_group=engines,
@@ -283,8 +319,12 @@ class RealNode:
             max_retries=max_retries,
             restart_limit=restart_limit,
             precopy_tokens=precopy_tokens,
+            carry_path=carry_path,
+            max_pp=max_pp,
             max_sp=max_sp,
+            share_weights=share_weights,
             recording_dir=None if recording_dir is None else str(recording_dir),
+            adapters=tuple(adapters),
         )
         self.script(Script.TP)
         self.tokens: dict[str, list[int]] = {}
@@ -401,6 +441,20 @@ class RealNode:
             self._supervisor.send(m.encode(starting))
             self._start(engine)
 
+    def bring_back(self, *groups: Unit) -> None:
+        """Restart what is dead until all groups are formed again.
+
+        A member whose peer is killed may die of that a moment later, when the peer's restart has
+        begun: the supervisor would restart that member too.
+        """
+        known = self.controller.books.engines
+
+        def formed() -> bool:
+            self.restart(*sorted(self.dead))
+            return all(known.serves(group) and known.is_formed(group) for group in groups)
+
+        self.until(formed, f"{[group.name for group in groups]} again")
+
     # --- turns ---
 
     def turn(self, timeout: float = 0.2) -> None:
@@ -468,14 +522,15 @@ class RealNode:
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 32,
         temperature: float = 0.0,
+        adapter: LoRARequest | None = None,
         **sampling: Any,
     ) -> list[str]:
         """Send prompts that want to run on ``unit``, and return their request ids.
 
-        None is any.
+        None is any unit, and no adapter.
         """
         ids = []
-        named = "" if unit is None else "-".join(map(str, unit.engines))
+        named = "" if unit is None else f"{'-'.join(map(str, unit.engines))}:{unit.name}"
         for prompt in prompts:
             request_id = f"{named}/{next(self._numbers)}"
             params = SamplingParams(
@@ -489,7 +544,7 @@ class RealNode:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=0.0,
-                lora_request=None,
+                lora_request=adapter,
                 cache_salt=None,
                 data_parallel_rank=None,
             )
@@ -551,7 +606,11 @@ class RealNode:
         """Ask for a partition without waiting; returns the call for ``switched``."""
         call = next(self._numbers)
         message = m.SetLayout(
-            call, [list(unit.engines) for unit in units], treatment, PATIENCE_SECONDS
+            call,
+            [list(unit.engines) for unit in units],
+            treatment,
+            PATIENCE_SECONDS,
+            layouts=[unit.name for unit in units],
         )
         self._control.send(m.encode(message))
         return call

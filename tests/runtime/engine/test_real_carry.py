@@ -10,6 +10,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.config import CarryPath
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
@@ -43,10 +44,12 @@ LENGTHS = (40, 33, 64, 90, 31, 17, 150, 70, 5, 300)
 _seeds = itertools.count(500)
 
 
-@pytest.fixture(scope="module", params=["asynchronous", "in-turn"])
+@pytest.fixture(scope="module", params=["asynchronous-host", "in-turn-auto"])
 def node(llama: Path, request: pytest.FixtureRequest) -> Iterator[RealNode]:
+    *scheduling, path = request.param.split("-")
     options = {
-        "async_scheduling": request.param == "asynchronous",
+        "async_scheduling": scheduling == ["asynchronous"],
+        "carry_path": CarryPath(path),
         "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
     }
     with RealNode(llama, 2, **options) as node:
@@ -105,6 +108,8 @@ def test_sampling_goes_on_as_it_was(node: RealNode) -> None:
     node.switch()
     assert_same(node, plain, requests)
     assert node.audit() == []
+    through_host = node.controller.books.statistics.carries.bytes.total("host")
+    assert bool(through_host) == (node.config.carry_path is CarryPath.HOST)
 
 
 def test_no_token_is_computed_twice(node: RealNode) -> None:
@@ -139,6 +144,19 @@ def test_a_wrong_block_changes_the_tokens(node: RealNode) -> None:
     node.transport.before_send = lambda _engine, _message: None
     assert len(damaged) == 1
     assert node.wait([request]) != [expected]
+    node.switch()
+
+
+def test_a_slot_that_is_read_before_it_was_written_changes_the_tokens(node: RealNode) -> None:
+    (prompt,) = random_prompts((300,), next(_seeds))
+    (expected,) = node.generate(alone(1), [prompt], TOKENS)
+    (request,) = node.submit(alone(0), [prompt], TOKENS)
+    node.wait_for_tokens([request], 8)
+    node.probe(0, probes.stage_nothing, True)
+    node.switch(GROUP, treatment=CARRY)
+    node.probe(0, probes.stage_nothing, False)
+    through_host = node.config.carry_path is CarryPath.HOST
+    assert (node.wait([request]) != [expected]) == through_host
     node.switch()
 
 

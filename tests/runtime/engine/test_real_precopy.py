@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.policies.values.layouts import alone
+from shoal.runtime.config import CarryPath
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
@@ -16,14 +17,19 @@ from tests.units import tp
 GROUP = tp(0, 1)
 CARRY = m.Treatment.CARRY
 LENGTHS = (300, 170, 420, 40)
-TOKENS = 160
+TOKENS = 240
 
 
-@pytest.fixture(scope="module", params=["asynchronous", "in-turn"])
+@pytest.fixture(scope="module", params=["asynchronous", "in-turn-host"])
 def node(llama: Path, request: pytest.FixtureRequest) -> Iterator[RealNode]:
     is_asynchronous = request.param == "asynchronous"
     with RealNode(
-        llama, 2, precopy_tokens=64, async_scheduling=is_asynchronous, enable_prefix_caching=True
+        llama,
+        2,
+        precopy_tokens=64,
+        carry_path=CarryPath.AUTO if is_asynchronous else CarryPath.HOST,
+        async_scheduling=is_asynchronous,
+        enable_prefix_caching=True,
     ) as node:
         yield node
 
@@ -32,9 +38,11 @@ def test_what_went_ahead_is_not_read_again_and_the_tokens_stay(node: RealNode) -
     prompts = random_prompts(LENGTHS, seed=900)
     expected = node.generate(alone(1), prompts, TOKENS)
     requests = node.submit(alone(0), prompts, TOKENS)
-    there_and_back = ((GROUP, 6), (None, 40), (GROUP, 80))
+    # Before they go on, some have filled another block of the unit that they come from or go to.
+    there_and_back = ((GROUP, 6), (None, 40), (GROUP, 70))
     for unit, tokens in there_and_back:
-        node.wait_for_tokens(requests, tokens)
+        most = max(len(node.tokens[request]) for request in requests)
+        node.wait_for_tokens(requests, most + tokens)
         view = node.switch(*([unit] if unit else []), treatment=CARRY)
         assert (view.carried, view.recomputed) == (len(requests), {})
         # How much is left depends on how long the copy took, since the requests went on.
@@ -46,6 +54,8 @@ def test_what_went_ahead_is_not_read_again_and_the_tokens_stay(node: RealNode) -
         assert computed[request] == len(prompt) + TOKENS - 1
     node.switch()
     assert node.audit() == []
+    through_host = node.controller.books.statistics.carries.precopied_bytes.total("host")
+    assert bool(through_host) == (node.config.carry_path is CarryPath.HOST)
 
 
 def test_what_was_copied_ahead_decides_the_tokens(node: RealNode) -> None:

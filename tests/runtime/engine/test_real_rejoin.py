@@ -1,7 +1,7 @@
 """Engines that are killed come back, alone and then in their group, and give the same tokens.
 
-The group runs in TP and by sequence, before it loses a member and afterwards. The tests use one
-node up, so they run in the order they are written.
+The group runs in TP, by sequence and in stages, before it loses a member and afterwards. The tests
+use one node up, so they run in the order they are written.
 """
 
 import re
@@ -11,36 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed
 from tests.runtime.engine.scripted_shift import Script
-from tests.units import tp
+from tests.units import pp, tp
 
-PAIR = tp(0, 1)
+PAIR, STAGES = GROUPS = tp(0, 1), pp(0, 1)
 SHORT = PROMPTS[:4]
 VLLM_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @pytest.fixture(scope="module")
 def node(llama: Path) -> Iterator[RealNode]:
-    with RealNode(llama, 2, restart_limit=9, max_sp=2) as node:
+    with RealNode(llama, 2, restart_limit=9, max_sp=2, max_pp=2) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def expected(stock: Stock) -> list[list[int]]:
     return stock(SHORT, 32)
-
-
-def bring_back(node: RealNode, *engines: int) -> None:
-    """Restart engines, and wait until their group is formed again."""
-    node.restart(*engines)
-    known = node.controller.books.engines
-    node.until(lambda: known.serves(PAIR) and known.is_formed(PAIR), "the group to be formed again")
 
 
 @contextmanager
@@ -54,7 +47,7 @@ def scripted(node: RealNode, script: Script) -> Iterator[None]:
 
 
 def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
-    """Let both engines serve alone, then together in TP and in SP, then alone again."""
+    """Let both engines serve alone, then together in TP, in SP and in stages, then alone again."""
     for engine in PAIR.engines:
         assert node.generate(alone(engine), SHORT) == expected
     for script in (Script.TP, Script.SP):
@@ -64,6 +57,8 @@ def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
         first, second = node.probe_all(probes.take_modes)
         assert first == second, "the members ran different modes"
         assert [mode for mode, steps in first.items() if steps] == [script]
+    with node.bound(STAGES):
+        assert node.generate(STAGES, SHORT) == expected
     for engine in PAIR.engines:
         assert node.generate(alone(engine), SHORT) == expected
     assert node.audit() == []
@@ -85,7 +80,7 @@ def test_an_engine_comes_back_while_the_other_serves(
     with pytest.raises(SwitchFailed, match=rf"engines \[{1 - survivor}\] are restarting"):
         node.switch(PAIR)
 
-    bring_back(node, 1 - survivor)
+    node.bring_back(*GROUPS)
     assert [tokens[:32] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)
 
@@ -113,23 +108,26 @@ def test_an_engine_dies_while_requests_are_carried(
         node.switch(treatment=m.Treatment.CARRY)
     assert node.transport.before_send is nothing
     dead = node.controller.books.engines.in_state
-    node.until(lambda: dead(EngineState.DEAD) == node.dead != set(), "the deaths to be known")
-    bring_back(node, *sorted(node.dead))
+    node.until(lambda: dead(EngineState.DEAD), "a death to be known")
+    node.bring_back(*GROUPS)
     assert [tokens[:32] for tokens in node.wait(requests)] == expected
     assert_serve(node, expected)
 
 
-def test_a_group_that_dies_as_one_comes_back(node: RealNode, expected: list[list[int]]) -> None:
-    """It dies while its steps run by sequence."""
-    node.switch(PAIR)
+@pytest.mark.parametrize("group", [PAIR, STAGES], ids=["by sequence", "in stages"])
+def test_a_group_that_dies_as_one_comes_back(
+    node: RealNode, expected: list[list[int]], group: Unit
+) -> None:
+    """It dies while its steps run by sequence, or in stages."""
+    node.switch(group)
     with scripted(node, Script.SP):
-        doomed = node.submit(PAIR, SHORT, max_tokens=800)
+        doomed = node.submit(group, SHORT, max_tokens=800)
         node.wait_for_tokens(doomed, 1)
         node.kill("runner-1")
         dead = node.controller.books.engines.in_state
         both = set(PAIR.engines)
         node.until(lambda: dead(EngineState.DEAD) == node.dead == both, "both to be given up")
-    bring_back(node, *PAIR.engines)
+    node.bring_back(*GROUPS)
     assert_serve(node, expected)
 
 
@@ -151,7 +149,7 @@ def test_a_request_that_kills_its_engine_again_is_given_up(
     node.until(lambda: node.finished.keys() >= set(poison), "the end of the request")
     assert str(node.finished[poison[0]]) == "error"
     assert node.controller.books.statistics.requests.total(m.Outcome.POISONED) == 1
-    bring_back(node, 1)
+    node.bring_back(*GROUPS)
     assert [tokens[:32] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)
 
@@ -167,6 +165,8 @@ def test_members_sample_alike_after_that(node: RealNode) -> None:
 def test_what_no_longer_serves_leaves_nothing(node: RealNode) -> None:
     names = sorted(path.name for path in Path(node.config.runtime_dir).iterdir())
     made = [name.partition(".")[0] for name in names if name.startswith(("group-", "members-"))]
-    assert made == ["group-tp2-0-1-0", "group-tp2-0-1-1", "members-tp2-0-1"], names
+    layouts = ("pp2", "tp2")
+    queues = [f"group-{layout}-0-1-{engine}" for layout in layouts for engine in (0, 1)]
+    assert made == [*queues, *(f"members-{layout}-0-1" for layout in layouts)], names
     assert [name for name in names if VLLM_SOCKET.fullmatch(name)] == []
     assert list(Path("/dev/shm").glob(f"*{Path(node.config.runtime_dir).name}*")) == []

@@ -32,6 +32,9 @@ MAX_SP = {
     "qwen3-tied": 4,
 }
 """Largest SP degree of a model's node: of four engines it is (SP 4) or (SP 2, TP 2)."""
+SHARE = {"qwen2": 2, "llama-2-kv-heads": 4}
+"""Of the models whose engines keep a part of the MLPs each, how many engines share them. With these
+numbers of layers, the last one's slot is the first one's, or the other."""
 Expected = list[list[int]]
 
 
@@ -50,7 +53,8 @@ def expected(request: pytest.FixtureRequest, model: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    with RealNode(model, ENGINES, max_sp=MAX_SP[model.name]) as node:
+    share = SHARE.get(model.name, 1)
+    with RealNode(model, ENGINES, max_sp=MAX_SP[model.name], share_weights=share) as node:
         yield node
 
 
@@ -246,6 +250,33 @@ def test_other_heads_than_its_own_change_a_carried_requests_tokens(
     assert all(one != other for one, other in zip(found, expected, strict=True))
 
 
+# --- shared weights ---
+
+
+@pytest.mark.parametrize(
+    ("damage", "unit"),
+    [(probes.read_slots_early, alone(0)), (probes.order_shards_by_rank, QUARTET)],
+    ids=["a slot that is not filled yet", "shards in the order of ranks"],
+)
+def test_weights_of_another_layer_or_member_change_the_tokens(
+    node: RealNode, model: Path, damage: probes.Damage, unit: Unit
+) -> None:
+    if SHARE.get(model.name) != 2:
+        pytest.skip("needs layouts of more members than share weights")
+    for damaged in (True, False):
+        prompts = random_prompts((5, 33, 100), next(_seeds))  # no cache has their prefixes
+        node.switch()
+        for engine in unit.engines:
+            node.probe(engine, damage, damaged)
+        if unit.is_group:
+            node.switch(unit)
+        found = node.generate(unit, prompts)
+        node.switch()
+        expected = node.generate(alone(1), prompts)
+        assert is_varied(expected)
+        assert (found != expected) is damaged
+
+
 # --- what the above covers ---
 
 
@@ -263,9 +294,11 @@ def test_prompts_came_in_chunks_and_from_the_prefix_cache(
     assert node.probe(1, probes.largest_step) <= 64 < len(prompt)
 
 
-def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
+def test_no_layout_but_dp_owns_weights(node: RealNode, model: Path) -> None:
     for owned in node.probe_all(probes.owned_bytes):
         assert owned == {"dp": 0, "tp2": 0, "tp4": 0}
+    if model.name in SHARE:
+        pytest.skip("each slot has the parameters of several layers")
     for layouts in node.probe_all(probes.parameters):
         (size, devices, storages), *views = layouts.values()
         assert devices == {"cpu"}

@@ -1,4 +1,4 @@
-"""Models with a sliding window generate stock vLLM's tokens, where all KV is one group of blocks.
+"""Models with a sliding window generate stock vLLM's tokens, in one KV group and in several.
 
 The prompts reach far beyond the window: a layout that attended to other tokens would show.
 """
@@ -13,9 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
+from shoal.runtime.protocol import messages as m
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
-from tests.runtime.engine.prompts import PROMPTS, SHARED
+from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 from tests.variety import is_varied
 
@@ -34,9 +36,12 @@ ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral": (MISTRAL, {}),
     "mistral-some-layers": (MISTRAL | {"layer_types": [SLIDING, FULL]}, ONE_GROUP),
-    "gemma-2": (GEMMA, ONE_GROUP),
+    "gemma-2": (GEMMA, {"max_sp": 2}),
 }
 """What the configuration of each says beside ``SPEC``, and with which options it is served."""
+GROUP = tp(0, 1)
+CARRY = m.Treatment.CARRY
+TOKENS = 120
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -80,7 +85,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def node(model: Path, name: str) -> Iterator[RealNode]:
-    with RealNode(model, 2, **MODELS[name][1]) as node:
+    with RealNode(model, 2, precopy_tokens=64, **MODELS[name][1]) as node:
         yield node
 
 
@@ -99,9 +104,64 @@ def test_the_window_shows_in_stocks_tokens(
     assert stock_tokens(whole, ALL) != expected
 
 
-@pytest.mark.parametrize("partition", [(alone(0), alone(1)), (tp(0, 1),)], ids=["dp", "tp2"])
+def test_layers_that_keep_other_tokens_have_a_group_of_their_own(node: RealNode, name: str) -> None:
+    for unit in (alone(0), GROUP):
+        limits = node.controller.books.engines.limits(unit).group_limits
+        assert len(limits) == (2 if name == "gemma-2" else 1)
+        assert 0 in limits
+
+
+@pytest.mark.parametrize("partition", [(alone(0), alone(1)), (GROUP,)], ids=["dp", "tp2"])
 def test_tokens_are_stocks(node: RealNode, expected: list[list[int]], partition: Partition) -> None:
     node.switch(*partition)
     for _ in range(2):  # the second time from the prefix cache
         assert node.generate_spread(node.partition, ALL) == expected
     assert node.audit() == []
+
+
+def test_tokens_are_stocks_in_sp(node: RealNode, expected: list[list[int]]) -> None:
+    if node.config.max_sp == 1:
+        pytest.skip("the node has no SP")
+    node.switch(GROUP)
+    node.script(Script.RANDOM)
+    assert node.generate(GROUP, ALL) == expected
+    node.script(Script.TP)
+    assert node.audit() == []
+
+
+def test_requests_go_along_with_their_kv(node: RealNode) -> None:
+    prompts = random_prompts((40, 130, 300, 7), seed=21)
+    node.switch(alone(0), alone(1))
+    expected = node.generate(alone(1), prompts, TOKENS)
+    requests = node.submit(alone(0), prompts, TOKENS)
+    node.wait_for_tokens(requests, 8)
+    for partition, tokens in (((GROUP,), 30), ((alone(0), alone(1)), 50), ((GROUP,), 70)):
+        view = node.switch(*partition, treatment=CARRY)
+        assert (view.carried > 0, view.recomputed) == (True, {})
+        assert view.precopied_bytes > 0
+        node.wait_for_tokens(requests, tokens)
+    assert node.wait(requests) == expected
+    assert node.audit() == []
+
+
+def test_a_block_of_the_wrong_group_changes_the_tokens(node: RealNode, name: str) -> None:
+    """The test above can fail."""
+    if name != "gemma-2":
+        pytest.skip("there is one group")
+    (prompt,) = random_prompts((300,), seed=22)
+    node.switch(alone(0), alone(1))
+    (expected,) = node.generate(alone(1), [prompt], TOKENS)
+    (request,) = node.submit(alone(0), [prompt], TOKENS)
+    node.wait_for_tokens([request], 8)
+
+    def damage(_engine: int, message: m.Message) -> None:
+        if isinstance(message, m.Import | m.CopyAhead) and message.requests:
+            request = message.requests[0]
+            have = request.blocks if isinstance(request, m.CarriedRequest) else request.source
+            one, other = have[0]
+            one[-2], other[-2] = other[-2], one[-2]
+
+    node.transport.before_send = damage
+    node.switch(GROUP, treatment=CARRY)
+    node.transport.before_send = lambda _engine, _message: None
+    assert node.wait([request]) != [expected]

@@ -96,11 +96,12 @@ async def test_a_layout_is_asked_for_by_name(ends: Ends) -> None:
 async def test_a_switch_carries_every_argument_and_returns_what_happened(ends: Ends) -> None:
     controller, client, _ = ends
     switch, request = await asyncio.gather(
-        client.set_layout([(0, 1), (2,)], Treatment.HARD, 9.0),
+        client.set_layout([(0, 1), (2,)], Treatment.HARD, 9.0, layouts=["pp2", "dp"]),
         controller.answer(lambda call: SwitchDone(call, SWITCH)),
     )
     assert switch == SWITCH
     assert isinstance(request, SetLayout)
+    assert request.layouts == ["pp2", "dp"]
     assert (request.units, request.treatment, request.timeout_seconds) == (
         [[0, 1], [2]],
         Treatment.HARD,

@@ -83,6 +83,27 @@ def test_memory_is_what_weights_and_reserve_leave() -> None:
         small.num_blocks(SHAPE)
 
 
+def test_a_model_with_experts_has_more_parameters_than_a_token_passes_through() -> None:
+    shape = read_shape("qwen3-30b-a3b-bf16")
+    embeddings = shape.hidden * shape.vocab
+    assert shape.weight_bytes / 2 == pytest.approx(30.5e9, rel=0.01)
+    assert shape.parameters + embeddings == pytest.approx(3.3e9, rel=0.02)
+    model = shape.model_shape()
+    every = model.shared_parameters + model.expert_parameters
+    assert every == pytest.approx(shape.weight_bytes / 2 - embeddings)
+
+
+def test_layers_without_experts_and_shared_experts_count_as_they_are() -> None:
+    experts = {"experts": 4, "experts_per_token": 1, "expert_intermediate": 100}
+    routed = msgspec.structs.replace(SHAPE, **experts)
+    shared = msgspec.structs.replace(routed, shared_intermediate=10)
+    mixed = msgspec.structs.replace(shared, dense_layers=2)
+    one_mlp = 3 * SHAPE.hidden
+    assert routed.expert_parameters == SHAPE.layers * 4 * 100 * one_mlp
+    assert shared.parameters - routed.parameters == SHAPE.layers * 10 * one_mlp
+    assert mixed.parameters - shared.parameters == 2 * one_mlp * (SHAPE.intermediate - 110)
+
+
 def test_a_file_may_lie_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "shape.json"
     path.write_bytes(msgspec.json.encode(SHAPE))
@@ -111,3 +132,13 @@ def test_a_dtype_without_a_rate_is_an_error() -> None:
     shape = msgspec.structs.replace(SHAPE, weight_dtype="fp32")
     with pytest.raises(FileError, match="no flops_per_second of fp32"):
         step_times(shape, H200)
+
+
+def test_what_sharing_saves_of_weights_holds_kv() -> None:
+    mlps, width = SHAPE.mlp_parameters, SHAPE.weight_bytes - SHAPE.kept_bytes(2)
+    one = SHAPE.kept_bytes(2) - SHAPE.kept_bytes(4)
+    assert one == pytest.approx(mlps / 4 * 2), "a quarter of the MLPs, in 16 bits"
+    assert width == pytest.approx((mlps / 2 - 2 * mlps / SHAPE.layers) * 2), "two slots are left"
+    saved = (H200.num_blocks(SHAPE, 2) - H200.num_blocks(SHAPE)) * 16
+    assert saved == pytest.approx(width / SHAPE.model_shape().kv_bytes_per_token, abs=16)
+    assert SHAPE.kept_bytes(1) == SHAPE.weight_bytes

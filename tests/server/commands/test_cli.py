@@ -23,9 +23,40 @@ def test_help_names_the_commands_and_imports_no_model_library() -> None:
 
 
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([])
-    assert caught.value.code == 2
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["frobnicate"], "argument COMMAND: invalid choice: 'frobnicate'"),
+        (["bench", "traffc"], "argument BENCHMARK: invalid choice: 'traffc'"),
+        (["replay"], "the following arguments are required: --trace ('shoal replay --help' shows"),
+        (["replay", "--trace", "poisson", "--rate", "0"], "argument --rate: 0: a rate must be"),
+        (["replay", "--trace", "no.csv"], "cannot read no.csv: No such file or directory\n"),
+        (["simulate", "--engines", "3"], "argument --engines: invalid choice: 3"),
+        (["report"], "the following arguments are required: FILE"),
+        (["openapi", "private"], "argument api: invalid choice: 'private'"),
+        (["run-batch"], "the following arguments are required: -i/--input-file"),
+        (
+            ["run-batch", "-i", "in", "-o", "out", "--url", "ftp://x"],
+            "--url ftp://x: it must begin with http:// or https://",
+        ),
+        (
+            ["replay", "--trace", "poisson", "--requests", "1", "--base-url", "http://127.0.0.1:1"],
+            "cannot reach http://127.0.0.1:1/v1/models: Connection refused\n",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_told_on_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("shoal: ")
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_a_users_error_is_one_line_and_exit_code_2(

@@ -125,6 +125,9 @@ def test_a_model_is_known_where_no_option_can_have_it_for_a_value(
         ["--engines", "2", "--max-group", "4"],
         ["--engines", "2", "--max-sp", "4"],
         ["--policy", "nosuch"],
+        ["--policy", "module:"],
+        ["--cost-model-shape", "nosuch"],
+        ["--cost-model-hardware", "nosuch"],
         ["--port", "65536"],
         ["--log-format", "xml"],
         ["--restart-backoff", "0"],
@@ -134,6 +137,8 @@ def test_a_model_is_known_where_no_option_can_have_it_for_a_value(
         ["--api-key-file", "/no/such/file"],
         ["--admin-host", "0.0.0.0"],
         ["--api-key", "a", "--admin-port", "1"],
+        ["--port", "80", "--admin-port", "80"],
+        ["--port", "80", "--metrics-port", "81"],
         ["/no/such/model"],
     ],
 )
@@ -156,6 +161,30 @@ def check_late(parser: ArgumentParser, argv: list[str]) -> None:
     check_model(args.model_tag)
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--policy", "module:"], "--policy: 'module:' is not module:NAME"),
+        (["--policy", ":NAME"], "--policy: ':NAME' is not module:NAME"),
+        (["--cost-model-hardware", "nosuch"], "--cost-model-hardware: cannot read nosuch: No such"),
+        (["--cost-model-hardware", "nosuch"], "built-in ones: a10,"),  # also those of data sheets
+    ],
+)
+def test_a_wrong_name_is_told_with_the_right_ones(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        early.check_early(known(*argv), {})
+    assert message in str(refused.value)
+
+
+def test_a_port_is_for_one_purpose() -> None:
+    with pytest.raises(UserError, match="--metrics-port 81: this is already the port of the admin"):
+        early.check_early(known("--port", "80", "--metrics-port", "81"), {})
+    with pytest.raises(UserError, match="--admin-port 80: this is already the port of the API"):
+        early.check_early(known("--port", "80", "--admin-port", "80"), {})
+    free = known("--port", "0", "--admin-port", "0", "--metrics-port", "0")
+    assert early.check_early(free, {}).metrics == ("127.0.0.1", 0)
+
+
 def test_what_the_environment_says_is_refused_too() -> None:
     with pytest.raises(UserError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         early.check_early(known(), {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
@@ -164,7 +193,10 @@ def test_what_the_environment_says_is_refused_too() -> None:
 def test_where_to_listen_and_how_to_log_is_known() -> None:
     args = known("--port", "80", "--log-format", "json")
     assert args.log_format is LogFormat.JSON
-    assert early.check_early(args, {}) == early.Bindings(("127.0.0.1", 80), ("127.0.0.1", 81))
+    here = "127.0.0.1"
+    assert early.check_early(args, {}) == early.Bindings((here, 80), (here, 81), None)
+    args = known("--port", "80", "--host", "0.0.0.0", "--metrics-port", "82")
+    assert early.check_early(args, {}).metrics == ("0.0.0.0", 82)
     environ = {"VLLM_API_KEY": "secret"}
     assert early.check_early(args, environ).admin is None
     assert environ == {"VLLM_API_KEY": "secret"}

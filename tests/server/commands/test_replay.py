@@ -55,6 +55,54 @@ async def test_a_run_that_nobody_serves_is_not_valid() -> None:
     assert err == b""
 
 
+async def test_users_of_a_closed_loop_send_the_turns_of_a_dataset(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    chats = tmp_path / "chats.json"
+    chats.write_text(json.dumps([{"conversations": said * 2}]))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await stream(request, *events(4, (await request.json())["max_completion_tokens"]))
+
+    async with stand_in() as server:
+        server.answer = answer
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "shoal.server.commands.cli", "replay"),
+            *("--base-url", server.url, "--trace", "poisson", "--requests", "4"),
+            *("--concurrency", "2", "--endpoint", "chat", "--dataset", str(chats)),
+            *("--think-seconds", "0.001", "--output-tokens", "2", "--max-lag-ms", "60000"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+        assert b"Successful requests:                     8" in out
+        lengths = [len(body["messages"]) for body, _ in server.requests]
+    assert sorted(lengths) == [1] * 4 + [3] * 4
+
+
+async def test_the_largest_rate_is_searched_for(tmp_path: Path) -> None:
+    words = (
+        "--trace",
+        "poisson",
+        "--find-max-rate",
+        "20:40",
+        "--duration",
+        "0.5",
+        "--windows",
+        "1",
+    )
+    file = tmp_path / "found.json"
+    async with stand_in() as server:
+        process = await start(
+            *(server, *words, "--target", "0:600000:600000", "--max-lag-ms", "60000"),
+            *("--json", str(file)),
+        )
+        out, err = await process.communicate()
+    said, found = out.decode(), json.loads(file.read_text())["find_max_rate"]
+    assert found["trials"][0]["rate"] == 20.0
+    # On a slow machine the client's lag may end the search: that is said, too.
+    assert process.returncode == (1 if found["problem"] else 0), err
+    assert "The search ended early" in said or "Even 40 requests per second" in said
+
+
 async def test_a_run_that_lags_is_not_valid() -> None:
     async with stand_in() as server:
         process = await start(server, *SHORT, "--max-lag-ms", "0.000001")
@@ -271,11 +319,14 @@ def test_two_runs_side_by_side(
         )
     capsys.readouterr()
     both = tmp_path / "both.html"
-    assert cli.main(["report", *map(str, files), "--html", str(both), "--target=0:1:1"]) == 0
+    written = ("--html", str(both), "--svg", str(tmp_path / "both.svg"), "--title", "Two runs")
+    assert cli.main(["report", *map(str, files), *written, "--target=0:1:1"]) == 0
     out = capsys.readouterr().out
     for name in ("one", "two"):
         assert name in out
-        assert f"<h2>{name}</h2>" in both.read_text()
-    # The layout was seen, so there is a panel of it.
-    assert "engines per unit" in both.read_text()
+        # The layout was seen, so there is a panel of it.
+        assert f"layout: {name}<" in both.read_text()
+        assert f"layout: {name}<" in (tmp_path / "both.svg").read_text()
+    assert "Two runs<" in (tmp_path / "both.svg").read_text()
+    assert "target: 1 ms<" in both.read_text()
     assert "<svg" in (tmp_path / "own.html").read_text()

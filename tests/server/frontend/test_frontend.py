@@ -28,7 +28,7 @@ def test_it_loads_the_plugins_of_parsers_itself(
     plugin.write_text("from pathlib import Path\n\nPath(__file__).with_suffix('.loaded').touch()\n")
     plugins = {"tool_parser_plugin": "", "reasoning_parser_plugin": ""} | {option: str(plugin)}
     monkeypatch.setattr(frontend, "take", no_configuration)
-    config: Any = SimpleNamespace(api_servers=1, vllm=None)
+    config: Any = SimpleNamespace(api_servers=1, vllm=None, policy="manual")
     nothing: Any = None
     target = Frontend(config, 0, Namespace(**plugins), nothing, nothing, nothing)
     with pytest.raises(NoConfigurationError):

@@ -73,6 +73,10 @@ def test_the_port_after_the_last_is_none() -> None:
 def test_a_port_is_a_number_or_off(port: str) -> None:
     with pytest.raises(SystemExit):
         parsed("--admin-port", port)
+    with pytest.raises(SystemExit):
+        parsed("--metrics-port", port)
+    with pytest.raises(SystemExit):
+        parsed("--metrics-port", "off")
 
 
 # --- keys ---

@@ -84,7 +84,7 @@ def test_vllms_routes_are_served_so() -> None:
     theirs = APIRouter()
     theirs.add_api_route("/v1/completions", Served(None).answer, methods=["POST"])
     parts: dict[str, Any] = dict.fromkeys(
-        ("control", "placements", "door", "is_alive", "registered", "rejected")
+        ("control", "placements", "door", "is_alive", "registered", "rejected", "feed")
     )
     app = build_app(Backstage(**parts, vllm_routers=[theirs]), AppOptions())
     found = {type(route) for route in app.routes if route.path == "/v1/completions"}  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.server.gate.bodies import DECODED_BODY
 from shoal.server.gate.bounds import DEFAULTS, BoundsError
-from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, NoBrowserMiddleware
+from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, SameOriginMiddleware
 from shoal.server.rejections import Rejection
 
 
@@ -129,8 +129,49 @@ async def test_a_get_has_no_body_to_check() -> None:
         assert (await http.request("GET", "/x", content=b"no")).status_code == 200
 
 
-async def test_a_page_in_a_browser_is_turned_away() -> None:
-    async with client(NoBrowserMiddleware(APP)) as http:
-        assert (await http.post("/x", headers={"Origin": "http://evil"})).status_code == 403
-        assert (await http.post("/x", headers={"Origin": "null"})).status_code == 403
-        assert (await http.post("/x")).status_code == 200
+OWN = {"Host": "127.0.0.1:8001"}
+PAGE = {**OWN, "Origin": "http://127.0.0.1:8001", "X-Shoal-Page": "1"}
+LINK = {**OWN, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        pytest.param("POST", "/x", OWN, 200, id="a program"),
+        pytest.param("POST", "/x", {"Host": "localhost:9"}, 200, id="a forwarded port"),
+        pytest.param("POST", "/x", {"Host": "[::1]:8001"}, 200, id="IPv6"),
+        pytest.param("POST", "/x", PAGE, 200, id="the page"),
+        pytest.param("POST", "/x", {**PAGE, "Sec-Fetch-Site": "same-origin"}, 200, id="today's"),
+        pytest.param("GET", "/x", {**OWN, "Sec-Fetch-Site": "same-origin"}, 200, id="its file"),
+        pytest.param("GET", "/x", {**OWN, "Sec-Fetch-Site": "none"}, 200, id="an address typed"),
+        pytest.param("GET", "/", LINK, 200, id="a link to the page"),
+        pytest.param("GET", "/x", LINK, 403, id="a link to something else"),
+        pytest.param("POST", "/", LINK, 403, id="a form"),
+        pytest.param("GET", "/", {**LINK, "Sec-Fetch-Mode": "no-cors"}, 403, id="an image"),
+        pytest.param("GET", "/x", {**OWN, "Sec-Fetch-Site": "same-site"}, 403, id="a neighbour"),
+        pytest.param("POST", "/x", {**PAGE, "Origin": "http://evil"}, 403, id="another site"),
+        pytest.param("POST", "/x", {**PAGE, "Origin": "null"}, 403, id="no site"),
+        pytest.param("POST", "/x", {**PAGE, "Origin": "http://127.0.0.1:3000"}, 403, id="port"),
+        pytest.param("POST", "/x", {**OWN, "Origin": PAGE["Origin"]}, 403, id="no header"),
+        pytest.param("GET", "/", {"Host": "evil.example:8001"}, 403, id="a name that leads here"),
+        pytest.param("GET", "/", {"Host": "127.0.0.1.evil.example"}, 403, id="a name like ours"),
+        pytest.param("GET", "/", {"Host": "[::1"}, 403, id="no name"),
+    ],
+)
+async def test_only_pages_of_the_port_itself_are_answered(
+    method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    async with client(SameOriginMiddleware(APP, any_host=False)) as http:
+        response = await http.request(method, path, headers=headers)
+    assert response.status_code == status
+    if status != 200:
+        assert response.json()["error"]["code"] == status
+
+
+async def test_where_a_key_is_needed_the_port_has_any_name() -> None:
+    async with client(SameOriginMiddleware(APP, any_host=True)) as http:
+        named = {"Host": "node-0.shoal", "X-Shoal-Page": "1"}
+        own = {**named, "Origin": "https://node-0.shoal"}  # a proxy speaks TLS
+        assert (await http.post("/x", headers=own)).status_code == 200
+        foreign = {**named, "Origin": "http://evil"}
+        assert (await http.post("/x", headers=foreign)).status_code == 403

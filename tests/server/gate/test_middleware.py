@@ -18,7 +18,7 @@ from shoal.runtime.protocol.wire import Terms
 from shoal.server.gate.guard import BodyMiddleware
 from shoal.server.gate.key_ring import KeyRing
 from shoal.server.gate.keys import ApiKey, digest_of, plain_key
-from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
+from shoal.server.gate.middleware import BATCH_OWNER, ApiKeyMiddleware, TermsMiddleware
 from shoal.server.gate.placement import PlacementMiddleware, Placements
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
@@ -48,6 +48,27 @@ def key(text: str, name: str | None = None, **limits: int) -> ApiKey:
 def client(app: object) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=transport, base_url="http://shoal")
+
+
+def of_a_batch(app: Any, owner: str) -> Any:
+    """Be the batch worker's own socket, which marks requests with the owner of their batch."""
+
+    async def marked(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, BATCH_OWNER: owner}, receive, send)
+
+    return marked
+
+
+async def test_requests_of_batches_come_with_an_owner_and_not_with_a_key() -> None:
+    limited = key("k", "tenant", max_concurrent=1, requests_per_minute=1)
+    app = ApiKeyMiddleware(APP, KeyRing([limited]), Quotas(), [], lambda _: None)
+    async with client(of_a_batch(app, "tenant")) as http:
+        assert [(await http.post("/v1/x")).status_code for _ in range(3)] == [200] * 3
+    async with client(of_a_batch(app, "gone")) as http:
+        assert (await http.post("/v1/x", headers={"X-Api-Key": "k"})).status_code == 401
+    async with client(app) as http:
+        asked = await http.post("/v1/x", headers={"X-Shoal-Batch-Owner": "tenant"})
+        assert asked.status_code == 401
 
 
 @pytest.mark.parametrize("key", ["first", "second"])
@@ -183,6 +204,13 @@ async def test_callers_find_only_their_own_prefixes_unless_they_share() -> None:
     assert keyless.holder is None
 
 
+async def test_metrics_name_a_key_and_never_show_it() -> None:
+    for keys, name in (([key("a", "one")], "one"), ([plain_key("a")], "unnamed"), ([], "none")):
+        echo = Echo(*keys)
+        await echo.post(headers={"Authorization": "Bearer a"})
+        assert echo.key_name == name
+
+
 # --- what is asked of the task pool ---
 
 
@@ -224,7 +252,7 @@ class Echo:
     async def answer(self, request: Request) -> PlainTextResponse:
         self.reached += 1
         self.terms = self.placements.expect("r1")
-        self.holder = self.placements.holder
+        self.holder, self.key_name = self.placements.holder, self.placements.key_name
         output = SimpleNamespace(request_id="r1", new_token_ids=[7] * self.tokens)
         self.placements.outputs(alone(0), [output])
         self.salt, self.own_salt = self.placements.salt(None), self.placements.salt("mine")

@@ -41,11 +41,18 @@ SWITCH = SwitchView(
     carry_seconds=0.004,
     precopied_bytes=8192,
     precopy_seconds=0.002,
+    before_layouts=["dp", "dp"],
+    after_layouts=["pp2"],
 )
 NODE = LayoutView(
     call=1,
     engines=[
-        EngineView(0, "serving", 1024, {"0,1": 64}, {"weights": 1.0}, drained=True, requests=3)
+        EngineView(
+            *(0, "serving", 1024, {"0,1": 64}, {"weights": 1.0}),
+            weight_bytes=4096,
+            drained=True,
+            requests=3,
+        )
     ],
     units=[UnitView((0, 1), "tp2", "serving", 1, 0, 64, paused_requests=5)],
     switches=[SWITCH],
@@ -58,13 +65,16 @@ NODE = LayoutView(
     moves_total=9,
     step_errors={"dp decode": 0.5},
     shift=ShiftView(ShiftRule.AUTO, 2, {"tp2": 512}),
-    unavailable=[UnavailableView((2, 3), "engine 2 died")],
+    unavailable=[UnavailableView((2, 3), "engine 2 died", "tp2")],
+    share_weights=2,
 )
 SWITCH_ANSWER = {
     "epoch": 1,
     "at": 1767225600.0,
     "before": [[0], [1]],
     "after": [[0, 1]],
+    "before_layouts": ["dp", "dp"],
+    "after_layouts": ["pp2"],
     "preempt": "hard",
     "reason": "manual",
     "outcome": "done",
@@ -110,8 +120,9 @@ class Controller:
         treatment: Treatment,
         timeout: float,
         wait: float | None,
+        layouts: Sequence[str],
     ) -> SwitchView:
-        self._take((units, treatment, timeout, wait))
+        self._take((units, treatment, timeout, wait, *layouts))
         return SWITCH
 
     async def drain(self, engines: Sequence[int], *, drained: bool) -> LayoutView:
@@ -138,12 +149,12 @@ def controller() -> Controller:
 
 @pytest.fixture
 async def admin(controller: Controller) -> AsyncIterator[httpx.AsyncClient]:
-    parts: dict[str, Any] = dict.fromkeys(("placements", "door", "is_alive", "registered"))
+    parts: dict[str, Any] = dict.fromkeys(("placements", "door", "is_alive", "registered", "feed"))
     backstage = Backstage(control=controller, rejected=None, **parts)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(
         build_admin_app(backstage, Access()), raise_app_exceptions=False
     )
-    async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 
@@ -173,6 +184,10 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         (
             b'{"units": [[0]], "wait": 0, "timeout": 3600}',
             ([[0]], Treatment.CARRY, 3600, 0),
+        ),
+        (
+            b'{"units": [[1], [0]], "layouts": ["dp", "pp2"]}',
+            ([[1], [0]], Treatment.CARRY, DEFAULT_TIMEOUT_SECONDS, None, "dp", "pp2"),
         ),
         (
             b'{"units": [], "wait": null}',
@@ -211,6 +226,8 @@ async def test_a_layout_is_asked_for(
         (b'{"units": [[' + b"9" * 5000 + b"]]}", "not valid"),
         (b'{"units": [[0]], "preempt": "gently"}', "preempt: .*'soft'.*, not 'gently'"),
         (b'{"units": [[0]], "preempt": 1}', "preempt: .*, not 1"),
+        (b'{"units": [[0]], "layouts": []}', "0 layouts for 1 units"),
+        (b'{"units": [[0]], "layouts": [1]}', r"layouts\[0\]"),
         (b'{"units": [[0]], "timeout": "1"}', "timeout"),
         (b'{"units": [[0]], "timeout": true}', "timeout"),
         (b'{"units": [[0]], "timeout": null}', "timeout"),
@@ -398,10 +415,12 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
                 "requests": 3,
                 "num_blocks": 1024,
                 "lent_blocks": {"0,1": 64},
+                "weight_bytes": 4096,
             }
         ],
-        "unavailable": [{"engines": [2, 3], "reason": "engine 2 died"}],
+        "unavailable": [{"engines": [2, 3], "layout": "tp2", "reason": "engine 2 died"}],
         "shift": SHIFT_ANSWER,
+        "share_weights": 2,
         "switches": [SWITCH_ANSWER],
     }
 

@@ -33,10 +33,17 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.metrics = RequestMetrics(["dp", "tp2"], self.registry)
-        self.times = RequestTimes(self.metrics, self.clock)
+        self.key = "none"
+        self.times = RequestTimes(self.metrics, self.clock, lambda: self.key)
 
     def start(self, priority: int, arrival: float) -> None:
-        self.times.sending(SimpleNamespace(request_id="r", priority=priority), arrival)
+        request = SimpleNamespace(request_id="r", priority=priority, prompt_token_ids=[1, 2, 3])
+        self.times.sending(request, arrival)
+
+    def used(self, key: str) -> tuple[float | None, ...]:
+        """Return the tokens of prompts and outputs that a key has used; None: never seen."""
+        name, value = "shoal_key_tokens_total", self.registry.get_sample_value
+        return tuple(value(name, {"key": key, "kind": kind}) for kind in ("prompt", "output"))
 
     def output(
         self,
@@ -215,3 +222,28 @@ def test_refusals_are_counted_by_reason(bench: Bench) -> None:
         for reason in Rejection
     }
     assert counts == dict.fromkeys(Rejection, 0.0) | {Rejection.EXPIRED: 2.0}
+
+
+def test_tokens_count_for_the_key_once_a_request_ends(bench: Bench) -> None:
+    assert bench.used("none") == (0, 0)
+    bench.key = "chat"
+    bench.start(0, arrival=99.0)
+    bench.key = "another"  # the context of another request
+    bench.output(tokens=2)
+    assert bench.used("chat") == (None, None)
+    bench.output(reason=FinishReason.LENGTH)
+    assert bench.used("chat") == (3, 3)
+    assert bench.used("none") == (0, 0)
+
+
+def test_tokens_of_a_client_that_left_count_but_not_of_a_request_that_never_ran(
+    bench: Bench,
+) -> None:
+    bench.key = "chat"
+    bench.start(0, arrival=99.0)
+    bench.times.aborted(["r"])
+    assert bench.used("chat") == (None, None)
+    bench.start(0, arrival=99.0)
+    bench.output()
+    bench.times.aborted(["r"])
+    assert bench.used("chat") == (3, 1)

@@ -1,15 +1,19 @@
 """What options say about promises and step times becomes what the node is started with."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
+from shoal.loadgen.bench import dummy_model
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
+from shoal.runtime.simulation.data_sheets import projected
 from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
 from shoal.server.errors import UserError
 from shoal.server.options.promise_options import (
@@ -19,6 +23,7 @@ from shoal.server.options.promise_options import (
     shape_of,
 )
 from shoal.server.options.shift_options import add_shift_options
+from shoal.server.options.vllm_options import make_vllm_config
 
 LLAMA = read_shape("llama-3-8b-bf16")
 
@@ -29,7 +34,8 @@ class Model(SimpleNamespace):
     def __init__(self, **changes: Any) -> None:
         text = SimpleNamespace(num_attention_heads=32, intermediate_size=14336)
         fields = {"hf_text_config": text, "dtype": "torch.bfloat16", "quantization": None}
-        super().__init__(**{**fields, "max_model_len": 131072, **changes})
+        kinds = {"is_moe": False, "use_mla": False}
+        super().__init__(**{**fields, "max_model_len": 131072, **kinds, **changes})
 
     def get_total_num_hidden_layers(self) -> int:
         return 32
@@ -51,7 +57,7 @@ def parsed(*argv: str, policy: str = "adaptive") -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
     add_promise_options(parser.add_argument_group("Shoal"))
     add_shift_options(parser, automatic=False)
-    return parser.parse_args(argv, Namespace(policy=policy))
+    return parser.parse_args(argv, Namespace(policy=policy, share_weights=1))
 
 
 def test_targets_are_in_seconds_and_in_order() -> None:
@@ -76,27 +82,87 @@ def test_weights_of_every_fp8_format_count_as_fp8(name: str) -> None:
     assert quantised.weight_bytes < LLAMA.weight_bytes
 
 
-def test_gpus_are_taken_for_h200_unless_they_are_said_to_be_others(tmp_path: Path) -> None:
+def test_the_hardware_is_that_of_the_gpu(tmp_path: Path) -> None:
     h200 = read_hardware("h200")
-    known = node_cost_model(parsed(), Model(), "auto", gpus=8, say=print)
+    known = node_cost_model(parsed(), Model(), "auto", gpu="NVIDIA H200", say=print)
     assert known == cost_model(LLAMA, h200)
+    a100 = node_cost_model(parsed(), Model(), "auto", gpu="NVIDIA A100-SXM4-80GB", say=print)
+    assert a100 == cost_model(LLAMA, projected("a100-80gb"))
     slower = msgspec.structs.replace(h200, memory_bytes_per_second=1e12)
     path = tmp_path / "slower.json"
     path.write_bytes(msgspec.json.encode(slower))
     args = parsed("--cost-model-hardware", str(path), "--cost-model-shape", "llama-3-70b-fp8")
-    named = node_cost_model(args, Model(), "auto", gpus=8, say=print)
+    named = node_cost_model(args, Model(), "auto", gpu="NVIDIA H200", say=print)
     assert named == cost_model(read_shape("llama-3-70b-fp8"), slower)
 
 
+def test_a_gpu_of_which_nothing_is_known_is_named() -> None:
+    said: list[str] = []
+    model = node_cost_model(parsed(), Model(), "auto", gpu="Some GPU", say=said.append)
+    assert model == cost_model(LLAMA, read_hardware("h200"))
+    assert said == ["  nothing is known of Some GPU: taken for an H200 until steps are measured"]
+
+
 def test_the_model_knows_how_far_sp_goes() -> None:
-    model = node_cost_model(parsed("--max-sp", "4"), Model(), "auto", gpus=8, say=print)
+    model = node_cost_model(parsed("--max-sp", "4"), Model(), "auto", gpu="NVIDIA H200", say=print)
     assert model == cost_model(LLAMA, read_hardware("h200"), 4)
+
+
+def test_the_shape_of_a_model_with_experts_is_read_of_its_configuration(tmp_path: Path) -> None:
+    dummy_model.write_model(tmp_path, dummy_model.read_shape("qwen3-30b-a3b"))
+    model = make_vllm_config(AsyncEngineArgs(model=str(tmp_path))).model_config
+    assert shape_of(model, "auto") == read_shape("qwen3-30b-a3b-bf16")
+
+
+def test_the_shape_of_a_model_with_latent_attention_counts_one_latent_for_all_heads() -> None:
+    """The sizes are DeepSeek-V2-Lite's, and so are the numbers that its authors give."""
+    text = SimpleNamespace(
+        **{"num_attention_heads": 16, "intermediate_size": 10944, "moe_intermediate_size": 1408},
+        **{"q_lora_rank": None, "kv_lora_rank": 512, "n_shared_experts": 2},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        first_k_dense_replace=1,
+    )
+    read: dict[str, Callable[[], int]] = {
+        "get_total_num_hidden_layers": lambda: 27,
+        "get_hidden_size": lambda: 2048,
+        "get_head_size": lambda: 576,
+        "get_vocab_size": lambda: 102400,
+        "get_num_experts": lambda: 64,
+        "get_num_experts_per_tok": lambda: 6,
+    }
+    found = shape_of(Model(hf_text_config=text, is_moe=True, use_mla=True, **read), "auto")
+    assert found.model_shape().kv_bytes_per_token == 27 * 576 * 2
+    assert found.weight_bytes == pytest.approx(2 * 15.7e9, rel=0.01)
+    assert found.parameters == pytest.approx(2.4e9, rel=0.05)
+    text.q_lora_rank = 1536
+    wider = shape_of(Model(hf_text_config=text, is_moe=True, use_mla=True, **read), "auto")
+    more = 1536 * (2048 + 16 * 192) - 2048 * 16 * 192
+    assert wider.attention_parameters - found.attention_parameters == more
+
+
+@pytest.mark.parametrize(
+    ("named", "shared", "dense"),
+    [
+        ({"n_shared_experts": 2, "first_k_dense_replace": 3, "moe_intermediate_size": 50}, 100, 3),
+        ({"shared_expert_intermediate_size": 70, "mlp_only_layers": [0, 40]}, 70, 1),
+    ],
+)
+def test_families_name_shared_experts_and_dense_layers_in_their_own_ways(
+    named: dict[str, Any], shared: int, dense: int
+) -> None:
+    text = SimpleNamespace(num_attention_heads=32, intermediate_size=14336, **named)
+    experts = {"get_num_experts": lambda: 8, "get_num_experts_per_tok": lambda: 2}
+    found = shape_of(Model(hf_text_config=text, is_moe=True, **experts), "auto")
+    assert (found.shared_intermediate, found.dense_layers) == (shared, dense)
+    assert found.expert_intermediate == named.get("moe_intermediate_size", 14336)
 
 
 def test_a_node_that_needs_no_cost_model_starts_without_and_says_so() -> None:
     said: list[str] = []
     strange = Model(dtype="torch.float64")
-    none = node_cost_model(parsed(policy="flying"), strange, "auto", gpus=8, say=said.append)
+    none = node_cost_model(
+        parsed(policy="flying"), strange, "auto", gpu="NVIDIA H200", say=said.append
+    )
     assert none is None
     assert said == ["  no cost model: nothing is known of dtype float64"]
 
@@ -105,7 +171,7 @@ def test_a_model_whose_configuration_names_no_mlp_size_has_no_cost_model() -> No
     said: list[str] = []
     bloom = Model(hf_text_config=SimpleNamespace(num_attention_heads=32))
     args = parsed(policy="flying")
-    assert node_cost_model(args, bloom, "auto", gpus=8, say=said.append) is None
+    assert node_cost_model(args, bloom, "auto", gpu="NVIDIA H200", say=said.append) is None
     assert said == ["  no cost model: the model's configuration has no intermediate_size"]
 
 
@@ -123,10 +189,10 @@ def test_a_cost_model_that_is_wanted_is_there_or_nothing_starts(
 ) -> None:
     strange = Model(dtype="torch.float64")
     with pytest.raises(UserError, match="no cost model: nothing is known of dtype float64"):
-        node_cost_model(parsed(*argv, policy=policy), strange, "auto", gpus=8, say=print)
+        node_cost_model(parsed(*argv, policy=policy), strange, "auto", gpu="NVIDIA H200", say=print)
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
     args = parsed("--cost-model-hardware", "h2000", policy="flying")
     with pytest.raises(UserError, match=r"cannot read h2000.*built-in ones: .*h200"):
-        node_cost_model(args, Model(), "auto", gpus=8, say=print)
+        node_cost_model(args, Model(), "auto", gpu="NVIDIA H200", say=print)

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from shoal.runtime.config import MAX_WAITING_REQUESTS, MAX_WAITING_TOKENS, PRECOPY_TOKENS
+from shoal.runtime.config import (
+    MAX_WAITING_REQUESTS,
+    MAX_WAITING_TOKENS,
+    PRECOPY_TOKENS,
+    CarryPath,
+)
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError, one_line
 from shoal.server.options.refused_options import REFUSED
@@ -32,6 +37,8 @@ VLLM_DEFAULTS: dict[str, Any] = {
     "ssl_keyfile": None,
     "ssl_certfile": None,
     "served_model_name": None,
+    "enable_lora": False,
+    "lora_modules": None,
     "enforce_eager": False,
     "enable_auto_tool_choice": False,
     "tool_call_parser": None,
@@ -88,6 +95,7 @@ def test_an_unsupported_option_is_refused_by_its_name(name: str) -> None:
         (["--engines", "0"], "--engines 0"),
         (["--engines", "16"], "--engines 16"),
         (["--max-group", "3"], "--max-group 3"),
+        (["--max-pp", "3"], "--max-pp 3"),
         (["--prepare-timeout", "0"], "--prepare-timeout"),
         (["--max-retries", "-1"], "--max-retries"),
         (["--engine-timeout", "0"], "--engine-timeout"),
@@ -160,6 +168,8 @@ def test_engines_follow_the_gpus(
         (["--engines", "4"], 2, "2 GPUs"),
         (["--engines", "2", "--max-group", "4"], 0, "--max-group 4"),
         (["--max-group", "8"], 4, "--max-group 8"),
+        (["--engines", "4", "--max-group", "2", "--max-pp", "4"], 0, "--max-pp 4: .* 2 engines"),
+        (["--engines", "2", "--max-pp", "2", "--share-weights", "2"], 0, "all weights of its"),
     ],
 )
 def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -> None:
@@ -301,6 +311,8 @@ def test_kv_is_copied_ahead_from_a_number_of_tokens_on() -> None:
         check(parsed("--precopy-tokens", "-1"))
     assert parsed().precopy_tokens == PRECOPY_TOKENS
     check(parsed("--precopy-tokens", "0"))
+    assert parsed().carry_path is CarryPath.AUTO
+    assert parsed("--carry-path", "host").carry_path is CarryPath.HOST
 
 
 def test_fake_settings_follow_the_options() -> None:

@@ -11,7 +11,12 @@ from vllm.transformers_utils.config import get_config, get_hf_text_config
 
 from shoal.server.errors import UserError
 from shoal.server.options import unsupported_models, vllm_options
-from shoal.server.options.unsupported_models import check_kv_groups, check_model_config
+from shoal.server.options.unsupported_models import (
+    check_experts,
+    check_kv_groups,
+    check_model_config,
+    check_stages,
+)
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
 from tests.server.node import ServedNode, run_shoal
 
@@ -24,6 +29,7 @@ SUPPORTED: dict[str, Any] = {
     "is_hybrid": False,
     "is_attention_free": False,
     "use_mla": False,
+    "hf_text_config": SimpleNamespace(),
     "quantization": None,
 }
 
@@ -36,13 +42,13 @@ def test_a_plain_model_is_supported(quantization: str | None) -> None:
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        ({"is_multimodal_model": True}, "multimodal"),
         ({"runner_type": "pooling"}, "pooling"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_moe": True}, "mixture-of-experts"),
         ({"is_hybrid": True}, "state-space"),
         ({"is_attention_free": True}, "state-space"),
-        ({"use_mla": True}, "MLA"),
+        ({"use_mla": True, "quantization": "fp8"}, r"\(MLA\), quantised \(fp8\)"),
+        ({"use_mla": True, "hf_text_config": SimpleNamespace(index_topk=2048)}, "MLA.*sparse"),
+        ({"use_mla": True, "hf_text_config": SimpleNamespace(compress_ratios=[])}, "MLA.*sparse"),
         ({"quantization": "awq"}, "awq"),
     ],
 )
@@ -51,7 +57,48 @@ def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: 
         check_model_config(SimpleNamespace(**SUPPORTED | kind))
 
 
-@pytest.mark.parametrize("kind", ["is_moe", "is_hybrid", "is_attention_free", "use_mla"])
+def test_a_model_with_latent_attention_is_supported() -> None:
+    check_model_config(SimpleNamespace(**SUPPORTED | {"use_mla": True}))
+
+
+@pytest.mark.parametrize("text_alone", [False, True])
+def test_of_a_multimodal_model_the_text_alone_is_served(text_alone: bool) -> None:
+    asked = SimpleNamespace(language_model_only=text_alone)
+    model = SimpleNamespace(**SUPPORTED | {"is_multimodal_model": True, "multimodal_config": asked})
+    if text_alone:
+        check_model_config(model)
+        return
+    with pytest.raises(UserError) as caught:
+        check_model_config(model)
+    assert str(caught.value) == (
+        "m is a multimodal model: not supported; with --language-model-only its text is"
+    )
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "fp8_per_block"])
+def test_a_model_with_experts_is_supported(quantization: str | None) -> None:
+    check_model_config(
+        SimpleNamespace(**SUPPORTED | {"is_moe": True, "quantization": quantization})
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "flashinfer_cutlass"])
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_another_kernel_for_experts_is_refused_where_there_are_some(
+    backend: str, is_moe: bool
+) -> None:
+    config = SimpleNamespace(
+        kernel_config=SimpleNamespace(moe_backend=backend),
+        model_config=SimpleNamespace(is_moe=is_moe),
+    )
+    if not is_moe or backend != "flashinfer_cutlass":
+        check_experts(config)
+        return
+    with pytest.raises(UserError, match=r"^--moe-backend flashinfer_cutlass: not supported; "):
+        check_experts(config)
+
+
+@pytest.mark.parametrize("kind", ["is_hybrid", "is_attention_free"])
 def test_layers_are_refused_for_want_of_a_rule_alone(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,27 +119,23 @@ def family(name: str, architecture: str, **more: Any) -> dict[str, Any]:
 
 
 GEMMA_2 = family("gemma2", "Gemma2ForCausalLM", **WINDOW)
-SEVERAL_GROUPS = {
+CHUNKED = family(
+    *("mistral", "MistralForCausalLM"),
+    attention_chunk_size=512,
+    layer_types=["chunked_attention", FULL, FULL] * 2,
+)
+SERVED = {
+    "llama": SHAPE,
+    "qwen2": family("qwen2", "Qwen2ForCausalLM"),
+    "mistral-all-layers": family("mistral", "MistralForCausalLM", **WINDOW),
     "gemma-2": GEMMA_2,
     "gemma-3": family("gemma3_text", "Gemma3ForCausalLM", **WINDOW),
-    "gpt-oss": family("gpt_oss", "GptOssForCausalLM", **WINDOW, num_local_experts=4),
     "mistral-some-layers": family(
         "mistral", "MistralForCausalLM", **WINDOW, layer_types=[SLIDING, FULL, FULL] * 2
     ),
     "window-by-layer": family(
         "mistral", "MistralForCausalLM", interleaved_sliding_window=[None, 512, 512] * 2
     ),
-}
-ONE_GROUP = {
-    "llama": SHAPE,
-    "qwen2": family("qwen2", "Qwen2ForCausalLM"),
-    "qwen2-window-off": family(
-        *("qwen2", "Qwen2ForCausalLM"), **WINDOW, use_sliding_window=False, max_window_layers=3
-    ),
-    "qwen3": family("qwen3", "Qwen3ForCausalLM"),
-    "mistral-all-layers": family("mistral", "MistralForCausalLM", **WINDOW),
-    "mistral-no-window": family("mistral", "MistralForCausalLM", sliding_window=None),
-    "gemma-2-window-off": family("gemma2", "Gemma2ForCausalLM", sliding_window=None),
 }
 
 
@@ -106,34 +149,63 @@ def configured(path: Path, config: dict[str, Any], *, one_group: bool = False) -
     )
 
 
-@pytest.mark.parametrize("config", SEVERAL_GROUPS.values(), ids=SEVERAL_GROUPS)
-def test_a_model_with_several_groups_of_kv_blocks_is_refused(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_a_model_in_which_some_layers_attend_to_chunks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        check_kv_groups(configured(tmp_path, config))
+        check_kv_groups(configured(tmp_path, CHUNKED))
     assert str(caught.value) == (
-        "m is a model whose layers reach back differently far (all tokens, the last 512 tokens), "
-        "so vLLM keeps several groups of KV blocks: not supported; with "
-        "--disable-hybrid-kv-cache-manager it keeps one"
+        "m is a model in which only some layers attend to chunks of 512 tokens: not supported; "
+        "with --disable-hybrid-kv-cache-manager it is"
     )
+    check_kv_groups(configured(tmp_path, CHUNKED, one_group=True))
 
 
-@pytest.mark.parametrize("config", SEVERAL_GROUPS.values(), ids=SEVERAL_GROUPS)
-def test_it_is_served_where_vllm_is_told_to_keep_one(
+@pytest.mark.parametrize("config", SERVED.values(), ids=SERVED)
+def test_a_model_whose_groups_of_kv_blocks_can_be_served_is(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    check_kv_groups(configured(tmp_path, config, one_group=True))
-
-
-@pytest.mark.parametrize("config", ONE_GROUP.values(), ids=ONE_GROUP)
-def test_a_model_with_one_group_is_served(tmp_path: Path, config: dict[str, Any]) -> None:
     check_kv_groups(configured(tmp_path, config))
 
 
+def staged(
+    layers: int = 6, *, supported: bool = True, v2: bool = False, latent: bool = False, **text: Any
+) -> Any:
+    """Return what is read of vLLM's ``VllmConfig`` for pipelines."""
+    return SimpleNamespace(
+        use_v2_model_runner=v2,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(
+            model="m",
+            architecture="MForCausalLM",
+            is_pp_supported=supported,
+            use_mla=latent,
+            get_total_num_hidden_layers=lambda: layers,
+            hf_text_config=SimpleNamespace(**text),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_pp", "config", "message"),
+    [
+        (4, staged(), "--max-pp 4: the model's 6 layers make no 4 equal stages"),
+        (2, staged(supported=False), "--max-pp 2: vLLM runs MForCausalLM in one stage only"),
+        (2, staged(latent=True), "--max-pp 2: m has latent attention"),
+        (2, staged(v2=True), "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"),
+        (2, staged(layer_types=[SLIDING, FULL]), "only some layers of m attend to all tokens"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_into_stages_is_refused(
+    max_pp: int, config: Any, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check_stages(max_pp, config)
+    check_stages(1, config)
+    check_stages(2, staged(layer_types=[FULL] * 6))
+
+
 def test_the_groups_are_checked_as_a_node_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA_2))
-    with pytest.raises(UserError, match="several groups of KV blocks"):
+    (tmp_path / "config.json").write_text(json.dumps(CHUNKED))
+    with pytest.raises(UserError, match="chunks of 512 tokens"):
         vllm_options.make_vllm_config(AsyncEngineArgs(model=str(tmp_path)))
     one = AsyncEngineArgs(model=str(tmp_path), disable_hybrid_kv_cache_manager=True)
     vllm_options.make_vllm_config(one)

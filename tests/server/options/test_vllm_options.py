@@ -3,6 +3,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 
@@ -50,7 +51,8 @@ def test_the_defaults_are_not_refused(parser: ArgumentParser) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--enable-lora"], "--enable-lora"),
+        (["--enable-lora", "--fully-sharded-loras"], "--fully-sharded-loras"),
+        (["--lora-modules", "poet=path"], "--lora-modules needs --enable-lora"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
         (["-tp", "2"], "--tensor-parallel-size"),
         (["--data-parallel-size", "2"], "--data-parallel-size"),
@@ -84,3 +86,15 @@ def test_vllms_refusals_are_one_line(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named) as caught:
         vllm_options.make_vllm_config(AsyncEngineArgs(model=str(DEMO_CHECKPOINT), **wrong))
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: AsyncEngineArgs) -> None:
+        try:
+            raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder.")
+        except LocalEntryNotFoundError as error:
+            raise OSError("We could not connect.") from error
+
+    monkeypatch.setattr(vllm_options, "dp_config", read)
+    with pytest.raises(UserError, match=r"^some/model: no such directory, not downloaded yet, and"):
+        vllm_options.make_vllm_config(SimpleNamespace(model="some/model"))

@@ -76,6 +76,7 @@ def test_objectives_come_in_the_order_of_urgency() -> None:
     [
         (("--trace", "none.csv"), "cannot read none.csv"),
         (("--trace", "none.csv", "--rate", "1"), "--rate is for made-up workloads"),
+        (("--trace", "poisson", "--turns", "2"), "--turns is not for poisson"),
         (("--trace", "poisson", "--burstiness", "1"), "--burstiness is not for poisson"),
         (("--trace", "poisson", "--rate", "1:2"), "poisson takes one rate"),
         (("--trace", "poisson", "--rate-scale", "0"), "--rate-scale 0: it must be more than 0"),
@@ -93,6 +94,7 @@ def test_what_does_not_go_together_is_named(arguments: tuple[str, ...], message:
 @pytest.mark.parametrize(
     "argument",
     [
+        *("--shared-tokens=-1", "--shared-tokens=a", "--turns=0"),
         *("--rate=0", "--rate=a", "--rate=1:inf", "--prompt-tokens=0", "--prompt-tokens=5:4"),
         *("--priorities=1", "--priorities=a:1", "--target=0:1", "--target=0:0:1", "--target=a:1:1"),
     ],

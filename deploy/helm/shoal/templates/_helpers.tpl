@@ -27,16 +27,38 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ include "shoal.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+helm.sh/chart: {{ include "shoal.chart" . }}
+{{- end }}
+
+{{- define "shoal.chart" -}}
+{{- printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "shoal.image" -}}
-{{- $tag := default .Chart.AppVersion .Values.image.tag -}}
+{{- $tag := .Values.image.tag | default (ternary "cpu" .Chart.AppVersion .Values.demo) -}}
+{{- $image := printf "%s:%s" (.Values.image.repository | default "shoal") $tag -}}
 {{- with .Values.image.digest -}}
-{{ $.Values.image.repository }}:{{ $tag }}@{{ . }}
+{{ $image }}@{{ . }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ $tag }}
+{{ $image }}
 {{- end -}}
+{{- end }}
+
+{{/* What the demo has in place of a value: little, and nothing that lasts. */}}
+{{- define "shoal.gpus" -}}
+{{- ternary 0 .Values.node.gpus .Values.demo -}}
+{{- end }}
+
+{{- define "shoal.cacheFrom" -}}
+{{- ternary "emptyDir" .Values.cache.from .Values.demo -}}
+{{- end }}
+
+{{- define "shoal.cacheSize" -}}
+{{- ternary "2Gi" .Values.cache.size .Values.demo -}}
+{{- end }}
+
+{{- define "shoal.memory" -}}
+{{- ternary "4Gi" .Values.resources.memory .Values.demo -}}
 {{- end }}
 
 {{- define "shoal.serviceAccount" -}}
@@ -48,7 +70,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 
 {{- define "shoal.engines" -}}
-{{- .Values.node.engines | default .Values.node.gpus | default 2 -}}
+{{- .Values.node.engines | default (include "shoal.gpus" . | int) | default 2 -}}
 {{- end }}
 
 {{- define "shoal.maxGroup" -}}
@@ -63,7 +85,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 
 {{- define "shoal.cpu" -}}
-{{- .Values.resources.cpu | default (add 2 (mul 2 (include "shoal.engines" .))) -}}
+{{- .Values.resources.cpu | default (ternary 2 (add 2 (mul 2 (include "shoal.engines" .))) .Values.demo) -}}
 {{- end }}
 
 {{/* preStop, then `--shutdown-timeout`, then what engines and controller may take, and some to spare. */}}
@@ -71,9 +93,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- add .Values.preStopSeconds .Values.node.shutdownSeconds 30 -}}
 {{- end }}
 
+{{/* Not empty if the chart makes the API keys itself. */}}
+{{- define "shoal.makesKeys" -}}
+{{- with .Values.auth -}}
+{{- if not (or .open .apiKeys .existingSecret.name) -}}
+true
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* A Secret with keys that the chart made has another name than one with keys of the values: what it
+holds is read again at an upgrade, and must not be keys that were taken out of the values. */}}
 {{- define "shoal.keysSecret" -}}
 {{- if .Values.auth.existingSecret.name -}}
 {{ .Values.auth.existingSecret.name }}
+{{- else if include "shoal.makesKeys" . -}}
+{{ include "shoal.fullname" . }}-made-keys
 {{- else if or .Values.auth.apiKeys .Values.auth.adminKeys -}}
 {{ include "shoal.fullname" . }}-keys
 {{- end -}}
@@ -83,7 +118,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- define "shoal.apiKeys" -}}
 {{- if .Values.auth.existingSecret.name -}}
 {{ .Values.auth.existingSecret.apiKeys }}
-{{- else if .Values.auth.apiKeys -}}
+{{- else if or .Values.auth.apiKeys (include "shoal.makesKeys" .) -}}
 api-keys.json
 {{- end -}}
 {{- end }}
@@ -91,7 +126,7 @@ api-keys.json
 {{- define "shoal.adminKeys" -}}
 {{- if .Values.auth.existingSecret.name -}}
 {{ .Values.auth.existingSecret.adminKeys }}
-{{- else if .Values.auth.adminKeys -}}
+{{- else if or .Values.auth.adminKeys (include "shoal.makesKeys" .) -}}
 admin-keys.json
 {{- end -}}
 {{- end }}

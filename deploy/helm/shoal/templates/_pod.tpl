@@ -14,6 +14,7 @@
 - {{ printf "--policy=%s" .Values.node.policy | quote }}
 - --shutdown-timeout={{ .Values.node.shutdownSeconds }}
 - --log-format=json
+- --metrics-port={{ .Values.metrics.port }}
 - --metrics={{ eq .Values.metrics.access "none" | ternary "off" .Values.metrics.access }}
 # On 127.0.0.1 of the pod, where `kubectl port-forward` and `kubectl exec` reach it.
 - --admin-port={{ ternary "8001" "off" (not (empty (include "shoal.hasAdmin" .))) }}
@@ -22,6 +23,9 @@
 {{- end }}
 {{- with include "shoal.adminKeys" . }}
 - {{ printf "--admin-key-file=/etc/shoal/keys/%s" . | quote }}
+{{- end }}
+{{- if .Values.batch.enabled }}
+- --batch-dir=/var/lib/shoal/batches
 {{- end }}
 {{- range .Values.node.args }}
 - {{ . | quote }}
@@ -44,23 +48,26 @@
 {{- define "shoal.resources" -}}
 requests:
   cpu: {{ include "shoal.cpu" . | quote }}
-  memory: {{ .Values.resources.memory }}
-  {{- if .Values.node.gpus }}
-  {{ .Values.resources.gpu }}: {{ .Values.node.gpus }}
+  memory: {{ include "shoal.memory" . }}
+  {{- if include "shoal.gpus" . | int }}
+  {{ .Values.resources.gpu }}: {{ include "shoal.gpus" . }}
   {{- end }}
 limits:
   {{- if .Values.resources.limitCpu }}
   cpu: {{ include "shoal.cpu" . | quote }}
   {{- end }}
-  memory: {{ .Values.resources.memory }}
-  {{- if .Values.node.gpus }}
-  {{ .Values.resources.gpu }}: {{ .Values.node.gpus }}
+  memory: {{ include "shoal.memory" . }}
+  {{- if include "shoal.gpus" . | int }}
+  {{ .Values.resources.gpu }}: {{ include "shoal.gpus" . }}
   {{- end }}
 {{- end }}
 
 {{/* The root file system is read-only: all that is written goes to these, as the image has it. */}}
 {{- define "shoal.volumeMounts" -}}
 - {name: cache, mountPath: /var/cache/shoal}
+{{- if .Values.batch.enabled }}
+- {name: batches, mountPath: /var/lib/shoal}
+{{- end }}
 - {name: tmp, mountPath: /tmp}
 - {name: shared-memory, mountPath: /dev/shm}
 {{- if ne .Values.model.weights.from "none" }}
@@ -72,6 +79,9 @@ limits:
 {{- if .Values.node.files }}
 - {name: files, mountPath: /etc/shoal/files, readOnly: true}
 {{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "shoal.volumes" -}}
@@ -80,17 +90,16 @@ limits:
   emptyDir: {sizeLimit: 10Gi}
 - name: shared-memory
   emptyDir: {medium: Memory, sizeLimit: {{ include "shoal.sharedMemoryMiB" . }}Mi}
-{{- with .Values.cache }}
-{{- if eq .from "claim" }}
+{{- $from := include "shoal.cacheFrom" . }}
+{{- if eq $from "claim" }}
 - name: cache
-  persistentVolumeClaim: {claimName: {{ .claim }}}
-{{- else if eq .from "hostPath" }}
+  persistentVolumeClaim: {claimName: {{ .Values.cache.claim }}}
+{{- else if eq $from "hostPath" }}
 - name: cache
-  hostPath: {path: {{ .hostPath | quote }}, type: DirectoryOrCreate}
-{{- else if eq .from "emptyDir" }}
+  hostPath: {path: {{ .Values.cache.hostPath | quote }}, type: DirectoryOrCreate}
+{{- else if eq $from "emptyDir" }}
 - name: cache
-  emptyDir: {sizeLimit: {{ .size }}}
-{{- end }}
+  emptyDir: {sizeLimit: {{ include "shoal.cacheSize" . }}}
 {{- end }}
 {{- with .Values.model.weights }}
 {{- if eq .from "claim" }}
@@ -109,5 +118,8 @@ limits:
 {{- if .Values.node.files }}
 - name: files
   configMap: {name: {{ include "shoal.fullname" . }}-files}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}

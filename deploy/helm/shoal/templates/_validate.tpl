@@ -1,8 +1,10 @@
 {{/* Values that are valid one by one and make no sense together. */}}
 {{- define "shoal.validate" -}}
+{{- include "shoal.validateWhatIsServed" . }}
 {{- $engines := include "shoal.engines" . | int }}
-{{- if and .Values.node.gpus (gt $engines (int .Values.node.gpus)) }}
-{{- fail (printf "node.engines is %d: a pod has only %d GPUs" $engines (int .Values.node.gpus)) }}
+{{- $gpus := include "shoal.gpus" . | int }}
+{{- if and $gpus (gt $engines $gpus) }}
+{{- fail (printf "node.engines is %d: a pod has only %d GPUs" $engines $gpus) }}
 {{- end }}
 {{- if gt (include "shoal.maxGroup" . | int) $engines }}
 {{- fail (printf "node.maxGroup is %d: a pod has only %d engines" (int .Values.node.maxGroup) $engines) }}
@@ -27,23 +29,40 @@
 {{- if and .existingSecret.name (or .apiKeys .adminKeys) }}
 {{- fail "auth: give either existingSecret or keys" }}
 {{- end }}
+{{- if and .open (or .apiKeys (and .existingSecret.name .existingSecret.apiKeys)) }}
+{{- fail "auth.open: there are API keys: take them out, or auth.open" }}
 {{- end }}
-{{- include "shoal.validateMetrics" . }}
+{{- if and .existingSecret.name (not .existingSecret.apiKeys) (not .open) }}
+{{- fail "auth.existingSecret.apiKeys: name the key with the API keys, or add --set auth.open=true" }}
+{{- end }}
+{{- end }}
+{{- include "shoal.validateRoutes" . }}
+{{- include "shoal.validateScaling" . }}
 {{- end }}
 
-{{- define "shoal.validateMetrics" -}}
-{{- $monitor := .Values.metrics.serviceMonitor }}
-{{- if eq .Values.metrics.access "none" }}
-{{- if $monitor.enabled }}
-{{- fail "metrics.access is none: a ServiceMonitor has nothing to read" }}
+{{- define "shoal.validateWhatIsServed" -}}
+{{- if .Values.demo }}
+{{- if .Values.model.name }}
+{{- fail (printf "demo: it serves the demo model: take out demo, or model.name (%s)" .Values.model.name) }}
 {{- end }}
-{{- if ne .Values.autoscaling.by "none" }}
-{{- fail "metrics.access is none: an autoscaler has nothing to go by" }}
+{{- else if not (and .Values.model.name .Values.image.repository) }}
+{{- $missing := list }}
+{{- if not .Values.image.repository }}{{ $missing = append $missing "--set image.repository=REGISTRY/shoal" }}{{ end }}
+{{- if not .Values.model.name }}{{ $missing = append $missing "--set model.name=MODEL" }}{{ end }}
+{{- fail (printf "say what to serve with which image: add %s, or --set demo=true for the demo on a CPU" (join " " $missing)) }}
 {{- end }}
 {{- end }}
-{{- if and $monitor.enabled (eq .Values.metrics.access "key") (include "shoal.apiKeys" .) (not $monitor.keySecret.name) }}
-{{- fail "metrics.access is key: name the Secret with Prometheus' API key in metrics.serviceMonitor.keySecret" }}
+
+{{- define "shoal.validateRoutes" -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
+{{- fail "ingress.hosts: name the host: --set 'ingress.hosts[0]=llm.example.com'" }}
 {{- end }}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
+{{- fail "httpRoute.parentRefs: name the gateway: --set 'httpRoute.parentRefs[0].name=GATEWAY'" }}
+{{- end }}
+{{- end }}
+
+{{- define "shoal.validateScaling" -}}
 {{- with .Values.autoscaling }}
 {{- if gt (int .minReplicas) (int .maxReplicas) }}
 {{- fail (printf "autoscaling.minReplicas is %d: maxReplicas is only %d" (int .minReplicas) (int .maxReplicas)) }}

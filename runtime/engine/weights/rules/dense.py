@@ -29,7 +29,10 @@ class LinearRule(ShardRule):
     def view(self, layer: nn.Module, full: FullLayer, shard: Shard) -> None:
         """View the member's share of the tensors, and choose kernels that can read it."""
         with named(full.name):
-            self.cut(layer, full, shard)
+            if getattr(layer, "disable_tp", False):
+                view_tensors(layer, full, lambda _axes, tensor: tensor)
+            else:
+                self.cut(layer, full, shard)
             format_of(layer).bind_kernels(layer)
 
     def cut(self, layer: nn.Module, full: FullLayer, shard: Shard) -> None:

@@ -102,11 +102,12 @@ class GatedMlpRule(ShardRule):
             UnviewableWeights: the groups would cut through blocks of a block-wise scale.
         """
         projection = full.module.gate_up_proj
-        with named(f"{full.name}.gate_up_proj"):
-            for key, axes in format_of(projection).axes(projection).items():
-                if axes.outputs is not None and projection._parameters.get(key) is not None:
-                    tensor = full.tensor(f"gate_up_proj.{key}")
-                    _regroup(tensor.data.movedim(axes.outputs, 0), groups)
+        if not getattr(projection, "shoal_grouped", False):  # else they were loaded in groups
+            with named(f"{full.name}.gate_up_proj"):
+                for key, axes in format_of(projection).axes(projection).items():
+                    if axes.outputs is not None and projection._parameters.get(key) is not None:
+                        tensor = full.tensor(f"gate_up_proj.{key}")
+                        regroup(tensor.data.movedim(axes.outputs, 0), groups)
         full.module.act_fn = GroupedActivation(full.module.act_fn, groups)
         projection.shoal_grouped = True
 
@@ -128,7 +129,12 @@ def regroup_rows(weight: torch.Tensor, groups: int) -> torch.Tensor:
     return halves.transpose(0, 1).reshape(weight.shape)
 
 
-def _regroup(rows: torch.Tensor, groups: int) -> None:
+def regroup(rows: torch.Tensor, groups: int) -> None:
+    """Do that in place.
+
+    Raises:
+        UnviewableWeights: the rows do not make so many groups.
+    """
     if rows.shape[0] % (2 * groups):
         raise UnviewableWeights(f"its rows, or whole blocks of them, do not make {groups} groups")
     rows.copy_(regroup_rows(rows, groups))

@@ -2,12 +2,18 @@
 
 from torch import nn
 
-from shoal.runtime.engine.weights.rules.attention import AttentionRule
+from shoal.runtime.engine.weights.rules.attention import (
+    AttentionRule,
+    HeadNormRule,
+    LatentAttentionRule,
+    SinksRule,
+)
 from shoal.runtime.engine.weights.rules.dense import (
     ColumnParallelRule,
     ReplicatedRule,
     RowParallelRule,
 )
+from shoal.runtime.engine.weights.rules.experts import ExpertsRule, RunnerRule
 from shoal.runtime.engine.weights.rules.fused import FusedRule, GatedMlpRule, QkvRule
 from shoal.runtime.engine.weights.rules.shard_rule import ShardRule, WholeRule
 from shoal.runtime.engine.weights.rules.vocabulary import VocabularyRule
@@ -20,7 +26,12 @@ RULES: tuple[ShardRule, ...] = (
     ColumnParallelRule(),
     VocabularyRule(),
     ReplicatedRule(),
+    ExpertsRule(),
+    RunnerRule(),
     AttentionRule(),
+    LatentAttentionRule(),
+    SinksRule(),
+    HeadNormRule(),
     WholeRule(),
 )
 """One for each kind of layer, and for each way in which layers of a kind are split.

@@ -47,7 +47,7 @@ class ShardRule:
     """What ``WEIGHT_SCHEME`` says of the order of the full layer's rows, if it is not vLLM's, and
     of the operator that multiplies views of them."""
     of_heads: ClassVar[bool] = False
-    """Whether a layer beside a QKV projection is divided as the attention heads are."""
+    """Whether a layer around or beside a QKV projection is divided as the attention heads are."""
 
     def matches(self, layer: nn.Module) -> bool:
         """Return whether this rule is for a layer; the first such rule in ``RULES`` applies."""

@@ -1,5 +1,6 @@
 """Weights that are not quantised: vLLM's methods for them, and what multiplies their views."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
@@ -30,6 +31,22 @@ def _plain_gemm() -> Callable[..., torch.Tensor]:
     if current_platform.is_cpu():
         return lambda _layer, x, weight, bias: nn.functional.linear(x, weight, bias)
     return dispatch_unquantized_gemm()  # type: ignore[no-any-return]
+
+
+PACKING_ON_CPUS = ("CPUFp8PerTensorScaledMMLinearKernel", "CPUFp8BlockScaledMMKernel")
+"""vLLM's kernels for CPUs with AMX, which it would choose there and which pack FP8 weights."""
+
+
+def leave_weights_on_cpus() -> None:
+    """Let vLLM's own methods of linear layers leave weights as they are, too, on CPUs.
+
+    Some layers are made without a quantisation configuration, such as Mixtral's routers, and so are
+    never given our method.
+    """
+    LinearBase._cpu_skip_gemm_dispatch = True
+    disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+    names = dict.fromkeys(name for name in (*disabled, *PACKING_ON_CPUS) if name)
+    os.environ["VLLM_DISABLED_KERNELS"] = ",".join(names)
 
 
 class _InPlace:

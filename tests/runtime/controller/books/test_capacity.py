@@ -4,9 +4,11 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
+from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.policies.values.snapshot import PoolRequest, UnitState
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.books.capacity import Capacity
@@ -16,10 +18,13 @@ from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.random_run import RandomRun
+from tests.units import tp
 from tests.work_counts import bytecodes
 
 LARGE = FakeSettings(step_seconds=1.0, num_blocks=4096, max_num_seqs=256, max_model_len=512)
 BLOCK_TOKENS = 4
+LIMITS = m.LayoutLimits(DP, BLOCK_TOKENS, 8, 400)
+SEVERAL = msgspec.structs.replace(LIMITS, group_limits=(0, 2))
 
 
 def request(number: int, rng: random.Random) -> Request:
@@ -31,6 +36,18 @@ def request(number: int, rng: random.Random) -> Request:
 
 def load(core: CoreBook, waiting: int) -> m.Load:
     return m.Load(0, core.unit, 0, waiting, 100, core.sent, [], {})
+
+
+@pytest.mark.parametrize("through_host", [0, 100 << 20])
+def test_copies_through_the_host_say_how_fast_these_are(through_host: int) -> None:
+    model = CostModel(ModelShape(2, 64, 8, 8, 16, parameters=1e6), Hardware(1e12, 1e15, 1e11))
+    node = LoopbackNode(2, cost_model=model)
+    node.settle()
+    capacity = node.controller._capacity
+    imported = m.Imported(1, 0, tp(0, 1), ["r"], {}, 0, 100 << 20, 0.01, through_host)
+    capacity.observe_copy(alone(0), imported)
+    (before, after) = (of.carry_seconds(1000, 1) for of in (model, capacity.cost_model))
+    assert (after > 2 * before) == bool(through_host)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -57,10 +74,13 @@ def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> No
         uncounted = core.uncounted
         assert [r.seen for r in uncounted.requests] == latest
         assert uncounted.prompt_tokens == sum(r.prompt_tokens for r in latest)
-        blocks = sum(-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in latest)
-        assert uncounted.blocks(BLOCK_TOKENS) == blocks
+        of_each = [-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in latest]
+        blocks = sum(of_each)
+        assert uncounted.blocks(LIMITS) == blocks
+        assert uncounted.blocks(SEVERAL) == blocks + sum(min(2, each) for each in of_each)
 
 
+@pytest.mark.slow
 def test_a_unit_that_has_not_changed_is_as_if_it_were_looked_at_anew() -> None:
     run = RandomRun(LoopbackNode(4, seed=11))
     controller, config = run.node.controller, run.node.config

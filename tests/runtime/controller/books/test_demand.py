@@ -13,6 +13,7 @@ from shoal.runtime.controller.books.demand import (
     Lengths,
 )
 from shoal.runtime.protocol.messages import Work
+from tests.policies.snapshots import request
 
 
 def drained(rate: float, seconds: float, *, tick: float = 0.5) -> Drain:
@@ -112,7 +113,7 @@ def poisson(demand: Demand, rate: float, start: float, end: float, seed: int) ->
         arrivals.append(at)
     for half in range(round(2 * start) + 1, round(2 * end) + 1):
         while arrivals and arrivals[0] <= half / 2:
-            demand.arrive(arrivals.pop(0), 100)
+            demand.arrive(arrivals.pop(0), request(prompt=100))
         seen.append(demand.arrival_rate(half / 2))
     return seen
 
@@ -142,9 +143,9 @@ def test_one_request_after_a_burst_is_no_burst(silence: float) -> None:
     """A silence is forgotten no faster than it came."""
     demand = Demand(0.0)
     for k in range(30):
-        demand.arrive(100.0 + k / 15, 100)
+        demand.arrive(100.0 + k / 15, request(prompt=100))
     silent = demand.arrival_rate(102.0 + silence)
-    demand.arrive(102.0 + silence, 100)
+    demand.arrive(102.0 + silence, request(prompt=100))
     assert demand.arrival_rate(102.0 + silence) < silent + 1.0
 
 
@@ -160,10 +161,10 @@ def test_the_first_seconds_are_no_average_of_more() -> None:
 def test_the_longer_the_average_the_later_it_follows() -> None:
     demand = Demand(0.0)
     for k in range(300):
-        demand.arrive(float(k), 10)
+        demand.arrive(float(k), request(prompt=10))
     # Ten a second from now on, for five seconds.
     for k in range(50):
-        demand.arrive(300.0 + k / 10, 10)
+        demand.arrive(300.0 + k / 10, request(prompt=10))
     now, recent, usual = (
         rate(305.0) for rate in (demand.arrival_rate, demand.recent_rate, demand.usual_rate)
     )
@@ -175,6 +176,6 @@ def test_the_longer_the_average_the_later_it_follows() -> None:
 def test_a_node_that_just_started_knows_its_rates_at_once() -> None:
     demand = Demand(0.0)
     for k in range(40):
-        demand.arrive(k / 4, 10)
+        demand.arrive(k / 4, request(prompt=10))
     assert demand.recent_rate(10.0) == pytest.approx(4.0, rel=0.1)
     assert demand.usual_rate(10.0) == pytest.approx(4.0, rel=0.1)

@@ -1,10 +1,13 @@
 """Leases: how they grow and shrink, and what the audit notices."""
 
+import pytest
+
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.agent.lending import IDLE_SECONDS, LEASE_FLOOR
+from shoal.runtime.controller.books.capacity import LEASE_BLOCKS
 from shoal.runtime.engine.fake.faults import Faults
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import Frames
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
 
@@ -24,8 +27,8 @@ def lease(node: LoopbackNode) -> int:
 def test_idle_bind_lends_the_floor_only() -> None:
     node = started()
     node.switch(tp(0, 1))
-    assert lease(node) == LEASE_FLOOR
-    assert node.view().engines[1].lent_blocks == {"0,1": LEASE_FLOOR}
+    assert lease(node) == LEASE_BLOCKS
+    assert node.view().engines[1].lent_blocks == {"0,1": LEASE_BLOCKS}
 
 
 def test_first_lease_is_what_waiting_requests_need() -> None:
@@ -52,20 +55,36 @@ def test_request_larger_than_the_lease_makes_it_grow() -> None:
     node.settle()
     assert node.missing == []
     node.assert_exact()
-    assert lease(node) >= 2000 // 8 > LEASE_FLOOR
+    assert lease(node) >= 2000 // 8 > LEASE_BLOCKS
     assert node.audit() == []
 
 
-def test_idle_lease_shrinks_to_the_floor_and_blocks_come_home() -> None:
+def test_a_lease_stays_while_its_group_is_idle_and_goes_home_with_its_release() -> None:
     node = started()
     node.switch(tp(0, 1))
     node.send("large", 2000, 20)
     node.settle()
-    node.run_for(IDLE_SECONDS, tick=0.5)
-    node.settle()
-    assert lease(node) == LEASE_FLOOR
-    assert [len(backend.own.lent) for backend in node.backends.values()] == [LEASE_FLOOR] * 2
+    grown = lease(node)
+    node.run_for(60.0, tick=20.0)
+    assert lease(node) == grown
+    assert [len(backend.own.lent) for backend in node.backends.values()] == [grown] * 2
     assert node.audit() == []
+    node.switch(alone(0), alone(1))
+    assert [backend.own.lent for backend in node.backends.values()] == [frozenset()] * 2
+    assert node.audit() == []
+
+
+def test_a_group_caches_as_much_as_its_members_have_room_for() -> None:
+    node = started()
+    node.switch(tp(0, 1))
+    cached, believed = list[int](), list[int]()
+    for k in range(2):
+        node.send(f"r{k}", 1000, 2)
+        node.settle()
+        cached.append(node.backends[0].groups[tp(0, 1)]._pool.cached)
+        believed.append(node.controller.books.prefixes.tokens(tp(0, 1)))
+    assert cached == [1000 // 8, 2 * 1000 // 8]
+    assert believed[1] == pytest.approx(2 * believed[0], rel=0.05)
 
 
 def test_group_takes_the_blocks_of_paused_requests_when_it_has_none() -> None:
@@ -115,6 +134,50 @@ def test_wish_that_a_release_overtakes() -> None:
     node.assert_exact()
 
 
+def test_a_member_may_answer_two_wishes_when_one_of_them_was_given_up() -> None:
+    """Wishes from before a bind have one epoch, so the first answer may count for the second."""
+    node = started()
+    leases, group = node.controller.books.leases, tp(0, 1)
+    leases.grow_ahead(group, 5)
+    leases.cancel(group)
+    leases.grow_ahead(group, 5)
+    node.turn_agent(1)
+    node.controller.turn()
+    assert leases.grows(group)
+    node.settle()
+    assert leases.lent_by(0) == leases.lent_by(1) == {}
+    assert all(backend.own.lent == frozenset() for backend in node.backends.values())
+    assert node.audit() == []
+
+
+def is_commit(frames: Frames) -> bool:
+    return isinstance(m.decode_to_engine(frames[0]), m.Commit)
+
+
+def test_a_leader_whose_wish_comes_before_its_group_is_bound_asks_again() -> None:
+    """It commits first, and wants blocks for a paused request while the other still commits."""
+    node = started()
+    node.switch(tp(0, 1))
+    node.send("large", 240, 1200)
+    node.turns(30)
+    node.switch(alone(0), alone(1))
+    assert 0 < len(node.tokens["large"]) < 1200
+    call = node.set_layout(tp(0, 1))
+    node.controller.turn()
+    while not any(is_commit(frames) for frames in node.network.to_engines[1]):
+        node.turn_agent(0)
+        node.turn_agent(1)
+        node.controller.turn()
+    for _ in range(3):
+        node.turn_agent(0)
+        node.controller.turn()
+    assert node.reply(call) is None
+    node.run_for(1.0)
+    assert node.missing == []
+    node.assert_exact()
+    assert node.audit() == []
+
+
 # --- negative controls ---
 
 
@@ -136,7 +199,7 @@ def test_audit_notices_a_lost_block() -> None:
 def test_audit_notices_a_lease_that_differs() -> None:
     node = started()
     node.switch(tp(0, 1))
-    node.backends[0].groups[tp(0, 1)].shrink(10)
+    node.backends[0].groups[tp(0, 1)].shrink(54)
     problems = node.audit()
     assert "engine 0: unit [0, 1] holds 10 blocks, the books say 64" in problems
 

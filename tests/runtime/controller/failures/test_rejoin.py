@@ -307,6 +307,18 @@ def test_a_group_that_cannot_be_formed_is_tried_a_few_times_then_refused(
     serve_everywhere(node, "again")
 
 
+def test_another_attempt_whose_time_has_just_come_is_due_at_once(node: LoopbackNode) -> None:
+    kill(node, 1)
+    node.restart(1, faults=Faults(fail_form=True))
+    node.settle()
+    until = node.controller.next_wakeup()
+    assert until == pytest.approx(RETRY_SECONDS)
+    node.clock.advance(until)
+    assert node.controller.next_wakeup() == 0.0
+    node.controller.turn()
+    assert node.controller.next_wakeup() == pytest.approx(FORM_SECONDS)
+
+
 def test_a_member_that_dies_while_its_group_forms_takes_nobody_with_it(node: LoopbackNode) -> None:
     kill(node, 1)
     node.restart(1)
@@ -359,7 +371,7 @@ def test_restarts_and_missing_groups_are_shown(node: LoopbackNode) -> None:
     assert view.ready
     assert view.engines[1].state == "dead"
     assert view.engines[1].reason == "killed"
-    assert view.unavailable == [UnavailableView((0, 1), "engines [1] are restarting")]
+    assert view.unavailable == [UnavailableView((0, 1), "engines [1] are restarting", "tp2")]
     assert node.value("shoal_groups_unavailable", layout="tp2") == 1
     node.restart(1)
     node.settle()

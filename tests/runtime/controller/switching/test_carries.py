@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.capacity import LEASE_BLOCKS
+from shoal.runtime.controller.books.statistics import PAUSE, SWITCH
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Fallback, Outcome
 from shoal.runtime.protocol.transport import front_identity
@@ -110,7 +111,7 @@ def test_front_ends_hear_where_a_request_goes_on() -> None:
 
 def test_a_switch_is_over_when_all_have_been_taken_over() -> None:
     node, call = importing()
-    node.answer(0, m.Imported(1, 0, PAIR, ["a"], {}, 0, 4096, 0.002))
+    node.answer(0, m.Imported(1, 0, PAIR, ["a"], {}, 0, 4096, 0.002, 1024))
     assert node.take() == [(0, m.Drop(alone(0), ["a"]))]
     assert node.reply(call) is None
     node.clock.advance(0.5)
@@ -122,7 +123,8 @@ def test_a_switch_is_over_when_all_have_been_taken_over() -> None:
     assert node.value("shoal_carried_requests_total", "carried") == 1
     assert node.value("shoal_carried_requests_total", "recomputed") == 1
     assert node.value("shoal_carry_fallbacks_total", "no_room") == 1
-    assert node.value("shoal_carried_bytes_total") == 4096
+    assert node.value("shoal_carried_bytes_total", "peer") == 3072
+    assert node.value("shoal_carried_bytes_total", "host") == 1024
     assert [node.value("shoal_carry_seconds", phase) for phase in ("export", "import", "copy")] == [
         *(2, 2, 1)
     ]
@@ -324,7 +326,7 @@ def to_a_far_unit() -> tuple[ScriptedNode, int]:
     """Return a node that carries a request of engine 0 to engine 1, and the carry's number."""
     node = ScriptedNode(4)
     node.books.requests.place(request_of(node, "a"), alone(0))
-    left = node.controller._carries.begin([node.books.requests.core(alone(0))], SINGLES[1:])
+    left = node.controller._carries.begin([node.books.requests.core(alone(0))], SINGLES[1:], PAUSE)
     node.turn()
     assert left == []
     (carry,) = node.books.carries
@@ -485,8 +487,8 @@ def test_a_lease_is_large_enough_for_what_is_carried() -> None:
     node.load(alone(2), 900)
     capacity = node.controller._capacity
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
-    node.books.carries.begin(alone(2), OTHER_PAIR, {"c", "d"}, now=0.0)
-    carry = node.books.carries.begin(alone(2), PAIR, {"a", "b"}, now=0.0)
+    node.books.carries.begin(alone(2), OTHER_PAIR, {"c", "d"}, SWITCH, now=0.0)
+    carry = node.books.carries.begin(alone(2), PAIR, {"a", "b"}, SWITCH, now=0.0)
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
     node.load(alone(2), 200)
     assert capacity.lease_for(PAIR) == 800 * BLOCK_TOKENS // 2 // 8 + 4

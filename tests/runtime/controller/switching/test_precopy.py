@@ -220,12 +220,13 @@ def test_the_switch_goes_on_when_all_have_read() -> None:
     assert switch.told() == [(0, "Settle"), (0, "Unpin")]
     switch.read(alone(1), alone(0), bytes=30)
     assert switch.told() == []
-    switch.read(alone(1), alone(1), bytes=20)
+    switch.read(alone(1), alone(1), bytes=20, host_bytes=15)
     assert switch.told() == [(0, "Settle"), (0, "Export"), (1, "Unpin"), (1, "Export")]
     view = switch.finish()
     assert (view.carried, view.precopied_bytes, view.precopy_seconds) == (2, 250, 0.5)
     node = switch.node
-    assert node.value("shoal_precopied_bytes_total") == 250
+    assert node.value("shoal_precopied_bytes_total", "peer") == 235
+    assert node.value("shoal_precopied_bytes_total", "host") == 15
     assert node.value("shoal_precopies_total", "copied") == 2
     assert node.value("shoal_carry_seconds", "precopy") == 2
     assert node.value("shoal_stale_messages_total") == 0

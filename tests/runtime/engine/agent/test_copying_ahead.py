@@ -100,8 +100,11 @@ def test_a_group_is_lent_blocks_before_it_is_bound(bench: Bench) -> None:
     core = bench.backend.groups[GROUP]
     assert core.lease_blocks == 16
     computed = m.CarriedRequest("r", expected_tokens(prompt_of("r"), 2), 31, {1: [[*range(8)]]}, 32)
-    imported = only(bench.tell(m.Import(CARRY, GROUP, OTHER, [computed]), turns=3), m.Imported)
+    imported, wish = bench.tell(m.Import(CARRY, GROUP, OTHER, [computed]), turns=3)
+    assert isinstance(imported, m.Imported)
     assert imported.carried == ["r"]
+    assert isinstance(wish, m.NeedBlocks)
+    assert not wish.urgent, "it does without, but would evict what it caches"
     assert core.load.free_blocks <= 16 - 4
 
 

@@ -1,8 +1,12 @@
 """An engine's part in leases, message by message."""
 
-from shoal.runtime.engine.agent.lending import IDLE_SECONDS, LEASE_FLOOR
+import pytest
+
+from shoal.runtime.engine.agent import binding, lending
+from shoal.runtime.engine.agent.lending import LONGEST_PAUSE, RETRY_SECONDS, SHRUNK_SECONDS
 from shoal.runtime.protocol import messages as m
-from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench
+from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench, started
+from tests.runtime.loopback_node import request_payload
 
 
 def test_blocks_of_a_request_aborted_while_paused_go_back(bench: Bench) -> None:
@@ -34,11 +38,109 @@ def test_growth_is_asked_for_once_and_again_after_a_pause(bench: Bench) -> None:
     assert bench.backend.groups[GROUP].num_requests == 0
 
 
-def test_idle_group_gives_back_all_but_the_floor(bench: Bench) -> None:
+def test_an_idle_group_keeps_its_blocks(bench: Bench) -> None:
     bench.bind(blocks=100)
-    assert bench.turn() == []
-    bench.clock.advance(IDLE_SECONDS)
-    (returning,) = bench.turn()
-    assert isinstance(returning, m.Returning)
-    assert len(returning.returned[0]) == 100 - LEASE_FLOOR
-    assert bench.turn(2) == []
+    for _ in range(3):
+        bench.clock.advance(60.0)
+        assert bench.turn() == []
+    assert bench.backend.groups[GROUP].lease_blocks == 100
+
+
+# --- blocks that save cached ones ---
+
+
+@pytest.fixture
+def caching() -> Bench:
+    return started(prefix_caching=True, step_seconds=0.001)
+
+
+def wishes(bench: Bench, seconds: float) -> list[float]:
+    """Let the group's request run so long, and grant no wish; return when there was one."""
+    begun, asked = bench.clock(), list[float]()
+    while bench.clock() < begun + seconds:
+        for message in bench.turn():
+            if isinstance(message, m.NeedBlocks):
+                asked.append(bench.clock() - begun)
+                bench.network.controller.to_engine(0, m.Grow(5, GROUP, {0: [], 1: []}))
+        bench.clock.advance(0.001)
+    return asked
+
+
+def test_a_group_asks_for_blocks_before_it_evicts_cached_ones(caching: Bench) -> None:
+    caching.bind(blocks=50)
+    core = caching.backend.groups[GROUP]
+    payload = request_payload("shared", [1] * 8, 250)
+    (wish,) = caching.tell(m.AddRequest(GROUP, "shared"), *payload)
+    assert core.blocks_lacking == 0 < core.blocks_wanted
+    assert wish == m.NeedBlocks(5, GROUP, core.blocks_wanted, urgent=False)
+
+
+def test_a_group_asks_ever_less_often_for_blocks_that_it_does_not_lack(caching: Bench) -> None:
+    caching.bind(blocks=50)
+    caching.add("shared", prompt=8, tokens=280, group=GROUP)
+    caching.tell(m.Grow(5, GROUP, {0: [], 1: []}))
+    times = wishes(caching, 0.28)
+    assert len(times) == 2
+    assert times[0] >= RETRY_SECONDS - 0.002
+    assert times[1] - times[0] >= 2 * RETRY_SECONDS
+    growth = caching.agent._lending._growth
+    for _ in range(9):
+        caching.tell(m.Grow(5, GROUP, {0: [], 1: []}))
+    assert growth.pause == LONGEST_PAUSE
+    caching.tell(m.Grow(5, GROUP, {0: [190], 1: [190]}))
+    assert growth.pause == RETRY_SECONDS, "members had some"
+
+
+def test_a_group_that_gives_blocks_up_does_not_ask_for_them_again(caching: Bench) -> None:
+    caching.bind(blocks=120)
+    caching.add("shared", prompt=8, tokens=280, group=GROUP)
+    messages = caching.tell(m.Shrink(5, GROUP, 60))
+    (returning,) = [each for each in messages if isinstance(each, m.Returning)]
+    assert len(returning.returned[0]) == 60
+    assert caching.backend.groups[GROUP].blocks_wanted
+    assert wishes(caching, 0.1) == []
+    caching.clock.advance(SHRUNK_SECONDS)
+    assert len(wishes(caching, 0.01)) == 1, "it was not released"
+    assert caching.tell(m.Shrink(4, GROUP, 30)) == [], "that bind is over"
+
+
+def test_a_wish_whose_time_has_just_come_is_due_at_once(bench: Bench) -> None:
+    bench.bind(blocks=1)
+    bench.network.controller.to_engine(
+        0, m.AddRequest(GROUP, "large"), request_payload("large", [1] * 200, 3)
+    )
+    bench.turn()
+    bench.tell(m.Grow(5, GROUP, {0: [], 1: []}))
+    assert bench.agent.next_wakeup() == pytest.approx(lending.RETRY_SECONDS)
+    bench.clock.advance(lending.RETRY_SECONDS)
+    assert bench.agent.next_wakeup() == 0.0
+    assert [type(message) for message in bench.turn()] == [m.NeedBlocks]
+
+
+def test_a_large_lease_goes_home_in_portions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (binding, lending):
+        monkeypatch.setattr(module, "PORTION", 40)
+    bench.bind(blocks=100)
+    messages = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    while bench.agent.next_wakeup() == 0.0:
+        messages += bench.turn()
+    assert [type(message) for message in messages] == [m.Released, m.Returning, m.Returning]
+    first, *rest = [message.returned[0] for message in messages]
+    assert [len(blocks) for blocks in (first, *rest)] == [40, 40, 20]
+    assert bench.backend.groups[GROUP].lease_blocks == 0
+    bench.tell(m.Resume(5, GROUP, first))
+    for blocks in rest:
+        bench.tell(m.TakeBack(5, GROUP, blocks))
+    assert bench.backend.own.lent == frozenset()
+
+
+def test_a_lease_grows_by_no_more_than_a_portion(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "PORTION", 3)
+    bench.bind(blocks=1)
+    bench.tell(m.Grow(5, GROUP, {0: [], 1: []}))
+    payload = request_payload("large", [1] * 200, 3)
+    bench.network.controller.to_engine(0, m.AddRequest(GROUP, "large"), payload)
+    bench.clock.advance(1.0)
+    assert bench.turn() == [m.NeedBlocks(5, GROUP, 3, urgent=True)]

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
@@ -44,12 +46,19 @@ def test_nobody_shifts_before_being_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("degree", "max_sp", "floor"), [(1, 8, None), (4, 1, None), (4, 2, 512), (2, 8, 512)]
+    ("layout", "max_sp", "floor"),
+    [
+        (Layout(), 8, None),
+        (Layout(tp=4), 1, None),
+        (Layout(tp=4), 2, 512),
+        (Layout(tp=2), 8, 512),
+        (Layout(tp=2, pp=2), 8, None),
+    ],
 )
-def test_a_group_runs_sp_only_with_a_degree_of_two(
-    degree: int, max_sp: int, floor: int | None
+def test_a_group_runs_sp_only_with_a_degree_of_two_and_without_stages(
+    layout: Layout, max_sp: int, floor: int | None
 ) -> None:
-    assert sp_floor(degree, max_sp, 512) == floor
+    assert sp_floor(layout, max_sp, 512) == floor
 
 
 def fake_mode(config: NodeConfig, threshold: int | None, tokens: int) -> Mode:
@@ -76,7 +85,11 @@ class OneStep:
         self.scheduled.num_scheduled_tokens = {"r": tokens}
         self.scheduled.scheduled_new_reqs = [SimpleNamespace(req_id="r", num_computed_tokens=0)]
         self.scheduled.finished_req_ids = {"gone"}
-        self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1))
+        managers = [SimpleNamespace(max_admission_blocks_per_request=None)]
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=SimpleNamespace(num_gpu_blocks=1),
+            coordinator=SimpleNamespace(single_type_managers=managers),
+        )
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
         self.deferred_waiting: list[Any] = []
         self.channel = None
@@ -101,7 +114,10 @@ def real_mode(
 ) -> Mode:
     """Return the mode that the real core sends with a step of so many tokens."""
     step = OneStep(tokens)
-    compilation = SimpleNamespace(max_cudagraph_capture_size=captured)
+    compilation = SimpleNamespace(
+        max_cudagraph_capture_size=captured,
+        cudagraph_mode=CUDAGraphMode.FULL if captured else CUDAGraphMode.NONE,
+    )
     engine_core = SimpleNamespace(
         scheduler=step,
         model_executor=step,

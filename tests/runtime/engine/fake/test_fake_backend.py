@@ -1,5 +1,7 @@
 """The fake engine keeps the interface's promises on its own."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -28,8 +30,11 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def make(clock: ManualClock, engine: int = 0, faults: Faults = NO_FAULTS) -> FakeBackend:
-    config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
+def make(
+    clock: ManualClock, engine: int = 0, faults: Faults = NO_FAULTS, **settings: Any
+) -> FakeBackend:
+    fake = msgspec.structs.replace(SETTINGS, **settings)
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=fake)
     return FakeBackend(config, engine, clock=clock, faults=faults)
 
 
@@ -179,7 +184,8 @@ def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
     first = group.shrink(3)
     assert group.lease_blocks == 3
     assert tokens_of(run(group, clock))["a"] == expected_tokens([1] * 9, 8)
-    rest = group.release(1)
+    group.release(1)
+    rest = group.shrink(6)
     assert (len(first[0]), len(rest[0]), group.lease_blocks) == (3, 3, 0)
     returned = set(zip([*first[0], *rest[0]], [*first[1], *rest[1]], strict=True))
     assert returned == pairs
@@ -191,21 +197,42 @@ def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
     group.bind(1, {0: backend.own.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
     group.add("a", request_payload("a", [1] * 9, 8))
     advance(group)
-    assert len(group.release(1)[0]) == 4
+    group.release(1)
+    assert len(group.shrink(6)[0]) == 4
     assert group.lease_blocks == 2
     assert not advance(group)
     group.abort(["a"])
-    assert len(group.shrink(0)[1]) == 2
+    assert len(group.shrink(6)[1]) == 2
 
 
-def test_blocks_wanted_is_what_is_lacking(clock: ManualClock) -> None:
+def test_blocks_are_lacking_that_requests_need(clock: ManualClock) -> None:
     backend = make(clock)
     group = backend.groups[tp(0, 1)]
     group.bind(1, {0: backend.own.lend(1), 1: [1]}, seed=0)
-    assert group.blocks_wanted == 0
+    assert group.blocks_lacking == 0
     group.add("a", request_payload("a", [1] * 20, 8))
-    assert group.blocks_wanted == 2
+    assert group.blocks_lacking == 2
     group.grow({0: backend.own.lend(2), 1: [2, 3]})
+    assert group.blocks_lacking == 0
+
+
+def test_blocks_are_wanted_before_cached_ones_are_evicted(clock: ManualClock) -> None:
+    backend = make(clock, max_num_batched_tokens=16)  # a step takes three blocks of 8 tokens
+    group = backend.groups[tp(0, 1)]
+    group.bind(1, {0: backend.own.lend(7), 1: [*range(1, 8)]}, seed=0)
+    assert group.blocks_wanted == 0
+    group.add("a", request_payload("a", [1] * 24, 1))
+    run(group, clock)
+    assert (group.load.free_blocks, group.blocks_lacking) == (7, 0)
+    assert group.blocks_wanted == 2 * 3 + 3 - 4, "three of the seven cache the prompt"
+    group.grow({0: backend.own.lend(3), 1: [*range(8, 11)]})
+    assert group.blocks_wanted == 0
+
+
+def test_nothing_is_wanted_for_a_cache_that_is_turned_off(clock: ManualClock) -> None:
+    backend = make(clock, prefix_caching=False)
+    group = backend.groups[tp(0, 1)]
+    group.bind(1, {0: backend.own.lend(1), 1: [1]}, seed=0)
     assert group.blocks_wanted == 0
 
 
@@ -339,6 +366,43 @@ def test_a_new_request_ends_a_run_of_steps(clock: ManualClock) -> None:
     clock.advance(2.5)
     core.add("b", request_payload("b", [2] * 3, 1))
     assert core.due == pytest.approx(1.2 + 3.0)
+
+
+@pytest.mark.parametrize(("asynchronous", "late"), [(True, 2), (False, 1)])
+def test_a_step_that_was_scheduled_ahead_has_no_later_request(
+    clock: ManualClock, asynchronous: bool, late: int
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, asynchronous=asynchronous)
+    config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
+    core = FakeBackend(config, 0, clock=clock).own
+    core.add("early", request_payload("early", [1] * 4, 8))
+    advance(core)
+    clock.advance(SETTINGS.step_seconds / 2)
+    core.add("late", request_payload("late", [2] * 4, 8))
+    clock.advance(SETTINGS.step_seconds / 2)
+    seen: list[set[str]] = []
+    for _ in range(4):
+        ended = Collected([], [], [])
+        advance(core, ended)
+        seen.append(set(tokens_of(ended)))
+        clock.advance(SETTINGS.step_seconds)
+    first = next(number for number, names in enumerate(seen) if "late" in names)
+    assert first == late, "the step under way is number 0"
+    assert all("early" in names for names in seen)
+
+
+def test_an_idle_unit_starts_a_request_at_once_though_it_schedules_ahead(
+    clock: ManualClock,
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, asynchronous=True)
+    core = FakeBackend(NodeConfig(2, 2, "manual", "unused", {}, fake=settings), 0, clock=clock).own
+    for name in ("first", "second"):
+        core.add(name, request_payload(name, [1] * 4, 1))
+        assert advance(core)
+        clock.advance(SETTINGS.step_seconds)
+        ended = core.collect()
+        assert ended is not None
+        assert set(tokens_of(ended)) == {name}
 
 
 def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:

@@ -186,7 +186,8 @@ def test_lent_blocks_and_a_reset_forget_what_they_cached() -> None:
     group = backend.groups[tp(0, 1)]
     group.bind(1, {0: lent, 1: [4, 5, 6]}, 0)
     assert [cached((0, 1)), cached((0, 1))] == [0, 16]
-    backend.own.take_back(group.release(1)[0])
+    group.release(1)
+    backend.own.take_back(group.shrink(3)[0])
     assert cached(0) == 12, "the oldest block went, which was the end of the prompt"
     backend.own.take_back(backend.own.lend(6))
     assert [cached(0), cached(0)] == [0, 16]

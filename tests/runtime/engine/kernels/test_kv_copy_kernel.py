@@ -1,5 +1,6 @@
 """The kernel that reads KV from peers' memory, through Triton's interpreter."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,16 @@ from triton.runtime.interpreter import InterpretedFunction
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kernels import kv_copy_kernel
+from shoal.runtime.engine.kv.carry_plan import Numbers
 from shoal.runtime.engine.kv.device_copy import DeviceCopier, Launch, launches
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer
-from shoal.runtime.engine.kv.kv_reader import KvReader, Portion
+from shoal.runtime.engine.kv.kv_reader import KvReader
+from shoal.runtime.engine.kv.portions import Copy, Portion
 from tests.runtime.engine.kv.carried_kv import CASES, GROUP, WIDE, Case, Engines
 from tests.runtime.engine.kv.test_kv_reader import Neighbours
 
+INTERPRETER = threading.Lock()
+"""Triton's interpreter replaces parts of Triton while it runs: it serves one thread at a time."""
 KERNEL, WORDS = kv_copy_kernel._copy_kernel, kv_copy_kernel.words
 
 
@@ -32,26 +37,32 @@ class InterpretedCopier:
     """Does on the host what ``DeviceCopier`` does on a GPU.
 
     Args:
-        own: the engine's own buffer.
         programs: most programs of a launch.
         spoil: changes what the kernel is told.
     """
 
     def __init__(
         self,
-        own: HeldBuffer,
         programs: int,
         spoil: Callable[[Launch], Launch] = lambda launch: launch,
     ) -> None:
-        self._own, self._programs, self._spoil = own, programs, spoil
+        self._programs, self._spoil = programs, spoil
         self.count = 0
 
-    def copy(self, portions: Sequence[Portion], *, beside: bool = False) -> Callable[[], float]:
-        for portion in portions:
-            for launch in launches(portion, self._own.address):
-                numbers, *arguments = self._spoil(launch)
+    def after_steps(self, *, beside: bool) -> Copy:
+        return self._copy
+
+    def at_once(self) -> Copy:
+        return self._copy
+
+    def _copy(
+        self, portions: Sequence[Portion], table: Numbers | None = None
+    ) -> Callable[[], float]:
+        for launch in (each for portion in portions for each in launches(portion)):
+            numbers, *arguments = self._spoil(launch)
+            with INTERPRETER:
                 kv_copy_kernel.copy(numbers.ctypes.data, *arguments, programs=self._programs)
-                self.count += 1
+            self.count += 1
         return lambda: 0.0
 
     def settle(self) -> None:
@@ -66,11 +77,12 @@ def read(
     for engine in case.target.engines:
         expected, own = engines.expected(engine), HeldBuffer(engines.buffers[engine])
         assert not own.bytes.equal(expected)
-        copier = InterpretedCopier(own, programs, spoil)
+        copier = InterpretedCopier(programs, spoil)
         peers = Neighbours(engines.buffers)
         reader = KvReader(engine, case.max_sp, [case.pages], own, peers, copier)
         reader.read(case.source, case.target, engines.requests)()
-        assert copier.count == 1
+        stages = max(1, case.source.layout.pp // case.target.layout.pp)
+        assert copier.count == stages, "one launch for the layers of each stage"
         right.append(own.bytes.equal(expected))
     return all(right)
 

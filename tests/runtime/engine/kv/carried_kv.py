@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.policies.values.kv_geometry import KvGeometry
-from shoal.policies.values.layouts import Unit, alone, tensor_parallel
+from shoal.policies.values.layouts import Layout, Unit, alone, tensor_parallel
 from shoal.runtime.engine.kv.carry_plan import heads_of
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.link.instructions import Arrival
@@ -18,6 +18,8 @@ BLOCKS = 96
 EMPTY = 0x5A
 """What every byte of a buffer is before anything is written to it."""
 GROUP, WIDE = tensor_parallel((0, 1)), tensor_parallel((0, 1, 2, 3))
+STAGES, LONG = Unit((0, 1), Layout(pp=2)), Unit((0, 1, 2, 3), Layout(pp=4))
+BOTH = Unit((0, 1, 2, 3), Layout(tp=2, pp=2))
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,14 @@ CASES = {
     "blocks outermost": Case(alone(0), GROUP, block_outermost=True),
     "blocks that kernels divide": Case(alone(0), WIDE, kernel_limit=8),
     "blocks that kernels divide, back": Case(WIDE, alone(0), kernel_limit=8, head_major=False),
+    "DP to PP2": Case(alone(1), STAGES, layers=4, block_outermost=True),
+    "PP2 to DP": Case(STAGES, alone(2), layers=4, block_outermost=True),
+    "PP2 to TP2, NHD": Case(STAGES, GROUP, layers=4, head_major=False, block_outermost=True),
+    "TP2 to PP2": Case(GROUP, STAGES, layers=4, block_outermost=True),
+    "PP4 to TP2 x PP2": Case(LONG, BOTH, layers=4, block_outermost=True),
+    "TP2 x PP2 to PP4, NHD": Case(BOTH, LONG, layers=4, head_major=False, block_outermost=True),
+    "TP4 with SP2 to TP2 x PP2": Case(WIDE, BOTH, 8, layers=4, block_outermost=True, max_sp=2),
+    "TP2 x PP2 to DP, one head": Case(BOTH, alone(3), 1, layers=4, block_outermost=True),
 }
 
 
@@ -112,10 +122,14 @@ class Engines:
         for member, engine in enumerate(unit.engines):
             heads = heads_of(member, unit.layout, self.case.heads, self.case.max_sp)
             for layer, (slot, head), request in itertools.product(
-                range(self.case.layers), enumerate(heads), self.requests
+                self._layers(member, unit.layout), enumerate(heads), self.requests
             ):
                 for token in range(request.computed):
                     yield request, (layer, engine, head, slot, token)
+
+    def _layers(self, member: int, layout: Layout) -> range:
+        each, stage = self.case.layers // layout.pp, member // layout.tp
+        return range(stage * each, (stage + 1) * each)
 
     def _cells(
         self,
@@ -130,7 +144,7 @@ class Engines:
         """Return the bytes of one token and head, found without the code that is tested."""
         case, kind = self.case, unit.layout
         block_tokens = case.pages.geometry.block(kind).tokens
-        heads = max(1, case.heads // kind.tp)
+        heads, layers = max(1, case.heads // kind.tp), case.layers // kind.pp
         kernel = min(block_tokens, case.kernel_limit)
         nth, within = divmod(token, block_tokens)
         part, within = divmod(within, kernel)
@@ -139,7 +153,8 @@ class Engines:
         order = (heads, kernel) if case.head_major else (kernel, heads)
         inside = torch.arange(page).view(*order, case.token_bytes)
         cell = inside[slot, within] if case.head_major else inside[within, slot]
-        shape = (BLOCKS, case.layers) if case.block_outermost else (case.layers, BLOCKS)
+        shape = (BLOCKS, layers) if case.block_outermost else (layers, BLOCKS)
+        layer %= layers
         pages = self.buffers[engine].view(*shape, block_tokens // kernel, page)
         chosen = pages[block, layer] if case.block_outermost else pages[layer, block]
         first = int(cell[0])

@@ -7,7 +7,15 @@ import pytest
 
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import DP, Layout, Unit, alone, tensor_parallel, unit_of
-from shoal.runtime.engine.kv.carry_plan import Span, Strip, heads_of, pieces, runs, strips
+from shoal.runtime.engine.kv.carry_plan import (
+    Span,
+    Strip,
+    heads_of,
+    layers_of,
+    pieces,
+    runs,
+    strips,
+)
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.link.instructions import Arrival
 from tests.work_counts import bytecodes
@@ -16,6 +24,11 @@ LAYOUTS = [Layout(tp=tp) for tp in (1, 2, 4, 8)]
 PAGES = KvPages(KvGeometry(2, 8, 16), (0, 1 << 20), 2048, 16, head_major=True)
 
 # --- strips ---
+
+
+def heads_only(heads: int) -> KvGeometry:
+    """Return the geometry of a model with so many KV heads."""
+    return KvGeometry(2, heads, 16)
 
 
 @pytest.mark.parametrize("max_sp", [1, 2, 4, 8])
@@ -28,35 +41,73 @@ def test_every_head_of_a_member_comes_once_from_an_engine_that_has_it(
     for member, engine in enumerate(units[1].engines):
         needed = heads_of(member, target, kv_heads, max_sp)
         found = list[int]()
-        for strip in strips(*units, engine, kv_heads, max_sp):
+        for strip in strips(*units, engine, heads_only(kv_heads), max_sp):
             held = heads_of(units[0].engines.index(strip.engine), source, kv_heads, max_sp)
             assert strip.target == len(found)
+            assert strip.layers == range(2)
             found += held[strip.source : strip.source + strip.heads]
         assert found == list(needed)
 
 
 def test_heads_that_are_adjacent_on_both_sides_are_one_strip() -> None:
     pair, four = tensor_parallel((0, 1)), tensor_parallel(range(4))
-    assert strips(alone(7), pair, 1, 8, 1) == [Strip(7, 4, 0, 4)]
-    assert strips(pair, alone(7), 7, 8, 1) == [Strip(0, 0, 0, 4), Strip(1, 0, 4, 4)]
-    assert strips(pair, four, 3, 8, 1) == [Strip(1, 2, 0, 2)]
+    eight, all_layers = heads_only(8), range(2)
+    assert strips(alone(7), pair, 1, eight, 1) == [Strip(7, 4, 0, 4, all_layers)]
+    assert strips(pair, alone(7), 7, eight, 1) == [
+        Strip(0, 0, 0, 4, all_layers),
+        Strip(1, 0, 4, 4, all_layers),
+    ]
+    assert strips(pair, four, 3, eight, 1) == [Strip(1, 2, 0, 2, all_layers)]
     # With SP2, members 0 and 2 of four have the first half of the heads between them.
-    assert strips(four, alone(7), 7, 8, 2) == [
-        Strip(e, 0, 2 * i, 2) for i, e in enumerate((0, 2, 1, 3))
+    assert strips(four, alone(7), 7, eight, 2) == [
+        Strip(e, 0, 2 * i, 2, all_layers) for i, e in enumerate((0, 2, 1, 3))
+    ]
+
+
+STAGED = [DP, Layout(tp=4), Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2), Layout(tp=2, pp=4)]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(STAGED, repeat=2)))
+def test_every_layer_and_head_of_a_member_comes_once_from_an_engine_that_has_it(
+    source: Layout, target: Layout, kv_heads: int
+) -> None:
+    geometry = KvGeometry(8, kv_heads, 16)
+    units = unit_of(2, source), unit_of(9, target)
+    for member, engine in enumerate(units[1].engines):
+        found = list[tuple[int, int]]()
+        for strip in strips(*units, engine, geometry, 1):
+            holder = units[0].engines.index(strip.engine)
+            held = heads_of(holder, source, kv_heads, 1)[strip.source :][: strip.heads]
+            assert set(strip.layers) <= set(layers_of(holder, source, 8))
+            found += itertools.product(strip.layers, held)
+        needed = heads_of(member, target, kv_heads, 1)
+        assert sorted(found) == list(itertools.product(layers_of(member, target, 8), needed))
+
+
+def test_a_stage_reads_its_own_layers_alone() -> None:
+    pair, stages = tensor_parallel((0, 1)), Unit((0, 1), Layout(pp=2))
+    geometry = KvGeometry(4, 2, 16)
+    assert strips(alone(7), stages, 1, geometry, 1) == [Strip(7, 0, 0, 2, range(2, 4))]
+    assert strips(stages, pair, 0, geometry, 1) == [
+        Strip(0, 0, 0, 1, range(2)),
+        Strip(1, 0, 0, 1, range(2, 4)),
     ]
 
 
 def test_a_member_reads_its_own_memory_if_that_has_the_head() -> None:
     four = tensor_parallel(range(4))
     for engine in range(4):
-        assert {s.engine for s in strips(four, four, engine, 2, 1)} == {engine}
+        assert {s.engine for s in strips(four, four, engine, heads_only(2), 1)} == {engine}
 
 
 def test_members_read_the_same_head_from_different_engines() -> None:
     four, others = tensor_parallel(range(4)), tensor_parallel(range(4, 8))
     for max_sp in (1, 2):
         read = [
-            strip.engine for e in others.engines for strip in strips(four, others, e, 1, max_sp)
+            strip.engine
+            for e in others.engines
+            for strip in strips(four, others, e, heads_only(1), max_sp)
         ]
         assert sorted(read) == [0, 1, 2, 3]
 

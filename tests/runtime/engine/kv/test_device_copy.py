@@ -67,8 +67,8 @@ class Stream:
     def __init__(self, cuda: Cuda, name: str = SIDE) -> None:
         self.cuda, self.name = cuda, name
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.cuda.given.append((self.name, f"wait for {other.name}"))
+    def wait_event(self, event: "Event") -> None:
+        self.cuda.given.append((self.name, f"wait for {event.stream}"))
 
 
 class Event:
@@ -125,6 +125,7 @@ def test_what_goes_on_beside_steps_waits_for_earlier_ones_and_none_waits_for_it(
     member = Member()
     wait = member.read(beside=True)
     assert cuda.given == [
+        (MAIN, "event"),
         (SIDE, "wait for main"),
         (SIDE, "event"),
         (SIDE, "table"),
@@ -169,5 +170,5 @@ def test_the_table_lives_until_the_copy_has_ended(cuda: Cuda) -> None:
 
 def test_a_member_with_nothing_to_read_gives_its_device_nothing(cuda: Cuda) -> None:
     member = Member()
-    assert member.copier.copy([], beside=True)() == 0.0
+    assert member.copier.after_steps(beside=False)([])() == 0.0
     assert cuda.given == []

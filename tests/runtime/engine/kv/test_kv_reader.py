@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.runtime.engine.kv.host_copy import plain_order
+from shoal.runtime.engine.kv.host_copy import HostCopier, plain_order
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer
 from shoal.runtime.engine.kv.kv_pages import Page
-from shoal.runtime.engine.kv.kv_reader import HostCopier, KvReader
+from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from tests.runtime.engine.kv.carried_kv import CASES, Case, Engines
 
@@ -47,11 +47,12 @@ def test_every_member_reads_what_it_is_to_hold_and_writes_nothing_else(
             [case.pages],
             own,
             Neighbours(engines.buffers),
-            HostCopier(own, partial(order, case, element)),
+            HostCopier(partial(order, case, element)),
         )
         copied = reader.read(case.source, case.target, engines.requests)()
         assert buffer.equal(expected)
         tokens = sum(request.computed - request.begin for request in engines.requests)
         heads = max(1, case.heads // case.target.layout.tp)
-        assert copied.bytes == tokens * heads * case.layers * case.token_bytes
+        layers = case.layers // case.target.layout.pp
+        assert copied.bytes == tokens * heads * layers * case.token_bytes
         assert not copied.problem

@@ -54,7 +54,7 @@ def test_opened_blocks_can_be_allocated_and_go_out_in_row_order(
 
 def test_closing_returns_what_was_lent_with_rows_aligned(lease: GroupLease) -> None:
     lease.open(physical(7, 5, 9))
-    returned = lease.close()
+    returned = lease.close(BLOCKS)
     assert {2: sorted(returned[2]), 3: sorted(returned[3])} == {
         2: [105, 107, 109],
         3: [205, 207, 209],
@@ -67,22 +67,40 @@ def test_closing_returns_what_was_lent_with_rows_aligned(lease: GroupLease) -> N
 def test_blocks_that_a_request_holds_survive_a_close(lease: GroupLease, pool: Any) -> None:
     lease.open(physical(*range(5)))
     held = pool.get_new_blocks(2)
-    returned = lease.close()
+    returned = lease.close(BLOCKS)
     assert (lease.num_open, lease.num_free) == (2, 0)
     assert len(returned[2]) == len(returned[3]) == 3
     pool.free_blocks(held)
-    last = lease.close()
+    last = lease.close(BLOCKS)
     assert sorted(returned[2] + last[2]) == [100, 101, 102, 103, 104]
     assert sorted(returned[3] + last[3]) == [200, 201, 202, 203, 204]
     assert lease.check_integrity() == []
 
 
-def test_a_close_keeps_as_many_open_as_asked(lease: GroupLease, pool: Any) -> None:
+def test_a_close_takes_no_more_than_asked(lease: GroupLease, pool: Any) -> None:
     lease.open(physical(*range(6)))
     pool.get_new_blocks(1)
-    assert len(lease.close(keep=4)[2]) == 2
+    assert len(lease.close(2)[2]) == 2
     assert (lease.num_open, lease.num_free) == (4, 3)
-    assert lease.close(keep=4) == {2: [], 3: []}
+    assert lease.close(0) == {2: [], 3: []}
+    assert len(lease.close(9)[2]) == 3
+
+
+def test_free_blocks_that_cache_nothing_are_counted_and_closed_first(
+    lease: GroupLease, pool: Any
+) -> None:
+    lease.open(physical(*range(8)))
+    cached, plain = pool.get_new_blocks(3), pool.get_new_blocks(2)
+    cache(pool, cached, b"kept")
+    assert lease.num_uncached(9) == 3
+    pool.free_blocks([*reversed(cached), *plain])
+    assert (lease.num_uncached(9), lease.num_uncached(4), lease.num_free) == (5, 4, 8)
+    lease.close(5)
+    assert lease.num_uncached(9) == 0
+    assert pool.get_cached_block(b"kept\2", [0]) is not None
+    lease.close(1)
+    assert pool.get_cached_block(b"kept\2", [0]) is None, "of a prompt the end goes first"
+    assert pool.get_cached_block(b"kept\1", [0]) is not None
 
 
 def test_a_lease_grows_while_blocks_are_held(lease: GroupLease, pool: Any) -> None:
@@ -96,9 +114,9 @@ def test_a_lease_grows_while_blocks_are_held(lease: GroupLease, pool: Any) -> No
 
 def test_closed_blocks_open_again_on_other_physical_blocks(lease: GroupLease) -> None:
     lease.open(physical(0, 1, 2))
-    lease.close()
+    lease.close(BLOCKS)
     lease.open(physical(8, 9, 7))
-    assert sorted(lease.close()[3]) == [207, 208, 209]
+    assert sorted(lease.close(BLOCKS)[3]) == [207, 208, 209]
 
 
 def test_the_whole_pool_but_the_null_block_can_be_open(lease: GroupLease) -> None:
@@ -118,7 +136,7 @@ def test_closing_evicts_the_prefix_cache_of_the_closed_blocks_only(
     pool.free_blocks(lost)
     # A freed block is cached until it is used again: without the close this would be a hit.
     assert pool.get_cached_block(b"lost\0", [0]) == lost[:1]
-    lease.close()
+    lease.close(BLOCKS)
     assert pool.get_cached_block(b"lost\0", [0]) is None
     assert pool.get_cached_block(b"lost\1", [0]) is None
     assert pool.get_cached_block(b"kept\0", [0]) == kept[:1]

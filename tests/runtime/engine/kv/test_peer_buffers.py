@@ -92,7 +92,7 @@ def test_a_peer_is_read_and_let_go_of_when_it_is_killed(
     own: PeerBuffers, start: Callable[[int], Peer]
 ) -> None:
     peer = start(7)
-    assert own.open_all(2, 0.0) == ""
+    assert own.open_all(2, 0.0) == {}
     assert read(own) == {7}
     assert mapped() == 1
     peer.kill()
@@ -139,14 +139,14 @@ def test_reads_are_over_before_a_buffer_is_unmapped(
 
 
 def test_an_engine_that_announces_nothing_is_named(own: PeerBuffers) -> None:
-    assert own.open_all(2, 0.0) == "engine 1 has not announced its KV cache"
+    assert own.open_all(2, 0.0) == {1: "engine 1 has not announced its KV cache"}
 
 
 def test_an_engine_that_has_ended_is_no_problem_of_the_node(
     own: PeerBuffers, start: Callable[[int], Peer]
 ) -> None:
     start(7).kill()
-    assert own.open_all(2, 0.0) == ""
+    assert own.open_all(2, 0.0) == {}
 
 
 def test_a_peer_that_cannot_be_mapped_is(own: PeerBuffers, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_peer_that_cannot_be_mapped_is(own: PeerBuffers, tmp_path: Path) -> No
     with (tmp_path / "other").open("wb") as other:
         told = {"pid": os.getpid(), "refused": "", "file": other.fileno(), "bytes": SIZE}
         file.write_text(json.dumps(told))
-        assert own.open_all(2, 0.0).endswith("is another file)")
+        assert own.open_all(2, 0.0)[1].endswith("is another file)")
 
 
 class Refused(HostMemory):
@@ -166,7 +166,7 @@ def test_an_engine_whose_memory_cannot_be_mapped_says_why(own: PeerBuffers, tmp_
     memory = Refused(NAME)
     with pytest.raises(NotSharedError, match="the host refuses"):
         PeerBuffers(tmp_path, 1, memory).announce(memory.allocate(SIZE))
-    assert own.open_all(2, 0.0) == "the host refuses"
+    assert own.open_all(2, 0.0) == {1: "the host refuses"}
 
 
 def test_a_buffer_takes_memory_only_where_it_is_used_and_has_no_name() -> None:

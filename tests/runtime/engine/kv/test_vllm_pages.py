@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheTensor,
+    MLAAttentionSpec,
     create_kv_cache_views,
 )
 
@@ -21,6 +22,7 @@ from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
 
 BLOCKS, HEADS, TOKENS, SIZE = 6, 8, 16, 8
 LAYERS = 3
+ORDERS = [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC]
 
 
 class Backend:
@@ -41,15 +43,17 @@ class WholeBackend(Backend):
     sizes = (MultipleOf(16),)
 
 
-def config_of(layout: KVCacheLayout, heads: int, tokens: int, dtype: torch.dtype) -> KVCacheConfig:
+def config_of(
+    layout: KVCacheLayout, heads: int, tokens: int, dtype: torch.dtype, layers: int = LAYERS
+) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=SIZE, dtype=dtype)
-    page, names = spec.page_size_bytes, [str(i) for i in range(LAYERS)]
+    page, names = spec.page_size_bytes, [str(i) for i in range(layers)]
     outermost = layout.is_block_outermost
     tensor = KVCacheTensor(
-        size=page * BLOCKS * LAYERS,
+        size=page * BLOCKS * layers,
         layers=names,
         layer_stride=page if outermost else page * BLOCKS,
-        block_stride=page * LAYERS if outermost else page,
+        block_stride=page * layers if outermost else page,
     )
     return KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(names, spec)])
 
@@ -59,9 +63,10 @@ def model_runner(
     dtype: torch.dtype = torch.bfloat16,
     backend: type = WholeBackend,
     cache_dtype: str = "auto",
+    layers: int = LAYERS,
 ) -> Any:
     return SimpleNamespace(
-        kv_cache_config=config_of(layout, HEADS, TOKENS, dtype),
+        kv_cache_config=config_of(layout, HEADS, TOKENS, dtype, layers),
         cache_config=SimpleNamespace(
             cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: layout
         ),
@@ -73,10 +78,7 @@ def model_runner(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("backend", [Backend, WholeBackend])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize(
-    "layout",
-    [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC],
-)
+@pytest.mark.parametrize("layout", ORDERS)
 def test_every_token_of_every_head_is_where_vllm_has_it(
     layout: KVCacheLayout, tp: int, backend: type, dtype: torch.dtype
 ) -> None:
@@ -102,6 +104,54 @@ def test_every_token_of_every_head_is_where_vllm_has_it(
         assert found == [(n, strides[n]) for n, _ in found]
 
 
+@pytest.mark.parametrize("layout", [KVCacheLayout.BLHNC, KVCacheLayout.BLNHC])
+@pytest.mark.parametrize("kind", [Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2)])
+def test_every_token_of_a_stage_is_where_vllm_has_it(layout: KVCacheLayout, kind: Layout) -> None:
+    (pages,) = pages_of(model_runner(layout, layers=8))
+    raw, views = views_of_stage(layout, kind)
+    for stage in range(kind.pp):
+        layers = range(stage * 8 // kind.pp, (stage + 1) * 8 // kind.pp)
+        page, begins, _ = pages.side(kind, layers)
+        assert begins == tuple(view.data_ptr() - raw.data_ptr() for view in views)
+        size = views[0].element_size()
+        assert (page.stride, page.head_stride, page.token_stride) == tuple(
+            stride * size for stride in views[0].stride()[:3]
+        )
+        assert views[0].shape[1:3] == (page.heads, page.tokens)
+
+
+@pytest.mark.parametrize("layout", ORDERS)
+def test_a_stages_block_is_the_bytes_of_the_same_block_only_where_blocks_are_outermost(
+    layout: KVCacheLayout,
+) -> None:
+    raw, views = views_of_stage(layout, Layout(pp=2))
+    for view in views:
+        view[3] = 1
+    written = raw.view(torch.int8).nonzero().flatten()
+    of_block = raw.numel() // BLOCKS
+    alone = set((written // of_block).tolist()) == {3}
+    assert alone == layout.is_block_outermost
+    if alone:
+        return
+    raw.zero_()
+    _, full = views_of_stage(layout, Layout(), raw)
+    for view in views:
+        view[3] = 1
+    hit = {block for view in full for block in range(BLOCKS) if view[block].any()}
+    assert hit != {3}, "the control: DP's other blocks are damaged"
+
+
+def views_of_stage(
+    layout: KVCacheLayout, kind: Layout, raw: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return vLLM's views of the layers of any stage of a model with 8 layers."""
+    layers, heads, tokens = 8 // kind.pp, HEADS // kind.tp, TOKENS * kind.tp * kind.pp
+    config = config_of(layout, heads, tokens, torch.bfloat16, layers)
+    (tensor,), (group,) = config.kv_cache_tensors, config.kv_cache_groups
+    raw = torch.zeros(tensor.size, dtype=torch.int8) if raw is None else raw
+    return raw, create_kv_cache_views(raw, group.kv_cache_spec, BLOCKS, layout, tensor)
+
+
 def test_kv_that_other_engines_could_not_divide_is_refused_by_name() -> None:
     with pytest.raises(NotSharedError, match="fp8_per_token_head"):
         pages_of(model_runner(KVCacheLayout.LBHNC, cache_dtype="fp8_per_token_head"))
@@ -118,3 +168,18 @@ def test_the_order_of_a_page_depends_on_its_tokens() -> None:
     for tp in (1, 2):
         page = pages.page(Layout(tp=tp))
         assert element_order(runner, 0, page).shape == (32 * tp, 64)
+
+
+def test_every_member_has_the_whole_latent_of_as_many_tokens_as_an_engine() -> None:
+    """MLA: one head, of one vector, whose elements are adjacent on CPUs too."""
+    runner = model_runner(KVCacheLayout.LBNHC, torch.float32)
+    runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec = MLAAttentionSpec(
+        block_size=TOKENS, num_kv_heads=1, head_size=SIZE, dtype=torch.float32
+    )
+    (pages,) = pages_of(runner)
+    for tp in (1, 2, 8):
+        page = pages.page(Layout(tp=tp))
+        assert (page.heads, page.tokens * page.per_block) == (1, TOKENS)
+        assert pages.token_bytes == page.token_stride == SIZE * 4
+        order = element_order(runner, 0, page)
+        assert torch.equal(order.flatten(), torch.arange(TOKENS * SIZE))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from shoal.policies.values.layouts import Layout, Unit, tensor_parallel
+from shoal.policies.values.layouts import Layout, Unit, alone, tensor_parallel
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.protocol.messages import Mode
@@ -26,11 +26,14 @@ class Stock:
     def compile_or_warm_up_model(self) -> None:
         self._log.append("captures")
 
+    def determine_available_memory(self) -> int:
+        return 1000
 
-def made(log: list[str], unit: Unit, engine: int) -> LayoutWorker:
+
+def made(log: list[str], unit: Unit, engine: int, config: Any = Any) -> LayoutWorker:
     communicators: Any = SimpleNamespace(active=nullcontext)
     worker = LayoutWorker(
-        unit, Any, communicators, SharedKVBuffer("kv"), engine, reserved_bytes=0, agree=int
+        unit, config, communicators, SharedKVBuffer("kv"), engine, reserved_bytes=0, agree=int
     )
     stock: Any = Stock(log)
     stock.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: "model"))
@@ -75,6 +78,16 @@ def test_a_groups_step_names_this_members_blocks() -> None:
     worker.block_map.extend([1], [9])
     worker.execute(step())
     assert log == ["zeroes [9]"]
+
+
+@pytest.mark.parametrize(("asked", "available"), [(None, 1024), (1000, 1000)])
+def test_weights_that_other_engines_keep_are_no_memory_of_this_one(
+    asked: int | None, available: int
+) -> None:
+    config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=asked))
+    worker = made([], alone(0), 0, config)
+    worker.borrowed_bytes = 24  # mapped, so vLLM counted them as used
+    assert worker.call("determine_available_memory") == available
 
 
 def test_captures_are_watched_while_vllm_warms_up() -> None:

@@ -28,6 +28,7 @@ def model_runner(*, fp64: bool = False) -> Any:
     )
     return SimpleNamespace(
         requests={},
+        uses_mrope=False,
         input_batch=batch,
         device=torch.device("cpu"),
         kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
@@ -133,3 +134,12 @@ def test_a_request_that_begins_here_is_left_to_its_first_step() -> None:
 
 def test_v2_model_runners_are_told_by_the_step() -> None:
     introduce(SimpleNamespace(req_states=None), arrival([6], 3))
+
+
+def test_positions_of_several_dimensions_are_made_anew() -> None:
+    """As V1 makes them for a request that is new to it (Qwen2.5-VL)."""
+    given: list[Any] = []
+    runner = model_runner()
+    runner.uses_mrope, runner._init_mrope_positions = True, given.append
+    introduce(runner, arrival([6], 3))
+    assert given == [runner.requests["a"]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.policies.values.layouts import DP, Unit
+from shoal.runtime.config import CarryPath
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.host_copy import plain_order
 from shoal.runtime.engine.kv.kv_memory import HostMemory
@@ -27,11 +28,19 @@ def order(case: Case, _model_runner: Any, _group: int, page: Page) -> torch.Tens
 class Members:
     """The runners' parts of a case's engines in one process, with their KV in shared memory."""
 
-    def __init__(self, case: Case, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        case: Case,
+        directory: Path,
+        patch: pytest.MonkeyPatch,
+        path: CarryPath = CarryPath.AUTO,
+    ) -> None:
         self.engines = Engines(case)
         patch.setattr(taking_up, "pages_of", lambda _: [case.pages])
         patch.setattr(taking_up, "element_order", partial(order, case))
-        self.node: Any = SimpleNamespace(runtime_dir=str(directory), max_sp=case.max_sp, engines=4)
+        self.node: Any = SimpleNamespace(
+            runtime_dir=str(directory), max_sp=case.max_sp, engines=4, carry_path=path
+        )
         self.buffers = dict[int, torch.Tensor]()
         self.parts = {engine: self._start(engine) for engine in self.engines.buffers}
 

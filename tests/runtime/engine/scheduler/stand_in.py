@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
@@ -10,6 +11,12 @@ BLOCKS = 16
 """Blocks of the pool, the null block not counted."""
 TOKENS = 4
 """Of a block."""
+STEP_TOKENS = 16
+"""Most tokens of a step."""
+
+
+def _pool(*, caching: bool) -> BlockPool:
+    return BlockPool(BLOCKS + 1, enable_caching=caching, hash_block_size=TOKENS)
 
 
 class StandIn:
@@ -21,13 +28,19 @@ class StandIn:
 
     def __init__(self, *specs: KVCacheSpec) -> None:
         groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
-        pool = BlockPool(BLOCKS + 1, enable_caching=False, hash_block_size=TOKENS)
         self.scheduler = self.model_executor = self.channel = self
-        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
+        managers = [SimpleNamespace(max_admission_blocks_per_request=None)]
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=_pool(caching=False),
+            coordinator=SimpleNamespace(single_type_managers=managers),
+        )
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
         self.vllm_config = SimpleNamespace(
-            compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
+            compilation_config=SimpleNamespace(
+                max_cudagraph_capture_size=None, cudagraph_mode=CUDAGraphMode.NONE
+            ),
             cache_config=SimpleNamespace(block_size=TOKENS),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
             model_config=SimpleNamespace(max_model_len=100),
         )
         self.batch_queue_size = 2
@@ -38,6 +51,18 @@ class StandIn:
         self.deferred_waiting: list[Any] = []
         self.prev_step_scheduled_req_ids: set[str] = set()
         self.sent: list[Any] = []
+
+    def turn_caching_on(self) -> None:
+        self.kv_cache_manager.block_pool = _pool(caching=True)
+
+    def cache(self, blocks: int) -> None:
+        """Let so many free blocks cache something: ``b"0"``, ``b"1"`` and so on."""
+        pool = self.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(blocks)
+        hashes = [b"%d" % index for index in range(blocks)]
+        request = SimpleNamespace(block_hashes=hashes)
+        pool.cache_full_blocks(request, taken, 0, blocks, TOKENS, kv_cache_group_id=0)
+        pool.free_blocks(reversed(taken))
 
     def __call__(self, *_: Any) -> "StandIn":
         return self

@@ -570,31 +570,107 @@ def test_a_salt_goes_along(make: Make) -> None:
 # --- windows ---
 
 
-@pytest.mark.parametrize("window", [9, 16])
-def test_a_window_is_copied_whole_or_not_at_all(configs: LayoutConfigs, window: int) -> None:
-    """Blocks that the source has let go of are not copied, and nobody finds half a window."""
-    copied = 0
-    expected = undisturbed(partial(ToyEngines, configs, window=window), PROMPTS[3])
+WINDOWS = [(9,), (16,), (None, 10, 6), (10, 6)]
+"""Of each KV group, in tokens; None: it keeps all."""
+
+
+def forget_free(core: VllmCore) -> None:
+    """Let a core forget what is cached in blocks that nobody holds."""
+    manager = core._scheduler.kv_cache_manager
+    free = manager.block_pool.free_block_queue.get_all_free_blocks()
+    manager.block_pool.evict_blocks({block.block_id for block in free})
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("evicted", [False, True], ids=["cached", "evicted"])
+def test_windows_are_copied_whole_or_not_at_all(
+    configs: LayoutConfigs, windows: tuple[int | None, ...], evicted: bool
+) -> None:
+    """A source lets go of blocks that the destination needs, and may not have them any more."""
+    copied, make = 0, partial(ToyEngines, configs, windows=windows)
+    expected = undisturbed(make, PROMPTS[3])
     for steps in range(6, 6 + 2 * TOKENS):
-        engines = ToyEngines(configs, window=window)
+        engines = make()
         own, group = engines.own, engines.group
         engines.submit(own[0], "r", PROMPTS[3])
         engines.step(own[0], steps)
+        if evicted:
+            forget_free(own[0])
         found = ahead_to_group(engines, ["r"])
-        engines.bind(20)
+        engines.bind(60)
         (carried,), _ = engines.carry(own[0], group, ["r"], expected=True)
+        needed = [max(0, carried.computed - (window or 99) + 1) for window in windows]
         begin = read_from(engines, GROUP)["r"]
         if found:
-            assert found[0].begin == (found[0].end - window + 1) // 8 * 8 > 0
-            assert begin == max(found[0].end, carried.computed - window + 1)
+            firsts = [max(0, found[0].end - (window or 99) + 1) // 8 * 8 for window in windows]
+            assert found[0].begin == min(firsts)
+            assert begin == max(found[0].end, min(needed))
             copied += 1
         else:
-            assert begin == carried.computed - window + 1
+            assert begin == min(needed)
         engines.finish(group)
         assert engines.tokens["r"] == expected
         engines.release()
         assert engines.audit() == []
-    assert 0 < copied < 2 * TOKENS, "both were seen"
+    assert (copied < 2 * TOKENS) == evicted
+
+
+@pytest.mark.parametrize("kind", ["v1", "v1-sync", "v2"])
+def test_several_kv_groups_go_ahead_in_either_direction(configs: LayoutConfigs, kind: str) -> None:
+    windows = (None, 10, 6)
+    make = partial(
+        ToyEngines, configs, windows=windows, asynchronous=kind != "v1-sync", v2=kind == "v2"
+    )
+    shared = PROMPTS[3][:24] + PROMPTS[1]
+    prompts = [PROMPTS[2], PROMPTS[3], shared]
+    expected = [undisturbed(make, prompt) for prompt in prompts]
+    engines = make()
+    own, group = engines.own, engines.group
+    requests = [engines.submit(own[0], f"r{n}", prompt) for n, prompt in enumerate(prompts)]
+    engines.step(own[0], 9)
+    lend_group(engines, 60)
+    found = reserve(engines, own[0], group, requests)
+    assert len(found) == 3
+    ids = [block for one in found for table in one.target[0] for block in table if block]
+    assert len(ids) - len(set(ids)) == 3, "the group's three blocks of the shared prefix"
+    copy(own[0], group, found, *own)
+    settle(own[0], group)
+    engines.bind(20)
+    engines.carry(own[0], group, requests, expected=True)
+    assert read_from(engines, GROUP) == ends(found)
+    engines.step(group, 3)
+    found = reserve(engines, group, own[1], requests)
+    assert len(found) == 3
+    copy(group, own[1], found, group)
+    settle(group, own[1])
+    engines.step(group, 2)
+    engines.carry(group, own[1], requests, expected=True)
+    assert read_from(engines, alone(1)) == ends(found)
+    engines.release()
+    engines.finish(own[1])
+    assert [engines.tokens[request] for request in requests] == expected
+    assert engines.audit() == []
+    assert [core.load.free_blocks for core in engines.cores.values()] == [BLOCKS, BLOCKS, 0]
+
+
+def test_a_block_of_the_wrong_kv_group_that_went_ahead_changes_the_tokens(
+    configs: LayoutConfigs,
+) -> None:
+    make = partial(ToyEngines, configs, windows=(None, 10))
+    engines = make()
+    own, group = engines.own, engines.group
+    engines.submit(own[0], "r", PROMPTS[3])
+    engines.step(own[0], 9)
+    lend_group(engines, 40)
+    (found,) = reserve(engines, own[0], group, ["r"])
+    (whole, window) = found.source[0]
+    whole[-1], window[-1] = window[-1], whole[-1]
+    copy(own[0], group, [found], *own)
+    settle(own[0], group)
+    engines.bind(20)
+    engines.carry(own[0], group, ["r"], expected=True)
+    engines.finish(group)
+    assert engines.tokens["r"] != undisturbed(make, PROMPTS[3])
 
 
 # --- answers ---

@@ -9,22 +9,28 @@ import pytest
 import torch
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     SlidingWindowSpec,
 )
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.engine.scheduler import vllm_core
+from shoal.runtime.engine.scheduler.kv_groups import (
+    UnservedKVGroups,
+    check_kv_groups,
+    group_limits,
+)
 from shoal.runtime.engine.scheduler.vllm_core import (
     AHEAD_REQUESTS,
     InFlight,
-    SeveralKVGroups,
     VllmCore,
     work_of,
 )
 from shoal.runtime.protocol.messages import Mode, Work
 from tests.runtime.engine.scheduler.stand_in import StandIn
+from tests.units import pp, tp
 
 
 def schedule(tokens: dict[str, int], *, new: dict[str, int], running: dict[str, int]):
@@ -162,19 +168,71 @@ LAYER: dict[str, Any] = {
 ALL, LAST = FullAttentionSpec(**LAYER), SlidingWindowSpec(**LAYER, sliding_window=64)
 
 
-@pytest.mark.parametrize("specs", [(ALL,), (LAST,)], ids=["all-tokens", "sliding-window"])
-def test_a_core_with_one_group_of_kv_blocks_starts(
+CHUNKS = ChunkedLocalAttentionSpec(**LAYER, attention_chunk_size=64)
+LONGER = FullAttentionSpec(**LAYER | {"block_size": 32})
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(ALL,), (LAST,), (CHUNKS,), (ALL, LAST, LAST)],
+    ids=["all-tokens", "sliding-window", "chunks", "several"],
+)
+def test_a_core_with_groups_of_kv_blocks_that_can_be_counted_starts(
     monkeypatch: pytest.MonkeyPatch, specs: tuple[KVCacheSpec, ...]
 ) -> None:
     monkeypatch.setattr(vllm_core, "EngineCore", StandIn(*specs))
     VllmCore(alone(0), Any, log_stats=False)
 
 
-def test_a_core_with_several_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_core, "EngineCore", StandIn(ALL, LAST))
-    with pytest.raises(SeveralKVGroups) as caught:
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        ((ALL, CHUNKS), "FullAttentionSpec of 16 tokens, ChunkedLocalAttentionSpec of 16 tokens"),
+        ((LAST, LONGER), "SlidingWindowSpec of 16 tokens, FullAttentionSpec of 32 tokens"),
+    ],
+    ids=["chunks", "block-sizes"],
+)
+def test_a_core_with_others_does_not(
+    monkeypatch: pytest.MonkeyPatch, specs: tuple[KVCacheSpec, ...], names: str
+) -> None:
+    monkeypatch.setattr(vllm_core, "EngineCore", StandIn(*specs))
+    with pytest.raises(UnservedKVGroups) as caught:
         VllmCore(alone(0), Any, log_stats=False)
     assert str(caught.value) == (
-        "vLLM keeps 2 groups of KV blocks for this model (FullAttentionSpec, SlidingWindowSpec), "
-        "Shoal needs one: --disable-hybrid-kv-cache-manager may make them one"
+        f"vLLM keeps 2 groups of KV blocks for this model ({names}), which Shoal cannot serve "
+        "together: --disable-hybrid-kv-cache-manager may make them one"
     )
+
+
+def test_a_window_limits_the_blocks_of_its_group_beside_others() -> None:
+    def limits(*of_groups: int | None) -> tuple[int, ...]:
+        managers = [SimpleNamespace(max_admission_blocks_per_request=each) for each in of_groups]
+        return group_limits(managers)
+
+    assert limits(None) == limits(9) == (0,)
+    assert limits(None, 9, 9) == (0, 9, 9)
+    assert limits(7, 9) == (7, 0), "no request is taken for one of limited size"
+
+
+@pytest.mark.parametrize(("unit", "steps"), [(alone(0), 2), (tp(0, 1), 2), (pp(0, 1), 1)])
+def test_a_pipelines_steps_are_collected_one_by_one(unit: Unit, steps: int) -> None:
+    """The control: elsewhere all that have ended are."""
+    done = list[InFlight]()
+    ended = [in_flight(DECODES, ended=True), in_flight(DECODES, ended=True), in_flight(DECODES)]
+    core = SimpleNamespace(
+        unit=unit,
+        _in_flight=deque(ended),
+        _carried=SimpleNamespace(has_ended=lambda _copy: True),
+        _oldest_has_ended=lambda: VllmCore._oldest_has_ended(core),  # type: ignore[arg-type]
+        _collect_one=lambda step, _collected: done.append(step),
+    )
+    assert VllmCore.collect(core) is not None  # type: ignore[arg-type]
+    assert done == ended[:steps]
+
+
+def test_a_pipeline_has_one_group_of_kv_blocks() -> None:
+    several = StandIn(ALL, LAST).kv_cache_config
+    check_kv_groups(several)
+    check_kv_groups(StandIn(ALL).kv_cache_config, stages=2)
+    with pytest.raises(UnservedKVGroups, match=r"keeps 2 groups .* --max-pp 1 serves it"):
+        check_kv_groups(several, stages=2)

@@ -39,7 +39,8 @@ def test_a_release_sends_the_runners_back_and_returns_what_nobody_holds(
 ) -> None:
     core.bind(7, {0: [5, 6, 7], 1: [8, 9, 3]}, seed=3)
     vllm.run("paused", 4, 8)
-    returned = core.release(7)
+    core.release(7)
+    returned = core.shrink(3)
     assert vllm.sent[1:] == [steps.Detach(7)]
     assert {engine: sorted(blocks) for engine, blocks in returned.items()} == {
         0: [6, 7],
@@ -55,10 +56,27 @@ def test_blocks_that_no_request_holds_are_noticed(vllm: StandIn, core: VllmGroup
     assert core.check_integrity() == ["core [0, 1]: 1 virtual blocks held by no request"]
 
 
-def test_blocks_are_wanted_in_chunks(vllm: StandIn, core: VllmGroupCore) -> None:
+def test_blocks_are_lacking_in_chunks(vllm: StandIn, core: VllmGroupCore) -> None:
     core.bind(7, {0: [5], 1: [8]}, seed=3)
-    assert core.blocks_wanted == 0
+    assert core.blocks_lacking == 0
     vllm.waiting.append(SimpleNamespace(num_tokens=7))
-    assert core.blocks_wanted == LEASE_CHUNK
+    assert core.blocks_lacking == LEASE_CHUNK
     vllm.waiting.append(SimpleNamespace(num_tokens=64))
-    assert core.blocks_wanted == 2 + 17 - 1  # with a token more each, and one block is free
+    assert core.blocks_lacking == 2 + 17 - 1  # with a token more each, and one block is free
+    assert core.blocks_wanted == 0, "nothing is cached"
+
+
+def test_blocks_are_wanted_for_two_steps_that_evict_nothing(vllm: StandIn) -> None:
+    vllm.turn_caching_on()
+    core = VllmGroupCore(GROUP, SimpleNamespace(), log_stats=False, max_sp=1)
+    lent = range(1, 13)
+    core.bind(7, {0: [*lent], 1: [*lent]}, seed=3)
+    assert core.blocks_wanted == 0, "a step of 16 tokens takes up to 5 blocks"
+    vllm.cache(3)
+    assert core.load.free_blocks == 12
+    assert core.blocks_wanted == 3 * 5 - 9
+    vllm.run("running", 4, 8)
+    assert core.blocks_wanted == 1 + 3 * 5 - 8, "a running request may need its next one"
+    core.shrink(8)
+    assert core.block_pool.get_cached_block(b"0", [0]) is not None, "the others went first"
+    assert core.blocks_wanted == 1 + 3 * 5

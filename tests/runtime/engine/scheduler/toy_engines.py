@@ -4,12 +4,14 @@ The model's KV of a token, for each of two heads, is a digest of the prefix up t
 the next token is a digest of the KV that the block table names. So a request goes on with other
 tokens if one block of its KV is not the right one. A block has the same size in each layout: DP
 keeps both heads of ``TOKENS`` tokens in it, each member of the group one head of twice as many.
+There may be several KV groups. Each has KV of its own, which depends on the number of the group.
 
 The runners do what they are told as soon as it is sent, in vLLM's terms of either model runner.
 """
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -52,6 +54,8 @@ BLOCKS = 160
 HEADS = (0, 1)
 VOCABULARY = 1000
 GROUP = tp(0, 1)
+Windows = Sequence[int | None]
+ALL_TOKENS: Windows = (None,)
 
 
 def digest(*values: object) -> int:
@@ -95,7 +99,8 @@ class Known:
 
     prompt: list[int]
     outputs: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
+    """For each KV group."""
 
     @property
     def tokens(self) -> list[int]:
@@ -108,7 +113,7 @@ class Runners:
     def __init__(self, unit: Unit, memories: dict[int, Memory]) -> None:
         self.unit = unit
         self.v2 = False
-        self.window: int | None = None
+        self.windows: Windows = ALL_TOKENS
         self.sent: list[Any] = []
         self.computed = 0
         """Tokens computed since the start."""
@@ -149,12 +154,16 @@ class Runners:
             block
             for one in carry.requests
             if one.source and one.begin < one.computed
-            for block in one.target[engine][0][one.begin // size :]
+            for group in one.target[engine]
+            for block in group[one.begin // size :]
+            if block
         ]
         assert len(set(filled)) == len(filled), "requests are read in any order"
         for one in carry.requests:
             if not self.v2:
-                self._known[one.request_id] = Known(list(one.prompt), list(one.tokens), [])
+                self._known[one.request_id] = Known(
+                    list(one.prompt), list(one.tokens), [[] for _ in self.windows]
+                )
                 self._batch.discard(one.request_id)
             if one.source:
                 self.read += max(0, one.computed - one.begin)
@@ -181,9 +190,11 @@ class Runners:
     def _pull(self, source: Unit, target: Unit, one: instructions.Arrival, engine: int) -> None:
         for head in heads_of(target, engine):
             owner = next(e for e in source.engines if head in heads_of(source, e))
-            for at in range(one.begin, one.computed):
-                value = self._memories[owner].read(source, one.source[owner][0], head, at)
-                self._memories[engine].write(target, one.target[engine][0], head, at, value)
+            for having, wanting in zip(one.source[owner], one.target[engine], strict=True):
+                for at in range(one.begin, one.computed):
+                    if having[at // block_tokens(source)] and wanting[at // block_tokens(target)]:
+                        value = self._memories[owner].read(source, having, head, at)
+                        self._memories[engine].write(target, wanting, head, at, value)
 
     def finish_copies(self, problem: str = "") -> None:
         """Answer what was kept back; the last member could not read if there is a problem."""
@@ -221,17 +232,18 @@ class Runners:
             if self.v2:
                 assert new.prefill_token_ids is not None
                 outputs = new.prefill_token_ids[len(new.prompt_token_ids) :]
-            (blocks,) = new.block_ids
-            known = Known(list(new.prompt_token_ids), list(outputs), list(blocks))
+            blocks = [list(group) for group in new.block_ids]
+            known = Known(list(new.prompt_token_ids), list(outputs), blocks)
             self._known[new.req_id] = known
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             known, blocks = self._known[request_id], cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 assert blocks is not None
-                known.blocks = list(blocks[0])
+                known.blocks = [list(group) for group in blocks]
             elif blocks is not None:
-                known.blocks += blocks[0]
+                for group, more in zip(known.blocks, blocks, strict=True):
+                    group += more
             outputs = cached.num_output_tokens[index]
             if (
                 not self.v2
@@ -245,23 +257,27 @@ class Runners:
         self.computed += count
         tokens = known.tokens
         for at in range(begin, begin + count):
-            for head in HEADS:
-                before = self._kv(known, head, at - 1) if at else 0
-                value = digest(head, at, tokens[at], before)
+            for head, group in itertools.product(HEADS, range(len(self.windows))):
+                before = self._kv(known, group, head, at - 1) if at else 0
+                value = digest(group, head, at, tokens[at], before)
                 for engine in self.unit.engines:
                     if head in heads_of(self.unit, engine):
-                        blocks = self._physical(engine, known.blocks)
+                        blocks = self._physical(engine, known.blocks[group])
                         self._memories[engine].write(self.unit, blocks, head, at, value)
         if begin + count < len(tokens):
             return []
-        seen = range(max(0, len(tokens) - (self.window or len(tokens))), len(tokens))
-        read = [self._kv(known, head, at) for head in HEADS for at in seen]
+        read = [
+            self._kv(known, group, head, at)
+            for group, window in enumerate(self.windows)
+            for head in HEADS
+            for at in range(max(0, len(tokens) - (window or len(tokens))), len(tokens))
+        ]
         known.outputs.append(3 + digest(read, known.outputs) % VOCABULARY)
         return known.outputs[-1:]
 
-    def _kv(self, known: Known, head: int, at: int) -> int:
+    def _kv(self, known: Known, group: int, head: int, at: int) -> int:
         engine = next(e for e in self.unit.engines if head in heads_of(self.unit, e))
-        blocks = self._physical(engine, known.blocks)
+        blocks = self._physical(engine, known.blocks[group])
         return self._memories[engine].read(self.unit, blocks, head, at)
 
     def _physical(self, engine: int, blocks: Sequence[int]) -> list[int]:
@@ -274,7 +290,7 @@ class ToyEngineCore(EngineCore):  # type: ignore[misc]
     """vLLM's, without workers. ``runners`` is set on the class before one is made."""
 
     runners: Runners
-    window: int | None = None
+    windows: Windows = ALL_TOKENS
 
     def __init__(self, config: VllmConfig, _executor: type, log_stats: bool) -> None:
         self.vllm_config, self.log_stats = config, log_stats
@@ -285,12 +301,13 @@ class ToyEngineCore(EngineCore):  # type: ignore[misc]
             "head_size": 8,
             "dtype": torch.float32,
         }
-        spec = (
-            FullAttentionSpec(**layer)
-            if self.window is None
-            else SlidingWindowSpec(**layer, sliding_window=self.window)
-        )
-        groups = [KVCacheGroupSpec(["layer"], spec)]
+        specs = [
+            SlidingWindowSpec(**layer, sliding_window=window)
+            if window
+            else FullAttentionSpec(**layer)
+            for window in self.windows
+        ]
+        groups = [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate(specs)]
         kv_cache = KVCacheConfig(BLOCKS + 1, [], groups)
         cache.num_gpu_blocks = kv_cache.num_blocks
         self.structured_output_manager = SimpleNamespace(
@@ -331,7 +348,7 @@ class ToyEngines:
         configs: of a model, for layouts up to two engines.
         asynchronous: whether steps are scheduled before the outcome of the last is known.
         v2: whether the model runners are of the second kind.
-        window: of the attention, in tokens; None: it sees all.
+        windows: of the attention of each KV group, in tokens; None: it sees all.
         caching: whether prefixes are cached.
     """
 
@@ -341,7 +358,7 @@ class ToyEngines:
         *,
         asynchronous: bool = True,
         v2: bool = False,
-        window: int | None = None,
+        windows: Windows = ALL_TOKENS,
         caching: bool = True,
     ) -> None:
         self._encoder = MsgpackEncoder()
@@ -358,7 +375,7 @@ class ToyEngines:
             config.cache_config.block_size = block_tokens(unit)
             config.cache_config.enable_prefix_caching = caching
             config.scheduler_config.async_scheduling = asynchronous
-            self._start(unit, config, v2, window)
+            self._start(unit, config, v2, windows)
         self.group = self.cores[GROUP]
         assert isinstance(self.group, VllmGroupCore)
         self.own = [self._own(engine) for engine in (0, 1)]
@@ -369,10 +386,10 @@ class ToyEngines:
         assert isinstance(core, VllmOwnCore)
         return core
 
-    def _start(self, unit: Unit, config: VllmConfig, v2: bool, window: int | None) -> None:
+    def _start(self, unit: Unit, config: VllmConfig, v2: bool, windows: Windows) -> None:
         self.runners[unit] = Runners(unit, self.memories)
-        self.runners[unit].window = window
-        made = type("Made", (ToyEngineCore,), {"runners": self.runners[unit], "window": window})
+        self.runners[unit].windows = windows
+        made = type("Made", (ToyEngineCore,), {"runners": self.runners[unit], "windows": windows})
         kind = VllmGroupCore if unit.is_group else VllmOwnCore
         with (
             patch.object(vllm_core, "EngineCore", made),
@@ -448,10 +465,11 @@ class ToyEngines:
         self.group.bind(self._epoch, {e: self.own[e].lend(blocks) for e in (0, 1)}, seed=0)
 
     def release(self) -> None:
-        self._return(self.group.release(self._epoch))
+        self.group.release(self._epoch)
+        self.shrink()
 
     def shrink(self) -> None:
-        self._return(self.group.shrink(0))
+        self._return(self.group.shrink(self.group.lease_blocks))
 
     def _return(self, lease: Any) -> None:
         for engine, blocks in lease.items():

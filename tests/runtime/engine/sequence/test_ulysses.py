@@ -140,7 +140,7 @@ def config() -> Iterator[Any]:
     config = VllmConfig()
     model = SimpleNamespace(
         model="some/model",
-        is_multimodal_model=False,
+        supports_multimodal_inputs=False,
         is_encoder_decoder=False,
         enable_prompt_embeds=False,
         uses_mrope=False,
@@ -201,7 +201,6 @@ def test_members_get_heads_or_hidden_states_whichever_are_more(config: Any) -> N
     ("attention", "reason"),
     [
         pytest.param(lambda: plain(alibi_slopes=[0.5] * HEADS), "ALiBi slopes", id="alibi"),
-        pytest.param(lambda: plain(sinks=torch.zeros(HEADS)), "sinks for each head", id="sinks"),
         pytest.param(
             lambda: plain(attn_type=AttentionType.ENCODER_ONLY),
             "is encoder_only attention",
@@ -231,7 +230,7 @@ def test_a_layer_that_shares_kv_is_refused(config: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "reason"),
     [
-        ("is_multimodal_model", "inputs are not tokens alone"),
+        ("supports_multimodal_inputs", "inputs are not tokens alone"),
         ("is_encoder_decoder", "inputs are not tokens alone"),
         ("enable_prompt_embeds", "inputs are not tokens alone"),
         ("uses_mrope", "positions have several dimensions"),

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 
-from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.store import ResidentWeights, layers_of
 
 
 def tied() -> nn.Module:
@@ -42,3 +43,19 @@ def test_a_tensor_that_was_replaced_since_is_the_new_one() -> None:
 def test_what_is_not_there_is_named(name: str) -> None:
     with pytest.raises(KeyError, match=name):
         ResidentWeights(tied()).tensor(name)
+
+
+def adapted() -> tuple[nn.Module, nn.Linear]:
+    """Return a model as vLLM makes it with adapters, and its own layer in there."""
+    model, wrapper, layer = nn.Module(), BaseLayerWithLoRA(), nn.Linear(2, 2, bias=False)
+    wrapper.base_layer = layer
+    model.mlp = nn.Module()
+    model.mlp.down_proj = wrapper
+    return model, layer
+
+
+def test_layers_around_which_vllm_puts_others_keep_their_names() -> None:
+    model, layer = adapted()
+    assert list(layers_of(model)) == ["", "mlp", "mlp.down_proj"]
+    assert layers_of(model)["mlp.down_proj"] is layer
+    assert ResidentWeights(model).tensor("mlp.down_proj.weight") is layer.weight

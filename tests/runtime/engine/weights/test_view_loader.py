@@ -18,7 +18,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from shoal.policies.values.layouts import Layout
-from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
+from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
@@ -50,6 +51,8 @@ class Layer(nn.Module):
         self.down_proj = RowParallelLinear(INTERMEDIATE, HIDDEN, **options)
         self.column = ColumnParallelLinear(HIDDEN, INTERMEDIATE, **options)
         self.router = ReplicatedLinear(HIDDEN, 4, **options)
+        # As ``fused_qkv_a_proj`` of latent attention: fused, and whole on every rank.
+        self.whole = MergedColumnParallelLinear(HIDDEN, [12, 4], disable_tp=True, **options)
         self.embed_tokens = VocabParallelEmbedding(VOCABULARY, HIDDEN, quant_config=quant_config)
 
 
@@ -66,6 +69,7 @@ def checkpoint(kv_heads: int) -> dict[str, list[tuple[object, int, int]]]:
         "down_proj": [(None, HIDDEN, INTERMEDIATE)],
         "column": [(None, INTERMEDIATE, HIDDEN)],
         "router": [(None, 4, HIDDEN)],
+        "whole": [(0, 12, HIDDEN), (1, 4, HIDDEN)],
         "embed_tokens": [(None, VOCABULARY, HIDDEN)],
     }
 
@@ -160,12 +164,15 @@ def test_every_column_parallel_layer_computes_what_stock_computes(
         lambda layer: feed(layer, x),
         lambda layer: layer.column(x)[0],
         lambda layer: layer.router(x)[0],
+        lambda layer: layer.whole(x)[0],
     ]
     for output in outputs:
         torch.testing.assert_close(output(viewed), output(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["o_proj", "down_proj", "column", "router", "embed_tokens"])
+@pytest.mark.parametrize(
+    "name", ["o_proj", "down_proj", "column", "router", "whole", "embed_tokens"]
+)
 @pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))
 def test_the_other_shards_are_vllms(rank: int, degree: int, name: str) -> None:
     expected, viewed = stock(2, rank, degree), view(full(2), 2, rank, degree)
@@ -245,6 +252,9 @@ class ElsewhereStore:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
+
+    def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
+        return full, shard
 
 
 @pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))

@@ -27,6 +27,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockSc
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -51,6 +52,7 @@ from shoal.runtime.engine.kernels import fp8_methods, partitioned_linear
 from shoal.runtime.engine.weights.rules import fp8
 from shoal.runtime.engine.weights.rules.formats import quantised_method
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.rules.unquantised import leave_weights_on_cpus
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import (
@@ -61,6 +63,17 @@ from shoal.runtime.engine.weights.view_loader import (
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
 from tests.runtime.engine.owned_bytes import owned_bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_any_cpu() -> Iterator[None]:
+    """Take the kernels that engines take, whatever this machine's CPU has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_DISABLED_KERNELS", "")
+        patch.setattr(LinearBase, "_cpu_skip_gemm_dispatch", True, raising=False)
+        leave_weights_on_cpus()
+        yield
+
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 8, 4, 64
 QKV_OF_TWO = tuple(heads * HEAD_DIM // 2 for heads in (HEADS, KV_HEADS, KV_HEADS))

@@ -62,4 +62,4 @@ def test_a_projection_without_its_activation_is_not_a_gated_mlp() -> None:
 
 
 def test_the_scheme_is_the_one_that_caches_were_filled_under() -> None:
-    assert WEIGHT_SCHEME == "gate_up=grouped,other_fused=partitioned_linear"
+    assert WEIGHT_SCHEME == "gate_up=grouped,other_fused=partitioned_linear,experts=grouped"

@@ -1,12 +1,11 @@
-"""``shoal bench defaults``: compares stock vLLM and Shoal, each with its own defaults.
+"""``shoal bench traffic``: compares stock vLLM and Shoal on any traffic, with their own defaults.
 
 Only the model, the port and the GPUs are fixed. Each server chooses its step sizes, context, prefix
-caching and model runner. vLLM's own client makes the load, and replays a real trace in its own way.
-Ratios compare servers that ran one after the other on the same GPUs.
+caching and model runner. vLLM's own client makes the load, or ours does. Ratios compare servers
+that ran one after the other on the same GPUs.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,7 +20,6 @@ import msgspec
 
 from shoal.loadgen.bench import system_info
 from shoal.loadgen.bench.campaign import devices_idle, say
-from shoal.loadgen.bench.defaults_tables import KEPT, STATISTICS, Figures, SystemFigures, markdown
 from shoal.loadgen.bench.dummy_model import read_shape, write_model
 from shoal.loadgen.bench.measures import switch
 from shoal.loadgen.bench.server_process import ServerFailedError, ServerProcess, free_port
@@ -38,31 +36,49 @@ from shoal.loadgen.bench.systems import (
     tp_layout,
 )
 from shoal.loadgen.bench.token_client import Client
+from shoal.loadgen.bench.traffic_clients import replay_by_ours, replay_by_vllm
+from shoal.loadgen.bench.traffic_pictures import draw_all, keep_requests
+from shoal.loadgen.bench.traffic_simulated import STOCK_SEQS, Simulated, simulate_way
+from shoal.loadgen.bench.traffic_tables import (
+    KEPT,
+    STATISTICS,
+    Figures,
+    SystemFigures,
+    column_of,
+    markdown,
+)
+from shoal.loadgen.bench.traffic_workloads import TraceWriter, Traffic, read_traffic
 from shoal.loadgen.bench.vllm_client import LoadFailedError, VllmClient
 from shoal.runtime.config import ENGINE_COUNTS
+from shoal.runtime.simulation.data_sheets import hardware_named
+from shoal.runtime.simulation.shape_files import FileError
+from shoal.runtime.simulation.shape_files import read_shape as read_simulated
+from shoal.runtime.simulation.simulated_node import Node
 from shoal.server.errors import UserError
 
 SYSTEMS = (STOCK_DP, STOCK_TP, SHOAL)
-HASH_TOKENS = 512
-"""Tokens that one of a Mooncake trace's ``hash_ids`` stands for."""
-NEW_PROMPTS = 10_000_000
-"""Added to a trace's ``hash_ids`` for each seed: this makes other prompts, which no cache has."""
-PROMPTS_OF_A_WAY = 1_000_000
-"""Added for each way of a system, whose server still caches the prompts of the way before."""
+CLIENTS = ("vllm", "shoal")
+"""Who makes the load: ``vllm bench serve``, or ``shoal replay``."""
+MAX_FAILED = 0.01
+"""The share of failed requests that a run may have. vLLM's client keeps unused connections open for
+longer than vLLM's server does, and now and then uses one that the server is about to close."""
 _WARM_UP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run of vLLM's client.
+    """One run of a client.
 
     Attributes:
-        name: the name of its row.
-        arguments: arguments of ``vllm bench serve`` beside those of every load.
+        name: the name of its table.
+        arguments: arguments of ``vllm bench serve`` beside those of every load; empty: our client
+            replays the trace.
+        trace: the file of a workload; None for a load that vLLM's client makes up.
     """
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    trace: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,54 +97,118 @@ def main(argv: Sequence[str]) -> int:
         UserError: the arguments are not valid.
     """
     args = _parser().parse_args(argv)
+    traffic = [read_traffic(text, seed) for text in args.workload for seed in args.seeds]
+    if args.no_made_up and not traffic:
+        raise UserError("--no-made-up: name a --workload, or there is nothing to measure")
+    node = _simulated(args)
     path = args.out / "results.json"
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         write_model(args.out / "model", read_shape(args.model_shape))
-        traces = _write_traces(args) if args.trace else []
+        figures = _taken_up(path, args)
+        complete = run_async(_measure_all(args, figures, path, traffic))
+        if node is not None:
+            _simulate_all(node, figures, traffic)
+            _write(path, figures)
+        pictures = draw_all(args.out / "requests")
     except OSError as error:
         raise UserError(f"cannot read {error.filename}, or write it: {error.strerror}") from error
-    figures = _taken_up(path, args)
-    complete = run_async(_measure_all(args, figures, path, traces))
     report = markdown(figures)
     (args.out / "report.md").write_text(report, encoding="utf-8")
     print(report)
+    for picture in pictures:
+        say(f"drawn: {picture}")
     return 0 if complete else 3
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="shoal bench defaults",
-        description="Compare stock vLLM's static DP and static TP with Shoal, each with its own "
-        "defaults, under vLLM's own client.",
+        prog="shoal bench traffic",
+        description="Compare stock vLLM's static DP and static TP with Shoal on any traffic, each "
+        "with its own defaults.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model-shape", required=True, metavar="NAME|FILE", help="a built-in one, or config.json")
     add("--engines", type=int, required=True, choices=ENGINE_COUNTS, help="GPUs to use")
-    add("--out", type=Path, required=True, metavar="DIR", help="results, report, logs")
+    add("--out", type=Path, required=True, metavar="DIR", help="results, report, pictures, logs")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="only these")
     add("--policies", nargs="*", default=[], help="of Shoal, measured beside its layouts")
-    add("--trace", type=Path, metavar="FILE", help="JSON lines as Mooncake's traces have them")
-    add("--seconds", type=float, default=60.0, help="of the trace (default: %(default)g)")
-    add("--seeds", type=int, nargs="+", default=[0], help="one replay each, of other prompts")
-    add("--budget-seconds", type=float, default=540.0, help="(default: %(default)g)")
-    add("--trace-only", action="store_true", help="leave out the loads that are made up")
+    add(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="OPTIONS",
+        help="a trace or a shape, and options of 'shoal replay' for it, in quotes; repeat",
+    )
+    add(
+        "--clients",
+        nargs="+",
+        choices=CLIENTS,
+        default=CLIENTS[:1],
+        help="whose client sends the workloads (default: vLLM's)",
+    )
+    add("--seeds", type=int, nargs="+", default=[0], help="one run of every workload each")
+    add(
+        "--budget-seconds",
+        type=float,
+        default=540.0,
+        metavar="S",
+        help="end after so long; the same command goes on from there (default: %(default)g)",
+    )
+    add("--no-made-up", action="store_true", help="leave out the loads that vLLM's client makes up")
+    add(
+        "--simulated-shape",
+        metavar="NAME|FILE",
+        help="simulate the workloads too, with this shape of 'shoal simulate', and say the errors",
+    )
+    add(
+        "--hardware",
+        default="h200",
+        metavar="NAME|FILE",
+        help="of the simulation (default: %(default)s)",
+    )
     return parser
 
 
 def _taken_up(path: Path, args: Namespace) -> Figures:
-    trace = args.trace.name if args.trace else None
-    fresh = Figures(Path(args.model_shape).name, args.engines, trace, system_info.environment())
+    fresh = Figures(Path(args.model_shape).name, args.engines, system_info.environment())
     if not path.exists():
         return fresh
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Figures)
     except msgspec.DecodeError as error:
         raise UserError(f"{path}: {error}") from error
-    if (found.shape, found.engines, found.trace) != (fresh.shape, fresh.engines, fresh.trace):
+    if (found.shape, found.engines) != (fresh.shape, fresh.engines):
         raise UserError(f"{path} has results of another comparison: choose another --out")
     return found
+
+
+def _write(path: Path, figures: Figures) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+
+
+def _simulated(args: Namespace) -> Simulated | None:
+    if args.simulated_shape is None:
+        return None
+    try:
+        shape, hardware = read_simulated(args.simulated_shape), hardware_named(args.hardware)
+    except FileError as error:
+        raise UserError(str(error)) from error
+    sizes = {"engines": args.engines, "max_group": args.engines, "max_sp": args.engines}
+    return Simulated(Node(shape, hardware, **sizes, max_num_seqs=STOCK_SEQS))
+
+
+def _simulate_all(simulated: Simulated, figures: Figures, traffic: Sequence[Traffic]) -> None:
+    """Simulate what was measured and not yet simulated."""
+    for name, system in figures.systems.items():
+        for way, loads_of_way in system.ways.items():
+            stand_in = simulated.of(name, way)
+            done = system.simulated.setdefault(way, {})
+            for one in traffic:
+                if stand_in and one.name in loads_of_way and one.name not in done:
+                    done[one.name] = simulate_way(*stand_in, one.workload)
+                    say(f"simulated {name} {way}: {one.name}")
 
 
 # --- systems and their ways -----------------------------------------------------------------------
@@ -170,29 +250,34 @@ async def _enter(client: Client, system: System, way: Way) -> None:
 # --- loads ----------------------------------------------------------------------------------------
 
 
-def loads(units: int, traces: Sequence[Path], *, made_up: bool) -> Iterator[Load]:
-    """Yield the loads of a layout.
+def made_up(units: int) -> Iterator[Load]:
+    """Yield the loads that vLLM's client makes up.
 
     Args:
         units: number of units of the layout, by which the concurrent requests are multiplied.
-        traces: the traces to replay, one after the other.
-        made_up: whether to yield made-up loads, too.
     """
-    if made_up:
-        for batch in (1, 8, 64):
-            at_once, number = batch * units, max(6, 3 * batch) * units
-            yield _random(f"128 + 128 tokens, {batch} at once per unit", at_once, number, 128, 128)
-        for tokens in (512, 4096):
-            yield _random(f"{tokens:,} tokens, one at a time", 1, 6, tokens, 2)
-    for path in traces:
-        yield Load(
-            path.stem,
-            (
-                *("--dataset-name", "timed_trace", "--dataset-path", str(path)),
-                *("--timed-trace-chunk-hash-size", str(HASH_TOKENS)),
-                *("--timed-trace-sec-multiplier", "0.001", "--num-prompts", "1000000"),
-            ),
-        )
+    for batch in (1, 8, 64):
+        at_once, number = batch * units, max(6, 3 * batch) * units
+        yield _random(f"128 + 128 tokens, {batch} at once per unit", at_once, number, 128, 128)
+    for tokens in (512, 4096):
+        yield _random(f"{tokens:,} tokens, one at a time", 1, 6, tokens, 2)
+
+
+def replays(
+    traffic: Sequence[Traffic], clients: Sequence[str], writer: TraceWriter
+) -> Iterator[Load]:
+    """Yield the replays of workloads by each client.
+
+    Raises:
+        OSError: a trace cannot be written.
+    """
+    for client in clients:
+        for one in traffic:
+            trace = writer.write(one.workload)
+            if client == "vllm":
+                yield Load(one.name, replay_by_vllm(trace), trace)
+            else:
+                yield Load(f"{one.name} by shoal replay", (), trace)
 
 
 def _random(name: str, at_once: int, number: int, prompt: int, output: int) -> Load:
@@ -206,54 +291,40 @@ def _random(name: str, at_once: int, number: int, prompt: int, output: int) -> L
     )
 
 
-def _write_traces(args: Namespace) -> list[list[Path]]:
-    """Return the traces of each way of a system, one for each seed."""
-    places = range(2 + len(args.policies))
-    return [[_write_trace(args, seed, place) for seed in args.seeds] for place in places]
-
-
-def _write_trace(args: Namespace, seed: int, place: int = 0) -> Path:
-    """Write the first seconds of the trace, with prompts that only this seed and way have."""
-    lines = [json.loads(line) for line in args.trace.read_text().splitlines() if line]
-    path: Path = args.out / f"prompts-{place}" / f"trace-{seed}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    added = seed * NEW_PROMPTS + place * PROMPTS_OF_A_WAY
-    begin = lines[0]["timestamp"]
-    kept = [line for line in lines if line["timestamp"] - begin < 1000 * args.seconds]
-    for line in kept:
-        line["hash_ids"] = [number + added for number in line["hash_ids"]]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return path
-
-
 # --- measuring ------------------------------------------------------------------------------------
 
 
 async def _measure_all(
-    args: Namespace, figures: Figures, path: Path, traces: Sequence[Sequence[Path]]
+    args: Namespace, figures: Figures, path: Path, traffic: Sequence[Traffic]
 ) -> bool:
     """Take the missing loads; return whether nothing is missing then."""
     deadline = time.monotonic() + args.budget_seconds
     complete = True
+    writer = TraceWriter(args.out / "traces")
     async with VllmClient(args.out / "client.log") as vllm:
         for system in systems(args.engines, str(args.out / "model")):
+            if system.name not in args.systems:
+                continue
             kept = figures.systems.setdefault(system.name, SystemFigures([]))
             plan = [
                 (way, load)
-                for place, way in enumerate(ways(system, args.policies))
-                for load in loads(
-                    _units(way, args.engines),
-                    traces[place] if traces else (),
-                    made_up=not args.trace_only,
-                )
+                for way in ways(system, args.policies)
+                for load in _loads(args, way, traffic, writer)
                 if load.name not in kept.ways.get(way.name, {})
             ]
-            if system.name not in args.systems or not plan:
-                continue
-            taker = _Taker(args, system, kept, vllm, deadline)
-            complete &= await taker.take(plan)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+            if plan:
+                taker = _Taker(args, system, kept, vllm, deadline)
+                complete &= await taker.take(plan)
+                _write(path, figures)
     return complete
+
+
+def _loads(
+    args: Namespace, way: Way, traffic: Sequence[Traffic], writer: TraceWriter
+) -> Iterator[Load]:
+    if not args.no_made_up:
+        yield from made_up(_units(way, args.engines))
+    yield from replays(traffic, args.clients, writer)
 
 
 def _units(way: Way, engines: int) -> int:
@@ -308,19 +379,31 @@ class _Taker:
 
     async def _run(self, address: str, way: Way, load: Load) -> dict[str, Any]:
         # Each way and load has its own prompts, because the prefix cache is on.
-        name = f"{self.system.name} {way.name} {load.name}"
-        result = await self.vllm.run(
+        column = column_of(self.system.name, way.name)
+        name = f"{column} {load.name}"
+        if load.trace is not None and not load.arguments:
+            log = self.args.out / "client.log"
+            result = await replay_by_ours(address, load.trace, seed_of(name), log)
+        else:
+            result = await self._run_vllm(address, load, seed_of(name))
+        failed = result.get("failed", 0)
+        if failed > MAX_FAILED * result["completed"]:
+            raise LoadFailedError(f"{name}: {failed} requests failed")
+        if load.trace is not None:
+            keep_requests(self.args.out / "requests", load.name, column, result)
+        return {name: result[name] for name in result if name in KEPT or _is_statistic(name)}
+
+    async def _run_vllm(self, address: str, load: Load, seed: int) -> dict[str, Any]:
+        return await self.vllm.run(
             [
                 *("--backend", "openai", "--base-url", address, "--endpoint", "/v1/completions"),
                 *("--model", SERVED_NAME, "--tokenizer", str(self.args.out / "model")),
                 *("--ignore-eos", "--percentile-metrics", ",".join(STATISTICS)),
-                *("--metric-percentiles", "50,90,99", "--seed", str(seed_of(name))),
+                *("--metric-percentiles", "50,90,99", "--seed", str(seed)),
+                *(("--save-detailed",) if load.trace is not None else ()),
                 *load.arguments,
             ]
         )
-        if result["completed"] < 1 or result.get("failed"):
-            raise LoadFailedError(f"{name}: {result.get('failed')} requests failed")
-        return {name: result[name] for name in result if name in KEPT or _is_statistic(name)}
 
 
 def seed_of(name: str) -> int:

@@ -1,4 +1,4 @@
-"""The figures of ``shoal bench defaults``, and their report: a table for each load."""
+"""The figures of ``shoal bench traffic``, and their report: a table for each load."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,16 @@ import msgspec
 
 from shoal.loadgen.bench.markdown import MISSING, number, ratio, rows
 from shoal.loadgen.bench.systems import SHOAL
+from shoal.loadgen.bench.traffic_simulated import COMPARED, errors
 
-KEPT = ("completed", "duration", "total_input_tokens", "output_throughput", "request_throughput")
+KEPT = (
+    "completed",
+    "failed",
+    "duration",
+    "total_input_tokens",
+    "output_throughput",
+    "request_throughput",
+)
 STATISTICS = ("ttft", "tpot", "itl", "e2el")
 LOWER_IS_BETTER: Mapping[str, str] = {
     "mean_ttft_ms": "TTFT mean, ms",
@@ -29,6 +37,8 @@ class SystemFigures(msgspec.Struct):
     ways: dict[str, dict[str, dict[str, Any]]] = {}
     """By way and load: ``KEPT``, and ``STATISTICS`` in milliseconds as vLLM's client has them."""
     failure: str | None = None
+    simulated: dict[str, dict[str, dict[str, float]]] = {}
+    """What the simulator says, by way and workload, under the same names."""
 
 
 class Figures(msgspec.Struct):
@@ -36,7 +46,6 @@ class Figures(msgspec.Struct):
 
     shape: str
     engines: int
-    trace: str | None
     environment: dict[str, Any]
     systems: dict[str, SystemFigures] = {}
 
@@ -61,12 +70,18 @@ def markdown(figures: Figures) -> str:
     for load in _loads(columns):
         lines += [f"## {load}", "", *_table(columns, load), ""]
     starts = [[n, number(s.start_seconds), s.failure or ""] for n, s in figures.systems.items()]
-    return "\n".join([*lines, *rows(["system", "ready after, s", "failed"], starts)]) + "\n"
+    lines += rows(["system", "ready after, s", "failed"], starts)
+    return "\n".join([*lines, *_simulator(figures)]) + "\n"
+
+
+def column_of(system: str, way: str) -> str:
+    """Return the name of a column: stock vLLM's systems have only one way."""
+    return f"Shoal {way}" if system == SHOAL else system
 
 
 def _columns(figures: Figures) -> Columns:
     return {
-        f"Shoal {way}" if name == SHOAL else name: loads
+        column_of(name, way): loads
         for name, system in figures.systems.items()
         for way, loads in system.ways.items()
     }
@@ -88,3 +103,26 @@ def _table(columns: Columns, load: str) -> list[str]:
             cells = [number(value) for value in found.values()]
             body.append([label, *cells, *(ratio(found[name], base) for name in ours)])
     return rows(head, body) if columns else [MISSING]
+
+
+# --- the simulator --------------------------------------------------------------------------------
+
+
+def _simulator(figures: Figures) -> list[str]:
+    """Return the table of the simulator's errors; nothing if nothing was simulated."""
+    body = [
+        [load, column_of(name, way), *_cells(system.ways[way][load], simulated)]
+        for name, system in figures.systems.items()
+        for way, loads in system.simulated.items()
+        for load, simulated in loads.items()
+    ]
+    head = ["workload", "", *(LOWER_IS_BETTER[name].removesuffix(", ms") for name in COMPARED)]
+    return ["", "## The simulator beside these runs", "", *rows(head, body)] if body else []
+
+
+def _cells(measured: dict[str, Any], simulated: dict[str, float]) -> list[str]:
+    off = errors(measured, simulated)
+    return [
+        f"{number(simulated[name])} ms ({off[name]:+.1%})" if name in off else MISSING
+        for name in COMPARED
+    ]

@@ -1,0 +1,48 @@
+"""How ``shoal bench traffic`` makes load: arguments of vLLM's client, and our own as a child."""
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.loadgen.bench.systems import SERVED_NAME
+from shoal.loadgen.bench.vllm_client import LoadFailedError
+from shoal.loadgen.traces import MOONCAKE_BLOCK_TOKENS
+
+
+def replay_by_vllm(trace: Path) -> tuple[str, ...]:
+    """Return the arguments of ``vllm bench serve`` that replay a trace in Mooncake's format."""
+    return (
+        *("--dataset-name", "timed_trace", "--dataset-path", str(trace)),
+        *("--timed-trace-chunk-hash-size", str(MOONCAKE_BLOCK_TOKENS)),
+        *("--timed-trace-sec-multiplier", "0.001", "--num-prompts", "1000000"),
+    )
+
+
+async def replay_by_ours(address: str, trace: Path, seed: int, log: Path) -> dict[str, Any]:
+    """Replay a trace by ``shoal replay``; return its file, which has the keys of vLLM's client.
+
+    Args:
+        address: the server's URL.
+        trace: a trace in Mooncake's format.
+        seed: prompts of other seeds are others.
+        log: file that takes what the load generator prints.
+
+    Raises:
+        LoadFailedError: it made no file, or too little of the load was sent in time.
+    """
+    with tempfile.TemporaryDirectory() as directory, log.open("ab") as output:
+        path = Path(directory) / "result.json"
+        command: Sequence[str] = [
+            *(sys.executable, "-m", "shoal.server.commands.cli", "replay", "--json", str(path)),
+            *("--base-url", address, "--model", SERVED_NAME, "--trace", str(trace)),
+            *("--seed", str(seed)),
+        ]
+        child = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+        if await child.wait() != 0:
+            raise LoadFailedError(f"shoal replay failed, see {log}")
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found

@@ -1,0 +1,68 @@
+"""What the simulator says of the traffic that was measured, and how far it is off."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_TP
+from shoal.loadgen.replay_results import milliseconds
+from shoal.loadgen.summary import report
+from shoal.loadgen.workload import Workload
+from shoal.runtime.simulation.simulated_node import Node, simulate
+from shoal.server.commands.simulate import records_of
+
+STOCK_SEQS = 1024
+"""vLLM's own limit of a server's batch on a GPU of 70 GiB and more (``EngineArgs``)."""
+COMPARED = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "mean_e2el_ms", "p90_e2el_ms")
+"""The figures whose error is reported, by their names in vLLM's results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """The nodes that are simulated.
+
+    Attributes:
+        node: a Shoal node with its own defaults.
+    """
+
+    node: Node
+
+    def of(self, system: str, way: str) -> tuple[Node, str] | None:
+        """Return the node and the policy that stand for a system in one way.
+
+        Stock vLLM's groups have no SP, and its balancer does not know what costs how much. None:
+        there is no such node.
+        """
+        plain = replace(self.node, max_sp=1, place_by_prefix=False)
+        if system == STOCK_DP:
+            return plain, "static-dp"
+        if system == STOCK_TP:
+            return plain, "static-tp"
+        if system != SHOAL:
+            return None
+        if way == "dp":
+            return self.node, "static-dp"
+        if way.startswith("tp"):
+            return self.node, "shift" if self.node.max_sp > 1 else "static-tp"
+        return self.node, way
+
+
+def simulate_way(node: Node, policy: str, workload: Workload) -> dict[str, float]:
+    """Return the figures ``COMPARED`` of a workload on a simulated node, in milliseconds.
+
+    Raises:
+        FileError: the model does not fit the hardware.
+        SimulationError: the node stopped with requests left.
+    """
+    run = simulate(node, policy, workload.arrivals)
+    found = milliseconds(report(policy, records_of(run, workload), run.tokens))
+    return {name: found[name] for name in COMPARED if name in found}
+
+
+def errors(measured: Mapping[str, Any], simulated: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much of the measured figure the simulated one is more; less is negative."""
+    return {
+        name: simulated[name] / measured[name] - 1.0
+        for name in COMPARED
+        if measured.get(name) and name in simulated
+    }

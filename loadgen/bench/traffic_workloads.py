@@ -1,0 +1,113 @@
+"""The workloads of ``shoal bench traffic``, and the traces that both load generators read."""
+
+import argparse
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from shoal.loadgen.shapes import SHAPES
+from shoal.loadgen.traces import MOONCAKE_BLOCK_TOKENS
+from shoal.loadgen.workload import Arrival, Workload
+from shoal.server.errors import UserError
+from shoal.server.options.workload_options import add_workload_options, read_workload
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A workload with one of its seeds.
+
+    Attributes:
+        name: the options that describe the workload, and the seed; the name of its table.
+        workload: its requests. Of a trace, a seed changes only the prompts.
+    """
+
+    name: str
+    workload: Workload
+
+
+def read_traffic(text: str, seed: int) -> Traffic:
+    """Return the workload that the options describe.
+
+    Args:
+        text: options as ``shoal replay`` takes them, as they are typed; ``--trace`` may be left
+            out of the first one.
+        seed: the seed of random draws.
+
+    Raises:
+        UserError: the options are not valid, or the requests have priorities or are turns of
+            chats, which vLLM's client cannot send.
+    """
+    words = shlex.split(text)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--trace")
+    args = _Parser(text).parse_args([*words, "--seed", str(seed)])
+    workload = read_workload(args)
+    if any(arrival.priority for arrival in workload.arrivals):
+        raise UserError(f"--workload {text!r}: vLLM's client sends no priorities")
+    if workload.has_chats:
+        raise UserError(f"--workload {text!r}: vLLM's client waits for no answers")
+    rest = [word for word in words if word not in ("--trace", args.trace)]
+    trace = args.trace if args.trace in SHAPES else Path(args.trace).stem
+    return Traffic(" ".join([trace, *rest, f"(seed {seed})"]), workload)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reads the options of one workload; its errors name the workload."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._text = text
+        add_workload_options(self)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"--workload {self._text!r}: {message}")
+
+
+@dataclass
+class TraceWriter:
+    """Writes workloads as traces in Mooncake's format, no two of which have a prompt in common.
+
+    A server caches the prompts of one way while it serves the next. So each trace gets new ids,
+    and both clients make other tokens of other ids.
+
+    Attributes:
+        folder: where the files go.
+    """
+
+    folder: Path
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+    _files: Iterator[int] = field(default_factory=itertools.count)
+
+    def write(self, workload: Workload) -> Path:
+        """Return the file of a new trace.
+
+        A common beginning is kept as far as it has whole blocks of ``MOONCAKE_BLOCK_TOKENS``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{next(self._files)}.jsonl"
+        known: dict[tuple[str, int], int] = {}
+        lines = [json.dumps(self._line(arrival, known)) for arrival in workload.arrivals]
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return path
+
+    def _line(self, arrival: Arrival, known: dict[tuple[str, int], int]) -> dict[str, object]:
+        blocks = -(-arrival.prompt_tokens // MOONCAKE_BLOCK_TOKENS)
+        shared = [
+            known.get(key) if key in known else known.setdefault(key, next(self._ids))
+            for block in arrival.prefix
+            for key in ((block.id, n) for n in range(block.tokens // MOONCAKE_BLOCK_TOKENS))
+        ][:blocks]
+        own = [next(self._ids) for _ in range(blocks - len(shared))]
+        return {
+            "timestamp": 1000 * arrival.at,
+            "input_length": arrival.prompt_tokens,
+            "output_length": arrival.output_tokens,
+            "hash_ids": shared + own,
+        }

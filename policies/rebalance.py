@@ -1,0 +1,165 @@
+"""Which running requests go from one unit to another because the units' load is uneven.
+
+Requests that begin are spread evenly (``unit_costs.py``), but nobody knows how long their outputs
+will be. So after a burst one unit may have all the long ones, run slowly and even preempt some of
+them for want of KV blocks, while another one has little to do. This compares what requests would
+gain if some of them went there with what the move costs them.
+
+It is a rule of its own and no part of policies: all of them need it, and none has to know of it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.policies.forecast import LEAST_ROOM, SWITCH_SECONDS
+from shoal.policies.values.batch import Batch
+from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.snapshot import Snapshot, StepPredictor, UnitState
+
+MOST_AT_ONCE = 8
+"""Requests that go in one move; the next one begins when they have arrived."""
+MARGIN = 2.0
+"""How many times as much as it costs a move must gain."""
+LEAST_SHARE = 0.05
+"""Share of the two units' time that a move must gain: less is within the error of predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """Carry some requests of a unit to another one of the same layout."""
+
+    source: Unit
+    destination: Unit
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One unit's requests, as far as they decide what a move brings."""
+
+    running: int
+    waiting: int
+    """Requests that are in no batch; they have been preempted, if the unit's batch has seats."""
+    tokens: float
+    """Tokens whose KV a running request has, in the mean."""
+    prompt: float
+    """Tokens that a waiting request has to compute, in the mean."""
+
+    def without(self, requests: int) -> "Side":
+        """Return this unit after so many requests have left it, first those that wait."""
+        waiting = max(0, self.waiting - requests)
+        running = self.running - (requests - (self.waiting - waiting))
+        return Side(running, waiting, self.tokens, self.prompt)
+
+    def joined(self, requests: int, tokens: float) -> "Side":
+        """Return this unit after requests with so many tokens in the mean have come to it."""
+        running = self.running + requests
+        mean = (self.running * self.tokens + requests * tokens) / running
+        return Side(running, self.waiting, mean, self.prompt)
+
+
+def rebalance(snapshot: Snapshot) -> Rebalance | None:
+    """Return the move that gains most; None if none is worth it.
+
+    While requests wait in the pool, none is: these are spread as units have room for them.
+    """
+    model = snapshot.cost_model
+    if model is None or snapshot.waiting:
+        return None
+    found = [
+        option
+        for layout, units in _by_layout(snapshot).items()
+        for option in _options(snapshot, model, layout, units)
+    ]
+    return max(found, key=lambda option: option[0], default=(0.0, None))[1]
+
+
+def _by_layout(snapshot: Snapshot) -> dict[Layout, list[UnitState]]:
+    units = defaultdict[Layout, list[UnitState]](list)
+    for unit in snapshot.units:
+        if unit.serving:
+            units[unit.unit.layout].append(unit)
+    return units
+
+
+def _options(
+    snapshot: Snapshot, model: StepPredictor, layout: Layout, units: Sequence[UnitState]
+) -> Iterator[tuple[float, Rebalance]]:
+    """Yield what the most loaded unit may give the least loaded one, each with what it gains."""
+    source = max(units, key=lambda unit: (unit.requests, unit.unit))
+    target = min(units, key=lambda unit: (unit.requests, unit.unit))
+    if source.requests - target.requests < 2 or target.waiting or not source.running:
+        return
+    here, there = side_of(source), side_of(target)
+    left = tokens_left(snapshot, source)
+    before = [_rate(model, layout, side) for side in (here, there)]
+    even = -(-sum(unit.requests for unit in units) // len(units))
+    most = min(MOST_AT_ONCE, even - target.requests, target.free_slots)
+    for count in range(1, most + 1):
+        if not _has_room(target, here, count):
+            return
+        after = [
+            _rate(model, layout, side)
+            for side in (here.without(count), there.joined(count, here.tokens))
+        ]
+        gain = left * (sum(before) - sum(after))
+        if gain > max(
+            MARGIN * _price(model, layout, here, there, count), LEAST_SHARE * left * sum(before)
+        ):
+            yield gain, Rebalance(source.unit, target.unit, count)
+
+
+def side_of(unit: UnitState) -> Side:
+    """Return what a unit's requests are like."""
+    running = max(1, unit.running)
+    used = (unit.total_blocks - unit.free_blocks) * unit.block_tokens
+    context = (unit.context_tokens - unit.prefill_tokens) / running
+    # Requests may share the blocks of a prefix, so there is no less than their prompts.
+    tokens = max(context, used / running) if unit.running else 0.0
+    prompt = unit.prefill_tokens / unit.waiting if unit.waiting else 0.0
+    return Side(unit.running, unit.waiting, tokens, prompt)
+
+
+def tokens_left(snapshot: Snapshot, unit: UnitState) -> float:
+    """Return how many tokens a unit's requests are still to generate, in the mean.
+
+    A request that has had many will have many more: lengths of outputs have long tails.
+    """
+    side = side_of(unit)
+    context = (unit.context_tokens - unit.prefill_tokens) / max(1, unit.running)
+    return max(snapshot.output_tokens / 2, side.tokens - context)
+
+
+def _rate(model: StepPredictor, layout: Layout, side: Side) -> float:
+    """Return the seconds that a unit's requests together spend for a token of each.
+
+    A request that waits gets its tokens when one that runs has had all of its own.
+    """
+    if not side.running:
+        return 0.0
+    batch = Batch(side.running, round(side.running * side.tokens))
+    return model.step_seconds(layout, batch) * (side.running + 2 * side.waiting)
+
+
+def _price(model: StepPredictor, layout: Layout, here: Side, there: Side, count: int) -> float:
+    """Return the seconds that all requests together lose by a move.
+
+    Those that run stop for a step and the copy, for which the other unit waits, too. Those that
+    wait are computed there, as they would be here.
+    """
+    idle = min(count, here.waiting)
+    stopped = count - idle
+    copy = model.carry_seconds(stopped * here.tokens, layout.world_size)
+    step = model.step_seconds(layout, Batch(here.running, round(here.running * here.tokens)))
+    price = stopped * (SWITCH_SECONDS + step + copy) + there.running * copy
+    if idle and here.prompt:
+        prompts = Batch(0, 0, round(idle * here.prompt), round(here.prompt / 2))
+        price += (there.running + idle) * model.step_seconds(layout, prompts)
+    return price
+
+
+def _has_room(target: UnitState, here: Side, count: int) -> bool:
+    """Return whether a unit has blocks for more requests, and some to let all of them grow."""
+    needed = count * (-(-max(here.tokens, here.prompt) // target.block_tokens) + 1)
+    return target.free_blocks - needed >= LEAST_ROOM * target.total_blocks

@@ -1,0 +1,75 @@
+"""How long the steps of one layout take, of one kind and in one mode, as a formula."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The cost model's roofline with its numbers put in, which takes a microsecond to compute.
+
+    Times are in seconds; ``CostModel`` says what they stand for.
+    """
+
+    members: int
+    """Members among which a step's tokens are divided: the degree of SP."""
+    weights: float
+    """To read the weights that every token passes through."""
+    token: float
+    """Arithmetic of one of a member's tokens."""
+    latency: float
+    """Exchanges of no bytes."""
+    moved: float
+    """What the exchanges of one of a member's tokens add."""
+    read: float
+    """To read a token of context."""
+    attend: float
+    """Arithmetic of attention, for a pair of tokens."""
+    host: float
+    """Least time of the layers, on the host."""
+    overhead: float
+    experts: float = 0.0
+    """To read all routed experts."""
+    unread: float = 1.0
+    """The share of the experts that one token does not choose. Tokens are taken to choose theirs
+    independently, and each expert as often as others."""
+    fetch: float = 0.0
+    """To read the weights that other engines keep, while the step is computed."""
+    slope: float = 1.0
+    """The correction's factor."""
+    offset: float = 0.0
+    """What the correction adds."""
+    most: float = 10.0
+    """Largest factor by which the correction changes a step; its inverse is the smallest."""
+
+    def device(self, tokens: float, context: float, pairs: float) -> float:
+        """Return the uncorrected time of devices and links.
+
+        Args:
+            tokens: tokens that pass through the linear layers.
+            context: tokens whose KV the decodes read.
+            pairs: pairs of a token and one that it attends to.
+        """
+        own = -(-tokens // self.members)
+        linear, attention = self.token * own, self.read * context
+        arithmetic = self.attend * pairs
+        weights = self.weights
+        if self.experts:
+            weights += self.experts * (1 - self.unread**own)
+        computed = (
+            (linear if linear > weights else weights)
+            + (attention if attention > arithmetic else arithmetic)
+            + self.latency
+            + self.moved * own
+        )
+        return computed if computed > self.fetch else self.fetch
+
+    def roofline(self, tokens: float, context: float, pairs: float) -> float:
+        """Return the uncorrected time of a step; the arguments are those of ``device``."""
+        device = self.device(tokens, context, pairs)
+        return (device if device > self.host else self.host) + self.overhead
+
+    def step(self, tokens: float, context: float, pairs: float) -> float:
+        """Return the time of a step; the arguments are those of ``device``."""
+        roofline = self.roofline(tokens, context, pairs)
+        corrected = self.slope * roofline + self.offset
+        return min(self.most * roofline, max(roofline / self.most, corrected))

@@ -1,0 +1,86 @@
+"""Uneven load: running requests go from busy units to idle ones, with their KV.
+
+``shoal.policies.rebalance`` says when that is worth it. A move begins only if no other operation
+is running, and if the units were as uneven at the last look. A request that has come to its unit a
+short time ago stays there. So nothing goes to and fro.
+"""
+
+import logging
+import math
+
+from shoal.policies.rebalance import Rebalance, rebalance
+from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.books.statistics import BALANCE
+from shoal.runtime.controller.switching.carries import Carries
+
+log = logging.getLogger("shoal.controller")
+
+LOOK_SECONDS = 0.25
+"""Time between two looks at the units."""
+STAY_SECONDS = 10.0
+"""How long a request stays in the unit that it has come to."""
+
+
+class Balancing:
+    """Moves requests between units whose load is uneven.
+
+    Args:
+        env: whether to do so, and the time.
+        books: requests and their units.
+        capacity: what each unit holds.
+        carries: lets requests go on in other units.
+    """
+
+    def __init__(
+        self, env: Environment, books: Books, capacity: Capacity, carries: Carries
+    ) -> None:
+        self._is_on = env.config.rebalance and env.config.cost_model is not None
+        self._clock = env.clock
+        self._requests, self._units = books.requests, books.units
+        self._capacity, self._carries = capacity, carries
+        self._looked_at = -math.inf
+        self._seen: Rebalance | None = None
+        """What the last look found."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When a move may begin even if no message comes, while no operation is running.
+
+        As long as load is even, nothing is due: the units' reports are enough.
+        """
+        return None if self._seen is None else self._looked_at + LOOK_SECONDS
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Begin a move if one is worth it. No operation may be running."""
+        now = self._clock()
+        if not self._is_on or now < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at, before = now, self._seen
+        found = self._seen = rebalance(snapshot)
+        if found is None or before is None:
+            return
+        if (found.source, found.destination) == (before.source, before.destination):
+            self._move(found, now)
+
+    def _move(self, move: Rebalance, now: float) -> None:
+        chosen = self._chosen(move, now)
+        if chosen:
+            units = list(move.source.engines), list(move.destination.engines)
+            log.info("%d requests go from unit %s to %s, which has less to do", len(chosen), *units)
+            self._carries.move(move.source, move.destination, chosen, BALANCE)
+
+    def _chosen(self, move: Rebalance, now: float) -> list[Request]:
+        """Return the requests that go: the latest, which are the first to be preempted."""
+        latest = reversed(self._requests.core(move.source).requests.values())
+        able = [
+            request
+            for request in latest
+            if not request.suspect
+            and (request.moved_at is None or request.moved_at + STAY_SECONDS <= now)
+            and self._capacity.can_hold(move.destination, request.seen)
+        ]
+        return able[: move.requests]

@@ -1,0 +1,180 @@
+"""What computes routed experts whose weights are views: vLLM's Triton kernel, and PyTorch on CPUs.
+
+``w13`` of an expert has its gate and up rows grouped, ``[gate_0|up_0|gate_1|up_1|...]``, so that a
+member's share is one range of rows. Both GEMMs take weights by their strides, so only the
+activation between them has to know of the groups.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe.activation import (
+    MoEActivation,
+    apply_moe_activation,
+)
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+_OPERATOR = "shoal::plain_experts"
+
+
+class GroupedTritonExperts(TritonExperts):  # type: ignore[misc]
+    """vLLM's Triton kernel on experts whose rows are grouped."""
+
+    activation_config: Any
+    groups = 1
+    """Groups of gate and up rows that this member has of each expert."""
+
+    def group(self, groups: int) -> None:
+        """Say how many groups there are."""
+        self.groups = groups
+        if groups > 1 and self.block_shape is not None:
+            # Without a limit, vLLM fuses the activation with the quantisation in blocks that
+            # follows, and the fused kernel knows no groups.
+            self.activation_config = replace(self.activation_config, clamp_limit=math.inf)
+
+    def activation(
+        self, activation: Any, output: torch.Tensor, grouped: torch.Tensor, **_: Any
+    ) -> None:
+        """Write ``[rows, intermediate]`` in stock order for ``[rows, groups * (gate|up)]``."""
+        apply_moe_activation(
+            activation, _by_group(output, self.groups), _by_group(grouped, self.groups)
+        )
+
+
+def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    return rows.view(-1, rows.shape[-1] // groups)
+
+
+class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
+    """Experts on CPUs by plain GEMMs, one expert after the other.
+
+    vLLM's kernels for CPUs take packed weights, which no other layout could view. This class is
+    for tests of layouts, which have no GPU; it is slower than they are.
+    """
+
+    groups = 1
+    """Groups of gate and up rows that this member has of each expert."""
+
+    def group(self, groups: int) -> None:
+        """Say how many groups there are."""
+        self.groups = groups
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave the weights as they are: views need their bytes in place."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Write to ``output`` what ``plain_experts`` returns (``FusedMoEExpertsModular.apply``).
+
+        The activation is one of those that the rule lets pass.
+        """
+        if apply_router_weight_on_input:  # vLLM has multiplied the input
+            topk_weights = torch.ones_like(topk_weights)
+        output.copy_(
+            plain_experts(
+                *(hidden_states, w1, w2, topk_weights, topk_ids, expert_map, self.groups),
+                *(self.w1_bias, self.w2_bias),
+                in_turn=activation == MoEActivation.SWIGLUOAI,
+            )
+        )
+
+
+torch.library.define(
+    _OPERATOR,
+    "(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, Tensor? expert_map, int groups,"
+    " Tensor? w13_bias, Tensor? w2_bias, bool in_turn) -> Tensor",
+)
+
+
+def plain_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    groups: int = 1,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    *,
+    in_turn: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum of what each token's experts compute: ``[tokens, hidden]``.
+
+    Args:
+        x: ``[tokens, hidden]``.
+        w13: ``[experts, 2 * intermediate, hidden]``, rows grouped; strided or not.
+        w2: ``[experts, hidden, intermediate]``; strided or not.
+        weights: ``[tokens, top_k]``.
+        ids: ``[tokens, top_k]``, numbers of experts among all.
+        expert_map: ``[all experts]``: which of ``w13`` each is, -1 if it is another member's; None
+            if all are here.
+        groups: number of groups of gate and up rows.
+        w13_bias: ``[experts, 2 * intermediate]``, in the order of ``w13``'s rows.
+        w2_bias: ``[experts, hidden]``.
+        in_turn: gate and up rows alternate, and the activation is GPT-OSS's (``SwigluOAIAndMul``).
+    """
+    output: torch.Tensor = torch.ops.shoal.plain_experts(
+        x, w13, w2, weights, ids, expert_map, groups, w13_bias, w2_bias, in_turn
+    )
+    return output
+
+
+@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
+def _empty(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.impl(_OPERATOR, "CPU")  # type: ignore[untyped-decorator]
+def _compute(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    groups: int,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    in_turn: bool,
+) -> torch.Tensor:
+    local = ids if expert_map is None else expert_map[ids.long()]
+    output = torch.zeros_like(x, dtype=torch.float32)
+    for expert in set(local.flatten().tolist()) - {-1}:
+        tokens, slots = (local == expert).nonzero(as_tuple=True)
+        biases = [None if bias is None else bias[expert] for bias in (w13_bias, w2_bias)]
+        gate_up = functional.linear(x[tokens], w13[expert], biases[0])
+        inner = _clamped(gate_up) if in_turn else _swiglu(gate_up, groups)
+        hidden = functional.linear(inner, w2[expert], biases[1])
+        output.index_add_(0, tokens, hidden.float() * weights[tokens, slots, None])
+    return output.to(x.dtype)
+
+
+def _swiglu(gate_up: torch.Tensor, groups: int) -> torch.Tensor:
+    gate, up = gate_up.view(len(gate_up), groups, 2, -1).unbind(2)
+    return (functional.silu(gate) * up).flatten(1)
+
+
+def _clamped(gate_up: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(gate * alpha)

@@ -1,0 +1,132 @@
+"""vLLM's methods of routed experts, but for weights that stay where they are.
+
+Every layout has the same kernel: vLLM's Triton kernel, which reads experts by their strides. vLLM's
+other kernels pack or pad experts when they are loaded.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8 as compressed_tensors_fp8,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineMoEMethod,
+    Fp8PerTensorOnlineMoEMethod,
+    Fp8PtpcOnlineMoEMethod,
+)
+from vllm.platforms import current_platform
+
+from shoal.runtime.engine.kernels.expert_kernels import GroupedTritonExperts, PlainExperts
+
+_FP8 = (
+    Fp8MoEMethod,
+    compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEMethod,
+    Fp8PerTensorOnlineMoEMethod,
+    Fp8PtpcOnlineMoEMethod,
+    Fp8PerBlockOnlineMoEMethod,
+)
+"""vLLM's methods of FP8 experts, for each of ``FP8_QUANTISATIONS``."""
+
+
+class InPlaceExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """Experts in 16 or 32 bits, whose weights, their own or views, stay as they are.
+
+    Args:
+        moe: vLLM's configuration of the layer.
+        meta: whether the weights will become views, and so get no storage of their own.
+
+    Raises:
+        NotImplementedError: vLLM would compute the experts by another kernel.
+    """
+
+    def __init__(self, moe: Any, *, meta: bool) -> None:
+        super().__init__(moe)
+        self._meta = meta
+        if current_platform.is_cpu():
+            self.experts_cls = PlainExperts
+        else:
+            _check_backend(self.unquantized_backend, UnquantizedMoeBackend.TRITON)
+            self.experts_cls = GroupedTritonExperts
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Create the weights."""
+        where: AbstractContextManager[Any] = torch.device("meta") if self._meta else nullcontext()
+        with where:
+            super().create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Make the kernel, and leave the weights as they are."""
+        self._init_moe_kernel(layer)
+        self.moe_kernel.fused_experts.group(getattr(layer, "shoal_groups", 1))
+
+
+def fp8_experts(method: Any, *, views: bool) -> FusedMoEMethodBase:
+    """Return the method of FP8 experts that vLLM would give ``method``.
+
+    Raises:
+        NotImplementedError: it is no method of FP8 experts, or has another kernel.
+    """
+    if type(method) not in _FP8:
+        raise NotImplementedError(f"{type(method).__name__} weights are not supported")
+    _check_backend(method.fp8_backend, Fp8MoeBackend.TRITON)
+    method.experts_cls = GroupedTritonExperts
+    return ViewedFp8Experts(method) if views else method
+
+
+def _check_backend(found: Any, needed: Any) -> None:
+    if found != needed:
+        raise NotImplementedError(f"{found.value}, vLLM's kernel for these experts, packs them")
+
+
+class ViewedFp8Experts(FusedMoEMethodBase):  # type: ignore[misc]
+    """vLLM's method of FP8 experts on views: it creates no weights and processes none.
+
+    Args:
+        method: vLLM's own method for the layer.
+    """
+
+    def __init__(self, method: Any) -> None:
+        super().__init__(method.moe)
+        self.method = method
+        self.experts_cls = method.experts_cls
+
+    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the sizes that vLLM's method needs."""
+        sizes: tuple[int, int] = self.method.maybe_roundup_sizes(*args, **kwargs)
+        return sizes
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Create the tensors without storage: they become views."""
+        without_storage: AbstractContextManager[Any] = torch.device("meta")
+        with without_storage:
+            self.method.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Make the kernel; vLLM processed what the tensors view."""
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = self.method.moe_kernel = make_fp8_moe_kernel(
+            moe_quant_config=self.moe_quant_config,
+            moe_config=self.moe,
+            experts_cls=self.experts_cls,
+            fp8_backend=self.method.fp8_backend,
+            routing_tables=layer._expert_routing_tables(),
+        )
+        self.moe_kernel.fused_experts.group(layer.shoal_groups)
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+        """Return the scales, which are the layer's views."""
+        return self.method.get_fused_moe_quant_config(layer)
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what vLLM's method computes with the views."""
+        return self.method.apply(*args, **kwargs)

@@ -1,0 +1,60 @@
+"""LoRA adapters: vLLM's own, in slots that every layout's worker has for itself.
+
+vLLM puts a layer around each layer of a loaded model (``LoRAModelRunnerMixin.load_lora_model``) and
+computes what adapters add beside the product of the layer's own weights, which are views in all
+layouts but DP.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
+
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
+
+
+class UnreadableAdapter(ValueError):
+    """An adapter that cannot be served; the message names it."""
+
+
+def adapter_requests(node: NodeConfig) -> list[LoRARequest]:
+    """Return what vLLM's front ends send with requests for the node's adapters.
+
+    They number adapters from 1, in order (``OpenAIServingModels.init_static_loras``).
+    """
+    return [
+        LoRARequest(lora_name=adapter.name, lora_int_id=number, lora_path=adapter.path)
+        for number, adapter in enumerate(node.adapters, start=1)
+    ]
+
+
+def load_adapters(node: NodeConfig, workers: Iterable[LayoutWorker]) -> None:
+    """Let workers that have started read the node's adapters. Not collective.
+
+    Args:
+        node: names the adapters.
+        workers: of this engine's layouts.
+
+    Raises:
+        UnreadableAdapter: vLLM refuses one; the message names it and the reason.
+    """
+    for worker in workers:
+        for request in adapter_requests(node):
+            try:
+                worker.call("add_lora", (request,))
+            except Exception as error:  # vLLM and safetensors raise every kind here
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                raise UnreadableAdapter(f"adapter {request.lora_name}: {reason[0]}") from error
+
+
+def adapter_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's slots for adapters."""
+    wrapped = (layer for layer in model.modules() if isinstance(layer, BaseLayerWithLoRA))
+    return sum(
+        tensor.nbytes
+        for layer in wrapped
+        for name in ("lora_a_stacked", "lora_b_stacked")
+        for tensor in getattr(layer, name, ())
+    )

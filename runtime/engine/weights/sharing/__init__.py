@@ -1,0 +1,1 @@
+"""Weights that the engines of a node share, each keeping a part."""

@@ -1,0 +1,46 @@
+"""Which part of every MLP an engine keeps, and from whom it gets the others, in which order.
+
+SiDP (section 4) gives whole layers to owners. Here each engine keeps the same part of every layer,
+because a TP layout reads just such a part. Members have the parts in bit-reversed order: so the
+part that an engine computes in a layout of ``2n`` members lies inside the part that it computes in
+a layout of ``n``. An engine that keeps its part of ``n`` has all wider layouts' parts as views.
+"""
+
+from typing import NamedTuple
+
+
+def nested_shard(place: int, of: int) -> int:
+    """Return which of ``of`` equal parts the member at ``place`` computes.
+
+    Args:
+        place: the member's place in an aligned group, from 0.
+        of: members of the group, a power of two.
+    """
+    bits = of.bit_length() - 1
+    return sum((place >> bit & 1) << (bits - 1 - bit) for bit in range(bits))
+
+
+class Source(NamedTuple):
+    """A member that keeps a part of what another member computes with."""
+
+    place: int
+    """Its place among the members that share weights."""
+    part: int
+    """Which part it is, counted from the first that the reader needs."""
+
+
+def sources(place: int, share: int, tp: int) -> list[Source]:
+    """Return who keeps the parts that a member needs in a layout, in the order of reading.
+
+    Each member begins with the next one, so that no two read the same member's memory at a time
+    (SiDP's peak shifting). What it keeps itself comes last.
+
+    Args:
+        place: the member's place among those that share weights.
+        share: how many members share weights, each keeping one part of so many.
+        tp: members of the layout, at most ``share``.
+    """
+    first = nested_shard(place % tp, tp) * (share // tp)
+    others = [other for other in range(share) if other % tp == place % tp]
+    others.sort(key=lambda other: (other - place - 1) % share)
+    return [Source(other, nested_shard(other, share) - first) for other in others]

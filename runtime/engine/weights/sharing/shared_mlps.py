@@ -1,0 +1,316 @@
+"""The MLPs of a model of which each engine keeps a part, and gets the others from its peers.
+
+SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights. Loading
+fills only the engine's own part. The DP model and other layouts with fewer members than there are
+parts have the slots as their weights. Wider layouts view the engine's own part.
+"""
+
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+from vllm.model_executor.utils import set_weight_attrs
+
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.clock import Clock
+from shoal.runtime.engine.weights.rules.fused import GroupedActivation
+from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
+from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
+from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
+from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
+from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
+from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
+from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
+from shoal.runtime.engine.weights.sharing.slots import (
+    SLOTS,
+    Copy,
+    WeightSlots,
+    stream_by,
+    use_weights,
+)
+
+_ALIGNMENT = 256
+"""Each weight begins at a multiple of so many bytes, as kernels like it."""
+PEER_SECONDS = 1800.0
+"""How long engines wait for each other's part of the weights: for the slowest disk."""
+POLL_SECONDS = 0.05
+"""Time between two looks for the part of a peer that is still loading."""
+
+
+class SlotLinear(PlainLinear):
+    """The method of the DP model's shared layers, whose weights are slots.
+
+    Args:
+        mlps: makes the weight.
+        name: of the layer.
+    """
+
+    def __init__(self, mlps: "SharedMlps", name: str) -> None:
+        super().__init__(meta=False)
+        self._mlps, self._name = mlps, name
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Let the weight be a slot, and let what is loaded for it go to this engine's part."""
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        layer.register_parameter("weight", self._mlps.add(self._name, shape, params_dtype))
+        layer.shoal_grouped = True
+
+
+class SharedMlps:
+    """The MLPs of one engine's model, of which it keeps a part.
+
+    Args:
+        engine: this engine.
+        degree: how many engines share weights, and the groups of ``gate_up_proj``.
+        directory: the node's private directory.
+        memory: what the part is kept in.
+        slots: the engine's.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        degree: Degree,
+        directory: Path,
+        memory: ShardMemory,
+        slots: WeightSlots,
+    ) -> None:
+        self._engine, self._degree, self._place = engine, degree, engine % degree.parts
+        self._memory, self._slots = memory, slots
+        self._weights: dict[str, SharedWeight] = {}
+        """By the name of the layer in the model."""
+        self._numbers: dict[str, int] = {}
+        """The number of each MLP, by its name in the model."""
+        self._buffers: dict[tuple[str, int, tuple[int, int]], torch.Tensor] = {}
+        """The slots' memory: by the kind of weight, the slot, and the shape of the whole weight."""
+        self._kept: dict[int, torch.Tensor] = {}
+        """What engines keep, by their places among those that share: this engine's, then peers'."""
+        self._descriptors = Descriptors(directory, engine)
+        self._file = -1
+        stream_by(slots)
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def method(self, layer: nn.Module, name: str) -> SlotLinear | None:
+        """Return the method of a layer of the DP model; None if the layer is not shared."""
+        kinds = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
+        kind = kinds.get(name.rpartition(".")[2])
+        return SlotLinear(self, name) if kind is not None and isinstance(layer, kind) else None
+
+    def add(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Parameter:
+        """Return a layer's weight, which is a slot.
+
+        Args:
+            name: of the layer.
+            shape: ``[outputs, inputs]``.
+            dtype: of the elements.
+
+        Raises:
+            UnviewableWeights: it has no so many equal parts.
+        """
+        mlp, _, kind = name.rpartition(".")
+        size = shape[0] // 2 if kind == GATE_UP else shape[1]
+        if size % self._degree.groups:
+            raise UnviewableWeights(
+                f"{name}: {size} inner units do not make {self._degree.groups} equal parts"
+            )
+        weight = SharedWeight(
+            layer=self._numbers.setdefault(mlp, len(self._numbers)),
+            kind=kind,
+            shape=shape,
+            dtype=dtype,
+            degree=self._degree,
+            own=nested_shard(self._place, self._degree.parts),
+            begin=self.size,
+        )
+        self._weights[name] = weight
+
+        def load(_: Parameter, loaded: torch.Tensor, half: Any = None) -> None:
+            self._allocate()
+            weight.load(loaded, half)
+
+        parameter = Parameter(self._slot(weight, 1), requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": load, "output_dim": 0, "input_dim": 1})
+        return parameter
+
+    @property
+    def size(self) -> int:
+        """Bytes of the memory in which this engine keeps its part of all MLPs."""
+        last = next(reversed(self._weights.values()), None)
+        end = 0 if last is None else last.begin + last.part_bytes
+        return -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes that this process has mapped and that other engines keep."""
+        return sum(kept.numel() for place, kept in self._kept.items() if place != self._place)
+
+    def _slot(self, weight: SharedWeight, tp: int) -> torch.Tensor:
+        """Return the slot of a weight, as the members of a layout see it."""
+        key = (weight.kind, weight.layer % SLOTS, weight.shape)
+        if key not in self._buffers:
+            # Written, so that its pages count as used before the rest is given to KV.
+            self._buffers[key] = torch.zeros(prod(weight.shape), dtype=weight.dtype)
+        shape = weight.part_shape(tp)
+        return self._buffers[key][: prod(shape)].view(shape)
+
+    def _allocate(self) -> None:
+        """Find or make memory for this engine's part: all layers are known, none is loaded."""
+        if self._place in self._kept:
+            return
+        found = self._ask(self._engine)
+        if found is None:
+            self._file, memory = self._memory.create(self.size)
+        else:
+            # The runner before this one filled it, and peers have kept it.
+            self._file, memory = found, self._memory.open(found, self.size)
+        self._kept[self._place] = memory
+        for weight in self._weights.values():
+            weight.keep_in(memory, filled=found is not None)
+
+    def complete(self, model: nn.Module, *, dummy: bool) -> None:
+        """Give this engine's part to its peers, and get theirs. The model's weights are loaded.
+
+        Args:
+            model: the DP model, arranged.
+            dummy: whether weights were made up instead of loaded.
+
+        Raises:
+            UnviewableWeights: an MLP cannot be shared, or was not loaded.
+            TimeoutError: a peer did not come.
+        """
+        self._check(model)
+        self._allocate()
+        for name, weight in self._weights.items():
+            if dummy:
+                weight.make_up(initialize_single_dummy_weight)
+            if weight.missing:
+                raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
+        self._memory.seal(self._file)
+        self._descriptors.hold(self._engine, self._file)
+        self._meet_peers()
+
+    def _check(self, model: nn.Module) -> None:
+        mlps = {name: m for name, m in model.named_modules() if name in self._numbers}
+        if not mlps:
+            raise UnviewableWeights(f"{type(model).__name__} has no gated MLPs to be shared")
+        for name, mlp in mlps.items():
+            layers = [getattr(mlp, kind, None) for kind in (GATE_UP, DOWN)]
+            if not isinstance(getattr(mlp, "act_fn", None), GroupedActivation) or None in layers:
+                raise UnviewableWeights(f"{name} ({type(mlp).__name__}) cannot be shared")
+            if any(layer is not None and layer.bias is not None for layer in layers):
+                raise UnviewableWeights(f"{name}: MLPs with biases cannot be shared")
+
+    def _meet_peers(self, clock: Clock = time.monotonic) -> None:
+        """Map what the peers keep; waits for those that are loading."""
+        deadline = clock() + PEER_SECONDS
+        first = self._engine - self._place
+        for place in set(range(self._degree.parts)) - {self._place}:
+            while (file := self._ask(first + place)) is None:
+                if clock() > deadline:
+                    raise TimeoutError(f"nobody has the weights that engine {first + place} keeps")
+                time.sleep(POLL_SECONDS)
+            self._kept[place] = self._memory.open(file, self.size)
+            self._descriptors.hold(first + place, file)
+
+    def _ask(self, engine: int) -> int | None:
+        """Return a descriptor of what an engine keeps, from any other engine that has one."""
+        first = self._engine - self._place
+        others = set(range(first, first + self._degree.parts)) - {self._engine}
+        asked = (
+            self._descriptors.ask(o, engine) for o in sorted(others, key=lambda o: o != engine)
+        )
+        return next((file for file in asked if file is not None), None)
+
+    # --- layouts ----------------------------------------------------------------------------------
+
+    def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
+        """Return of which layer a member's layer is a part, and which part.
+
+        Args:
+            full: a layer of the DP model.
+            shard: what part of it a member of a layout has, if the layer is not shared.
+        """
+        if full.name in self._numbers:
+            # What the rule needs of an MLP is how many groups of rows its activation reads.
+            kept = nn.Module()
+            groups = self._degree.groups // min(shard.of, self._degree.parts)
+            kept.act_fn = GroupedActivation(nn.Identity(), groups)
+        elif full.name in self._weights:
+            weight = self._weights[full.name]
+            streams = shard.of < self._degree.parts
+            kept = _linear(self._slot(weight, shard.of) if streams else weight.kept)
+        else:
+            return full, shard
+        layer = FullLayer(full.name, kept, lambda name: kept.get_parameter(name.rpartition(".")[2]))
+        return layer, self._within(shard.of)
+
+    def _within(self, tp: int) -> Shard:
+        """Return the part that this engine computes in a layout, of what it keeps or has streamed.
+
+        Raises:
+            UnviewableWeights: it is not among what the engine keeps.
+        """
+        parts = self._degree.parts
+        if tp <= parts:
+            return Shard(0, 1)
+        kept = nested_shard(self._place, parts) * (tp // parts)
+        wanted = nested_shard(self._engine % tp, tp)
+        if not 0 <= wanted - kept < tp // parts:
+            raise UnviewableWeights(f"engine {self._engine} does not keep its part of TP-{tp}")
+        return Shard(wanted - kept, tp // parts)
+
+    def stream_in(self, model: nn.Module, layout: Layout) -> None:
+        """Have a layout's model stream what its engine does not keep: in layouts with few members.
+
+        Args:
+            model: the layout's model, whose weights are there; it has run no step.
+            layout: the layout.
+        """
+        if layout.tp >= self._degree.parts:
+            return
+        copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
+        for source in sources(self._place, self._degree.parts, layout.tp):
+            for weight in self._weights.values():
+                slot = self._slot(weight, layout.tp)
+                target = weight.within(slot, source.part, self._degree.parts // layout.tp)
+                copies[weight.layer].append(Copy(target, weight.part_in(self._kept[source.place])))
+        self._slots.copies[layout.tp] = copies
+        for name, number in self._numbers.items():
+            mlp = model.get_submodule(name)
+            mlp.forward = _streamed(mlp.forward, layout.tp, number)
+
+
+def _streamed(
+    forward: Callable[[torch.Tensor], torch.Tensor], tp: int, layer: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def streamed(x: torch.Tensor) -> torch.Tensor:
+        return forward(use_weights(x, tp, layer))
+
+    return streamed
+
+
+def _linear(weight: torch.Tensor | None) -> nn.Module:
+    """Return what rules have to know of a linear layer of which a layout's layer is a part."""
+    assert weight is not None, "its weights are not there yet"
+    layer = nn.Module()
+    layer.register_parameter("weight", Parameter(weight, requires_grad=False))
+    layer.register_parameter("bias", None)
+    layer.input_size, layer.shoal_grouped = weight.shape[1], True
+    return layer

@@ -1,0 +1,100 @@
+"""One weight of an MLP that engines share: how it is divided, and how a part is loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""vLLM's names of the layers whose weights are shared."""
+
+
+class Degree(NamedTuple):
+    """Into how many parts a weight is divided, and how its first dimension is grouped."""
+
+    parts: int
+    """How many engines share the weights, each keeping one part."""
+    groups: int
+    """Groups of the rows of ``gate_up_proj`` (``fused``): a multiple of the parts."""
+
+
+@dataclass
+class SharedWeight:
+    """One weight of an MLP, of which this engine keeps a part.
+
+    Attributes:
+        layer: number of the MLP in the model.
+        kind: ``GATE_UP`` or ``DOWN``.
+        shape: of the whole weight, ``[outputs, inputs]``.
+        degree: how it is divided.
+        own: which part this engine keeps (``nested_order``).
+        begin: where the part begins in the engine's memory, in bytes.
+    """
+
+    layer: int
+    kind: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    degree: Degree
+    own: int
+    begin: int
+    kept: torch.Tensor | None = None
+    """This engine's part, once there is memory for it."""
+    missing: set[int] = field(default_factory=set)
+    """What of the part is still to be loaded: 0, of gate_up gate (0) and up (1)."""
+
+    def part_shape(self, parts: int) -> tuple[int, int]:
+        """Return the shape of one of so many parts: rows of gate and up, columns of down."""
+        rows, columns = self.shape
+        return (rows // parts, columns) if self.kind == GATE_UP else (rows, columns // parts)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the part that an engine keeps."""
+        rows, columns = self.part_shape(self.degree.parts)
+        return rows * columns * int(self.dtype.itemsize)
+
+    def part_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return an engine's part as a view of that engine's memory, uint8."""
+        there = memory[self.begin : self.begin + self.part_bytes]
+        return there.view(self.dtype).view(self.part_shape(self.degree.parts))
+
+    def within(self, whole: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+        """Return one of so many equal parts of a tensor that is divided as this weight is."""
+        dimension = 0 if self.kind == GATE_UP else 1
+        size = whole.shape[dimension] // parts
+        return whole.narrow(dimension, part * size, size)
+
+    def keep_in(self, memory: torch.Tensor, *, filled: bool) -> None:
+        """Keep this engine's part in its memory, uint8, which may hold it already."""
+        self.kept = self.part_in(memory)
+        self.missing = set() if filled else set(range(2 if self.kind == GATE_UP else 1))
+
+    def load(self, loaded: torch.Tensor, half: Any = None) -> None:
+        """Take this engine's part of a tensor of the checkpoint.
+
+        Args:
+            loaded: gate, up or down whole, as stored; or gate and up in one tensor.
+            half: 0 for gate and 1 for up; anything else: all of the weight.
+        """
+        assert self.kept is not None, "there is no memory for it yet"
+        if self.kind == DOWN:
+            self._take(0, self.kept, self.within(loaded, self.own, self.degree.parts))
+            return
+        halves = {half: loaded} if half in (0, 1) else dict(enumerate(loaded.chunk(2)))
+        pairs = self.kept.view(self.degree.groups // self.degree.parts, 2, -1, self.shape[1])
+        for number, rows in halves.items():
+            own = self.within(rows, self.own, self.degree.parts)
+            self._take(number, pairs[:, number], own.reshape(pairs[:, number].shape))
+
+    def make_up(self, fill: Callable[[torch.Tensor], None]) -> None:
+        """Fill what is missing with made-up values."""
+        if self.missing and self.kept is not None:
+            fill(self.kept)
+            self.missing = set()
+
+    def _take(self, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        if number in self.missing:  # else it is there, perhaps in memory that cannot be written
+            target.copy_(source)
+            self.missing.discard(number)

@@ -1,0 +1,131 @@
+"""Weights that are copied from peers while the layer before is computed (SiDP's WaS, 4.2).
+
+Two static slots hold the MLPs of two layers that follow each other. When a layer's MLP begins, its
+slot has been filled, and the copies for the next layer begin. They go on during this MLP and the
+next layer's attention. So a step takes the longer of computing and copying.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+_OPERATOR = "shoal::use_weights"
+SLOTS = 2
+
+
+class Copy(NamedTuple):
+    """One copy: from a peer's memory, or this engine's own, to a part of a slot."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+class Copier(Protocol):
+    """Copies beside what is computed."""
+
+    def start(self, copies: Sequence[Copy]) -> Any:
+        """Begin copies once all is computed that was begun before; return what to wait for."""
+
+    def wait(self, started: Any) -> None:
+        """Let what is computed from now on see these copies."""
+
+
+class HostCopier:
+    """A thread of its own. On CPUs, an operator has computed when it returns."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "weights")
+
+    def start(self, copies: Sequence[Copy]) -> "Future[None]":
+        """See ``Copier.start``."""
+        return self._thread.submit(copy_all, copies)
+
+    def wait(self, started: "Future[None]") -> None:
+        """See ``Copier.wait``."""
+        started.result()
+
+
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Copy, one after the other."""
+    with torch.inference_mode():
+        for target, source in copies:
+            target.copy_(source)
+
+
+class Filled(NamedTuple):
+    """What a slot holds, or is being filled with."""
+
+    tp: int
+    """Members of the layout whose parts these are."""
+    layer: int
+    started: Any
+    """What ``Copier.start`` returned."""
+
+
+class WeightSlots:
+    """The two slots of an engine, for all layouts that stream: one layout runs at a time.
+
+    Args:
+        copier: fills the slots.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self.copies: dict[int, Mapping[int, Sequence[Copy]]] = {}
+        """How a layer gets into its slot, by the members of the layout and the layer's number."""
+        self._filled: list[Filled | None] = [None] * SLOTS
+
+    def use(self, tp: int, layer: int) -> None:
+        """Have a layer's weights in its slot, and begin to fill the other slot with the next one's.
+
+        The layer that used the other slot has been computed by then. After the last layer comes the
+        first one of the next step. If it needs the same slot, it waits for that step.
+        """
+        filled = self._fill(tp, layer)
+        self.copier.wait(filled.started)
+        following = (layer + 1) % len(self.copies[tp])
+        if following % SLOTS != layer % SLOTS:
+            self._fill(tp, following)
+
+    def _fill(self, tp: int, layer: int) -> Filled:
+        filled = self._filled[layer % SLOTS]
+        if filled is None or filled[:2] != (tp, layer):
+            # Copies are done in order: what is still on its way to this slot comes first.
+            filled = Filled(tp, layer, self.copier.start(self.copies[tp][layer]))
+            self._filled[layer % SLOTS] = filled
+        return filled
+
+
+_slots: list[WeightSlots] = []
+"""Those of this process. A compiled graph, which may come from a cache, cannot name an object."""
+
+
+def stream_by(slots: WeightSlots) -> None:
+    """Let ``use_weights`` use these slots."""
+    _slots[:] = [slots]
+
+
+def use_weights(x: torch.Tensor, tp: int, layer: int) -> torch.Tensor:
+    """Return the input of a layer's MLP, once the layer's weights are in their slot.
+
+    Compilers see an operator that changes ``x``, so they do not move it behind the MLP.
+    """
+    torch.ops.shoal.use_weights(x, tp, layer)
+    return x
+
+
+torch.library.define(
+    _OPERATOR, "(Tensor(a!) x, int tp, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+
+
+@torch.library.impl(_OPERATOR, "default")  # type: ignore[untyped-decorator]
+def _use(_x: torch.Tensor, tp: int, layer: int) -> None:
+    _slots[0].use(tp, layer)
+
+
+@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
+def _fake(_x: torch.Tensor, _tp: int, _layer: int) -> None:
+    return None

@@ -1,0 +1,61 @@
+"""LoRA adapters: the command line names them, and they stay the same while the node serves."""
+
+from argparse import Namespace
+from typing import Any
+
+from shoal.runtime.config import Adapter
+from shoal.server.errors import UserError
+
+
+def adapters_of(args: Namespace) -> tuple[Adapter, ...]:
+    """Return the adapters that ``--lora-modules`` names, in its order."""
+    return tuple(Adapter(module.name, module.path) for module in args.lora_modules or ())
+
+
+def check_adapters(args: Namespace) -> None:
+    """Refuse adapters that requests could not name.
+
+    Raises:
+        UserError: adapters are not enabled, or two models would have one name.
+    """
+    names = [adapter.name for adapter in adapters_of(args)]
+    if names and not args.enable_lora:
+        raise UserError("--lora-modules needs --enable-lora")
+    taken = set(args.served_model_name or [args.model])
+    for name in names:
+        if name in taken:
+            raise UserError(f"--lora-modules: two models would have the name {name}")
+        taken.add(name)
+
+
+def check_adapters_and_layouts(args: Namespace) -> None:
+    """Refuse what has no adapters: SP, for they are by a step's own order, stages, shared weights.
+
+    Raises:
+        UserError: one of these is asked for beside adapters.
+    """
+    for flag, value in (
+        ("--max-sp", args.max_sp),
+        ("--max-pp", args.max_pp),
+        ("--share-weights", args.share_weights),
+    ):
+        if args.enable_lora and value > 1:
+            raise UserError(f"{flag} {value}: with --enable-lora it is 1")
+
+
+def make_room(engine_args: Any, adapters: int, *, on_cpu: bool) -> None:
+    """Let engines keep all adapters that the command line names.
+
+    Args:
+        engine_args: vLLM's arguments, changed in place.
+        adapters: how many adapters there are.
+        on_cpu: whether real engines run on CPUs. vLLM's operators for CPUs take "no adapter" (-1)
+            for the last slot, so one slot more than there are adapters has to stay empty.
+    """
+    if not engine_args.enable_lora:
+        return
+    if on_cpu:
+        engine_args.max_loras = max(engine_args.max_loras, adapters + 1)
+    needed = max(engine_args.max_loras, adapters)
+    if needed > (engine_args.max_cpu_loras or engine_args.max_loras):
+        engine_args.max_cpu_loras = needed

@@ -1,0 +1,44 @@
+"""Which simulated node stands for which system, and how its error is counted."""
+
+import pytest
+
+from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_TP
+from shoal.loadgen.bench.traffic_simulated import COMPARED, Simulated, errors, simulate_way
+from shoal.loadgen.workload import Arrival, Workload
+from shoal.runtime.simulation.shape_files import read_hardware, read_shape
+from shoal.runtime.simulation.simulated_node import Node
+
+NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max_group=2, max_sp=2)
+
+
+@pytest.mark.parametrize(
+    ("system", "way", "policy", "max_sp"),
+    [
+        (STOCK_DP, "dp", "static-dp", 1),
+        (STOCK_TP, "tp2", "static-tp", 1),
+        (SHOAL, "dp", "static-dp", 2),
+        (SHOAL, "tp2", "shift", 2),
+        (SHOAL, "flying", "flying", 2),
+    ],
+)
+def test_a_system_has_its_stand_in(system: str, way: str, policy: str, max_sp: int) -> None:
+    found = Simulated(NODE).of(system, way)
+    assert found is not None
+    assert (found[1], found[0].max_sp) == (policy, max_sp)
+    assert found[0].place_by_prefix is (system == SHOAL)
+
+
+def test_other_systems_have_none() -> None:
+    assert Simulated(NODE).of("another", "dp") is None
+
+
+def test_a_workload_is_simulated() -> None:
+    workload = Workload("w", tuple(Arrival(n / 2, 1000, 20) for n in range(6)))
+    found = simulate_way(NODE, "static-dp", workload)
+    assert set(found) == set(COMPARED)
+    assert found["mean_ttft_ms"] < found["mean_e2el_ms"]
+
+
+def test_an_error_is_of_the_measured_figure() -> None:
+    off = errors({"mean_ttft_ms": 50.0, "mean_e2el_ms": None}, {"mean_ttft_ms": 40.0})
+    assert off == {"mean_ttft_ms": pytest.approx(-0.2)}

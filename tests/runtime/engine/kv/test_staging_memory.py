@@ -1,0 +1,91 @@
+"""Memory of the host that a GPU is told to reach, and to forget: with a simulated CUDA library."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.device_communicators import cuda_wrapper
+
+from shoal.runtime.engine.groups.peer_memory import NotSharedError
+from shoal.runtime.engine.kv.kv_memory import HeldBuffer
+from shoal.runtime.engine.kv.staging_memory import (
+    SLOTS,
+    TABLE_BYTES,
+    DevicePins,
+    Region,
+    region_bytes,
+)
+
+
+class Library:
+    """Stands in for CUDA's runtime library."""
+
+    def __init__(self) -> None:
+        self.calls = list[str]()
+        self.error = 0
+        self.moved = 0
+        """How far the GPU's address is from the host's."""
+
+    def register(self, address: Any, size: Any, flags: Any) -> int:
+        assert (size.value, flags.value) == (region_bytes(4096), 3)
+        self.calls.append("register")
+        return self.error
+
+    def on_device(self, found: Any, address: Any, flags: Any) -> int:
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_void_p))[0] = address.value + self.moved
+        return 0
+
+    def unregister(self, address: Any) -> int:
+        self.calls.append("unregister")
+        return 0
+
+    def forget(self) -> int:
+        self.calls.append("forget the error")
+        return 0
+
+    @property
+    def lib(self) -> Any:
+        return SimpleNamespace(
+            cudaHostRegister=self.register,
+            cudaHostGetDevicePointer=self.on_device,
+            cudaHostUnregister=self.unregister,
+            cudaGetLastError=self.forget,
+        )
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library()
+    monkeypatch.setattr(cuda_wrapper, "CudaRTLibrary", lambda: library)
+    return library
+
+
+def region() -> Region:
+    buffer = HeldBuffer(torch.zeros(region_bytes(4096), dtype=torch.int8))
+    return Region(buffer, 4096, DevicePins(torch.device("cuda", 0)))
+
+
+def test_a_region_is_registered_and_unregistered_once(library: Library) -> None:
+    found = region()
+    assert [slot.memory.bytes.numel() for slot in found.slots] == [4096] * SLOTS
+    assert [slot.table.nbytes for slot in found.slots] == [TABLE_BYTES] * SLOTS
+    assert library.calls == ["register"]
+    found.close()
+    found.close()
+    assert library.calls == ["register", "unregister"]
+
+
+def test_memory_that_cannot_be_registered_is_not_shared(library: Library) -> None:
+    library.error = 2
+    with pytest.raises(NotSharedError, match=r"cannot be pinned \(CUDA error 2\)"):
+        region()
+    assert library.calls == ["register", "forget the error"]
+
+
+def test_memory_with_another_address_on_the_gpu_is_not_used(library: Library) -> None:
+    library.moved = 4096
+    with pytest.raises(NotSharedError, match="another address"):
+        region()
+    assert library.calls == ["register", "unregister"]

@@ -1,0 +1,58 @@
+"""Descriptors go from runner to runner, and back to one that was started again."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Descriptors]:
+    with closing(Descriptors(tmp_path, 0)) as own:
+        yield own
+
+
+def file_with(data: bytes) -> int:
+    file = os.memfd_create("test")
+    os.write(file, data)
+    return file
+
+
+def test_a_descriptor_is_of_the_same_file(own: Descriptors, tmp_path: Path) -> None:
+    own.hold(0, file_with(b"weights"))
+    with closing(Descriptors(tmp_path, 1)) as peer:
+        file = peer.ask(0, 0)
+        assert file is not None
+        assert os.pread(file, 100, 0) == b"weights"
+        os.close(file)
+
+
+def test_who_holds_nothing_says_so(own: Descriptors) -> None:
+    assert own.ask(0, 1) is None
+
+
+def test_who_has_not_started_or_has_ended_is_not_waited_for(
+    own: Descriptors, tmp_path: Path
+) -> None:
+    assert own.ask(1, 1) is None
+    ended = Descriptors(tmp_path, 1)
+    ended.close()
+    assert own.ask(1, 1) is None
+
+
+def test_a_runner_gets_its_memory_back_from_a_peer(own: Descriptors, tmp_path: Path) -> None:
+    former = Descriptors(tmp_path, 1)
+    former.hold(1, file_with(b"kept"))
+    file = own.ask(1, 1)
+    assert file is not None
+    own.hold(1, file)
+    former.close()
+    with closing(Descriptors(tmp_path, 1)) as again:
+        found = again.ask(0, 1)
+        assert found is not None
+        assert os.pread(found, 100, 0) == b"kept"
+        os.close(found)

@@ -1,0 +1,225 @@
+"""MLPs of which engines keep a part each, held against the whole model."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
+from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
+from shoal.runtime.engine.weights.sharing.shared_weight import Degree
+from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
+from tests.runtime.engine.one_rank import tensor_parallel
+
+HIDDEN, INNER, LAYERS, ENGINES = 16, 32, 3, 4
+X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def config() -> Iterator[None]:
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+class Mlp(nn.Module):
+    """As in vLLM's Llama."""
+
+    def __init__(self, quant: SharedWeights, name: str, act: nn.Module, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            HIDDEN, [INNER] * 2, bias=bias, quant_config=quant, prefix=f"{name}.gate_up_proj"
+        )
+        self.act_fn = act
+        self.down_proj = RowParallelLinear(
+            *(INNER, HIDDEN),
+            bias=False,
+            quant_config=quant,
+            prefix=f"{name}.down_proj",
+            reduce_results=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(self.act_fn(x))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(
+        self, quant: SharedWeights, act: type[nn.Module] = SiluAndMul, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(
+            Mlp(quant, f"mlps.{layer}", act(), bias=bias) for layer in range(LAYERS)
+        )
+
+
+def load(model: Model) -> None:
+    draw = torch.Generator().manual_seed(5)
+    for mlp in model.mlps:
+        for half in range(2):
+            rows = torch.randn(INNER, HIDDEN, generator=draw)
+            mlp.gate_up_proj.weight.weight_loader(mlp.gate_up_proj.weight, rows, half)
+        down = torch.randn(HIDDEN, INNER, generator=draw)
+        mlp.down_proj.weight.weight_loader(mlp.down_proj.weight, down)
+
+
+def outputs(model: Model) -> list[torch.Tensor]:
+    """Return what each MLP makes of the same input, in the order of a step, twice."""
+    return [mlp(X.clone()) for _ in range(2) for mlp in model.mlps]
+
+
+class SharingEngine:
+    """One engine: its DP model, of which it keeps a part."""
+
+    def __init__(self, directory: Path, number: int, share: int, groups: int = ENGINES) -> None:
+        self.number = number
+        self.slots = WeightSlots(HostCopier())
+        self.mlps = SharedMlps(
+            number, Degree(share, groups), directory, HostShards("test"), self.slots
+        )
+        quant = SharedWeights(views=False)
+        quant.shared = self.mlps.method
+        with tensor_parallel(0, 1):
+            self.dp = Model(quant)
+            load(self.dp)
+        self.store = SharedStore(self.dp, self.mlps)
+        arrange_weights(self.store, groups)
+
+    def complete(self) -> None:
+        self.mlps.complete(self.dp, dummy=False)
+        self.mlps.stream_in(self.dp, Layout())
+
+    def member(self, tp: int) -> Model:
+        """Return the engine's model in a TP layout."""
+        rank, layout = self.number % tp, Layout(tp=tp)
+        with tensor_parallel(rank, tp):
+            model = Model(SharedWeights(views=True))
+            view_weights(model, self.store, layout, rank)
+        self.mlps.stream_in(model, layout)
+        return model
+
+    def outputs(self, tp: int) -> list[torch.Tensor]:
+        stream_by(self.slots)
+        return outputs(self.dp if tp == 1 else self.member(tp))
+
+
+def node(directory: Path, share: int) -> list[SharingEngine]:
+    engines = [SharingEngine(directory, number, share) for number in range(ENGINES)]
+    with ThreadPoolExecutor(ENGINES) as threads:
+        list(threads.map(SharingEngine.complete, engines))
+    return engines
+
+
+@pytest.fixture
+def stock() -> list[torch.Tensor]:
+    """Return what the whole model computes, with its rows grouped as at any share."""
+    with tensor_parallel(0, 1):
+        model = Model(SharedWeights(views=False))
+        load(model)
+    arrange_weights(ResidentWeights(model), ENGINES)
+    return outputs(model)
+
+
+@pytest.mark.parametrize("share", [2, 4])
+def test_all_layouts_compute_what_the_whole_model_does(
+    tmp_path: Path, stock: list[torch.Tensor], share: int
+) -> None:
+    engines = node(tmp_path, share)
+    for engine in engines:
+        assert all(map(torch.equal, engine.outputs(1), stock)), "DP's GEMMs are the same"
+    for tp in (2, 4):
+        for first in range(0, ENGINES, tp):
+            members = [engine.outputs(tp) for engine in engines[first : first + tp]]
+            sums = [torch.stack(parts).sum(0) for parts in zip(*members, strict=True)]
+            assert all(map(is_close, sums, stock))
+    for engine in engines:
+        assert all(map(torch.equal, engine.outputs(1), stock)), "after other layouts"
+
+
+def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("share", [2, 4])
+def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> None:
+    engine = node(tmp_path, share)[1]
+    layer = 3 * HIDDEN * INNER * 4
+    assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer
+    assert engine.mlps.borrowed_bytes == LAYERS * layer * (share - 1) // share
+    memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
+    storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
+    assert storages == {memory}, "a wider layout has nothing of its own"
+
+
+def test_a_part_comes_back_from_peers_without_being_loaded(
+    tmp_path: Path, stock: list[torch.Tensor]
+) -> None:
+    engines = node(tmp_path, 2)
+    again = SharingEngine(tmp_path, 1, 2)
+    again.complete()
+    files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
+    assert files[0] == files[1]
+    assert all(map(torch.equal, again.outputs(1), stock))
+
+
+def test_slots_that_are_not_filled_change_what_is_computed(
+    tmp_path: Path, stock: list[torch.Tensor]
+) -> None:
+    engine = node(tmp_path, 2)[0]
+    for copies in engine.slots.copies.values():
+        copies[1].clear()
+    assert [torch.equal(*pair) for pair in zip(engine.outputs(1), stock, strict=True)] == [
+        *(True, False, True),
+        *(True, False, True),
+    ]
+
+
+def refusal(directory: Path, model: type[nn.Module] = SiluAndMul, *, bias: bool = False) -> str:
+    mlps = SharedMlps(0, Degree(2, 2), directory, HostShards("test"), WeightSlots(HostCopier()))
+    quant = SharedWeights(views=False)
+    quant.shared = mlps.method
+    with tensor_parallel(0, 1):
+        made = Model(quant, model, bias=bias)
+        load(made)
+    arrange_weights(ResidentWeights(made), 2)
+    with pytest.raises(UnviewableWeights) as caught:
+        mlps.complete(made, dummy=False)
+    return str(caught.value)
+
+
+def test_mlps_that_cannot_be_shared_are_refused_by_name(tmp_path: Path) -> None:
+    assert refusal(tmp_path, bias=True) == "mlps.0: MLPs with biases cannot be shared"
+    assert refusal(tmp_path, GeluAndMul) == "mlps.0 (Mlp) cannot be shared"
+
+
+def test_a_model_without_gated_mlps_is_refused(tmp_path: Path) -> None:
+    mlps = SharedMlps(0, Degree(2, 2), tmp_path, HostShards("test"), WeightSlots(HostCopier()))
+    with pytest.raises(UnviewableWeights, match="Linear has no gated MLPs"):
+        mlps.complete(nn.Linear(2, 2), dummy=False)
+
+
+def test_what_was_not_loaded_is_noticed(tmp_path: Path) -> None:
+    engine = SharingEngine(tmp_path, 0, 2)
+    weight = engine.mlps._weights["mlps.1.gate_up_proj"]
+    weight.missing = {1}
+    with pytest.raises(UnviewableWeights, match=r"mlps.1.gate_up_proj: .* not all of it"):
+        engine.mlps.complete(engine.dp, dummy=False)
+
+
+def test_parts_that_are_not_equal_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnviewableWeights, match="32 inner units do not make 64 equal parts"):
+        SharingEngine(tmp_path, 0, 2, groups=64)

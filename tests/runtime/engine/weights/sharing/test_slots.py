@@ -1,0 +1,91 @@
+"""Which copies begin when, and what waits for them."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from shoal.runtime.engine.weights.sharing.slots import Copy, HostCopier, WeightSlots
+
+
+class Recorder:
+    """Copies nothing, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def start(self, copies: Sequence[Copy]) -> str:
+        name = str(copies[0].source.item())
+        self.seen.append(f"start {name}")
+        return name
+
+    def wait(self, started: str) -> None:
+        self.seen.append(f"wait {started}")
+
+    def take(self) -> list[str]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def slots(recorder: Recorder, layers: int) -> WeightSlots:
+    """Return slots for layers 10, 11 and so on of DP, and 20, 21 and so on of TP2."""
+    made = WeightSlots(recorder)
+    for tp in (1, 2):
+        made.copies[tp] = {
+            layer: [Copy(torch.zeros(1), torch.tensor(10 * tp + layer))] for layer in range(layers)
+        }
+    return made
+
+
+def test_the_next_layer_is_copied_while_one_is_computed_also_the_next_steps_first() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 4)
+    made.use(1, 0)
+    assert recorder.take() == ["start 10", "wait 10", "start 11"]
+    made.use(1, 1)
+    assert recorder.take() == ["wait 11", "start 12"]
+    made.use(1, 2)
+    made.use(1, 3)
+    assert recorder.take() == ["wait 12", "start 13", "wait 13", "start 10"]
+    made.use(1, 0)
+    assert recorder.take() == ["wait 10", "start 11"]
+
+
+def test_the_last_layer_keeps_its_slot_until_it_is_computed() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 3)
+    for layer in range(3):
+        made.use(1, layer)
+    assert recorder.take()[-2:] == ["start 12", "wait 12"], "layer 0 has the same slot"
+    made.use(1, 0)
+    assert recorder.take() == ["start 10", "wait 10"], "layer 1 is still in the other slot"
+
+
+def test_another_layout_fills_the_slots_anew() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 2)
+    made.use(1, 0)
+    recorder.take()
+    made.use(2, 0)
+    assert recorder.take() == ["start 20", "wait 20", "start 21"]
+    made.use(1, 0)
+    assert recorder.take() == ["start 10", "wait 10", "start 11"]
+
+
+def test_slots_that_hold_all_layers_are_filled_once() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 2)
+    for layer in (0, 1, 0, 1):
+        made.use(1, layer)
+    assert [seen for seen in recorder.take() if "start" in seen] == ["start 10", "start 11"]
+
+
+def test_the_thread_copies_in_order_and_tells_of_errors() -> None:
+    copier, target = HostCopier(), torch.zeros(2)
+    first = copier.start([Copy(target, torch.ones(2)), Copy(target[1:], torch.tensor([5.0]))])
+    second = copier.start([Copy(target[:1], torch.tensor([7.0]))])
+    copier.wait(second)
+    copier.wait(first)
+    assert target.tolist() == [7.0, 5.0]
+    with pytest.raises(RuntimeError, match="must match"):
+        copier.wait(copier.start([Copy(target, torch.ones(3))]))

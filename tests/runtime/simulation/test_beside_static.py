@@ -1,0 +1,41 @@
+"""The policy ``adaptive`` beside fixed layouts, in virtual time."""
+
+import random
+from statistics import mean
+
+import pytest
+
+from shoal.loadgen.shapes import Lengths, poisson
+from shoal.runtime.simulation.shape_files import read_hardware, read_shape
+from shoal.runtime.simulation.simulated_node import Node, simulate
+
+NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max_group=2, max_sp=2)
+STATIC = ("static-dp", "static-tp", "shift")
+
+
+def request_seconds(policy: str, rate: float, prompt: int, output: int, seconds: float) -> float:
+    """Return the mean time of a request."""
+    lengths = Lengths((prompt // 4, 2 * prompt), (output // 4, 2 * output))
+    arrivals = []
+    for arrival in poisson(random.Random(0), lengths, rate=rate):
+        if arrival.at > seconds:
+            break
+        arrivals.append(arrival)
+    run = simulate(NODE, policy, arrivals)
+    assert not run.policy_errors
+    return mean(life.ended - life.arrived for life in run.lives if life.ended is not None)
+
+
+def excess(policy: str, *load: float) -> float:
+    """Return by which share requests take longer than with the best fixed layout."""
+    best = min(request_seconds(static, *load) for static in STATIC)
+    return request_seconds(policy, *load) / best - 1
+
+
+@pytest.mark.parametrize("load", [(2, 2000, 60, 20), (9, 3000, 30, 15)])
+def test_it_is_hardly_worse_than_the_best_of_them(load: tuple[float, ...]) -> None:
+    assert excess("adaptive", *load) < 0.03
+
+
+def test_the_wrong_layout_would_be_noticed() -> None:
+    assert max(excess(static, 9, 3000, 30, 15) for static in STATIC) > 0.1

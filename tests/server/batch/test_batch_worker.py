@@ -1,0 +1,250 @@
+"""The worker on a store, without a server: all states, and every line answered exactly once."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.runtime.clock import ManualClock
+from shoal.server.batch import batch_run
+from shoal.server.batch.answer_log import AnswerLog, Result
+from shoal.server.batch.batch_objects import Batch, Status, Usage
+from shoal.server.batch.batch_store import BatchStore
+from shoal.server.batch.input_lines import InputLine
+from shoal.server.batch.line_sender import Answer, NoAnswerError
+from tests.server.batch.batches import (
+    NOW,
+    answer,
+    batch_of,
+    ended,
+    jsonl,
+    line,
+    named,
+    results,
+    store_in,
+    until,
+    working,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    return store_in(tmp_path)
+
+
+class Server:
+    """Answers lines when it is told to."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.asked: list[str] = []
+        self.running = 0
+        self.aborted = 0
+
+    async def __call__(self, owner: str, sent: InputLine) -> Answer:
+        self.asked.append(sent.custom_id)
+        self.running += 1
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        return await answer(owner, sent)
+
+    async def until(self, holds: Callable[["Server"], bool]) -> None:
+        while not holds(self):
+            await asyncio.sleep(0.001)
+
+
+def cancel(batch: Batch) -> Batch:
+    return msgspec.structs.replace(batch, status=Status.CANCELLING, cancelling_at=NOW)
+
+
+async def test_a_batch_is_completed(store: BatchStore) -> None:
+    batch = batch_of(store, jsonl(named(100)))
+    async with working(store):
+        done = await ended(store, batch)
+    assert (done.status, done.total, done.completed, done.failed) == ("completed", 100, 100, 0)
+    assert done.usage == Usage(300, 0, 200, 0)
+    assert done.error_file_id is None
+    assert results(store, done) == dict.fromkeys((one["custom_id"] for one in named(100)), 1)
+    assert done.in_progress_at == done.finalizing_at == done.completed_at == NOW
+    file = store.file("", done.output_file_id or "", NOW)
+    assert file is not None
+    assert file.bytes == store.path(file.id).stat().st_size
+    assert {path.name for path in store.path("x").parent.iterdir()} == {
+        done.input_file_id,
+        done.output_file_id,
+    }
+
+
+async def test_lines_without_an_answer_are_in_the_error_file(store: BatchStore) -> None:
+    async def send(owner: str, sent: InputLine) -> Answer:
+        if sent.custom_id == "line 2":
+            return Answer(400, b'{"error": {"message": "no"}}')
+        return await answer(owner, sent)
+
+    batch = batch_of(store, jsonl(named(3)))
+    async with working(store, send):
+        done = await ended(store, batch)
+    assert (done.status, done.completed, done.failed) == ("completed", 2, 1)
+    (error,) = store.path(done.error_file_id or "").read_text().splitlines()
+    found = json.loads(error)
+    assert (found["custom_id"], found["error"]) == ("line 2", None)
+    assert found["response"]["status_code"] == 400
+    assert found["response"]["body"] == {"error": {"message": "no"}}
+
+
+async def test_a_wrong_file_fails_and_nothing_is_sent(store: BatchStore) -> None:
+    server = Server()
+    batch = batch_of(store, jsonl([line("a"), line("a"), line("b", url="/v1/x")]))
+    async with working(store, server):
+        done = await ended(store, batch)
+    assert done.status is Status.FAILED
+    assert [error.line for error in done.errors] == [2, 3]
+    assert server.asked == []
+
+
+async def test_a_cancelled_batch_aborts_its_lines_and_keeps_its_answers(store: BatchStore) -> None:
+    server = Server()
+
+    async def send(owner: str, sent: InputLine) -> Answer:
+        known = sent.custom_id in ("line 1", "line 2")
+        return await (answer if known else server)(owner, sent)
+
+    batch = batch_of(store, jsonl(named(5000)))
+    async with working(store, send):
+        await server.until(lambda server: server.running > 10)
+        await until(store, batch, lambda batch: batch.completed == 2)
+        store.change(batch.id, cancel)
+        done = await ended(store, batch)
+        assert server.running == 0
+        assert server.aborted == len(server.asked)
+    assert (done.status, done.completed, done.failed) == ("cancelled", 2, 4998)
+    assert set(results(store, done).values()) == {1}
+    assert len(results(store, done)) == 5000
+    first = store.path(done.error_file_id or "").read_text().splitlines()[0]
+    assert json.loads(first)["response"] is None
+    assert json.loads(first)["error"]["code"] == "batch_cancelled"
+
+
+async def test_a_late_batch_expires(store: BatchStore) -> None:
+    server, clock = Server(), ManualClock(NOW)
+    batch = batch_of(store, jsonl(named(50)))
+    async with working(store, server, clock):
+        await server.until(lambda server: server.running > 0)
+        clock.advance(86401)
+        done = await ended(store, batch)
+    assert (done.status, done.expired_at) == ("expired", NOW + 86401)
+    lines = store.path(done.error_file_id or "").read_text().splitlines()
+    assert [json.loads(text)["error"]["code"] for text in lines] == ["batch_expired"] * 50
+
+
+async def test_a_batch_that_waits_is_cancelled_at_once(store: BatchStore) -> None:
+    server = Server()
+    batches = [batch_of(store, jsonl(named(5000))) for _ in range(4)]
+    async with working(store, server):
+        await until(store, batches[1], lambda batch: batch.status is Status.IN_PROGRESS)
+        assert store.unfinished()[3].status is Status.VALIDATING
+        store.change(batches[3].id, cancel)
+        done = await ended(store, batches[3])
+    assert (done.status, done.total) == ("cancelled", 0)
+
+
+@pytest.mark.parametrize("trouble", [503, 429, None])
+async def test_a_line_that_the_node_cannot_take_is_sent_again(
+    store: BatchStore, trouble: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.server.batch.line_sender.BACKOFF_SECONDS", 0.01)
+    asked: list[str] = []
+
+    async def send(owner: str, sent: InputLine) -> Answer:
+        asked.append(sent.custom_id)
+        if asked.count(sent.custom_id) < 3:
+            if trouble is None:
+                raise NoAnswerError("gone")
+            return Answer(trouble, b"{}")
+        return await answer(owner, sent)
+
+    batch = batch_of(store, jsonl(named(5)))
+    async with working(store, send):
+        done = await ended(store, batch)
+    assert (done.status, done.completed, len(asked)) == ("completed", 5, 15)
+
+
+async def test_owners_take_turns(store: BatchStore) -> None:
+    server = Server()
+    owners: list[str] = []
+
+    async def send(owner: str, sent: InputLine) -> Answer:
+        owners.append(owner)
+        return await server(owner, sent)
+
+    batches = [batch_of(store, jsonl(named(200)), owner) for owner in ("a", "a", "b")]
+    async with working(store, send):
+        await until(store, batches[2], lambda batch: batch.status is Status.IN_PROGRESS)
+        await server.until(lambda server: server.running >= 16 and "b" in owners)
+        server.open.set()
+        for batch in batches:
+            await ended(store, batch)
+    first = owners.index("b")
+    assert sorted(owners[first : first + 10]) == ["a"] * 5 + ["b"] * 5
+
+
+async def test_a_full_disk_is_waited_for(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batch_run, "DISK_SECONDS", 0.01)
+    append, failures = AnswerLog.append, [OSError(28, "No space left on device")] * 3
+
+    def fail_at_first(log: AnswerLog, found: list[Result]) -> None:
+        if failures:
+            raise failures.pop()
+        append(log, found)
+
+    monkeypatch.setattr(AnswerLog, "append", fail_at_first)
+    batch = batch_of(store, jsonl(named(4)))
+    async with working(store):
+        done = await ended(store, batch)
+    assert (done.status, done.completed) == ("completed", 4)
+    assert "No space left" in caplog.text
+    assert not failures
+
+
+async def test_another_worker_goes_on_where_one_has_stopped(store: BatchStore) -> None:
+    asked: list[str] = []
+
+    async def send(owner: str, sent: InputLine) -> Answer:
+        asked.append(sent.custom_id)
+        return await answer(owner, sent)
+
+    batch = batch_of(store, jsonl(named(2000)))
+    for _ in range(5):
+        before = len(asked)
+        async with working(store, send):
+            while len(asked) < before + 100:
+                await asyncio.sleep(0)
+    async with working(store, send):
+        done = await ended(store, batch)
+    assert (done.status, done.completed) == ("completed", 2000)
+    assert set(results(store, done).values()) == {1}
+    assert len(asked) < 2500
+
+
+async def test_what_has_expired_is_swept(store: BatchStore) -> None:
+    batch = batch_of(store, jsonl(named(1)))
+    async with working(store, keep_seconds=100.0):
+        done = await ended(store, batch)
+    clock = ManualClock(NOW + 99)
+    async with working(store, clock=clock, keep_seconds=100.0):
+        fresh = batch_of(store, jsonl(named(1)), "other", expires_at=NOW + 86400)
+        await ended(store, fresh)
+    assert store.file("", done.output_file_id or "", NOW + 99) is not None
+    assert store.sweep(NOW + 102, 100.0) == 2
+    assert store.batch("", batch.id) is None
+    assert not store.path(done.output_file_id or "").exists()

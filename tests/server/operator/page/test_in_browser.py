@@ -1,0 +1,331 @@
+"""The live page in a real Chromium, with a server of fake engines that all tests here share."""
+
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
+
+from shoal.runtime.clock import ManualClock
+from shoal.server.frontend.app import Backstage, build_admin_app
+from shoal.server.gate.access import Access
+from shoal.server.operator.admin_server import serving
+from shoal.server.operator.page.page_feed import HISTORY_SECONDS, Feed
+from tests.browser import FOREIGN_NAME, Look, Page, chromium, needs_chromium, page
+from tests.runtime.loopback_node import LoopbackNode
+from tests.server.node import ServedNode, key_file, served_node
+from tests.server.operator.page.parts import ABOUT, Control
+
+pytestmark = needs_chromium
+
+READY = "document.querySelector('#health').dataset.state === 'good'"
+POLICY = "default-src 'self'"
+ALONE, TOGETHER = [[0], [1]], [[0, 1]]
+TOKENS = 1500
+"""Of a prompt that outlasts what a test does meanwhile: at 30 ms a step they take 45 s or more."""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
+    folder = tmp_path_factory.mktemp("node")
+    with served_node(folder, "--engines", "2", "--fake-step-ms", "30") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as devtools:
+        yield devtools
+
+
+@pytest.fixture
+def admin(node: ServedNode) -> Iterator[httpx.Client]:
+    """A client of the admin API, which has made every engine a unit of its own."""
+    with httpx.Client(base_url=node.admin_url, timeout=300) as client:
+        client.post("/admin/policy", json={"policy": "manual"}).raise_for_status()
+        client.post("/admin/layout", json={"units": ALONE}).raise_for_status()
+        yield client
+
+
+@pytest.fixture
+async def tab(browser: str, node: ServedNode, admin: httpx.Client) -> AsyncIterator[Page]:
+    """The live page, which shows a ready node; nothing may be wrong with it at the end."""
+    async with page(browser) as opened:
+        await opened.go(f"{node.admin_url}/")
+        await opened.until(READY)
+        yield opened
+        assert opened.complaints == []
+
+
+def units_of(admin: httpx.Client) -> list[list[int]]:
+    return [unit["engines"] for unit in admin.get("/admin/layout").json()["units"]]
+
+
+def button(units: list[list[int]]) -> str:
+    return f"button[data-units='{json.dumps(units, separators=(',', ':'))}']"
+
+
+def text_of(selector: str) -> str:
+    return f"document.querySelector({json.dumps(selector)}).textContent"
+
+
+# --- what operators do ---
+
+
+async def test_a_click_switches_the_layout_and_the_timeline_shows_it(
+    tab: Page, admin: httpx.Client
+) -> None:
+    await tab.until("document.querySelectorAll('.band.dp').length >= 2")
+    before = await tab.value("document.querySelectorAll('#switches [data-epoch]').length")
+    await tab.click(button(TOGETHER))
+    await tab.until(f"{text_of('#answer')}.includes('took')")
+    assert units_of(admin) == TOGETHER
+    await tab.until("document.querySelector('.band.tp2.serving[data-unit=\"0,1\"]')")
+    await tab.until("document.querySelector('.unit.tp2')")
+    seen = await tab.value("state.now.trace.at")
+    await tab.until(f"state.now.trace.at > {seen} + 1.5")
+    now = "state.bands.filter((band) => band.end === state.now.trace.at).map((band) => band.unit)"
+    assert await tab.value(now) == ["0,1"]  # the bands before it have ended
+    count = "document.querySelectorAll('#switches [data-epoch]').length"
+    await tab.until(f"{count} === {min(32, before + 1)}")
+    newest = await tab.value(text_of("#switches li"))
+    assert "[0] [1] → [0\u20131]" in newest
+    assert "manual, carry" in newest
+    pressed = await tab.value(
+        "document.querySelector('#layouts [aria-pressed=true]').dataset.units"
+    )
+    assert json.loads(pressed) == TOGETHER
+
+
+async def test_a_prompt_shows_its_unit_through_a_switch(tab: Page, admin: httpx.Client) -> None:
+    await tab.value(f"document.querySelector('#tokens').value = {TOKENS}")
+    await tab.value("document.querySelector('#priority').value = '-10'")
+    await tab.value("document.querySelector('#prompt-text').select()")
+    await tab.click("#prompt-text")
+    await tab.type(" And then?")
+    await tab.click("#send")
+    await tab.until("document.querySelector('#reply span')?.textContent.length > 5")
+    first = await tab.value("document.querySelector('#reply b').dataset.unit")
+    assert first in ("0", "1")
+    await tab.until(f"document.querySelector('.unit[data-unit=\"{first}\"] .dot.own.urgent')")
+    await tab.click(button(TOGETHER))
+    await tab.until("document.querySelector('#reply b[data-unit=\"0,1\"]')")
+    await tab.until("document.querySelector('.unit[data-unit=\"0,1\"] .dot.own')")
+    await tab.until("document.querySelector('#reply b[data-unit=\"0,1\"] + span')")
+    assert f"Runs on TP2 0\u20131 (before: DP {first})" in await tab.value(text_of("#ran"))
+    await tab.until(f"{text_of('#switches .what')}.startsWith('1 carried')")
+    await tab.click("#stop")
+    await tab.until(f"{text_of('#ran')}.startsWith('Stopped')")
+    assert ("POST /admin/chat/completions", 200) in tab.statuses
+    await tab.until("!document.querySelector('.dots .dot')")  # the engine has forgotten it
+
+
+async def test_a_wrong_prompt_shows_why(tab: Page) -> None:
+    await tab.value("document.querySelector('#tokens').value = 100000")
+    await tab.click("#send")
+    await tab.until(f"{text_of('#ran')}.includes('max_tokens')")
+    (complaint,) = tab.complaints
+    assert "400" in complaint
+    tab.complaints.clear()
+
+
+async def test_a_policy_takes_the_layout_and_manual_gives_it_back(
+    tab: Page, admin: httpx.Client
+) -> None:
+    await tab.click("[data-policy='static-tp']")
+    await tab.until("document.querySelector('[data-policy=static-tp]').ariaPressed === 'true'")
+    await tab.until("[...document.querySelectorAll('#layouts button')].every((b) => b.disabled)")
+    assert "static-tp" in await tab.value(text_of("#layout-note"))
+    await tab.until("document.querySelector('.unit.tp2')")
+    await tab.click("[data-policy='manual']")
+    await tab.until("![...document.querySelectorAll('#layouts button')].some((b) => b.disabled)")
+    assert admin.get("/admin/policy").json()["policy"] == "manual"
+
+
+async def test_the_keyboard_is_enough(tab: Page, admin: httpx.Client) -> None:
+    wanted = f"document.activeElement.matches({json.dumps(button(TOGETHER))})"
+    for _ in range(20):
+        await tab.press("Tab")
+        if await tab.value(wanted):
+            break
+    assert await tab.value(f"{wanted} && document.activeElement.matches(':focus-visible')")
+    outline = await tab.value("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    await tab.press("Enter", "\r")
+    await tab.until("document.querySelector('.unit.tp2')")
+    assert units_of(admin) == TOGETHER
+
+
+# --- whom it serves ---
+
+
+async def test_all_that_takes_input_has_a_name(tab: Page) -> None:
+    nodes = (await tab.send("Accessibility.getFullAXTree"))["nodes"]
+    roles = {"button", "textbox", "combobox", "spinbutton", "image"}
+    found = [
+        (role, node.get("name", {}).get("value", ""))
+        for node in nodes
+        if not node["ignored"] and (role := node["role"]["value"]) in roles
+    ]
+    assert {role for role, _ in found} == roles
+    assert [role for role, name in found if not name] == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+async def test_it_fits_a_phone_and_follows_the_colours(tab: Page, dark: bool) -> None:
+    await tab.show(Look(width=360, height=740, dark=dark))
+    await tab.until("innerWidth === 360 && document.querySelector('.band')")
+    assert await tab.value("document.documentElement.scrollWidth") == 360
+    ground = await tab.value("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) < 3 * 64) is dark
+
+
+# --- whom it does not serve ---
+
+
+async def test_a_page_of_another_site_is_refused(
+    browser: str, node: ServedNode, admin: httpx.Client
+) -> None:
+    url = f"{node.admin_url}/admin"
+    attack = f"""<script>
+      const send = (path, options) => fetch("{url}" + path, options).catch(() => {{}});
+      const body = '{{"units": [[0, 1]]}}';
+      new EventSource("{url}/events").onerror = (event) => event.target.close();
+      Promise.all([
+        send("/layout"),
+        send("/layout", {{mode: "no-cors"}}),
+        send("/layout", {{method: "POST", body}}),
+        send("/layout", {{method: "POST", body, mode: "no-cors"}}),
+        send("/layout", {{method: "POST", body, headers: {{"x-shoal-page": "1"}}}}),
+      ]).then(() => document.title = "done");
+    </script>"""
+    async with site(attack) as port:
+        for host in ("127.0.0.1", FOREIGN_NAME):  # the same machine is another site, too
+            async with page(browser) as tab:
+                await tab.go(f"http://{host}:{port}/")
+                await tab.until("document.title === 'done'")
+                answers = [told for told in tab.statuses if "/admin/" in told[0]]
+                assert {status for _, status in answers} == {403}
+                sent = Counter(path for path, _ in answers)
+                assert (sent["GET /admin/layout"], sent["GET /admin/events"]) == (2, 1)
+                # Before the last one the browser asks whether it may send the header.
+                assert (sent["POST /admin/layout"], sent["OPTIONS /admin/layout"]) == (2, 1)
+    assert units_of(admin) == ALONE
+
+
+async def test_a_foreign_name_that_leads_here_is_refused(browser: str, node: ServedNode) -> None:
+    port = node.admin_url.rpartition(":")[2]
+    async with page(browser) as tab:
+        await tab.go(f"http://{FOREIGN_NAME}:{port}/")
+        assert tab.statuses[0] == ("GET /", 403)
+        await tab.go(f"http://localhost:{port}/")
+        await tab.until(READY)
+
+
+@pytest.mark.parametrize(
+    "flaw",
+    [
+        "<script>throw new Error('flaw')</script>",
+        "<script>console.error('flaw')</script>",
+        "<script>Promise.reject(new Error('flaw'))</script>",
+        "<img src='/flaw'>",
+        "<img src='http://nosuch.example/flaw'>",
+        f"<meta http-equiv='Content-Security-Policy' content=\"{POLICY}\"><p style='top: 0'>",
+    ],
+)
+async def test_a_flaw_of_a_page_is_seen(browser: str, flaw: str) -> None:
+    async with site(flaw) as port, page(browser) as tab:
+        await tab.go(f"http://127.0.0.1:{port}/")
+        await tab.value("new Promise((done) => setTimeout(done))")
+        assert [complaint for complaint in tab.complaints if "favicon" not in complaint]
+
+
+@asynccontextmanager
+async def site(html: str) -> AsyncIterator[int]:
+    """Serve one page on a port of its own."""
+    async with served(Starlette(routes=[Route("/", lambda _: HTMLResponse(html))])) as port:
+        yield port
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[int]:
+    config = uvicorn.Config(app, log_level="critical", ws="none", lifespan="off")
+    config.timeout_graceful_shutdown = 1
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with serving(config, listener):
+            yield listener.getsockname()[1]
+
+
+# --- a node in virtual time ---
+
+
+@asynccontextmanager
+async def still_node(clock: ManualClock, access: Access | None = None) -> AsyncIterator[Any]:
+    """Serve the page of a node whose seconds a test counts; yield its feed and its port."""
+    node = LoopbackNode(2)
+    node.settle()
+    control: Any = Control(node)
+    feed = Feed(control, ABOUT, clock=clock, wall=lambda: 1000 + clock())
+    parts: dict[str, Any] = dict.fromkeys(("placements", "door", "is_alive", "registered"))
+    backstage = Backstage(**parts, control=control, feed=feed, rejected=lambda _: None)
+    async with served(build_admin_app(backstage, access or Access())) as port:
+        yield feed, port
+        feed.close()
+
+
+async def test_it_asks_for_a_key_until_it_has_the_right_one(browser: str, tmp_path: Path) -> None:
+    access = Access(admin_key_file=key_file(tmp_path / "keys.json", "s3cret"))
+    async with still_node(ManualClock(), access) as (_, port), page(browser) as tab:
+        await tab.go(f"http://127.0.0.1:{port}/")
+        await tab.until("document.activeElement.id === 'key'")
+        assert tab.complaints == []
+        assert not any("/admin/" in path for path, _ in tab.statuses)
+        for key, shown in (("wrong", "A key is needed"), ("s3cret", "Ready")):
+            await tab.type(key)
+            await tab.press("Enter", "\r")
+            await tab.until(f"{text_of('#health')} === {json.dumps(shown)}")
+        assert await tab.value("document.querySelector('#key-form').hidden")
+        assert [status for path, status in tab.statuses if "/admin/" in path] == [401, 200]
+        await tab.go(f"http://127.0.0.1:{port}/?again")
+        await tab.until(READY)  # this tab keeps it
+        assert await tab.value("document.cookie + localStorage.length") == "0"
+
+
+async def test_a_minute_of_events_takes_no_memory(browser: str) -> None:
+    clock = ManualClock()
+    async with still_node(clock) as (feed, port), page(browser) as tab:
+        await tab.go(f"http://127.0.0.1:{port}/")
+        await tab.until(READY)
+
+        async def pass_seconds(count: int) -> tuple[int, int]:
+            for _ in range(count):
+                clock.advance(1)
+                feed.look()
+                await tab.until(f"state.now.trace.at === {1000 + clock()}")
+            nodes = (await tab.send("Memory.getDOMCounters"))["nodes"]
+            return await tab.heap_bytes(), nodes
+
+        await pass_seconds(1)
+        await tab.value(  # five minutes, as they would have come
+            f"""for (let k = 1; k <= {HISTORY_SECONDS}; k++) {{
+              const moment = structuredClone(state.now);
+              moment.trace.at += 1;
+              takeMoment(moment);
+            }}"""
+        )
+        clock.advance(HISTORY_SECONDS)
+        heap, nodes = await pass_seconds(20)
+        heap_later, nodes_later = await pass_seconds(60)
+        assert await tab.value("state.rates.length") == HISTORY_SECONDS + 1
+        assert heap_later - heap < 30_000  # of 60 events, each of a thousand bytes
+        assert nodes_later - nodes < 50
+        assert tab.complaints == []

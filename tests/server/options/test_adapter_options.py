@@ -1,0 +1,112 @@
+"""Which LoRA adapters a command line may name, and what room they get."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.runtime.config import Adapter
+from shoal.server.errors import UserError
+from shoal.server.options.adapter_options import (
+    adapters_of,
+    check_adapters,
+    check_adapters_and_layouts,
+    make_room,
+)
+from shoal.server.options.unsupported_models import check_adapted_model
+
+
+def options(*names: str, **other: Any) -> Namespace:
+    modules = [SimpleNamespace(name=name, path=f"/{name}") for name in names]
+    fields = {"enable_lora": True, "served_model_name": None, "model": "base"}
+    layouts = {"max_sp": 1, "max_pp": 1, "share_weights": 1}
+    return Namespace(**{**fields, **layouts, "lora_modules": modules or None, **other})
+
+
+def test_adapters_are_in_the_order_of_the_command_line() -> None:
+    check_adapters(options("poet", "clerk"))
+    assert adapters_of(options("poet", "clerk")) == (
+        Adapter("poet", "/poet"),
+        Adapter("clerk", "/clerk"),
+    )
+    check_adapters(options(enable_lora=False))
+    assert adapters_of(options()) == ()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (options("poet", enable_lora=False), "--lora-modules needs --enable-lora"),
+        (options("poet", "poet"), "--lora-modules: two models would have the name poet"),
+        (options("base"), "--lora-modules: two models would have the name base"),
+        (
+            options("poet", served_model_name=["a", "poet"]),
+            "--lora-modules: two models would have the name poet",
+        ),
+    ],
+)
+def test_adapters_that_requests_could_not_name_are_refused(args: Namespace, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_adapters(args)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("name", ["max_sp", "max_pp", "share_weights"])
+def test_layouts_that_have_no_adapters_are_refused_beside_them(name: str) -> None:
+    check_adapters_and_layouts(options("poet"))
+    check_adapters_and_layouts(options(enable_lora=False, **{name: 4}))
+    flag = name.replace("_", "-")
+    with pytest.raises(UserError, match=rf"^--{flag} 4: with --enable-lora it is 1$"):
+        check_adapters_and_layouts(options("poet", **{name: 4}))
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "slots", "kept"),
+    [
+        ((1, None), False, 1, 3),
+        ((4, None), False, 4, None),
+        ((2, 8), False, 2, 8),
+        ((2, 2), False, 2, 3),
+        ((1, None), True, 4, None),
+        ((1, 3), True, 4, 4),
+        ((8, None), True, 8, None),
+    ],
+)
+def test_engines_keep_all_adapters_and_cpus_an_empty_slot(
+    given: tuple[int, int | None], on_cpu: bool, slots: int, kept: int | None
+) -> None:
+    """vLLM keeps as many as there are slots, unless it is told otherwise."""
+    args = SimpleNamespace(enable_lora=True, max_loras=given[0], max_cpu_loras=given[1])
+    make_room(args, 3, on_cpu=on_cpu)
+    assert (args.max_loras, args.max_cpu_loras) == (slots, kept)
+
+
+def test_without_adapters_vllms_arguments_stay() -> None:
+    args = SimpleNamespace(enable_lora=False, max_loras=1, max_cpu_loras=None)
+    make_room(args, 0, on_cpu=True)
+    assert (args.max_loras, args.max_cpu_loras) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ({"is_moe": True}, "it has routed experts"),
+        ({"use_mla": True}, "it has latent attention (MLA)"),
+        ({"quantization": "fp8"}, "it is quantised (fp8)"),
+    ],
+)
+def test_adapters_of_other_models_are_refused_with_the_reason(
+    kind: dict[str, Any], why: str
+) -> None:
+    plain = {"model": "m", "is_moe": False, "use_mla": False, "quantization": None}
+    config = SimpleNamespace(
+        lora_config=SimpleNamespace(), model_config=SimpleNamespace(**plain | kind)
+    )
+    with pytest.raises(UserError) as caught:
+        check_adapted_model(config)
+    assert str(caught.value) == f"--enable-lora: not supported for m: {why}"
+    config.lora_config = None
+    check_adapted_model(config)
+    config.lora_config, config.model_config = SimpleNamespace(), SimpleNamespace(**plain)
+    check_adapted_model(config)
