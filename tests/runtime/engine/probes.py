@@ -41,6 +41,7 @@ from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine.owned_bytes import owned_bytes as bytes_owned
+from tests.runtime.engine.pace import Pace
 
 
 def address(config: NodeConfig) -> str:
@@ -100,6 +101,7 @@ class ProbedRunner(Runner):
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
         self.skips_reseed = False
+        self._pace = Pace(node)
         context: zmq.Context[Any] = zmq.Context()
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._probes.connect(address(node))
@@ -108,6 +110,8 @@ class ProbedRunner(Runner):
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
 
     def _on_step(self, step: instructions.Step) -> None:
+        if self._worker.unit.leader == self._engine:  # the others wait for it
+            self._pace.keep()
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
         if output.num_scheduled_tokens:

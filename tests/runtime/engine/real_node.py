@@ -2,6 +2,7 @@
 
 The engines' schedulers and runners are processes that begin with vLLM imported.
 The controller runs in the test's own thread, inside ``RealNode.turn``; the test is the front end.
+Engines do not run away from a slow test: see ``pace``.
 Requests say in their ids on which unit they want to run (see ``ADDRESSED``).
 """
 
@@ -51,6 +52,7 @@ from shoal.server.frontend.ordering import InOrder
 from tests import preloaded
 from tests.random_checkpoint import SPECIAL_TOKENS
 from tests.runtime.engine import probes
+from tests.runtime.engine.pace import Turns
 from tests.runtime.engine.scripted_shift import Script, run_scripted_scheduler, set_script
 
 PATIENCE_SECONDS = 250.0
@@ -327,6 +329,8 @@ class RealNode:
             adapters=tuple(adapters),
         )
         self.script(Script.TP)
+        self._turns = Turns(self.config)
+        self._skipped = 0.0
         self.tokens: dict[str, list[int]] = {}
         """Tokens received, by request."""
         self.logprobs: dict[str, list[dict[int, float]]] = {}
@@ -351,6 +355,9 @@ class RealNode:
         )
         self.processes: dict[str, Process] = {}
         self.dead: set[int] = set()
+        """Engines whose processes have ended and were not started again."""
+        self._kills = False
+        """Whether the test has killed an engine. Another one of its group may die of that."""
         self._incarnations = dict.fromkeys(range(engines), 0)
 
     # --- life ---
@@ -366,7 +373,7 @@ class RealNode:
         self.transport = WatchedTransport(addresses, self._output)
         # The controller looks its policy up once; nobody else is to find this one in the registry.
         with patch.dict(POLICIES, {ADDRESSED.name: ADDRESSED}):
-            self.controller = Controller(self.config, self.transport)
+            self.controller = Controller(self.config, self.transport, clock=self._clock)
         for peer in (self._control, self._supervisor):
             peer.connect(addresses.control)
         try:
@@ -419,6 +426,7 @@ class RealNode:
 
     def kill(self, name: str) -> None:
         """Kill a process, and do what the supervisor does then."""
+        self._kills = True
         self.processes[name].kill()
         self._lose(int(name.split("-")[1]), f"{name} was killed")
 
@@ -451,14 +459,24 @@ class RealNode:
 
         def formed() -> bool:
             self.restart(*sorted(self.dead))
-            return all(known.serves(group) and known.is_formed(group) for group in groups)
+            # The controller may not yet know of a death, nor of a restart.
+            now = {engine.number: engine.incarnation for engine in known} == self._incarnations
+            return now and all(known.serves(group) and known.is_formed(group) for group in groups)
 
         self.until(formed, f"{[group.name for group in groups]} again")
 
     # --- turns ---
 
+    def _clock(self) -> float:
+        return time.monotonic() + self._skipped
+
+    def skip(self, seconds: float) -> None:
+        """Have the controller's clock go on by so much at once."""
+        self._skipped += seconds
+
     def turn(self, timeout: float = 0.2) -> None:
         """Let the controller work, and receive what came to the front end."""
+        self._turns.count()
         self.controller.turn(timeout)
         while self._output.poll(0):
             message = self._decoder.decode(self._output.recv_multipart())
@@ -483,7 +501,7 @@ class RealNode:
             for engine, incarnation in order.engines.items():
                 if incarnation == self._incarnations[engine]:
                     self._lose(engine, order.reason)
-        self._check_alive()
+        self._look_for_ended()
 
     def _keep_logprobs(self, output: EngineCoreOutput) -> None:
         for kept, new in (
@@ -495,10 +513,13 @@ class RealNode:
                 by_token = [dict(zip(ids, values, strict=True)) for ids, values in rows]
                 kept.setdefault(output.request_id, []).extend(by_token)
 
-    def _check_alive(self) -> None:
-        for name, process in self.processes.items():
-            if not process.is_alive and int(name.split("-")[1]) not in self.dead:
-                raise AssertionError(f"{name} ended:\n{process.output[-4000:]}")
+    def _look_for_ended(self) -> None:
+        """Find processes that have ended by themselves; none may, unless the test kills engines."""
+        for name, process in list(self.processes.items()):
+            engine = int(name.split("-")[1])
+            if not process.is_alive and engine not in self.dead:
+                assert self._kills, f"{name} ended:\n{process.output[-4000:]}"
+                self._lose(engine, f"{name} ended")
 
     def _tokens_of(self, request_id: str) -> list[int] | None:
         return None if request_id in self.finished else self.tokens.get(request_id)

@@ -22,7 +22,7 @@ SHORT = PROMPTS[:4]
 @pytest.fixture(scope="module")
 def node(llama: Path) -> Iterator[RealNode]:
     # Requests of this node are for one unit each: they have no other to go on in.
-    with RealNode(llama, ENGINES, patience=8.0, max_retries=0) as node:
+    with RealNode(llama, ENGINES, max_retries=0) as node:
         yield node
 
 
@@ -59,8 +59,12 @@ def test_a_member_that_does_not_answer_fails_the_bind_and_comes_back(
 ) -> None:
     member = node.processes["scheduler-1"]
     at(m.Prepare, 1, lambda: member.signal(signal.SIGSTOP))
-    with pytest.raises(SwitchFailed, match=r"engines \[1\] did not reach a safe point within 8 s"):
-        node.switch(tp(0, 1))
+    call = node.ask([tp(0, 1), alone(2), alone(3)])
+    switches = node.controller._operations.switches
+    node.until(lambda: switches.running and switches.running.answers, "the other one's answer")
+    node.skip(60.0)
+    with pytest.raises(SwitchFailed, match=r"engines \[1\] did not reach a safe point within 60 s"):
+        node.switched(call)
     assert_serve(node, [0, 2, 3], expected)
     with node.bound(tp(2, 3)):
         assert node.generate(tp(2, 3), SHORT) == expected

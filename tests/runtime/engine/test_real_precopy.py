@@ -17,7 +17,7 @@ from tests.units import tp
 GROUP = tp(0, 1)
 CARRY = m.Treatment.CARRY
 LENGTHS = (300, 170, 420, 40)
-TOKENS = 240
+TOKENS = 300
 
 
 @pytest.fixture(scope="module", params=["asynchronous", "in-turn-host"])

@@ -103,11 +103,10 @@ class Node:
         case: Case,
         directory: Path,
         *,
-        patience: float = WAIT_SECONDS,
         copier: Callable[[], Copier] | None = None,
     ) -> None:
         self.case, self.engines, self._directory = case, Engines(case), directory
-        self.pins, self._patience = CountedPins(), patience
+        self.pins = CountedPins()
         self._copier_of = copier or (lambda: HostCopier(partial(order, case, 2)))
         self.copiers = dict[int, Hooked]()
         self.servers = dict[int, Server]()
@@ -136,7 +135,7 @@ class Node:
             HostMemory(NAME),
             self.pins,
             lambda _: False,
-            patience=self._patience,
+            patience=WAIT_SECONDS,
         )
         self.staged = staged
         return KvReader(
@@ -266,17 +265,19 @@ def test_an_engine_that_was_restarted_is_asked_anew(tmp_path: Path) -> None:
 
 
 def test_what_comes_too_late_is_written_where_nobody_reads(tmp_path: Path) -> None:
-    node = Node(CASES["DP of another engine to TP2"], tmp_path, patience=0.2)
+    node = Node(CASES["DP of another engine to TP2"], tmp_path)
     late, go_on = threading.Event(), threading.Event()
 
     def be_late() -> bool:
         late.set()
         return go_on.wait(WAIT_SECONDS)
 
-    node.copiers[3].before = be_late
+    lane = node.staged._lanes[False]
+    node.copiers[3].before, lane._patience = be_late, 0.2
     with pytest.raises(NotSharedError, match="engine 3 did not copy its KV in time"):
         node.read(0)
-    assert late.is_set()
+    assert late.wait(WAIT_SECONDS)
+    lane._patience = WAIT_SECONDS
     old = set(node.pins.pinned)
     node.copiers[3].before = lambda: True
     assert node.right(0)

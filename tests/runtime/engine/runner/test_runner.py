@@ -128,7 +128,7 @@ class Units:
 
     def copy_ahead(self, ahead: instructions.CopyAhead) -> Any:
         def wait() -> instructions.Copied:
-            assert self.copied.wait(20)
+            assert self.copied.wait(60)
             return instructions.Copied(ahead.seq, 0.5)
 
         return wait
