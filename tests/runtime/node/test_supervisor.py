@@ -4,6 +4,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,35 +226,54 @@ def test_an_engine_that_was_stopped_for_a_moment_lives(
     assert node.leftovers() == []
 
 
-def test_the_node_ends_with_a_controller_that_hangs(tmp_path: Path) -> None:
+@pytest.fixture
+def stop_controller(monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], None]:
+    """Return what stops a node's controller. Time passes only then, by a minute at each look."""
+    clock, stopped = ManualClock(), []
+
+    def seconds() -> float:
+        clock.advance(60.0 * len(stopped))
+        return clock()
+
+    def stop(node: Node) -> None:
+        os.kill(node.pid("controller"), signal.SIGSTOP)
+        stopped[:] = [node]
+
+    monkeypatch.setattr(supervisor, "HeartbeatMonitor", partial(HeartbeatMonitor, clock=seconds))
+    return stop
+
+
+def test_the_node_ends_with_a_controller_that_hangs(
+    tmp_path: Path, stop_controller: Callable[[Node], None]
+) -> None:
     node = Node(tmp_path)
-    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=0.5)
+    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=10.0)
     ready = []
 
     def stop_it() -> None:
         ready.append(node.pid("controller"))
-        os.kill(node.pid("controller"), signal.SIGSTOP)
+        stop_controller(node)
 
     assert node.run(stop_it) == 1
     assert ready
-    assert node.said[-1] == "shoal: controller: it has not answered for 1.5 s"
+    assert node.said[-1] == "shoal: controller: it has not answered for 30 s"
     assert node.leftovers() == []
 
 
 def test_a_controller_that_hangs_during_the_start_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_controller: Callable[[Node], None]
 ) -> None:
     node = Node(tmp_path, fail="nobody")  # it never is ready
-    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=0.5)
+    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=10.0)
     report = Supervisor._report_engines
 
     def report_and_stop_it(self: Supervisor, *arguments: Any) -> None:
         report(self, *arguments)
-        os.kill(node.pid("controller"), signal.SIGSTOP)
+        stop_controller(node)
 
     monkeypatch.setattr(Supervisor, "_report_engines", report_and_stop_it)
     assert node.run(lambda: pytest.fail("it cannot be ready")) == 1
-    assert node.said[-1] == "shoal: controller: it has not answered for 1.5 s"
+    assert node.said[-1] == "shoal: controller: it has not answered for 30 s"
     assert node.leftovers() == []
 
 
