@@ -33,6 +33,7 @@ from shoal.runtime.controller.requests.dispatcher import Dispatcher
 from shoal.runtime.controller.requests.pauses import Pauses
 from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.shift_threshold import Shifting
+from shoal.runtime.controller.utility_calls import UtilityCalls
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.transport import Arrival, Channel, ControllerTransport
@@ -85,6 +86,7 @@ class Controller:
         self._pulse = Pulse(env, books.engines)
         self._outage = Outage(env, books, self._admission)
         self._migration = Migration(env, books, self._admission)
+        self._utility_calls = UtilityCalls(env, books)
         self._operations = Operations(
             env,
             books,
@@ -133,6 +135,7 @@ class Controller:
         for engine, reason in self._pulse.check():
             self._operations.lose([engine], reason, m.DeathCause.SILENT)
         self._operations.tick()
+        self._utility_calls.tick()
         self._admission.expire()
         self._outage.end_waiting()
         self._closing.hand_back()
@@ -198,20 +201,9 @@ class Controller:
         elif kind == wire.RequestType.UNANSWERED.value:
             self._admission.abort(wire.decode_abort(frames), m.Outcome.UNAVAILABLE)
         elif kind == wire.RequestType.UTILITY.value:
-            self._utility(frames)
+            self._utility_calls.take(frames)
         else:
             log.error("dropped a front end's message of unknown type %r", kind)
-
-    def _utility(self, frames: list[bytes]) -> None:
-        if wire.decode_utility(frames).method == "reset_prefix_cache":
-            self.books.prefixes.clear()
-        alive = sorted(self.books.engines.in_state(EngineState.SERVING))
-        for engine in alive:
-            self._transport.to_engine(engine, m.Utility(answer=engine == alive[0]), frames)
-        if not alive:
-            call = wire.decode_utility(frames)
-            failure = wire.encode_utility_failure(call.call_id, "no engine is left")
-            self._transport.to_front(call.client_index, [failure])
 
     def _take_control(self, peer: str, message: m.ToControllerControl) -> None:
         match message:
@@ -268,6 +260,8 @@ class Controller:
                 self._operations.rejoin.formed(message)
             case m.EngineFailed(engine, error, cause):
                 self._operations.lose([engine], error, cause)
+            case m.UtilityDone():
+                self._count_unless(taken=self._utility_calls.answered(message))
             case m.Pong(engine):
                 self._pulse.feel(engine)
 

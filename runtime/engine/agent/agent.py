@@ -173,8 +173,8 @@ class Agent:
                 above = dict(thresholds)
                 for unit, core in self._backend.cores.items():
                     core.shift.threshold = above.get(unit.layout)
-            case m.Utility(answer):
-                self._utility(frames, answer)
+            case m.Utility(call):
+                self._utility(frames, call)
             case m.CheckIntegrity(call):
                 self._check_integrity(call)
             case m.FormGroup() | m.StartGroup():
@@ -189,10 +189,11 @@ class Agent:
         except ValueError as error:
             self._stepping.refuse(message.unit, message.request_id, frames, error)
 
-    def _utility(self, frames: Sequence[bytes], answer: bool) -> None:
-        output = self._backend.utility(frames, answer=answer)
-        if output is not None:
-            self._transport.to_front(output.client_index, output.frames)
+    def _utility(self, frames: Sequence[bytes], call: int | None) -> None:
+        answer = self._backend.utility(frames)
+        if call is not None:
+            frames = [bytes(frame) for frame in answer]
+            self._transport.to_controller(m.UtilityDone(call, self.engine, frames))
 
     def _check_integrity(self, call: int) -> None:
         backend = self._backend

@@ -381,8 +381,8 @@ class EngineBackend(Protocol):
         Collective over the members. Done when this engine's runner takes instructions again.
         """
 
-    def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
-        """Run a vLLM utility call; return its encoded answer if ``answer``."""
+    def utility(self, frames: Sequence[Any]) -> Sequence[Any]:
+        """Run a vLLM utility call; return its answer, encoded for the front end."""
 
     def pollables(self) -> Sequence[Any]:
         """Return ZMQ sockets that become readable when a step may have finished."""

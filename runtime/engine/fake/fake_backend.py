@@ -14,7 +14,7 @@ from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
-from shoal.runtime.engine.agent.interface import CoreOutputs, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.step_mode import sp_floor
 from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
 from shoal.runtime.engine.fake.fake_group_core import FakeGroupCore
@@ -112,20 +112,16 @@ class FakeBackend:
 
     # --- the rest -----------------------------------------------------------------------------
 
-    def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
+    def utility(self, frames: Sequence[Any]) -> Sequence[Any]:
         """See ``EngineBackend.utility``: answers the calls that front ends make; others fail."""
         call = wire.decode_utility(frames)
         if call.method == "reset_prefix_cache":
             for core in self.cores.values():
                 core.forget_prefixes()
-        if not answer:
-            return None
         if call.method in _UTILITY_RESULTS:
-            frame = wire.encode_utility_result(call.call_id, _UTILITY_RESULTS[call.method])
-        else:
-            failure = f"Call to {call.method} method failed: the fake engine does not have it"
-            frame = wire.encode_utility_failure(call.call_id, failure)
-        return CoreOutputs(call.client_index, [frame])
+            return [wire.encode_utility_result(call.call_id, _UTILITY_RESULTS[call.method])]
+        failure = f"Call to {call.method} method failed: the fake engine does not have it"
+        return [wire.encode_utility_failure(call.call_id, failure)]
 
     def pollables(self) -> Sequence[Any]:
         """See ``EngineBackend.pollables``: none, steps end by the clock."""

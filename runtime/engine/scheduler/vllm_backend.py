@@ -20,7 +20,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
-from shoal.runtime.engine.agent.interface import CoreOutputs
 from shoal.runtime.engine.layouts.adapters import adapter_requests
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link import instructions
@@ -220,12 +219,12 @@ class VllmBackend:
 
     # --- vLLM's utility calls ---
 
-    def utility(self, frames: Sequence[Any], *, answer: bool) -> CoreOutputs | None:
+    def utility(self, frames: Sequence[Any]) -> Sequence[Any]:
         """See ``interface.EngineBackend.utility``.
 
         Only what a stock front end needs of a text-only engine; the rest is refused by name.
         """
-        client_index, call_id, method, args = self._decoder.decode(frames)
+        _client, call_id, method, args = self._decoder.decode(frames)
         output = UtilityOutput(call_id)
         if method == "get_supported_tasks":
             output.result = UtilityResult(self.own.supported_tasks)
@@ -241,10 +240,8 @@ class VllmBackend:
             output.result = UtilityResult(None)  # there are none: multimodal models are refused
         else:
             output.failure_message = f"Shoal does not support the utility call {method!r}"
-        if not answer:
-            return None
-        encoded = self._encoder.encode(EngineCoreOutputs(utility_output=output))
-        return CoreOutputs(client_index, encoded)
+        encoded: Sequence[Any] = self._encoder.encode(EngineCoreOutputs(utility_output=output))
+        return encoded
 
     def _has_adapter(self, args: Sequence[Any]) -> bool:
         """Return whether an adapter that a front end adds as it starts is one of the node's."""

@@ -93,9 +93,9 @@ from shoal.runtime.protocol.messages.engine import (
     TakeBack,
     ToController,
     ToEngine,
-    Utility,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
     AHEAD,
     RETRY_SECONDS,
@@ -210,6 +210,7 @@ __all__ = [
     "Treatment",
     "Unpin",
     "Utility",
+    "UtilityDone",
     "Work",
     "decode_control",
     "decode_from_controller",

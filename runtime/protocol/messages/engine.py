@@ -28,6 +28,7 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Unpin,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
     NOTHING_DONE,
     DeathCause,
@@ -180,15 +181,6 @@ class SetShift(Message, frozen=True):
     """
 
     thresholds: list[tuple[Layout, int]]
-
-
-class Utility(Message, frozen=True):
-    """Run a vLLM utility call (``EngineCoreRequestType.UTILITY``); raw frames follow.
-
-    Only the engine with ``answer`` set sends the result to the front end.
-    """
-
-    answer: bool
 
 
 class CheckIntegrity(Message, frozen=True):
@@ -440,5 +432,6 @@ ToController = (
     | Imported
     | EngineFailed
     | Formed
+    | UtilityDone
     | Pong
 )

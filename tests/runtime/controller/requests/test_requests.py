@@ -11,6 +11,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.loopback import LoopbackNetwork
 from shoal.runtime.protocol.messages import Outcome
+from shoal.runtime.protocol.transport import Channel, engine_identity
 from tests.runtime.loopback_node import SMALL, LoopbackNode, request_payload
 from tests.units import tp
 
@@ -201,17 +202,19 @@ def test_malformed_messages_are_dropped(frames: list[bytes]) -> None:
 
 
 def front_post(frames: list[bytes]):
-    from shoal.runtime.protocol.transport import Channel
-
     return Channel.FRONT, "front-0", frames
 
 
-def test_utility_is_answered_once() -> None:
-    node = started(4)
-    node.utility("get_supported_tasks", client=1)
+@pytest.mark.parametrize("ready", [(), (0,), (1,)])
+def test_a_switch_before_all_engines_are_ready_is_refused(ready: tuple[int, ...]) -> None:
+    node = LoopbackNode(2)
+    for engine in {0, 1} - set(ready):
+        node.network.to_controller.pop((Channel.ENGINE, engine_identity(engine)))
+    node.hung = {0, 1} - set(ready)
+    call = node.set_layout((0, 1))
     node.settle()
-    (answer,) = node.utilities
-    assert (answer.call_id, answer.result) == (7, (None, ["generate"]))
+    reason = f"engines {sorted(node.hung)} are starting"
+    assert node.reply(call) == m.CallFailed(call, 503, reason)
 
 
 def test_note_to_a_front_end_that_is_not_there_is_no_error() -> None:

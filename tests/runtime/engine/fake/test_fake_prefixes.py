@@ -191,5 +191,5 @@ def test_lent_blocks_and_a_reset_forget_what_they_cached() -> None:
     assert cached(0) == 12, "the oldest block went, which was the end of the prompt"
     backend.own.take_back(backend.own.lend(6))
     assert [cached(0), cached(0)] == [0, 16]
-    backend.utility([msgspec.msgpack.encode([0, 1, "reset_prefix_cache", []])], answer=True)
+    backend.utility([msgspec.msgpack.encode([0, 1, "reset_prefix_cache", []])])
     assert cached(0) == 0
