@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory, kv_memory
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
-from shoal.runtime.engine.kv.staged_reader import StagedReader
+from shoal.runtime.engine.kv.staged_reader import Lane, StagedReader
 from shoal.runtime.engine.kv.staging_memory import Pins, pins_of
 from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
 from shoal.runtime.engine.link.instructions import Arrival
@@ -284,7 +285,8 @@ def _staged(
     directory.mkdir(exist_ok=True)
     memory, pins = HostMemory("shoal-bench"), TalkingPins(pins_of(own.bytes.device), engine)
     StagingServer(address_of(directory, engine), [pages], own, copier, memory, pins)
-    return StagedReader(directory, [pages], own, memory, pins, lambda _: False)
+    lane = partial(Lane, directory, [pages], own, memory, pins)
+    return StagedReader(lane, lambda _: False)
 
 
 def _member(engine: int, args: argparse.Namespace, directory: str, barrier: Any, out: Any) -> None:

@@ -71,10 +71,12 @@ class Lane:
         own: Mapped,
         memory: HostMemory,
         pins: Pins,
-        patience: float,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._directory, self._groups, self._own = directory, groups, own
         self._memory, self._pins, self._patience = memory, pins, patience
+        self.enter = pins.enter
+        """To be called in a thread before it reads."""
         self._slot_bytes = max([SLOT_BYTES, *(pages.block_bytes for pages in groups)])
         self._raw: torch.Tensor | None = None
         self._region: Region | None = None
@@ -198,34 +200,23 @@ class StagedReader:
     """Reads KV through memory of the host, for one engine.
 
     Args:
-        directory: the node's private directory.
-        groups: the pages of each KV group.
-        own: the engine's own buffer.
-        memory: makes regions.
-        pins: lets the device reach them.
+        lane: makes a lane.
         reaches: whether this engine's device can read an engine's memory itself.
-        patience: seconds that an engine may take for one slot.
         clock: a monotonic clock.
     """
 
     def __init__(
         self,
-        directory: Path,
-        groups: Sequence[KvPages],
-        own: Mapped,
-        memory: HostMemory,
-        pins: Pins,
+        lane: Callable[[], Lane],
         reaches: Callable[[int], bool],
         *,
-        patience: float = PATIENCE_SECONDS,
         clock: Clock = time.monotonic,
     ) -> None:
-        of = directory, groups, own, memory, pins, patience
         # What goes on beside steps takes its time, and what steps wait for must not wait for it.
-        self._lanes = {False: Lane(*of), True: Lane(*of)}
+        self._lanes = {False: lane(), True: (beside := lane())}
         self._reaches, self._clock = reaches, clock
         self._unmapped: set[int] = set()
-        self._beside = ThreadPoolExecutor(1, "staged-reader", pins.enter)
+        self._beside = ThreadPoolExecutor(1, "staged-reader", beside.enter)
 
     def connect(self, engine: int) -> None:
         """Read an engine this way from now on.

@@ -5,8 +5,6 @@ computes what adapters add beside the product of the layer's own weights, which 
 layouts but DP.
 """
 
-from collections.abc import Iterable
-
 from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
@@ -30,23 +28,24 @@ def adapter_requests(node: NodeConfig) -> list[LoRARequest]:
     ]
 
 
-def load_adapters(node: NodeConfig, workers: Iterable[LayoutWorker]) -> None:
-    """Let workers that have started read the node's adapters. Not collective.
+def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
+    """Let a layout's worker read the node's adapters. Not collective.
+
+    The start of the layout's core drops them: vLLM removes all adapters after each of its trials.
 
     Args:
         node: names the adapters.
-        workers: of this engine's layouts.
+        worker: of one of this engine's layouts.
 
     Raises:
         UnreadableAdapter: vLLM refuses one; the message names it and the reason.
     """
-    for worker in workers:
-        for request in adapter_requests(node):
-            try:
-                worker.call("add_lora", (request,))
-            except Exception as error:  # vLLM and safetensors raise every kind here
-                reason = str(error).strip().splitlines() or [type(error).__name__]
-                raise UnreadableAdapter(f"adapter {request.lora_name}: {reason[0]}") from error
+    for request in adapter_requests(node):
+        try:
+            worker.call("add_lora", (request,))
+        except Exception as error:  # vLLM and safetensors raise every kind here
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UnreadableAdapter(f"adapter {request.lora_name}: {reason[0]}") from error
 
 
 def adapter_bytes(model: nn.Module) -> int:

@@ -22,7 +22,7 @@ from shoal.runtime.engine.groups.rendezvous import (
     agreed_minimum,
 )
 from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
-from shoal.runtime.engine.layouts.adapters import adapter_bytes
+from shoal.runtime.engine.layouts.adapters import adapter_bytes, load_adapters
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
@@ -131,6 +131,8 @@ class LayoutLoader:
             self._meet(layout, generation, REJOIN_SECONDS)
             self._create(layout)
             self._load_weights(layout)
+            # The start of the core drops them again, but an error here costs only the group.
+            load_adapters(self._node, self.workers[layout])
         except Exception:
             # The error still refers to the worker: a collection after that frees it.
             self._drop(layout, freeze=False)

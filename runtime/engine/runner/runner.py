@@ -173,7 +173,6 @@ class Runner:
             with self._loader.memory.phase(instructions.core_phase(layout)):
                 while self._turn() != instructions.Detach(instructions.STARTUP_EPOCH):
                     pass
-        load_adapters(self._node, self._workers.values())
         # Every worker's start uses one seed, but engines alone should not sample alike.
         seed = self._workers[DP].config.model_config.seed
         set_random_seed(seed + self._engine)
@@ -270,6 +269,8 @@ class Runner:
 
     def _on_detach(self, detach: instructions.Detach) -> None:
         layout = self._layout
+        if detach.epoch == instructions.STARTUP_EPOCH:
+            load_adapters(self._node, self._worker)
         self._enter(DP)
         self._random.forget(layout)
 

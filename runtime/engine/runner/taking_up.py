@@ -17,7 +17,7 @@ from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.kv.portions import Copier
-from shoal.runtime.engine.kv.staged_reader import StagedReader
+from shoal.runtime.engine.kv.staged_reader import Lane, StagedReader
 from shoal.runtime.engine.kv.staging_memory import pins_of
 from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
 from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
@@ -82,7 +82,8 @@ class TakingUp:
         address = address_of(self._directory, self._engine)
         StagingServer(address, pages, own, copier, memory, pins)
         self._reaches = partial(reaches, self._node.carry_path, raw.device)
-        self._staged = StagedReader(self._directory, pages, own, memory, pins, self._reaches)
+        lane = partial(Lane, self._directory, pages, own, memory, pins)
+        self._staged = StagedReader(lane, self._reaches)
         return KvReader(
             self._engine, self._node.max_sp, pages, own, self._peers, copier, self._staged
         )

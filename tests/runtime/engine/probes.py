@@ -405,11 +405,6 @@ def forget_adapters(runner: ProbedRunner, forget: bool) -> None:
     taking_up.introduce = bare if forget else _introduce
 
 
-def drop_adapters(runner: ProbedRunner, layout: Layout) -> None:
-    """Let a layout's worker lose its adapters."""
-    runner._workers[layout].model_runner.lora_manager.remove_all_adapters()
-
-
 def adapter_bytes(runner: ProbedRunner) -> dict[str, int]:
     """Return the bytes of each layout's slots for adapters."""
     return {of.name: bytes_of_slots(worker.model) for of, worker in runner._workers.items()}

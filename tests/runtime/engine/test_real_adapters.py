@@ -48,7 +48,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 @pytest.fixture(scope="module")
 def node(model: Path, adapters: Adapters) -> Iterator[RealNode]:
     named = [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
-    with RealNode(model, 2, adapters=named, **LORA) as node:
+    with RealNode(model, 2, adapters=named, restart_limit=9, **LORA) as node:
         yield node
 
 
@@ -99,16 +99,38 @@ def test_carried_requests_keep_their_adapters(node: RealNode, adapters: Adapters
     assert same == [adapter is None for _ in PROMPTS for adapter in adapters]
 
 
-def test_a_layout_reads_adapters_again_that_it_lacks(node: RealNode, adapters: Adapters) -> None:
-    """As one does that was formed anew."""
-    node.switch()
-    expected = node.wait(submitted(node, singles(2), adapters))
-    node.probe_all(probes.drop_adapters, PAIR.layout)
-    node.switch(PAIR)
-    assert node.wait(submitted(node, (PAIR,), adapters)) == expected
-
-
 def test_views_own_no_weights_beside_slots_of_adapters(node: RealNode) -> None:
     assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
     for slots in node.probe_all(probes.adapter_bytes):
         assert slots["dp"] > slots["tp2"] > slots["dp"] // 2
+
+
+def test_a_group_that_is_formed_again_has_its_adapters(node: RealNode, adapters: Adapters) -> None:
+    """It cannot be formed while one is missing, and needs no file once it has been formed."""
+    node.switch()
+    expected = node.wait(submitted(node, singles(2), adapters))
+    last = adapters[-1]
+    assert last is not None
+    path = Path(last.lora_path)
+    away = path.with_name("away")
+
+    def hide(_engine: int, message: m.Message) -> None:
+        if isinstance(message, m.FormGroup) and path.exists():
+            path.rename(away)
+
+    node.transport.before_send = hide
+    node.kill("runner-1")
+    node.until(lambda: node.controller.books.engines.gone, "the death to be known")
+    node.restart(*node.dead)
+    rejoin = node.controller._operations.rejoin
+    node.until(lambda: rejoin._failures, "an attempt to form the group")
+    assert f"adapter {last.lora_name}: " in rejoin._failures[PAIR].reason
+    assert node.wait(submitted(node, singles(2), adapters)) == expected
+
+    node.transport.before_send = lambda _engine, _message: None
+    away.rename(path)
+    node.bring_back(PAIR)
+    path.rename(away)
+    node.switch(PAIR)
+    assert node.wait(submitted(node, (PAIR,), adapters)) == expected
+    away.rename(path)

@@ -21,7 +21,7 @@ from shoal.runtime.engine.kv.host_copy import HostCopier
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.portions import Copier, Copy, Portion
-from shoal.runtime.engine.kv.staged_reader import StagedReader
+from shoal.runtime.engine.kv.staged_reader import Lane, StagedReader
 from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
 from shoal.runtime.engine.link.instructions import Copied
 from tests.runtime.engine.kernels.test_kv_copy_kernel import InterpretedCopier, interpreted
@@ -128,15 +128,8 @@ class Node:
 
     def _reader(self, engine: int) -> KvReader:
         own, pages = HeldBuffer(self.engines.buffers[engine]), [self.case.pages]
-        staged = StagedReader(
-            self._directory,
-            pages,
-            own,
-            HostMemory(NAME),
-            self.pins,
-            lambda _: False,
-            patience=WAIT_SECONDS,
-        )
+        of = self._directory, pages, own, HostMemory(NAME), self.pins, self._patience
+        staged = StagedReader(partial(Lane, *of), lambda _: False)
         self.staged = staged
         return KvReader(
             engine, self.case.max_sp, pages, own, Neighbours({}), self._copier_of(), staged

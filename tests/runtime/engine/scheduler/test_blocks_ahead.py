@@ -153,6 +153,17 @@ def from_other_blocks(found: list[AheadRequest]) -> list[AheadRequest]:
     return found
 
 
+def tokens_after(engines: ToyEngines, copied: list[AheadRequest]) -> list[int]:
+    """Let a request go to the group with what is copied ahead of it; return what it generates."""
+    own, group = engines.own, engines.group
+    copy(own[0], group, copied, *own)
+    settle(own[0], group)
+    engines.bind(20)
+    engines.carry(own[0], group, ["r"], expected=True)
+    engines.finish(group)
+    return engines.tokens["r"]
+
+
 @pytest.mark.parametrize("spoil", [without_copy, into_other_blocks, from_other_blocks])
 def test_what_is_copied_ahead_decides_the_tokens(
     make: Make, spoil: Callable[[list[AheadRequest]], list[AheadRequest]]
@@ -164,12 +175,7 @@ def test_what_is_copied_ahead_decides_the_tokens(
     engines.step(own[0], 6)
     lend_group(engines, 20)
     found = reserve(engines, own[0], group, ["r"])
-    copy(own[0], group, spoil(found), *own)
-    settle(own[0], group)
-    engines.bind(5)
-    engines.carry(own[0], group, ["r"], expected=True)
-    engines.finish(group)
-    assert engines.tokens["r"] != undisturbed(make, PROMPTS[2])
+    assert tokens_after(engines, spoil(found)) != undisturbed(make, PROMPTS[2])
 
 
 # --- pins ---
@@ -665,12 +671,7 @@ def test_a_block_of_the_wrong_kv_group_that_went_ahead_changes_the_tokens(
     (found,) = reserve(engines, own[0], group, ["r"])
     (whole, window) = found.source[0]
     whole[-1], window[-1] = window[-1], whole[-1]
-    copy(own[0], group, [found], *own)
-    settle(own[0], group)
-    engines.bind(20)
-    engines.carry(own[0], group, ["r"], expected=True)
-    engines.finish(group)
-    assert engines.tokens["r"] != undisturbed(make, PROMPTS[3])
+    assert tokens_after(engines, [found]) != undisturbed(make, PROMPTS[3])
 
 
 # --- answers ---
