@@ -1,4 +1,4 @@
-"""The Markdown report of a comparison: ratios to stock vLLM first, then the single figures."""
+"""The Markdown report of a comparison: first all beside stock vLLM, then the single figures."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from shoal.loadgen.bench.agreement import agreements
 from shoal.loadgen.bench.breakdown_tables import breakdown_table
 from shoal.loadgen.bench.carry_tables import TITLE, carry_table
 from shoal.loadgen.bench.comparison_results import Results, SystemResults
-from shoal.loadgen.bench.markdown import MISSING, ms, number, ratio, rows
+from shoal.loadgen.bench.markdown import MISSING, more, ms, number, rows, slower
 from shoal.loadgen.bench.measures import FIRST_ROUNDS
 from shoal.loadgen.bench.memory import kv_tokens
 from shoal.loadgen.bench.memory_tables import memory_tables
@@ -19,33 +19,37 @@ from shoal.loadgen.bench.switch_tables import switch_table
 from shoal.loadgen.bench.systems import COMPARED, SHOAL, STOCK_BETWEEN, STOCK_DP, STOCK_TP
 
 Figure = float | None
+Show = Callable[[Figure], str]
+Compare = Callable[[Figure, Figure], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure in the four columns, with its name and the function that prints it."""
+    """One figure in the four columns, with its name and the functions that print and compare it."""
 
     name: str
     stock_dp: Figure
     stock_tp: Figure
     shoal_dp: Figure
     shoal_tp: Figure
-    show: Callable[[Figure], str]
+    show: Show
+    compare: Compare
 
     @property
     def cells(self) -> list[str]:
         """The row of the table."""
         figures = (self.stock_dp, self.stock_tp, self.shoal_dp, self.shoal_tp)
-        ratios = (ratio(self.shoal_dp, self.stock_dp), ratio(self.shoal_tp, self.stock_tp))
-        return [self.name, *(self.show(figure) for figure in figures), *ratios]
+        pairs = ((self.shoal_dp, self.stock_dp), (self.shoal_tp, self.stock_tp))
+        compared = (self.compare(*pair) for pair in pairs)
+        return [self.name, *(self.show(figure) for figure in figures), *compared]
 
 
 def markdown(results: Results) -> str:
     """Return the report of whatever has been measured."""
     sections = [
         _head(results),
-        _section("Ratios to stock vLLM", _ratio_table(results)),
-        _section("Ratios to stock vLLM, by degree of TP", _degree_table(results)),
+        _section("Beside stock vLLM", _stock_table(results)),
+        _section("Beside stock vLLM, by degree of TP", _degree_table(results)),
         _section("Memory per GPU, GiB", memory_tables(results)),
         _section("Start-up", _startup_table(results)),
         _section("What vLLM chose", _choices_table(results)),
@@ -84,59 +88,59 @@ def _section(title: str, lines: Sequence[str]) -> str:
     return "\n".join([f"## {title}", "", *lines]) if lines else ""
 
 
-# --- ratios ---------------------------------------------------------------------------------------
+# --- beside stock vLLM ----------------------------------------------------------------------------
 
 
-def _ratio_table(results: Results) -> list[str]:
+def _stock_table(results: Results) -> list[str]:
     if not results.systems:
         return []
     tp = f"TP{results.settings.engines}"
-    head = ["", "stock DP", f"stock {tp}", "Shoal DP", f"Shoal {tp}", "DP ratio", f"{tp} ratio"]
-    return rows(head, [row.cells for row in ratio_rows(results)])
+    head = ["", "stock DP", f"stock {tp}", "Shoal DP", f"Shoal {tp}", "Shoal's DP", f"its {tp}"]
+    return rows(head, [row.cells for row in stock_rows(results)])
 
 
 def _degree_table(results: Results) -> list[str]:
-    """Return the ratios for the degrees of TP between one GPU and all GPUs."""
+    """Return the figures of the degrees of TP between one GPU and all GPUs."""
     body = []
     for degree in results.settings.degrees:
         stock, layout = STOCK_BETWEEN[degree], f"tp{degree}"
-        for name, path, show in _measured(results):
+        for name, path, show, compare in _measured(results):
             figures = [_figure(results, system, layout, path) for system in (stock, SHOAL)]
             if any(figure is not None for figure in figures):
                 line = (show(figure) for figure in figures)
-                body.append([f"TP{degree}: {name}", *line, ratio(figures[1], figures[0])])
-    return rows(["", "stock", "Shoal", "ratio"], body) if body else []
+                body.append([f"TP{degree}: {name}", *line, compare(figures[1], figures[0])])
+    return rows(["", "stock", "Shoal", "Shoal beside stock"], body) if body else []
 
 
-def ratio_rows(results: Results) -> Iterator[Row]:
+def stock_rows(results: Results) -> Iterator[Row]:
     """Yield the rows of the first table."""
-    for name, path, show in _measured(results):
-        yield _row(results, name, path, show)
+    for name, path, show, compare in _measured(results):
+        yield _row(results, name, path, show, compare)
     engines = results.settings.engines
     dp, shoal_dp = (_kv(results, name, 1) for name in (STOCK_DP, SHOAL))
     tp, shoal_tp = (_kv(results, name, engines) for name in (STOCK_TP, SHOAL))
     node, shoal_node = (None if one is None else one * engines for one in (dp, shoal_dp))
-    yield Row("KV cache of the node, tokens", node, tp, shoal_node, shoal_tp, number)
-    yield Row("longest context of a unit, tokens", dp, tp, shoal_dp, shoal_tp, number)
+    yield Row("KV cache of the node, tokens", node, tp, shoal_node, shoal_tp, number, more)
+    yield Row("longest context of a unit, tokens", dp, tp, shoal_dp, shoal_tp, number, more)
     for title, again in (("start-up", False), ("start-up again", True)):
         dp, tp, shoal = (_start(results, name, again) for name in (STOCK_DP, STOCK_TP, SHOAL))
-        yield Row(f"{title}, s (Shoal: of all layouts)", dp, tp, shoal, shoal, number)
+        yield Row(f"{title}, s (Shoal: of all layouts)", dp, tp, shoal, shoal, number, slower)
 
 
-def _measured(results: Results) -> Iterator[tuple[str, Sequence[str], Callable[[Figure], str]]]:
-    """Yield what is measured in every layout: its title, its path, and the function to print it.
+def _measured(results: Results) -> Iterator[tuple[str, Sequence[str], Show, Compare]]:
+    """Yield what is measured in every layout: title, path, and how to print and to compare it.
 
     A path is the measure's name, followed by keys within its figures.
     """
     for batch in results.sizes.batches:
-        yield f"TPOT, {batch} per unit, ms", ("decode", str(batch), "tpot"), ms
+        yield f"TPOT, {batch} per unit, ms", ("decode", str(batch), "tpot"), ms, slower
     for tokens in results.sizes.prompts:
-        yield f"TTFT, {tokens} tokens, ms", ("prefill", str(tokens), "ttft"), ms
+        yield f"TTFT, {tokens} tokens, ms", ("prefill", str(tokens), "ttft"), ms, slower
     for name in ("first", "last"):
         title = f"TTFT, 16 tokens, {name} of {FIRST_ROUNDS} after the start, ms"
-        yield title, ("first", name), ms
+        yield title, ("first", name), ms, slower
     rate = ("saturation", "output_tokens_per_second")
-    yield "output tokens/s, all batches full", rate, number
+    yield "output tokens/s, all batches full", rate, number, more
 
 
 def _figure(results: Results, system: str, layout: str, path: Sequence[str]) -> Figure:
@@ -146,13 +150,13 @@ def _figure(results: Results, system: str, layout: str, path: Sequence[str]) -> 
     return float(found) if isinstance(found, int | float) else None
 
 
-def _row(results: Results, name: str, path: Sequence[str], show: Callable[[Figure], str]) -> Row:
+def _row(results: Results, name: str, path: Sequence[str], show: Show, compare: Compare) -> Row:
     tp = f"tp{results.settings.engines}"
     columns = ((STOCK_DP, "dp"), (STOCK_TP, tp), (SHOAL, "dp"), (SHOAL, tp))
     dp, tp_stock, shoal_dp, shoal_tp = (
         _figure(results, system, layout, path) for system, layout in columns
     )
-    return Row(name, dp, tp_stock, shoal_dp, shoal_tp, show)
+    return Row(name, dp, tp_stock, shoal_dp, shoal_tp, show, compare)
 
 
 def _kv(results: Results, system: str, degree: int) -> Figure:

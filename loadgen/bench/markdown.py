@@ -24,6 +24,18 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.2f}"
 
 
-def ratio(value: float | None, base: float | None) -> str:
-    """Return how many times as large as ``base`` the value is."""
-    return MISSING if value is None or not base else f"{value / base:.3f}"
+def slower(value: float | None, base: float | None) -> str:
+    """Return by how much a time is longer or shorter than ``base``: ``5.4 % faster``."""
+    return _beside(value, base, "slower", "faster")
+
+
+def more(value: float | None, base: float | None) -> str:
+    """Return by how much an amount is larger or smaller than ``base``: ``5.4 % less``."""
+    return _beside(value, base, "more", "less")
+
+
+def _beside(value: float | None, base: float | None, above: str, below: str) -> str:
+    if value is None or not base:
+        return MISSING
+    percent = round(100 * (value / base - 1), 1)
+    return f"{abs(percent):.1f} % {above if percent > 0 else below}" if percent else "equal"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.loadgen.bench.comparison_results import Results
-from shoal.loadgen.bench.markdown import MISSING, ms, number, ratio, rows
+from shoal.loadgen.bench.markdown import MISSING, more, ms, number, rows, slower
 from shoal.loadgen.bench.rates import RATES
 from shoal.loadgen.bench.systems import COMPARED
 
@@ -108,7 +108,7 @@ def _names(results: Results) -> list[str]:
 
 def _of_figure(figure: _Figure, sweep: _Sweep) -> list[str]:
     head = [f"{figure.title}, by requests/s", *sweep.columns]
-    head += [f"{policy} to the best" for policy in sweep.policies]
+    head += [f"{policy} beside the best" for policy in sweep.policies]
     body = []
     for rate, cells in sweep.rates.items():
         values = {column: figure.of(cells.get(column)) for column in sweep.columns}
@@ -118,7 +118,8 @@ def _of_figure(figure: _Figure, sweep: _Sweep) -> list[str]:
             _shown(figure.show(value), cells.get(column), column in sweep.fixed and value == best)
             for column, value in values.items()
         ]
-        body.append([rate, *shown, *(ratio(values[policy], best) for policy in sweep.policies)])
+        compare = slower if figure.best is min else more
+        body.append([rate, *shown, *(compare(values[policy], best) for policy in sweep.policies)])
     return rows(head, body)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.loadgen.bench.comparison_results import Results
-from shoal.loadgen.bench.markdown import MISSING, ms, number, ratio, rows
+from shoal.loadgen.bench.markdown import MISSING, more, ms, number, rows, slower
 from shoal.loadgen.bench.open_loop_workloads import WORKLOADS
 from shoal.loadgen.bench.systems import COMPARED, SHOAL, STOCK_DP, STOCK_TP
 from shoal.loadgen.shapes import URGENT
@@ -89,16 +89,16 @@ def _totals(system: str, one: dict[str, Any]) -> list[str]:
 
 
 def _paper_table(served: dict[str, Any]) -> list[str]:
-    """Return our figures beside the paper's Table 1, with the ratios to static TP in both."""
-    head = ["means", *_ORDER, "to TP", "paper: TP", "DP", "Flying Serving", "to TP"]
+    """Return our figures beside the paper's Table 1, each beside static TP."""
+    head = ["means", *_ORDER, "beside TP", "paper: TP", "DP", "Flying Serving", "beside TP"]
     body = []
     for name, group, figure, paper in PAPER_TABLE_1:
         means = [_mean(served, system, group, figure) for system in _ORDER]
-        theirs = [*(number(value) for value in paper), ratio(paper[2], paper[0])]
-        body.append([name, *(ms(value) for value in means), ratio(means[2], means[0]), *theirs])
+        theirs = [*(number(value) for value in paper), slower(paper[2], paper[0])]
+        body.append([name, *(ms(value) for value in means), slower(means[2], means[0]), *theirs])
     peaks = [served[s]["peak_throughput"] if s in served else None for s in _ORDER]
-    theirs = [*(number(value) for value in PAPER_PEAK), ratio(PAPER_PEAK[2], PAPER_PEAK[0])]
-    ours = [*(number(value) for value in peaks), ratio(peaks[2], peaks[0])]
+    theirs = [*(number(value) for value in PAPER_PEAK), more(PAPER_PEAK[2], PAPER_PEAK[0])]
+    ours = [*(number(value) for value in peaks), more(peaks[2], peaks[0])]
     return rows(head, [*body, ["peak tokens/s", *ours, *theirs]])
 
 

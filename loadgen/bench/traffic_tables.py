@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.loadgen.bench.markdown import MISSING, number, ratio, rows
+from shoal.loadgen.bench.markdown import MISSING, more, number, rows, slower
 from shoal.loadgen.bench.systems import SHOAL
 from shoal.loadgen.bench.traffic_simulated import COMPARED, errors
 
@@ -55,7 +55,7 @@ Columns = dict[str, dict[str, dict[str, Any]]]
 
 
 def markdown(figures: Figures) -> str:
-    """Return the report: every load's figures, with ratios to the best of stock vLLM."""
+    """Return the report: every load's figures, and Shoal's beside the best of stock vLLM."""
     environment = figures.environment
     machine = ", ".join(environment.get("gpus") or ["no GPU"])
     packages = ", ".join(f"{name} {v}" for name, v in environment.get("packages", {}).items())
@@ -93,15 +93,15 @@ def _loads(columns: Columns) -> list[str]:
 
 def _table(columns: Columns, load: str) -> list[str]:
     ours = [name for name in columns if name.startswith("Shoal")]
-    head = [f"of {load}", *columns, *(f"{name}, ratio to stock's best" for name in ours)]
+    head = [f"of {load}", *columns, *(f"{name} beside stock's best" for name in ours)]
     body = []
-    for names, best in ((LOWER_IS_BETTER, min), (HIGHER_IS_BETTER, max)):
+    for names, best, compare in ((LOWER_IS_BETTER, min, slower), (HIGHER_IS_BETTER, max, more)):
         for key, label in names.items():
             found = {name: loads.get(load, {}).get(key) for name, loads in columns.items()}
             stock = [v for name, v in found.items() if name not in ours and v is not None]
             base = best(stock) if stock else None
             cells = [number(value) for value in found.values()]
-            body.append([label, *cells, *(ratio(found[name], base) for name in ours)])
+            body.append([label, *cells, *(compare(found[name], base) for name in ours)])
     return rows(head, body) if columns else [MISSING]
 
 

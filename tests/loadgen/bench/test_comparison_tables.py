@@ -1,4 +1,4 @@
-"""Ratios, memory and agreement, computed from results that are made up."""
+"""Comparisons, memory and agreement, computed from results that are made up."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def made_up() -> Results:
 
 
 def cells(results: Results) -> dict[str, list[str]]:
-    return {row.name: row.cells[1:] for row in comparison_tables.ratio_rows(results)}
+    return {row.name: row.cells[1:] for row in comparison_tables.stock_rows(results)}
 
 
 def test_what_vllm_chose_is_a_table_of_the_systems_that_tell() -> None:
@@ -79,13 +79,14 @@ def test_what_vllm_chose_is_a_table_of_the_systems_that_tell() -> None:
 
 def test_each_layout_is_compared_with_the_stock_system_of_its_kind() -> None:
     found = cells(made_up())
-    assert found["TPOT, 1 per unit, ms"] == ["5.00", "3.50", "5.05", "3.60", "1.010", "1.029"]
+    compared = ["1.0 % slower", "2.9 % slower"]
+    assert found["TPOT, 1 per unit, ms"] == ["5.00", "3.50", "5.05", "3.60", *compared]
     assert found["TPOT, 8 per unit, ms"] == ["-"] * 6
     assert found["KV cache of the node, tokens"][:4] == [
         *("1,600,000", "1,700,000", "1,600,000", "1,600,000"),
     ]
-    assert found["longest context of a unit, tokens"][-1] == "0.941"
-    assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["1.500", "1.125"]
+    assert found["longest context of a unit, tokens"][-1] == "5.9 % less"
+    assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["50.0 % slower", "12.5 % slower"]
     assert found["start-up again, s (Shoal: of all layouts)"] == ["-"] * 6
 
 
@@ -94,9 +95,9 @@ def test_a_start_with_the_caches_of_the_first_is_compared_with_one_of_its_kind()
     results.systems[STOCK_TP].starts.append(start(50.0))
     results.systems[SHOAL].starts += [start(70.0), start(60.0)]
     found = cells(results)
-    assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["1.500", "1.125"]
+    assert found["start-up, s (Shoal: of all layouts)"][-2:] == ["50.0 % slower", "12.5 % slower"]
     again = found["start-up again, s (Shoal: of all layouts)"]
-    assert again == ["-", "50", "60", "60", "-", "1.200"]
+    assert again == ["-", "50", "60", "60", "-", "20.0 % slower"]
 
 
 def test_degrees_between_are_compared_with_replicas_of_that_degree() -> None:
@@ -106,9 +107,8 @@ def test_degrees_between_are_compared_with_replicas_of_that_degree() -> None:
     results = msgspec.structs.replace(results, settings=settings)
     replicas = SystemResults([], measures={"decode": {"tp2": {"1": {"tpot": 0.003}}}})
     results.systems["stock-tp2"] = replicas
-    assert "| TP2: TPOT, 1 per unit, ms | 3.00 | 3.60 | 1.200 |" in comparison_tables.markdown(
-        results
-    )
+    report = comparison_tables.markdown(results)
+    assert "| TP2: TPOT, 1 per unit, ms | 3.00 | 3.60 | 20.0 % slower |" in report
 
 
 def test_nothing_measured_is_no_figure() -> None:
@@ -186,8 +186,8 @@ def test_the_priority_workload_stands_beside_the_papers() -> None:
     lines = comparison_tables.markdown(results).splitlines()
     (urgent,) = [line for line in lines if line.startswith("| TTFT, urgent")]
     assert [cell.strip() for cell in urgent.split("|")[2:-1]] == [
-        *("100.00", "-", "105.00", "1.050"),
-        *("63", "166", "74", "1.175"),
+        *("100.00", "-", "105.00", "5.0 % slower"),
+        *("63", "166", "74", "17.5 % slower"),
     ]
 
 

@@ -59,12 +59,12 @@ def row(lines: list[str], title: str, rate: str) -> list[str]:
 def test_a_table_has_all_ways_of_all_systems_and_policies_beside_the_best() -> None:
     lines = rates_table(made_up())
     head = "| completion time, mean, ms, by requests/s | stock-tp tp2 | shoal dp | shoal flying |"
-    assert f"{head} shoal flying to the best |" in lines
+    assert f"{head} shoal flying beside the best |" in lines
     mean = "completion time, mean"
-    assert row(lines, mean, "2") == ["**2000.00**", "3000.00", "1000.00", "0.500"]
-    assert row(lines, mean, "10") == ["9000.00", "**4000.00** (!)", "5000.00", "1.250"]
+    assert row(lines, mean, "2") == ["**2000.00**", "3000.00", "1000.00", "50.0 % faster"]
+    assert row(lines, mean, "10") == ["9000.00", "**4000.00** (!)", "5000.00", "25.0 % slower"]
     # More tokens per second are better; what was not measured is no figure.
-    assert row(lines, "peak output", "2") == ["**50**", "33.33", "100", "2.000"]
+    assert row(lines, "peak output", "2") == ["**50**", "33.33", "100", "100.0 % more"]
     assert row(lines, "TPOT", "2") == ["-"] * 4
     assert row(lines, "switches", "2") == ["2 (5.00; 3, 1), dp 1, tp2 39"]
     rates = [line.split("|")[1].strip() for line in lines if line.startswith(("| 2 ", "| 10 "))]

@@ -133,7 +133,7 @@ def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
         traffic.main([*asked, "--no-made-up"])
 
 
-def test_ratios_are_to_the_best_of_stock() -> None:
+def test_shoal_is_compared_with_the_best_of_stock() -> None:
     def system(way: str, ttft: float, rate: float) -> SystemFigures:
         return SystemFigures(
             [], 1.0, {way: {"x": {"mean_ttft_ms": ttft, "output_throughput": rate}}}
@@ -145,8 +145,8 @@ def test_ratios_are_to_the_best_of_stock() -> None:
         SHOAL: system("tp2", 15.0, 45.0),
     })  # fmt: skip
     report = markdown(figures)
-    assert "| TTFT mean, ms | 20 | 10 | 15 | 1.500 |" in report
-    assert "| output tokens/s | 90 | 80 | 45 | 0.500 |" in report
+    assert "| TTFT mean, ms | 20 | 10 | 15 | 50.0 % slower |" in report
+    assert "| output tokens/s | 90 | 80 | 45 | 50.0 % less |" in report
     assert "| TPOT mean, ms | - | - | - | - |" in report
     assert "simulator" not in report
 

@@ -1,6 +1,7 @@
-"""A checkpoint with FP8 weights on real engines: DP is stock's, TP views it.
+"""FP8 weights and an FP8 KV cache on real engines: DP is stock's, TP views the weights.
 
-Per-channel scales, as compressed-tensors writes them, are what vLLM's CPU build can serve.
+Per-channel scales, as compressed-tensors writes them, are what vLLM's CPU build can serve. The
+model has one KV head, which both members of the group hold.
 """
 
 import json
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
+from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.prompts import make_model, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
@@ -24,6 +27,7 @@ PROMPTS = random_prompts((5, 17, 31, 32, 33, 64, 90, 130, 40, 70, 12, 100), seed
 GROUP = tp(0, 1)
 TOKENS = 16
 DTYPE = "bfloat16"
+KV = {"kv_cache_dtype": "fp8"}
 QUANTISED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -70,19 +74,20 @@ def quantised(model: Path, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantised(llama, tmp_path_factory.mktemp("fp8") / "model")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fp8")
+    return quantised(make_model("llama-1-kv-head", directory), directory / "model")
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
-    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE)
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE, vllm_args=KV)
 
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
     # Its steps are TP's unless a test says otherwise.
-    with RealNode(model, 2, dtype=DTYPE, max_sp=2) as node:
+    with RealNode(model, 2, dtype=DTYPE, max_sp=2, **KV) as node:
         yield node
 
 
@@ -117,6 +122,41 @@ def test_steps_by_sequence_generate_stocks_tokens(
     assert outputs == expected
     assert all(ran[Mode.SP] >= TOKENS for ran in modes)
     assert not any(ran.get(Mode.TP) for ran in modes)
+    assert node.audit() == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_fp8_kv_of_one_head_is_carried_to_both_members_and_back(
+    node: RealNode, damaged: bool
+) -> None:
+    """The prompt's KV is of DP. It is compared where it has gone, so rounding by TP shows nothing.
+
+    One wrong block shows.
+    """
+    (prompt,) = random_prompts((300,), seed=12 + damaged)
+    (expected,) = node.generate(alone(0), [prompt], TOKENS)
+    requests = node.submit(alone(0), [prompt], 400)
+    node.wait_for_tokens(requests, 3)
+
+    def damage(_engine: int, message: m.Message) -> None:
+        if damaged and isinstance(message, m.Import) and message.requests:
+            blocks = message.requests[0].blocks[0][0]
+            blocks[2] = blocks[3]
+
+    node.transport.before_send = damage
+    view = node.switch(GROUP, treatment=m.Treatment.CARRY)
+    node.transport.before_send = lambda _engine, _message: None
+    assert (view.carried, view.recomputed) == (1, {})
+    node.wait_for_tokens(requests, len(node.tokens[requests[0]]) + 3)
+    engines = node.controller.books.engines
+    engines.drain([0], drained=True)  # so that what the group has goes to engine 1
+    node.until(lambda: node.partition == singles(2), "the group to be released")
+    engines.drain([0], drained=False)
+    node.wait(requests)
+    again = node.submit(alone(1), [prompt], TOKENS)
+    found = node.wait(again) == [expected]
+    assert node.probe(1, probes.scheduled)[again[0]] < 100, "the prompt is in the prefix cache"
+    assert found is not damaged
     assert node.audit() == []
 
 
