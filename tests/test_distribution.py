@@ -33,8 +33,9 @@ def run(folder: Path, *arguments: str) -> str:
     for module in (*REAL, *OTHERS):
         (folder / f"{module}.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nmarkers = real: x\n")
-    command = ["pytest", "-p", "no:cacheprovider", *arguments]
+    command = ["pytest", "-p", "no:cacheprovider", "-p", "xdist", *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take seconds to import
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
