@@ -21,13 +21,33 @@ os.environ.update(
 REAL = "real"
 """The word in the name of a file or function whose tests run real engines."""
 
+LONG = (
+    REAL,
+    "tests/server/test_schemathesis.py",
+    "tests/models/test_models_page.py",
+    "tests/runtime/engine/sequence/test_head_exchange.py",
+    "tests/loadgen/bench/test_carry_measure.py",
+    "tests/server/options/test_failure_options.py",
+    "tests/loadgen/bench/test_campaign.py",
+    "tests/loadgen/bench/test_traffic.py",
+    "tests/test_wheel.py",
+    "tests/runtime/test_random_switches.py",
+    "tests/runtime/simulation/test_simulated_node.py",
+    "tests/server/commands/test_replay.py",
+    "tests/loadgen/bench/test_engine_failures.py",
+)
+"""What processes are given first, as ``process_of`` names it: begun last, one of these would keep
+one process at work for minutes after the other has ended."""
+
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None)
 settings.load_profile("shoal")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests with real engines, which their names tell."""
+    """Mark the tests with real engines, which their names tell, and put the long ones first."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(process_of(item.nodeid), len(LONG)))
     for item in items:
         if process_of(item.nodeid) == REAL:
             item.add_marker(pytest.mark.real)
@@ -45,6 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return process_of(nodeid)
 
+    config.option.loadscopereorder = False  # to most tests first, which are the short ones
     return Scheduling(config, log)
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
+from tests.conftest import REAL as REAL_ENGINES
+
 TESTS = """
 import os
 from pathlib import Path
@@ -55,6 +58,18 @@ def test_real_engines_are_marked_by_their_names(
     run(tmp_path, "-m", wanted)
     names = {file.name.rpartition("-")[0] for file in (tmp_path / "ran").iterdir()}
     assert names == set(modules)
+
+
+def test_real_engines_come_first(tmp_path: Path) -> None:
+    """By their names others would: what takes longest is begun first."""
+    said = run(tmp_path, "--collect-only", "--quiet").splitlines()
+    names = [line.partition(".py::")[0] for line in said if "::" in line]
+    assert list(dict.fromkeys(names)) == [*sorted(REAL), *sorted(OTHERS)]
+
+
+def test_what_is_named_as_long_exists() -> None:
+    root = Path(__file__).parents[1]
+    assert [name for name in LONG if name != REAL_ENGINES and not (root / name).exists()] == []
 
 
 def test_modules_and_all_real_engines_stay_in_one_process(tmp_path: Path) -> None:
