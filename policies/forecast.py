@@ -122,15 +122,16 @@ class Forecast:
     def stall(self, candidate: Partition) -> float:
         """Return the seconds for which a switch interrupts a request that it moves, in the mean.
 
-        Of the longest step in flight half is left in the mean. Then the new units read the KV from
-        the old ones.
+        Of the longest step that is computed half is left in the mean. A step that was scheduled
+        ahead follows (``Snapshot.schedules_ahead``). Then the new units read the KV from the old
+        ones.
         """
         return self._stop(candidate, lambda _: 1 / 2)
 
     def whole_stop(self, candidate: Partition) -> float:
         """Return the same until the last engine has ended its step.
 
-        Of the longest of n steps in flight n / (n + 1) is left in the mean.
+        Of the longest of n units' steps n / (n + 1) is left in the mean.
         """
         return self._stop(candidate, lambda steps: steps / (steps + 1))
 
@@ -139,8 +140,9 @@ class Forecast:
         here = [unit for unit in moved if unit.requests]
         if not here:
             return SWITCH_SECONDS
-        step = left(len(here)) * max(map(self._step_seconds, here))
-        return SWITCH_SECONDS + step + self._copy_seconds(candidate, moved)
+        steps = left(len(here)) + self._snapshot.schedules_ahead
+        longest = max(map(self._step_seconds, here))
+        return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

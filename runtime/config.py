@@ -216,6 +216,18 @@ class NodeConfig(msgspec.Struct, frozen=True):
         return bool(facts.get("cache_config.enable_prefix_caching") != repr(False))
 
     @property
+    def schedules_ahead(self) -> bool:
+        """Whether engines have two steps in flight, as with vLLM's asynchronous scheduling.
+
+        The fake engine has one at most.
+        """
+        if not self.vllm:
+            return False
+        facts = self.vllm.facts.get(DP, {})
+        by_default = facts.get("scheduler_config.async_scheduling") == repr(True)
+        return bool(by_default or self.vllm.asynchronous_on_cpu)
+
+    @property
     def weight_groups(self) -> int:
         """Groups of rows that each shard of an MLP consists of (``weights.rules.fused``)."""
         return max(self.max_group, self.share_weights)

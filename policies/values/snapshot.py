@@ -217,6 +217,8 @@ class Snapshot:
     """Predicts step times; None if the node does not know the shape of its model."""
     targets: tuple[Target, ...] = ()
     """The targets, the most urgent class first."""
+    schedules_ahead: bool = False
+    """Whether a unit's next step is scheduled while one is computed. Both end before a switch."""
     sp_above: tuple[tuple[Layout, int], ...] = ()
     """Layouts that run steps in SP, ascending, each with the tokens above which a step does."""
     memory: object = None

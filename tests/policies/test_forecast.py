@@ -1,5 +1,6 @@
 """What a partition is predicted to cost: in which direction every cause moves the prediction."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -99,6 +100,26 @@ def test_a_prompt_in_flight_is_waited_for() -> None:
     units = (replace(seen.units[0], waiting=1, prefill_tokens=8000), *seen.units[1:])
     busy = replace(seen, units=units)
     assert Forecast(busy, MODEL).stall(TP) > Forecast(seen, MODEL).stall(TP) + 0.2
+
+
+def test_a_switch_waits_for_a_step_that_was_scheduled_ahead() -> None:
+    """It is a whole one, after half of the one that is computed, or what the last unit leaves."""
+    seen = node(PAIRS, {0: 8})
+
+    def longer(stop: Callable[[Forecast], float], *, ahead: bool) -> float:
+        short, long = (
+            tuple(replace(unit, prefill_tokens=tokens) for unit in seen.units)
+            for tokens in (4000, 8000)
+        )
+        stops = (
+            stop(Forecast(replace(seen, units=units, schedules_ahead=ahead), MODEL))
+            for units in (long, short)
+        )
+        return next(stops) - next(stops)
+
+    for stop, left in ((lambda f: f.stall(DP), 1 / 2), (lambda f: f.whole_stop(DP), 4 / 5)):
+        ratio = longer(stop, ahead=True) / longer(stop, ahead=False)
+        assert ratio == pytest.approx((1 + left) / left, rel=0.02)
 
 
 def test_the_last_of_several_steps_in_flight_is_waited_for() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -220,3 +221,16 @@ def test_who_is_handed_them_needs_no_vllm() -> None:
         [sys.executable, "-c", script], input=pickle.dumps(node), capture_output=True, check=True
     )
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_the_node_knows_whether_steps_are_scheduled_ahead(asked: bool | None) -> None:
+    """On a CPU that is only so if the user asks for it."""
+    configs = made((DP,), async_scheduling=asked)
+    node = NodeConfig(engines=1, max_group=1, policy="manual", runtime_dir="", vllm=configs)
+    assert node.schedules_ahead == bool(asked)
+    on_a_gpu = dataclasses.replace(
+        configs, facts={DP: {**configs.facts[DP], "scheduler_config.async_scheduling": "True"}}
+    )
+    node = msgspec.structs.replace(node, vllm=on_a_gpu)
+    assert node.schedules_ahead
