@@ -34,6 +34,7 @@ from shoal.policies.hindsight import (
     saved,
     terms_of,
 )
+from shoal.policies.lane import LINGER_SECONDS, lane_of
 from shoal.policies.static import (
     Preference,
     dispatch_least_loaded,
@@ -41,7 +42,7 @@ from shoal.policies.static import (
     with_singles,
 )
 from shoal.policies.unit_costs import prices_of
-from shoal.policies.values.layouts import Layout, layouts_up_to
+from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
 from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, StepPredictor
@@ -76,8 +77,6 @@ DOUBT = 2.0
 MOST_DOUBT = 16.0
 DOUBT_SECONDS = 10.0
 """Time constant with which the price returns to its true value."""
-LINGER_SECONDS = 5.0
-"""How long after the last urgent request a group of their own is a candidate."""
 SHARE_SECONDS = 10.0
 """Time constant of the smoothed share of urgent requests."""
 LEAST_SHARE = 0.02
@@ -117,15 +116,18 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     model = snapshot.cost_model
     if model is None:
         return FLYING.plan(snapshot)
-    dispatches = dispatch_least_loaded(snapshot, prefer=_preference(snapshot))
+    needed = _size_for_all(snapshot)
+    lane = _lane(snapshot, needed)
+    prefer = _preference(snapshot) if lane is None else None
+    dispatches = dispatch_least_loaded(snapshot, prefer=prefer, lane=lane)
     memory = snapshot.memory
     if not isinstance(memory, Memory):
         memory = Memory(snapshot.now - REVIEW_SECONDS)
     memory = replace(memory, arrived=memory.arrived + snapshot.arrived)
     if snapshot.switching:
         return Plan(dispatches, memory=replace(_aged(memory, snapshot), at=snapshot.now, saved=()))
-    needed = _size_for_all(snapshot)
     stuck = max(unit.size for unit in snapshot.partition) < needed
+    stuck |= lane is not None and lane not in snapshot.partition
     if snapshot.now - memory.at < REVIEW_SECONDS and not stuck:
         return Plan(dispatches, memory=memory)
     if not snapshot.targets and not stuck and snapshot.since_urgent > LINGER_SECONDS:
@@ -133,15 +135,16 @@ def _plan(snapshot: Snapshot, /) -> Plan:
             return Plan(dispatches, memory=memory)
         return _by_hindsight(snapshot, model, memory, dispatches)
     memory = _aged(memory, snapshot)
-    candidates = [c for c in _candidates(snapshot, needed) if c != snapshot.partition]
-    forecast = Forecast(snapshot, model, memory.urgent)
+    among = _candidates(snapshot, needed) if lane is None else _with_lane(snapshot, needed, lane)
+    candidates = [c for c in among if c != snapshot.partition]
+    forecast = Forecast(snapshot, model, memory.urgent, lane)
     if stuck:
         target = min(candidates, key=forecast.cost, default=snapshot.partition)
     else:
         target, memory = _judged(snapshot, forecast, candidates, memory)
     if target == snapshot.partition:
         return Plan(dispatches, memory=memory)
-    reason: SwitchReason = "long" if stuck else _reason(snapshot, target)
+    reason = "long" if stuck and lane is None else _reason(snapshot, target, lane)
     wider = len(target) < len(snapshot.partition)
     turned = memory.wider is not None and memory.wider != wider
     doubt = min(MOST_DOUBT, DOUBT * memory.doubt) if turned else memory.doubt
@@ -326,8 +329,28 @@ def _beside(snapshot: Snapshot, wide: Layout) -> Iterator[Partition]:
         yield with_singles(snapshot, [*group, *rest])
 
 
-def _reason(snapshot: Snapshot, target: Partition) -> SwitchReason:
-    if len({unit.size for unit in target}) > 1:
+def _lane(snapshot: Snapshot, needed: int) -> Unit | None:
+    """Return the group that urgent requests have to themselves, if every request can be held."""
+    lane = lane_of(snapshot)
+    if lane is None or not any(_with_lane(snapshot, needed, lane)):
+        return None
+    return lane
+
+
+def _with_lane(snapshot: Snapshot, needed: int, lane: Unit) -> Iterator[Partition]:
+    """Yield the partitions with this group, by the layout of the other engines."""
+    seen: set[Partition] = set()
+    taken = set(lane.engines)
+    for layout in layouts_up_to(snapshot.max_group):
+        units = units_of(snapshot.engines, layout)
+        option = with_singles(snapshot, [lane, *(u for u in units if taken.isdisjoint(u.engines))])
+        if option not in seen and max(unit.size for unit in option) >= needed:
+            seen.add(option)
+            yield option
+
+
+def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None = None) -> SwitchReason:
+    if len({unit.size for unit in target}) > 1 or lane in target:
         return "urgent"
     if snapshot.targets:
         return "slo"

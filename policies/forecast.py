@@ -72,10 +72,18 @@ class Forecast:
         snapshot: the node.
         model: predicts the times of steps and copies.
         urgent: share of the requests that are urgent.
+        lane: the group that these have to themselves.
     """
 
-    def __init__(self, snapshot: Snapshot, model: StepPredictor, urgent: float = 0.0) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        model: StepPredictor,
+        urgent: float = 0.0,
+        lane: Unit | None = None,
+    ) -> None:
         self._snapshot = snapshot
+        self._lane = lane
         self._model = model
         self._work = work_of(snapshot)
         self._classes = _classes(snapshot, urgent)
@@ -176,7 +184,7 @@ class Forecast:
         """Yield layouts, with the number of units, the share of each, and the classes served."""
         dead = self._snapshot.dead
         alive = [unit for unit in candidate if not dead.intersection(unit.engines)]
-        for units, classes in served(alive, self._classes):
+        for units, classes in served(alive, self._classes, self._lane):
             engines = sum(unit.size for unit in units)
             present = sum(each.share for each in classes)
             for layout, count in Counter(unit.layout for unit in units).items():
@@ -237,15 +245,18 @@ def usual_prompt(snapshot: Snapshot) -> float:
 
 
 def served(
-    partition: Sequence[Unit], classes: Sequence[Class]
+    partition: Sequence[Unit], classes: Sequence[Class], lane: Unit | None = None
 ) -> Iterator[tuple[Sequence[Unit], Sequence[Class]]]:
     """Yield units and the classes that they serve.
 
-    If units differ in size, the most urgent class has the widest ones to itself.
+    The most urgent class has the lane to itself, if the partition has it, and otherwise the widest
+    units, if units differ in size.
     """
     widest = max((unit.size for unit in partition), default=0)
     wide = [unit for unit in partition if unit.size == widest]
-    rest = [unit for unit in partition if unit.size < widest]
+    if lane in partition:
+        wide = [unit for unit in partition if unit == lane]
+    rest = [unit for unit in partition if unit not in wide]
     if not rest or len(classes) == 1:
         yield partition, classes
     else:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.policies.forecast import LEAST_ROOM, SWITCH_SECONDS
+from shoal.policies.lane import lane_of
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.snapshot import Snapshot, StepPredictor, UnitState
@@ -77,8 +78,9 @@ def rebalance(snapshot: Snapshot) -> Rebalance | None:
 
 def _by_layout(snapshot: Snapshot) -> dict[Layout, list[UnitState]]:
     units = defaultdict[Layout, list[UnitState]](list)
+    lane = lane_of(snapshot)
     for unit in snapshot.units:
-        if unit.serving:
+        if unit.serving and unit.unit != lane:
             units[unit.unit.layout].append(unit)
     return units
 

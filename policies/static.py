@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from shoal.policies.lane import rooms_for
 from shoal.policies.unit_costs import UnitCosts
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles, units_of
@@ -16,7 +17,11 @@ Hold = Callable[[PoolRequest], bool]
 
 
 def dispatch_least_loaded(
-    snapshot: Snapshot, *, prefer: Preference | None = None, hold: Hold | None = None
+    snapshot: Snapshot,
+    *,
+    prefer: Preference | None = None,
+    hold: Hold | None = None,
+    lane: Unit | None = None,
 ) -> tuple[Dispatch, ...]:
     """Return the dispatches that can start now, in the pool's order.
 
@@ -31,6 +36,7 @@ def dispatch_least_loaded(
         prefer: the preferred width for requests that fit one engine; among units of equal width the
             one in which it costs least is taken.
         hold: whether a request stays in the pool.
+        lane: the group that urgent requests have to themselves.
     """
     rooms = [Room(unit) for unit in snapshot.units if unit.serving]
     dispatches = []
@@ -42,7 +48,8 @@ def dispatch_least_loaded(
         if hold is not None and hold(request):
             continue
         sign = 1 if _needs_group(snapshot, request) else prefer(request) if prefer else 0
-        room = _choose(rooms, request, sign, cost)
+        allowed = rooms_for(snapshot, request, rooms, lane)
+        room = _choose(allowed, request, sign, cost) if allowed else None
         if room is not None:
             room.take(request)
             dispatches.append(Dispatch(request.request_id, room.unit.unit))

@@ -153,6 +153,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """The cost model of this model on this node's engines, before any step was measured."""
     targets: tuple[Target, ...] = ()
     """Targets of the priority classes, the most urgent first, for policies that keep promises."""
+    urgent_engines: int = 0
+    """Engines of the group that urgent requests have to themselves while such come; 0: none."""
     max_waiting_requests: int | None = None
     """Requests that may wait in the task pool; None: any number."""
     max_waiting_tokens: int | None = None

@@ -221,6 +221,8 @@ class Snapshot:
     """Whether a unit's next step is scheduled while one is computed. Both end before a switch."""
     sp_above: tuple[tuple[Layout, int], ...] = ()
     """Layouts that run steps in SP, ascending, each with the tokens above which a step does."""
+    urgent_engines: int = 0
+    """Engines of the group that urgent requests have to themselves while such come; 0: none."""
     memory: object = None
     """What the policy's last plan noted (``Plan.memory``); None before its first plan."""
 

@@ -130,6 +130,7 @@ class Node:
         max_num_seqs: most requests in one unit's batch.
         max_num_batched_tokens: most tokens of one step.
         targets: the targets of the priority classes.
+        urgent_engines: see ``NodeConfig``.
         seed: the node's seed.
         queued_ahead: requests that a unit gets beyond its full batch.
         precopy_tokens: see ``NodeConfig``.
@@ -148,6 +149,7 @@ class Node:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     targets: tuple[Target, ...] = ()
+    urgent_engines: int = 0
     seed: int = 0
     queued_ahead: int = QUEUED_AHEAD
     precopy_tokens: int = PRECOPY_TOKENS
@@ -196,6 +198,7 @@ class Node:
             shift_threshold=self.shift_threshold,
             cost_model=cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
             targets=self.targets,
+            urgent_engines=self.urgent_engines,
         )
 
 

@@ -43,6 +43,7 @@ from shoal.server.options.serve_options import (
 from shoal.server.options.sharing_options import check_shared_model
 from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
 from shoal.server.options.unsupported_models import check_stages
+from shoal.server.options.urgent_options import check_urgent
 
 log = logging.getLogger("shoal.serve")
 
@@ -214,6 +215,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     args, gpus = asked.args, asked.gpus
     engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
     check_shift(args, [args.policy], max_group)
+    check_urgent(args, [args.policy], engines, max_group)
     check_model(args.model)
     engine_args = vllm_options.engine_args(args)
     vllm_config = vllm_options.make_vllm_config(engine_args)
@@ -249,6 +251,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
             say=say,
         ),
         targets=promised(args),
+        urgent_engines=args.urgent_engines,
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_tokens=args.max_waiting_tokens,
         aging_seconds=args.priority_aging,

@@ -36,6 +36,7 @@ from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
 from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
+from shoal.server.options.urgent_options import add_urgent_option, check_urgent
 from shoal.server.options.workload_options import (
     add_target_option,
     add_workload_options,
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     add_shift_options(parser, automatic=False)
     add_sharing_option(parser)
     add_target_option(parser)
+    add_urgent_option(parser)
     add_workload_options(parser)
     return parser
 
@@ -136,6 +138,7 @@ def _node(
     check_at_least(args, 0, "captured_tokens")
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
+    check_urgent(args, policies, args.engines, max_group)
     shape = read_shape(args.model_shape)
     if args.share_weights > 1 and shape.experts:
         raise UserError(f"--share-weights {args.share_weights}: {args.model_shape} has experts")
@@ -147,6 +150,7 @@ def _node(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
+        urgent_engines=args.urgent_engines,
         seed=args.seed,
         max_sp=args.max_sp,
         share_weights=args.share_weights,

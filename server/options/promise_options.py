@@ -18,6 +18,7 @@ from shoal.runtime.simulation.shape_files import (
     read_shape,
 )
 from shoal.server.errors import UserError
+from shoal.server.options.urgent_options import add_urgent_option
 from shoal.server.options.workload_options import add_target_option, read_objectives
 
 UNKNOWN_GPU = "h200"
@@ -33,8 +34,9 @@ DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
 
 
 def add_promise_options(group: argparse._ArgumentGroup) -> None:
-    """Add ``--target``, ``--cost-model-shape`` and ``--cost-model-hardware``."""
+    """Add ``--target``, ``--urgent-engines`` and the files of the cost model."""
     add_target_option(group)
+    add_urgent_option(group)
     group.add_argument(
         "--cost-model-shape",
         metavar="FILE|NAME",
@@ -83,8 +85,8 @@ def node_cost_model(
         say: called with the reason if there is none, and with a GPU of which nothing is known.
 
     Raises:
-        UserError: there can be none, but promises or the shift need one, or the user gave an
-            option of it.
+        UserError: there can be none, but promises, a group for urgent requests or the shift need
+            one, or the user gave an option of it.
     """
     shape, hardware = args.cost_model_shape, args.cost_model_hardware
     try:
@@ -95,7 +97,7 @@ def node_cost_model(
             args.share_weights,
         )
     except FileError as error:
-        needed = args.target or args.shift_threshold is ShiftRule.AUTO
+        needed = args.target or args.urgent_engines or args.shift_threshold is ShiftRule.AUTO
         if needed or shape or hardware:
             raise UserError(f"no cost model: {error}") from error
         say(f"  no cost model: {error}")

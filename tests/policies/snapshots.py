@@ -127,6 +127,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         layouts=draw(st.sampled_from([(), LAYOUTS])),
         cost_model=MODEL if modelled else None,
         targets=TARGETS if modelled else (),
+        urgent_engines=draw(st.sampled_from([0, engines // 2])) if engines > 2 else 0,
         sp_above=draw(
             st.sampled_from([(), ((Layout(tp=2), 300), (Layout(tp=4), 400), (Layout(tp=8), 500))])
         ),

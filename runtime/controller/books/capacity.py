@@ -118,7 +118,7 @@ class Capacity:
             layouts=self._layouts,
             cost_model=self.cost_model,
             targets=self._config.targets,
-            schedules_ahead=self._config.schedules_ahead,
+            urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
         )
 
