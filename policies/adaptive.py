@@ -4,16 +4,19 @@ While nothing is promised and nobody is urgent, every layout for all engines has
 (``hindsight.py``): a model of the node which gets the same requests. The policy adds up what each
 would have saved beside the current one, and changes to it when that has reached the price of the
 switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
-the price. The policy also remembers for minutes by how much the node was slower than each layout
-would have been, the stops of its switches included. While one layout would have been better, every
-other one must save its distance to that one besides the price. So a layout that is better in quiet
-moments, and much worse in sudden bursts, is not taken up again after each of them.
+the price. If a candidate would have fewer requests on the node now, it will go on saving, and the
+next seconds pay a part of the price: near saturation a backlog stays for long. The policy also
+remembers for minutes by how much the node was slower than each layout would have been, the stops of
+its switches included. While one layout would have been better, every other one must save its
+distance to that one besides the price. So a layout that is better in quiet moments, and much worse
+in sudden bursts, is not taken up again after each of them.
 
-With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py`` predicts
-for every candidate how long requests will take, or how many promises will be broken; then one
-group beside narrower units is a candidate, too. The price is that of the stop, and doubles whenever
-a switch goes the other way than the last one, because a switch that is soon taken back has brought
-nothing. It returns to its true value within seconds.
+While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
+so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
+predicts for every candidate how long requests will take, or how many promises will be broken; then
+one group beside narrower units is a candidate, too. The price is that of the stop, and doubles
+whenever a switch goes the other way than the last one, because a switch that is soon taken back has
+brought nothing. It returns to its true value within seconds.
 """
 
 import math
@@ -27,6 +30,7 @@ from shoal.policies.hindsight import (
     Hindsight,
     TermsOf,
     begin,
+    fewer,
     follow,
     moved,
     raised,
@@ -65,6 +69,10 @@ LEAST_REQUESTS = 0.5
 """Least usual number of requests."""
 SURE_SECONDS = 1.0
 """A candidate must have saved so many seconds of each of the usual requests."""
+AHEAD_SECONDS = 4.0
+"""For how many seconds a candidate is expected to go on saving as much as it does now."""
+MOST_AHEAD = 0.75
+"""Share of the price that these seconds may pay."""
 CACHE_SECONDS = 30.0
 """How long it takes until the caches are as full as they were before a switch."""
 REGRET_SECONDS = 120.0
@@ -173,7 +181,12 @@ def _by_hindsight(
         seen = renewed(seen, low, terms)
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
-    worth = {c: gains[c] - prices[c] - _fine(regrets, c) for c in gains if forecast.has_room(c)}
+    trend = _trend(seen, prices)
+    worth = {
+        c: gains[c] + trend[c] - prices[c] - _fine(regrets, c)
+        for c in gains
+        if forecast.has_room(c)
+    }
     best = max(worth, key=worth.__getitem__, default=here)
     if worth.get(best, 0.0) <= 0.0 or snapshot.since_switch < LEAST_SECONDS:
         return Plan(dispatches, memory=memory)
@@ -181,6 +194,17 @@ def _by_hindsight(
     regrets = {c: regret + stop for c, regret in regrets.items()}
     memory = replace(memory, behind=tuple(regrets.items()), wider=len(best) < len(here))
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory)
+
+
+def _trend(seen: Hindsight, prices: Mapping[Partition, float]) -> dict[Partition, float]:
+    """Return what each candidate will save in the next seconds if it goes on as it does now.
+
+    What has been saved must still be a part of the price, because many bursts end soon.
+    """
+    return {
+        candidate: min(AHEAD_SECONDS * count, MOST_AHEAD * prices[candidate])
+        for candidate, count in fewer(seen).items()
+    }
 
 
 def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:

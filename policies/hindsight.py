@@ -115,6 +115,15 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     }
 
 
+def fewer(seen: Hindsight) -> dict[Partition, int]:
+    """Return how many requests fewer each candidate would have on the node now.
+
+    By Little's law these are the seconds of requests that it saves in each second.
+    """
+    here = seen.current.requests
+    return {partition: here - trial.shadow.requests for partition, trial in seen.trials}
+
+
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:
     """Return shadows of which those of some candidates begin again, from where the node is."""
     here, base = present(seen.current), seen.current.all_in_all(terms)

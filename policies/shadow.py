@@ -209,6 +209,11 @@ class Shadow:
         """Return the seconds that requests have spent on all units until now."""
         return sum(queue.spent(now) for queue in self.queues)
 
+    @property
+    def requests(self) -> int:
+        """How many requests are there."""
+        return sum(len(queue.waiting) + len(queue.running) for queue in self.queues)
+
     def all_in_all(self, terms: Mapping[Layout, Terms]) -> float:
         """Return the seconds that requests will have spent on all units if no other comes."""
         rest = self.copy()

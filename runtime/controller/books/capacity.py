@@ -54,6 +54,9 @@ class Capacity:
         self._prefixes = books.prefixes
         self.cost_model: CostModel | None = config.cost_model
         """The cost model, corrected by measured steps (``observe``)."""
+        self._partition = self._units.partition
+        self._begun: set[Unit] = set()
+        """Units that a switch has made, and that have not reported a step since."""
         self._forms_groups = True
         self._lengths = Lengths()
         self._states: dict[Unit, tuple[Uncounted, UnitState]] = {}
@@ -162,15 +165,31 @@ class Capacity:
         before, layout = core.load, core.unit.layout
         if before is None:
             return
+        learns = self.cost_model is not None and not self._begins(core, load)
         known = m.Work()
         for mode in load.work:
             done, seen = load.done(mode), before.done(mode)
             for news in (done.decoding - seen.decoding, done.prefilling - seen.prefilling):
                 known += news
-                if self.cost_model is not None and news.steps > 0 and news.seconds > 0:
+                if learns and self.cost_model and news.steps > 0 and news.seconds > 0:
                     seconds = news.seconds / news.steps
                     self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
         self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
+
+    def _begins(self, core: CoreBook, load: m.Load) -> bool:
+        """Return whether a report has the first steps of a unit that a switch has made.
+
+        They also waited for what its devices still computed for other units, and say little.
+        """
+        partition = self._units.partition
+        if partition != self._partition:
+            self._begun |= set(partition).difference(self._partition)
+            self._begun &= set(partition)
+            self._partition = partition
+        if core.unit not in self._begun or core.load is None or load.steps == core.load.steps:
+            return False
+        self._begun.discard(core.unit)
+        return True
 
     def observe_copy(self, source: Unit, copied: m.Imported) -> None:
         """Learn how fast KV goes through the host, which nobody knows before.

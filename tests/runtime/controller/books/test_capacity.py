@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
+from shoal.policies.values.batch import Mode
 from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.policies.values.snapshot import PoolRequest, UnitState
 from shoal.runtime.config import FakeSettings
@@ -121,3 +122,29 @@ def test_a_turn_costs_the_same_however_many_requests_run() -> None:
     assert turn(200, reports=True) == pytest.approx(turn(4, reports=True), rel=0.01)
     # Nor how many have been sent to an engine whose step takes so long that it has not said so.
     assert turn(200, reports=False) == pytest.approx(turn(4, reports=False), rel=0.01)
+
+
+def test_the_first_steps_after_a_switch_say_nothing_of_how_fast_a_unit_is() -> None:
+    """They waited for steps of other units, too."""
+    model = CostModel(ModelShape(2, 64, 8, 8, 16, parameters=1e6), Hardware(1e12, 1e15, 1e11))
+    node = LoopbackNode(2, cost_model=model)
+    node.settle()
+    controller, group = node.controller, tp(0, 1)
+    capacity, core = controller._capacity, CoreBook(group)
+
+    def report(steps: int) -> tuple[str, ...]:
+        """Report so many steps of 1 s each; return the layouts of which something is known."""
+        work = m.Work(steps, float(steps), 4 * steps, 4 * steps)
+        done = {Mode.TP: m.ModeWork(decoding=work, total=work)}
+        seen = m.Load(0, group, 4, 0, 100, 0, [], done)
+        capacity.observe(core, seen)
+        core.load = seen
+        assert capacity.cost_model is not None
+        return tuple(known.layout.name for known in capacity.cost_model.corrections)
+
+    before = report(0)
+    controller.books.units.bind(group, 1)
+    assert report(0) == before
+    assert report(2) == before
+    assert report(3) == (*before, group.layout.name)
+    assert report(4) == (*before, group.layout.name)
