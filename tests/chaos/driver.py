@@ -117,12 +117,18 @@ class Chaos:
         engine: ``fake`` or ``real``.
         seed: what everything is drawn from.
         seconds: how long the node is tormented.
+        least: events that there are at least, however long they take.
     """
 
-    def __init__(self, directory: Path, engine: str, seed: int, seconds: float) -> None:
+    def __init__(
+        self, directory: Path, engine: str, seed: int, seconds: float, least: int = 0
+    ) -> None:
         self.report = Report()
         self._seed = seed
         self._seconds = seconds
+        self._left = least
+        """Events that are still to come."""
+        self._ends_at = 0.0
         self._engines = ENGINES[engine]
         self._patience = PATIENCE_SECONDS[engine]
         self._real = engine == "real"
@@ -131,8 +137,10 @@ class Chaos:
             # KV that goes through the host needs more of both engines.
             options += ["--carry-path", "auto" if seed % 2 else "host"]
         else:
-            # Every switch copies ahead.
+            # Every switch copies ahead. There is so little room that a burst fills the pool also
+            # where it comes slowly.
             options += ["--fake-step-ms", "10", "--precopy-tokens", "1"]
+            options += ["--max-num-seqs", "4", "--max-waiting-requests", "8"]
         self._node = ServedNode(directory, *options, real=self._real, VLLM_LOGGING_LEVEL="CRITICAL")
         assert self._node.url, "\n".join(self._node.lines)
         self._said: list[str] = []
@@ -189,29 +197,34 @@ class Chaos:
     # --- meanwhile ----------------------------------------------------------------------------
 
     async def _torment(self, http: httpx.AsyncClient) -> None:
-        end = time.monotonic() + self._seconds
+        self._ends_at = time.monotonic() + self._seconds
         async with asyncio.TaskGroup() as actors:
             for number in range(CLIENTS):
-                actors.create_task(self._ask_on(http, number, end))
-            actors.create_task(self._break_on(http, end))
-            actors.create_task(self._watch_memory(end))
+                actors.create_task(self._ask_on(http, number))
+            actors.create_task(self._break_on(http))
+            actors.create_task(self._watch_memory())
 
-    async def _ask_on(self, http: httpx.AsyncClient, number: int, end: float) -> None:
+    @property
+    def _goes_on(self) -> bool:
+        return self._left > 0 or time.monotonic() < self._ends_at
+
+    async def _ask_on(self, http: httpx.AsyncClient, number: int) -> None:
         rng = self._rng(f"client {number}")
-        while time.monotonic() < end:
+        while self._goes_on:
             self.report.records.append(await ask(http, draw_plan(rng)))
             await asyncio.sleep(rng.expovariate(5))
 
-    async def _watch_memory(self, end: float) -> None:
-        while (now := time.monotonic()) < end:
-            self._memory.sample(now)
+    async def _watch_memory(self) -> None:
+        while self._goes_on:
+            self._memory.sample(time.monotonic())
             await asyncio.sleep(1)
 
-    async def _break_on(self, http: httpx.AsyncClient, end: float) -> None:
+    async def _break_on(self, http: httpx.AsyncClient) -> None:
         rng = self._rng("events")
         async with asyncio.TaskGroup() as acts:
-            while time.monotonic() < end:
+            while self._goes_on:
                 event = draw_event(rng)
+                self._left -= 1
                 # Its draws must not depend on how long others take.
                 acts.create_task(self._act(http, event, random.Random(rng.random())))
                 await asyncio.sleep(rng.expovariate(1 / EVENT_SECONDS))

@@ -47,7 +47,7 @@ def test_the_openai_client_asks_at_two_priorities(
 
 def test_the_node_takes_what_the_example_says_of_headers(node: ServedNode) -> None:
     """Were the header's name wrong, the node would not say this."""
-    with httpx.Client(base_url=node.url) as http:
+    with httpx.Client(base_url=node.url, timeout=120) as http:
         body = {"model": "shoal-demo", "prompt": "Hello", "max_tokens": 2}
         answer = http.post("/v1/completions", json=body, headers={"X-Vllm-Priority": "-10"})
     assert answer.headers["x-shoal-priority"] == "-10"
@@ -70,7 +70,7 @@ def test_a_batch_is_answered_line_by_line_and_its_files_are_deleted(
     assert {line.partition(": ")[0] for line in answers} >= {"france", "sea", "story", "long"}
     failed = [line.partition(": ")[0] for line in answers if ": failed: " in line]
     assert failed == ["long"], "it has more tokens than the node's requests may have"
-    with httpx.Client(base_url=node.url) as http:
+    with httpx.Client(base_url=node.url, timeout=120) as http:
         assert http.get("/v1/files").json()["data"] == []
 
 

@@ -43,7 +43,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         folder = tmp_path_factory.mktemp("prometheus")
         with scraper(folder, node.url.removeprefix("http://")) as url:
             load(node)
-            with httpx.Client(base_url=url) as http:
+            with httpx.Client(base_url=url, timeout=120) as http:
                 yield Prometheus(http)
     finally:
         node.stop()

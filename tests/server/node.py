@@ -15,10 +15,14 @@ from typing import Any
 
 import httpx
 
+from shoal.runtime.engine.agent import stepping, watchdog
+from shoal.runtime.node import supervisor
 from shoal.server.commands import cli
 from tests import preloaded
 
 ADDRESS = re.compile(r"on (http://[^\s\"]+)")
+PATIENCE_SECONDS = 60.0
+"""How long a process may take to end, or a step although many like it were short."""
 ADMIN_ADDRESS = re.compile(r"admin API on (http://[^\s\"]+)")
 
 
@@ -42,6 +46,12 @@ def shoal(arguments: list[str]) -> int:
     loggers = logging.getLogger("vllm")
     for filters in (loggers, *loggers.handlers):
         filters.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    # The processes of the node are forked from this one. None is late because the machine is slow.
+    for module, name in (
+        (supervisor, "_EXIT_SECONDS"),
+        *((module, "SHORTEST_SECONDS") for module in (watchdog, stepping)),
+    ):
+        setattr(module, name, PATIENCE_SECONDS)
     return cli.main(arguments)
 
 

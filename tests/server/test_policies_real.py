@@ -39,7 +39,7 @@ BURST = int(SETTINGS.tp_below * ENGINES)
 assert BURST > SEATS
 SALTS = itertools.count()
 """Requests of different salts have nothing of each other's in the prefix cache."""
-SECONDS = 60.0
+SECONDS = 200.0
 """How long the layout may take to follow. The policy itself waits for five or so."""
 
 

@@ -196,22 +196,31 @@ def test_the_load_is_what_runs(http: httpx.Client) -> None:
     def load() -> int:
         return int(http.get("/load").json()["server_load"])
 
+    seen = threading.Event()
+
+    def keep_asking(path: str, **body: Any) -> None:
+        while not seen.is_set():
+            http.post(path, json={"model": MODEL, "max_tokens": 400, **body})
+
     assert load() == 0
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 400, "stream": True}
-    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
-        lines = stream.iter_lines()
-        next(lines)
-        whole = {"model": MODEL, "prompt": "x", "max_tokens": 400, "ignore_eos": True}
-        other = threading.Thread(target=http.post, args=["/invocations"], kwargs={"json": whole})
-        other.start()
+    clients = [
+        threading.Thread(target=keep_asking, args=[path], kwargs=body)
+        for path, body in (
+            ("/v1/chat/completions", {"messages": HELLO, "stream": True}),
+            ("/invocations", {"prompt": "x", "ignore_eos": True}),
+        )
+    ]
+    for client in clients:
+        client.start()
+    try:
         while load() < 2:
             pass  # bounded by the test's time limit
-        other.join()
-        while load() > 1:
-            pass  # the count ends after the response
-        list(lines)
+    finally:
+        seen.set()
+        for client in clients:
+            client.join()
     while load():
-        pass
+        pass  # the count ends after the response
 
 
 def test_the_tokenizer_is_described_where_that_is_asked_for(http: httpx.Client) -> None:

@@ -33,7 +33,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     cache = tmp_path_factory.mktemp("cache")
     with served_node(
         cache,
-        *("--fake-step-ms", "5", "--max-model-len", "512", "--api-server-count", "2"),
+        *("--fake-step-ms", "10", "--max-model-len", "512", "--api-server-count", "2"),
         *("--log-format", "json", "--max-num-seqs", "8"),
     ) as served:
         yield served

@@ -14,7 +14,7 @@ from tests.server.node import ServedNode, served_node
 from tests.server.otlp import Collector, Span, grpc_collector, http_collector
 
 MODEL = "shoal-demo"
-LONG = 200
+LONG = 300
 """Tokens of a stream that goes on for as long as two switches take on a busy machine."""
 ALONE, PAIR = [[0], [1]], [[0, 1]]
 PARENT = "b7ad6b7169203331"
@@ -238,9 +238,9 @@ async def test_refusals_are_errors(node: ServedNode, collector: Collector) -> No
         bad = {"x-vllm-priority": "much", **headers(invalid)}
         assert (await http.post("/v1/completions", json=body, headers=bad)).status_code == 400
         # Two engines with two seats each, and one request ahead for each; one may wait.
-        busy = [await start(node.url, new_trace(), 1000) for _ in range(4)]
-        ahead = [asyncio.create_task(ask(node.url, new_trace(), 1000)) for _ in range(2)]
-        late = {"x-shoal-deadline-ms": "3000", **headers(expired)}
+        busy = [await start(node.url, new_trace(), 2000) for _ in range(4)]
+        ahead = [asyncio.create_task(ask(node.url, new_trace(), 2000)) for _ in range(2)]
+        late = {"x-shoal-deadline-ms": "5000", **headers(expired)}
         while True:
             view = (await http.get("/admin/layout")).json()
             if sum(unit["running"] + unit["waiting"] for unit in view["units"]) == 6:

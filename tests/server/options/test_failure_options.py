@@ -19,8 +19,10 @@ Serve = Callable[..., ServedNode]
 STREAMS = 8
 SEEDED = 4
 TOKENS = 120
-EARLY = 5
+EARLY = 3
 """Chunks that every stream has got before an engine goes."""
+ENDLESS = 1900
+"""Tokens of a stream that is cut off: about as many as the model can generate."""
 
 
 @pytest.fixture
@@ -58,9 +60,16 @@ class Stream:
         self.texts: dict[int, str] = {}
         self.chunks = 0
         self.started = asyncio.Event()
+        """It has ``EARLY`` chunks, or has ended with fewer of them."""
         self.error: str | None = None
 
     async def run(self) -> None:
+        try:
+            await self._read()
+        finally:
+            self.started.set()
+
+    async def _read(self) -> None:
         async with self._client.stream("POST", "/v1/completions", json=self._request) as response:
             assert response.status_code == 200, await response.aread()
             async for event in self._events(response):
@@ -146,7 +155,7 @@ def test_streams_go_on_when_a_real_engine_dies(serve: Serve) -> None:
 async def run_until_broken(node: ServedNode, act: Callable[[], None]) -> list[Stream]:
     """Run streams that are far from their end, act when each has begun, and wait for their ends."""
     async with node.async_client() as client:
-        streams = [Stream(client, body(k, max_tokens=1000)) for k in range(24)]
+        streams = [Stream(client, body(k, max_tokens=ENDLESS)) for k in range(24)]
         tasks = [asyncio.create_task(stream.run()) for stream in streams]
         await asyncio.gather(*(stream.started.wait() for stream in streams))
         act()
@@ -232,7 +241,7 @@ async def use_while_it_hangs(node: ServedNode, controller: int) -> None:
                 await asyncio.sleep(0.01)  # bounded by the test's time limit
             assert stream.error is None
 
-        running = Stream(http, body(1, max_tokens=1000))
+        running = Stream(http, body(1, max_tokens=ENDLESS))
         reading = asyncio.create_task(running.run())
         await running.started.wait()
         os.kill(controller, signal.SIGSTOP)

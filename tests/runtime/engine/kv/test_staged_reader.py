@@ -110,6 +110,7 @@ class Node:
         self._copier_of = copier or (lambda: HostCopier(partial(order, case, 2)))
         self.copiers = dict[int, Hooked]()
         self.servers = dict[int, Server]()
+        self.staged = dict[int, StagedReader]()
         for engine in case.source.engines:
             self.serve(engine)
         self.readers = {engine: self._reader(engine) for engine in case.target.engines}
@@ -128,11 +129,11 @@ class Node:
 
     def _reader(self, engine: int) -> KvReader:
         own, pages = HeldBuffer(self.engines.buffers[engine]), [self.case.pages]
-        of = self._directory, pages, own, HostMemory(NAME), self.pins, self._patience
-        staged = StagedReader(partial(Lane, *of), lambda _: False)
-        self.staged = staged
+        of = self._directory, pages, own, HostMemory(NAME), self.pins, WAIT_SECONDS
+        reader = StagedReader(partial(Lane, *of), lambda _: False)
+        self.staged[engine] = reader
         return KvReader(
-            engine, self.case.max_sp, pages, own, Neighbours({}), self._copier_of(), staged
+            engine, self.case.max_sp, pages, own, Neighbours({}), self._copier_of(), reader
         )
 
     def read(self, engine: int, *, beside: bool = False) -> Copied:
@@ -265,7 +266,8 @@ def test_what_comes_too_late_is_written_where_nobody_reads(tmp_path: Path) -> No
         late.set()
         return go_on.wait(WAIT_SECONDS)
 
-    lane = node.staged._lanes[False]
+    lane = node.staged[0]._lanes[False]
+    lane.connect(3)  # which may take long, too
     node.copiers[3].before, lane._patience = be_late, 0.2
     with pytest.raises(NotSharedError, match="engine 3 did not copy its KV in time"):
         node.read(0)
@@ -296,10 +298,10 @@ def test_memory_that_the_device_cannot_reach_is_refused_and_let_go_of(tmp_path: 
 def test_an_engine_that_is_not_there_cannot_be_connected_to(tmp_path: Path) -> None:
     node = Node(Case(alone(3), alone(0)), tmp_path)
     with pytest.raises(NotSharedError, match="the runner of engine 2 has ended"):
-        node.staged.connect(2)
+        node.staged[0].connect(2)
     until(lambda: node.pins.held == 0)
-    node.staged.connect(3)
-    assert node.staged.serves(3)
+    node.staged[0].connect(3)
+    assert node.staged[0].serves(3)
     until(lambda: node.pins.held == 4)  # two lanes, on both sides
 
 

@@ -30,6 +30,7 @@ pytestmark = needs_chromium
 READY = "document.querySelector('#health').dataset.state === 'good'"
 POLICY = "default-src 'self'"
 ALONE, TOGETHER = [[0], [1]], [[0, 1]]
+PAUSE = "new Promise((done) => setTimeout(done, 20))"
 TOKENS = 1500
 """Of a prompt that outlasts what a test does meanwhile: at 30 ms a step they take 45 s or more."""
 
@@ -133,6 +134,8 @@ async def test_a_wrong_prompt_shows_why(tab: Page) -> None:
     await tab.value("document.querySelector('#tokens').value = 100000")
     await tab.click("#send")
     await tab.until(f"{text_of('#ran')}.includes('max_tokens')")
+    while not tab.complaints:
+        await tab.value(PAUSE)  # the test's time limit bounds this
     (complaint,) = tab.complaints
     assert "400" in complaint
     tab.complaints.clear()
@@ -213,7 +216,7 @@ async def test_a_page_of_another_site_is_refused(
             async with page(browser) as tab:
                 await tab.go(f"http://{host}:{port}/")
                 await tab.until("document.title === 'done'")
-                answers = [told for told in tab.statuses if "/admin/" in told[0]]
+                answers = await told_of(tab, "/admin/", 6)
                 assert {status for _, status in answers} == {403}
                 sent = Counter(path for path, _ in answers)
                 assert (sent["GET /admin/layout"], sent["GET /admin/events"]) == (2, 1)
@@ -226,7 +229,7 @@ async def test_a_foreign_name_that_leads_here_is_refused(browser: str, node: Ser
     port = node.admin_url.rpartition(":")[2]
     async with page(browser) as tab:
         await tab.go(f"http://{FOREIGN_NAME}:{port}/")
-        assert tab.statuses[0] == ("GET /", 403)
+        assert (await told_of(tab, "/", 1))[0] == ("GET /", 403)
         await tab.go(f"http://localhost:{port}/")
         await tab.until(READY)
 
@@ -245,8 +248,18 @@ async def test_a_foreign_name_that_leads_here_is_refused(browser: str, node: Ser
 async def test_a_flaw_of_a_page_is_seen(browser: str, flaw: str) -> None:
     async with site(flaw) as port, page(browser) as tab:
         await tab.go(f"http://127.0.0.1:{port}/")
-        await tab.value("new Promise((done) => setTimeout(done))")
-        assert [complaint for complaint in tab.complaints if "favicon" not in complaint]
+        while not [complaint for complaint in tab.complaints if "favicon" not in complaint]:
+            await tab.value(PAUSE)  # the test's time limit bounds this
+
+
+async def told_of(tab: Page, path: str, count: int) -> list[tuple[str, int]]:
+    """Return the requests with this in their paths that were answered, once there are so many.
+
+    The browser tells of them a moment after the page knows. The test's time limit bounds this.
+    """
+    while len(found := [told for told in tab.statuses if path in told[0]]) < count:
+        await tab.value(PAUSE)
+    return found
 
 
 @asynccontextmanager
@@ -294,7 +307,7 @@ async def test_it_asks_for_a_key_until_it_has_the_right_one(browser: str, tmp_pa
             await tab.press("Enter", "\r")
             await tab.until(f"{text_of('#health')} === {json.dumps(shown)}")
         assert await tab.value("document.querySelector('#key-form').hidden")
-        assert [status for path, status in tab.statuses if "/admin/" in path] == [401, 200]
+        assert [status for _, status in await told_of(tab, "/admin/", 2)] == [401, 200]
         await tab.go(f"http://127.0.0.1:{port}/?again")
         await tab.until(READY)  # this tab keeps it
         assert await tab.value("document.cookie + localStorage.length") == "0"
