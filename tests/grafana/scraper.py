@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,10 @@ def scraper(folder: Path, address: str) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a port that nobody has, nor is given who asks for any: those are higher."""
+    for number in range(10_000):
+        port = 20_000 + (os.getpid() + number) % 10_000
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
