@@ -16,9 +16,11 @@ not keep of the MLPs that it computes. The step takes the longer of this and of 
 DP is slow for steps of few tokens, and as fast as ever for steps of many.
 
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
-or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. What is
-predicted is the time of one step from its beginning to its end; as many steps as there are stages
-are under way at once.
+or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. The time
+of a step is that from its beginning to its end. As many steps as there are stages are under way at
+once, so while all stages are busy, steps end one after the other every ``interval_seconds``. The
+measured time between the ends of two steps depends on how many were under way, so no correction
+learns from it.
 
 The host launches the exchanges of a step in SP one by one, without CUDA graphs. A layer takes the
 host the same time for any number of tokens. Launches run ahead of the device, so over all layers
@@ -191,6 +193,17 @@ def _work(batch: Batch) -> tuple[int, int, int]:
     return batch.tokens, batch.context_tokens, pairs
 
 
+def stage_seconds(layout: Layout, seconds: float, hop: float) -> float:
+    """Return the time of a step in one of its stages.
+
+    Args:
+        layout: the unit's.
+        seconds: a step from its beginning to its end.
+        hop: the part of it between two stages.
+    """
+    return (seconds - (layout.pp - 1) * hop) / layout.pp
+
+
 def _bounded(seconds: float, roofline: float) -> float:
     return min(MAX_CORRECTION * roofline, max(roofline / MAX_CORRECTION, seconds))
 
@@ -217,6 +230,25 @@ class CostModel:
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step of a unit in this layout."""
         return self.pace(layout, batch.kind, mode).step(*_work(batch))
+
+    def interval_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
+        """Return the predicted time between the ends of two such steps, if many follow each other.
+
+        In a pipeline as many steps are in flight as there are stages (vLLM
+        ``max_concurrent_batches``), so hops are not hidden: so many steps end in the time of one,
+        unless the link between two stages is slower still. Bubbles of uneven steps come on top.
+        """
+        seconds = self.step_seconds(layout, batch, mode)
+        return max(seconds / layout.pp, self.hop_seconds(layout, batch))
+
+    def hop_seconds(self, layout: Layout, batch: Batch) -> float:
+        """Return the time in which a step's hidden states go from one stage to the next.
+
+        vLLM sends two tensors, hidden states and residuals. Each member of a stage sends its share
+        of them, and the next stage gathers them (``GroupCoordinator.isend_tensor_dict``), which
+        counts as if every link carried all of it. In a layout without stages it is 0.
+        """
+        return self._hop_seconds(batch.tokens) if layout.pp > 1 else 0.0
 
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""
@@ -284,7 +316,7 @@ class CostModel:
         parameter = shape.weight_bytes / hardware.memory_bytes_per_second
         kv_rate = hardware.kv_bytes_per_second or hardware.memory_bytes_per_second
         empty, one = (
-            self._network_seconds(sp, tp, tokens) + self._hop_seconds(layout, tokens)
+            self._network_seconds(sp, tp, tokens) + (layout.pp - 1) * self._hop_seconds(tokens)
             for tokens in (0, 1)
         )
         return Pace(
@@ -332,17 +364,10 @@ class CostModel:
         reduce = hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
         return 2 * shape.layers * reduce
 
-    def _hop_seconds(self, layout: Layout, tokens: int) -> float:
-        """Return the time in which a step's hidden states go from the first stage to the last.
-
-        vLLM sends two tensors, hidden states and residuals. Each member of a stage sends its share
-        of them, and the next stage gathers them (``GroupCoordinator.isend_tensor_dict``), which
-        counts as if every link carried all of it.
-        """
+    def _hop_seconds(self, tokens: int) -> float:
         shape, hardware = self.shape, self.hardware
         moved = 2 * tokens * shape.hidden * shape.activation_bytes
-        hop = hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
-        return (layout.pp - 1) * hop
+        return hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
 
     def _exchange_seconds(self, sp: int, tp: int, tokens: int) -> float:
         """Return the time of two all-to-alls per layer: of queries, keys and values; of outputs.
@@ -367,6 +392,8 @@ class CostModel:
         """
         if seconds <= 0:
             raise ValueError(f"a step of {seconds} s cannot be")
+        if layout.pp > 1:
+            return self  # steps overlap: this is no step's time
         old = self.correction(layout, batch.kind, mode)
         roofline = self.roofline_seconds(layout, batch, mode)
         known = old

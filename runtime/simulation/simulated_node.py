@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
-from shoal.policies.values.layouts import Unit
-from shoal.policies.values.partition import Partition
+from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import PRECOPY_TOKENS, QUEUED_AHEAD, FakeSettings, NodeConfig
@@ -127,6 +127,9 @@ class Node:
     Attributes:
         engines: number of engines.
         max_group: size of the largest group.
+        max_pp: most stages of a pipeline.
+        layout: what an operator asks for at the start, for all engines; None: nothing. The policy
+            must be one that leaves the layout to operators.
         max_num_seqs: most requests in one unit's batch.
         max_num_batched_tokens: most tokens of one step.
         targets: the targets of the priority classes.
@@ -146,6 +149,8 @@ class Node:
     hardware: HardwareFile
     engines: int = 8
     max_group: int = 8
+    max_pp: int = 1
+    layout: Layout | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     targets: tuple[Target, ...] = ()
@@ -170,6 +175,7 @@ class Node:
         return NodeConfig(
             engines=self.engines,
             max_group=self.max_group,
+            max_pp=self.max_pp,
             policy=policy,
             runtime_dir="",
             fake=FakeSettings(
@@ -233,6 +239,7 @@ class _Simulation:
         )
         devices = Devices()
         times = step_times(node.shape, node.hardware, node.max_sp, node.share_weights)
+        hops = cost_model(node.shape, node.hardware).hop_seconds
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
             backend = FakeBackend(
@@ -240,18 +247,22 @@ class _Simulation:
                 engine,
                 clock=self._clock,
                 step_times=times,
+                hop_times=hops,
                 devices=devices,
                 on_start=self._started,
             )
             agent = Agent(backend, self._network.agent(engine), clock=self._clock)
             self._processes[engine] = agent
         self._due: dict[int, float] = {}
+        self._first_layout = None if node.layout is None else units_of(node.engines, node.layout)
 
     def run(self) -> Run:
         """Run until every request has ended."""
         for number in self._processes:
             self._wake_at(number, 0.0)
         self._start()
+        if self._first_layout is not None:
+            self._ask_for(self._first_layout)
         end = PATIENCE_SECONDS + max((a.at for a in self._arrivals), default=0.0)
         while self._open:
             if self._clock.now > end or not self._go_on():
@@ -260,6 +271,11 @@ class _Simulation:
         while not self._concluded and self._go_on():
             pass
         return self._result
+
+    def _ask_for(self, units: Partition) -> None:
+        engines, names = [list(unit.engines) for unit in units], [unit.name for unit in units]
+        call = m.SetLayout(1, engines, m.Treatment.CARRY, PATIENCE_SECONDS, layouts=names)
+        self._network.control_sends(front_identity(0), call)
 
     def _go_on(self) -> bool:
         """Run the next events and the turns that follow; return False if no event is left."""
@@ -381,6 +397,8 @@ class _Simulation:
                 self._result.policy_errors = message.policy_errors
                 self._result.step_errors = message.step_errors
                 self._concluded = True
+            case m.CallFailed(error=error):
+                raise SimulationError(f"the node refuses the layout: {error}")
 
     def _stuck(self) -> str:
         left = [n for n, life in enumerate(self._result.lives) if life.ended is None]

@@ -19,6 +19,7 @@ from shoal.loadgen.curves import Timeline
 from shoal.loadgen.workload import Workload
 from shoal.policies.installed_policies import load_policies
 from shoal.policies.registry import PolicyError
+from shoal.policies.values.layouts import Layout, layouts_up_to
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named
@@ -76,8 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--policy", required=True, metavar="NAME[,NAME]", help="policies to compare")
-    add("--engines", type=int, default=8, choices=ENGINE_COUNTS, help="(default: %(default)s)")
-    add("--max-group", type=int, choices=ENGINE_COUNTS, help="(default: all engines)")
+    _add_layout_options(parser)
     add(
         "--model-shape",
         default="llama-3-70b-fp8",
@@ -128,12 +128,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_layout_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--engines", type=int, default=8, choices=ENGINE_COUNTS, help="(default: %(default)s)")
+    add("--max-group", type=int, choices=ENGINE_COUNTS, help="(default: all engines)")
+    add(
+        "--max-pp",
+        type=int,
+        choices=ENGINE_COUNTS,
+        default=1,
+        help="most stages of a pipeline (default: no pipelines)",
+    )
+    add(
+        "--layout",
+        metavar="NAME",
+        help="layout of all engines under the policy manual, such as tp2 or tp2-pp2 (default: dp)",
+    )
+
+
 def _node(
     args: Namespace, policies: Sequence[str], objectives: Sequence[figures.Objective]
 ) -> Node:
     max_group = args.max_group or args.engines
     if max_group > args.engines:
         raise UserError(f"--max-group {max_group}: there are only {args.engines} engines")
+    if args.max_pp > max_group:
+        raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
+    if args.max_pp > 1 and args.share_weights > 1:
+        raise UserError("--max-pp and --share-weights exclude each other")
+    if args.layout is not None and [*policies] != ["manual"]:
+        raise UserError("--layout is for --policy manual: the other policies decide the layout")
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
     check_at_least(args, 0, "captured_tokens")
     check_shift(args, policies, max_group)
@@ -142,11 +166,17 @@ def _node(
     shape = read_shape(args.model_shape)
     if args.share_weights > 1 and shape.experts:
         raise UserError(f"--share-weights {args.share_weights}: {args.model_shape} has experts")
+    if shape.layers % args.max_pp:
+        raise UserError(
+            f"--max-pp {args.max_pp}: {shape.layers} layers make no {args.max_pp} equal stages"
+        )
     return Node(
         shape=shape,
         hardware=hardware_named(args.hardware),
         engines=args.engines,
         max_group=max_group,
+        max_pp=args.max_pp,
+        layout=_layout(args.layout, max_group, args.max_pp),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
@@ -159,6 +189,15 @@ def _node(
         prefix_caching=args.enable_prefix_caching,
         place_by_prefix=args.place_by_prefix,
     )
+
+
+def _layout(name: str | None, max_group: int, max_pp: int) -> Layout | None:
+    if name is None:
+        return None
+    known = {layout.name: layout for layout in layouts_up_to(max_group, max_pp)}
+    if name not in known:
+        raise UserError(f"no layout {name!r}: choose one of {', '.join(known)}")
+    return known[name]
 
 
 def _simulate(

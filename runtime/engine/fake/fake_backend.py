@@ -20,7 +20,13 @@ from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
 from shoal.runtime.engine.fake.fake_group_core import FakeGroupCore
 from shoal.runtime.engine.fake.fake_own_core import FakeOwnCore
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
-from shoal.runtime.engine.fake.step_times import Devices, StepTimes, constant
+from shoal.runtime.engine.fake.step_times import (
+    Devices,
+    HopTimes,
+    StepTimes,
+    constant,
+    no_hops,
+)
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits, Startup
 
@@ -37,6 +43,7 @@ class FakeBackend:
         clock: seconds; steps take their time on it.
         faults: damage on purpose.
         step_times: how long steps take; None: the settings say it.
+        hop_times: which part of that is the way from stage to stage.
         devices: the node's, if engines share a process.
         on_start: see ``Surroundings``.
     """
@@ -50,6 +57,7 @@ class FakeBackend:
         clock: Clock = monotonic,
         faults: Faults = NO_FAULTS,
         step_times: StepTimes | None = None,
+        hop_times: HopTimes = no_hops,
         devices: Devices | None = None,
         on_start: OnStart | None = None,
     ) -> None:
@@ -61,6 +69,7 @@ class FakeBackend:
         self._surroundings = Surroundings(
             settings=settings,
             step_times=step_times or constant(settings.step_seconds),
+            hop_times=hop_times,
             devices=self._devices,
             clock=clock,
             faults=faults,

@@ -1,6 +1,7 @@
 """The fake engine's cores: the whole of what vLLM's do, with made-up steps and tokens."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_copies import Arriving, FakeCopies
 from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeRequest, FakeScheduler
 from shoal.runtime.engine.fake.faults import Faults, Seam
-from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, StepTimes
+from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, HopTimes, StepTimes
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import (
     AheadRequest,
@@ -45,6 +46,8 @@ class Surroundings:
     settings: FakeSettings
     step_times: StepTimes
     """How long steps take."""
+    hop_times: HopTimes
+    """How long what they compute takes from stage to stage."""
     devices: Devices
     """The node's devices, as far as this process knows them."""
     clock: Clock
@@ -90,7 +93,9 @@ class FakeCore:
         self._copies = FakeCopies(unit, settings, devices)
         size, scheduler = limits.block_tokens, self._scheduler
         self._ahead = FakeAhead(unit, size, settings, devices, scheduler, self._physical)
-        self._step: _Step | None = None
+        self._depth = unit.layout.pp
+        self._steps: deque[_Step] = deque()
+        """Those in flight, at most one for each stage."""
         self._known_until = math.inf
         """When the next step was scheduled: requests that came later are not in it."""
 
@@ -254,18 +259,28 @@ class FakeCore:
 
     def dispatch(self) -> bool:
         """See ``Core.dispatch``."""
-        if self._step is not None:
+        if len(self._steps) >= self._depth:
             return False
         batch, crowded = self._scheduler.schedule(self._known_until)
         if not batch:
             return False
-        count = 1 if crowded else self._scheduler.run_length(batch)
-        work = work_of_step((request.computed, share) for request, share in batch)
+        # In a pipeline other requests' steps come between those of the same requests.
+        count = 1 if crowded or self._depth > 1 else self._scheduler.run_length(batch)
+        work = work_of_step((request.scheduled, share) for request, share in batch)
         mode = self.shift.mode(sum(tokens for _, tokens in batch))
-        seconds = self._around.step_times(self.unit.layout, _repeated(work, count).mean, mode)
-        self._step = _Step(batch=batch, work=work, mode=mode, seconds=seconds, count=count)
-        self._devices.queue(self.unit, self._step, self._clock())
-        for request, _ in batch:
+        layout, mean = self.unit.layout, _repeated(work, count).mean
+        step = _Step(
+            batch=batch,
+            work=work,
+            mode=mode,
+            seconds=self._around.step_times(layout, mean, mode),
+            count=count,
+            hop=self._around.hop_times(layout, mean),
+        )
+        self._steps.append(step)
+        self._devices.queue(self.unit, step, self._clock())
+        for request, share in batch:
+            request.in_flight += share
             self._write(request)
         return True
 
@@ -282,11 +297,10 @@ class FakeCore:
 
     def collect(self) -> Collected | None:
         """See ``Core.collect``."""
-        step = self._step
-        if step is None or self._clock() < step.due:
+        if not self._steps or self._clock() < self._steps[0].due:
             return None
-        self._step = None
-        if self._around.settings.asynchronous:
+        step = self._steps.popleft()
+        if self._around.settings.asynchronous and self._depth == 1:
             self._known_until = step.due - step.seconds
         self._copies.end(self._clock())
         self._look_for_poison(step)
@@ -314,6 +328,7 @@ class FakeCore:
             if on_start is not None and request.is_waiting:
                 on_start(request.id, step.start)
             request.is_waiting = False
+            request.in_flight -= computed
             if id(request) not in alive:
                 continue
             request.computed += computed
@@ -351,19 +366,19 @@ class FakeCore:
     @property
     def in_flight(self) -> int:
         """See ``Core.in_flight``."""
-        return int(self._step is not None)
+        return len(self._steps)
 
     @property
     def due(self) -> float | None:
         """Clock time at which the next step or copy is done; None: none is in flight."""
-        step = None if self._step is None else self._step.due
+        step = self._steps[0].due if self._steps else None
         ends = (step, self._copies.due, self._ahead.due)
         return min((due for due in ends if due is not None), default=None)
 
     @property
     def oldest_step(self) -> tuple[Mode, Work] | None:
         """See ``Core.oldest_step``."""
-        return None if self._step is None else (self._step.mode, self._step.work)
+        return (self._steps[0].mode, self._steps[0].work) if self._steps else None
 
     @property
     def num_requests(self) -> int:

@@ -1,7 +1,8 @@
 """Which requests the fake engine's next step computes, and which KV blocks they hold.
 
 A small version of vLLM's ``Scheduler`` and ``KVCacheManager``: continuous batching, chunked
-prefill, preemption by recomputing, prefixes that are found in the cache.
+prefill, preemption by recomputing, prefixes that are found in the cache. In a pipeline, a step
+leaves out what is in flight already: requests that decode, and chunks of prompts.
 """
 
 import math
@@ -55,6 +56,8 @@ class FakeRequest:
         """How many of its blocks are known to hold its tokens."""
         self.computed = 0
         """Tokens whose KV is in its blocks."""
+        self.in_flight = 0
+        """Further tokens that steps in flight compute."""
         self.cached = 0
         """How many of its blocks are cached."""
         self.shared = 0
@@ -111,6 +114,11 @@ class FakeRequest:
         if end <= prompt:
             return self.prompt[start:end]
         return self.prompt[start:] + self.generated[max(0, start - prompt) : end - prompt]
+
+    @property
+    def scheduled(self) -> int:
+        """Tokens that are computed, or are in flight."""
+        return self.computed + self.in_flight
 
     @property
     def tokens_left(self) -> int:
@@ -252,13 +260,18 @@ class FakeScheduler:
         batch: Batch = []
         budget = self._budget
         preempted = late = False
-        while len(batch) < len(self.running) and budget > 0:
-            request = self.running[len(batch)]
+        number = 0
+        while number < len(self.running) and budget > 0:
+            request = self.running[number]
+            number += 1
+            if request.scheduled == request.tokens:
+                continue
             while not self._make_room(request):
                 preempted = True
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is request:
+                victim = self._victim(number - 1)
+                if victim is not None:
+                    self._preempt(victim)
+                if victim is None or victim is request:
                     break
             else:
                 budget -= self._compute(request, budget, batch)
@@ -279,9 +292,9 @@ class FakeScheduler:
 
     def _compute(self, request: FakeRequest, budget: int, batch: Batch) -> int:
         """Add a request to the next step; return how many of its tokens that computes."""
-        share = min(request.tokens - request.computed, budget)
+        share = min(request.tokens - request.scheduled, budget)
         batch.append((request, share))
-        self._cache(request, request.computed + share)
+        self._cache(request, request.scheduled + share)
         return share
 
     def run_length(self, batch: Batch) -> int:
@@ -367,6 +380,15 @@ class FakeScheduler:
         """Return the blocks that a request lacks to have ``ahead`` tokens more than it has."""
         blocks = -(-(request.tokens + ahead) // self._limits.block_tokens)
         return max(0, blocks - len(request.blocks))
+
+    def _victim(self, begin: int) -> FakeRequest | None:
+        """Return the latest running request that no step computes; None: there is none.
+
+        Args:
+            begin: those before this one may be in the step that is scheduled.
+        """
+        idle = (request for request in reversed(self.running[begin:]) if not request.in_flight)
+        return next(idle, None)
 
     def _preempt(self, request: FakeRequest) -> None:
         self.free(request)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal.policies.cost.cost_model import stage_seconds
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.engine.fake.fake_kv import KvMemory
@@ -21,6 +22,20 @@ def constant(seconds: float) -> StepTimes:
     return lambda _layout, _batch, _mode=Mode.TP: seconds
 
 
+class HopTimes(Protocol):
+    """Maps a pipeline's layout and the work of a step to the seconds of a hop between two stages.
+
+    They are a part of the step's seconds, once for every two stages that follow each other.
+    """
+
+    def __call__(self, layout: Layout, batch: Batch, /) -> float: ...  # noqa: D102
+
+
+def no_hops(_layout: Layout, _batch: Batch) -> float:
+    """Let hops take no time."""
+    return 0.0
+
+
 class DeviceStep(msgspec.Struct, kw_only=True):
     """A step on the devices of a group, or a run of equal ones."""
 
@@ -29,11 +44,15 @@ class DeviceStep(msgspec.Struct, kw_only=True):
     count: int = 1
     start: float = math.inf
     """Clock time; infinite until it is queued."""
+    hop: float = 0.0
+    """The part of ``seconds`` in which it is between two stages of a pipeline."""
+    waited: float = 0.0
+    """How long it has waited between stages, for the steps before it."""
 
     @property
     def due(self) -> float:
         """Clock time at which the last step is done."""
-        return self.start + self.seconds * self.count
+        return self.start + self.seconds * self.count + self.waited
 
     def cut(self, now: float) -> None:
         """End a run of steps with the step that is computed now."""
@@ -54,12 +73,37 @@ class Devices:
         """What the devices' blocks hold."""
         self._free_at: dict[int, float] = {}
         self._latest: dict[Unit, DeviceStep] = {}
+        self._link_free_at: dict[int, float] = {}
+        """When what is sent to a stage has arrived, by its first engine."""
 
     def queue(self, unit: Unit, step: DeviceStep, now: float) -> None:
-        """Queue a step: it starts when the unit's devices are free."""
+        """Queue a step: it starts when the unit's devices are free.
+
+        In a pipeline it starts when those of the first stage are. In each stage it waits for the
+        step before it, and so it does for the link to the next stage, on which it is sent while
+        its stage computes another step.
+        """
+        if unit.layout.pp > 1:
+            self._queue_in_stages(unit, step, now)
+            return
         self._latest[unit] = step
         step.start = self.free_at(unit, now)
         self._free_at.update(dict.fromkeys(unit.engines, step.due))
+
+    def _queue_in_stages(self, unit: Unit, step: DeviceStep, now: float) -> None:
+        layout = unit.layout
+        seconds = stage_seconds(layout, step.seconds, step.hop)
+        begin, step.start = now, math.inf
+        for first in range(0, layout.world_size, layout.tp):
+            members = unit.engines[first : first + layout.tp]
+            if first:
+                sent = max(begin, self._link_free_at.get(members[0], 0.0))
+                begin = self._link_free_at[members[0]] = sent + step.hop
+            begin = max(begin, *(self._free_at.get(engine, 0.0) for engine in members))
+            step.start = min(step.start, begin)
+            begin += seconds
+            self._free_at.update(dict.fromkeys(members, begin))
+        step.waited = begin - step.start - step.seconds
 
     def free_at(self, unit: Unit, now: float) -> float:
         """Return when a unit's devices have done all that is queued for them."""
@@ -69,6 +113,7 @@ class Devices:
         """Take note of an engine that starts: nothing is queued, and its blocks are empty."""
         self.memory.clear(engine)
         self._free_at.pop(engine, None)
+        self._link_free_at.pop(engine, None)
         for unit in [unit for unit in self._latest if engine in unit.engines]:
             del self._latest[unit]
 

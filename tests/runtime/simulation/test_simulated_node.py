@@ -16,7 +16,13 @@ from shoal.policies.values.plan import Plan, Policy
 from shoal.policies.values.snapshot import Snapshot, Target
 from shoal.runtime.protocol.messages import Outcome
 from shoal.runtime.simulation import simulated_node as module
-from shoal.runtime.simulation.shape_files import MEMORY_SHARE, read_hardware, read_shape, step_times
+from shoal.runtime.simulation.shape_files import (
+    MEMORY_SHARE,
+    cost_model,
+    read_hardware,
+    read_shape,
+    step_times,
+)
 from shoal.runtime.simulation.simulated_node import Node, Run, SimulationError, simulate
 from tests.units import tp
 
@@ -312,3 +318,34 @@ def test_one_with_a_cache_computes_what_is_left_in_the_time_that_it_takes() -> N
     rest = Batch(prefill_tokens=16, prefill_context=2032 + 17 // 2)
     seconds = step_times(SHAPE, H200)(Layout(), rest) + 3 * H200.message_seconds
     assert run.lives[1].first_token == pytest.approx(9.0 + seconds, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2)])
+def test_a_pipelines_throughput_is_that_of_its_steps(layout: Layout) -> None:
+    """The cost model's arithmetic, with the time to fill the pipeline."""
+    shape, prompt, number = read_shape("llama-3-8b-bf16"), 2048, 24
+    node = Node(
+        shape,
+        H200,
+        engines=4,
+        max_group=4,
+        max_pp=4,
+        layout=layout,
+        max_num_batched_tokens=prompt,
+    )
+    run = simulate(node, "manual", [Arrival(0.0, prompt, 1) for _ in range(number)])
+    assert {unit.layout for life in run.lives for unit in life.units} == {layout}
+    model, batch = cost_model(shape, H200), Batch(prefill_tokens=prompt, prefill_context=1024)
+    # The policies' model does not know what the host adds to a step with prompts.
+    between = model.interval_seconds(layout, batch) + H200.prefill_seconds / layout.pp
+    steps = number * layout.world_size // node.engines
+    fill = step_times(shape, H200)(layout, batch) * (1 - 1 / layout.pp)
+    assert between > model.hop_seconds(layout, batch)
+    found = max(life.ended for life in run.lives)
+    assert steps * between < found < 1.03 * (steps * between + fill)
+
+
+def test_a_layout_that_the_node_does_not_have_is_refused() -> None:
+    node = Node(SHAPE, H200, layout=Layout(pp=2))
+    with pytest.raises(SimulationError, match="pp2"):
+        simulate(node, "manual", [Arrival(0.0, 10, 1)])
