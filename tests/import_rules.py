@@ -31,7 +31,6 @@ REACH_BEHIND_IT = frozenset(
         "shoal.loadgen.bench.all_to_all",
         "shoal.loadgen.bench.carry_kernel",
         "shoal.loadgen.bench.controller_loop",
-        "shoal.loadgen.bench.lease_times",
         "shoal.loadgen.bench.linear_kernels",
         "shoal.loadgen.bench.linear_layers",
         "shoal.loadgen.bench.moe_kernels",
@@ -45,7 +44,6 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     {
         "shoal.loadgen.bench.all_to_all",
         "shoal.loadgen.bench.carry_kernel",
-        "shoal.loadgen.bench.lease_times",
         "shoal.loadgen.bench.linear_kernels",
         "shoal.loadgen.bench.linear_layers",
         "shoal.loadgen.bench.moe_kernels",

@@ -1,7 +1,7 @@
-"""``shoal bench gpu`` and ``shoal bench serve-compare``: stock vLLM and Shoal on the same devices.
+"""``shoal bench gpu``: stock vLLM and Shoal on the same devices.
 
-Both fill one results file in a directory, and write its report beside it. Measures that are already
-in the file are not taken again, so the same command continues a run that was cut short.
+It fills a results file in a directory, and writes a report beside it. Measures that are already in
+the file are not taken again, so the same command continues a run that was cut short.
 """
 
 import argparse
@@ -43,25 +43,25 @@ from shoal.server.number_options import check_at_least, check_positive
 
 N = TypeVar("N", int, float)
 MEASURES = (*IN_LAYOUTS, *OF_SWITCHES, CARRY, MODES, RATES, *OF_RECORDINGS, *WORKLOADS)
-DEFAULT_MEASURES = {"gpu": (*IN_LAYOUTS, *OF_SWITCHES), "serve-compare": tuple(MADE_UP)}
-"""The default measures of each benchmark; ``trace`` is added if a trace is given."""
+DEFAULT_MEASURES = (*IN_LAYOUTS, *OF_SWITCHES)
+"""``trace`` is added if a trace is given."""
 DURATION_SECONDS = 60.0
 INCOMPLETE_EXIT_CODE = 3
 """Exit code if measures are still missing: run the same command again."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark that ``argv`` begins with, and return the exit code.
+    """Run ``shoal bench gpu``, and return the exit code.
 
     Raises:
         UserError: the arguments, or the directory of the results, are not valid.
     """
-    args, options = _parser(argv[0]).parse_known_args(argv[1:])
+    args, options = _parser().parse_known_args(argv)
     check_positive(args, "rate_seconds")
     settings = _settings(args, options)
     config = read_shape(args.model_shape)
     workloads = _workloads(args)
-    measures = args.measures or (*DEFAULT_MEASURES[argv[0]], *([TRACE] if args.trace else []))
+    measures = args.measures or (*DEFAULT_MEASURES, *([TRACE] if args.trace else []))
     if TRACE in measures and args.trace is None:
         raise UserError(f"--measures {TRACE} needs --trace")
     if recorded := tuple(name for name in OF_RECORDINGS if name in measures):
@@ -122,9 +122,9 @@ def run(campaign: Campaign, budget_seconds: float) -> bool:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _parser(benchmark: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"shoal bench {benchmark}",
+        prog="shoal bench gpu",
         description="Compare stock vLLM's static DP and static TP with Shoal. Options that are not "
         "listed here go to every server.",
         allow_abbrev=False,

@@ -5,7 +5,6 @@ Several processes use it at once: front ends, and the worker. Every change is on
 """
 
 import os
-import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -108,11 +107,6 @@ class BatchStore:
     def incoming(self, file_id: str) -> Path:
         """Return where the content of a file lies while it is uploaded."""
         return self._directory / _INCOMING / file_id
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that are free on the disk."""
-        return shutil.disk_usage(self._directory).free
 
     # --- files --------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """The lines of output and error files, as OpenAI and as ``vllm run-batch`` write them."""
 
-from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -8,10 +7,6 @@ import msgspec
 from shoal.server.batch.answer_log import Result, result_id, usage_of
 from shoal.server.batch.batch_run import Numbered
 from shoal.server.batch.line_sender import Answer
-
-MakeResult = Callable[[str, Numbered, Answer], Result]
-"""Makes the result of a batch's line from the answer to it."""
-
 
 _raw = msgspec.json.Decoder(msgspec.Raw)
 

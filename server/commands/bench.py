@@ -28,14 +28,8 @@ BENCHMARKS = {
         "shoal.loadgen.bench.engine_failures",
         "engines that are killed and stopped under streams",
     ),
-    "serve-compare": (
-        "shoal.loadgen.bench.compare",
-        "stock vLLM's DP and TP, and Shoal, under open-loop workloads",
-    ),
 }
 """Benchmarks: the module that runs each, and what it measures."""
-COMPARISONS = ("gpu", "serve-compare")
-"""Benchmarks that share a module: it is told which of them to run by its first argument."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,4 +44,4 @@ def main(argv: Sequence[str]) -> int:
         commands.add_parser(name, help=summary, add_help=False)
     benchmark = parser.parse_args(argv[:1]).benchmark
     module = importlib.import_module(BENCHMARKS[benchmark][0])
-    return int(module.main(argv if benchmark in COMPARISONS else argv[1:]))
+    return int(module.main(argv[1:]))

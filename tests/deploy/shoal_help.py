@@ -19,7 +19,6 @@ _COMMANDS = {
     "bench overload": ("bench", "overload", "--help"),
     "bench failures": ("bench", "failures", "--help"),
     "bench gpu": ("bench", "gpu", "--help"),
-    "bench serve-compare": ("bench", "serve-compare", "--help"),
 }
 COMMANDS = tuple(_COMMANDS)
 
