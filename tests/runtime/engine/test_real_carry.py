@@ -38,9 +38,11 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "prompt-logprobs": {"logprobs": 3, "prompt_logprobs": 2},
     "bias": {"logit_bias": {310: 2.0, 320: 3.0}, "temperature": 1.0, "seed": 8},
+    # No token twice in a row, which needs the token before the carry.
+    "bad-words": {"_bad_words_token_ids": [[token, token] for token in range(300, 400)]} | FEW,
     "bound": {"min_tokens": 100, "stop_token_ids": list(range(3, 1000))},
 }
-LENGTHS = (40, 33, 64, 90, 31, 17, 150, 70, 5, 300)
+LENGTHS = (40, 33, 64, 90, 31, 17, 150, 70, 25, 5, 300)
 _seeds = itertools.count(500)
 
 

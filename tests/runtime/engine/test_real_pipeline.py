@@ -70,7 +70,7 @@ def test_steps_follow_each_other_through_the_stages(node: RealNode) -> None:
 
 @pytest.mark.parametrize("path", [(PAIR, TP2, None), (TP2, PAIR, None, PAIR)])
 def test_requests_go_along_with_their_kv(node: RealNode, path: tuple[Unit | None, ...]) -> None:
-    prompts = random_prompts((40, 33, 64, 90, 31, 17, 150, 70, 5, 300), next(_seeds))
+    prompts = random_prompts((40, 33, 64, 90, 31, 17, 150, 70, 5, 300, 25), next(_seeds))
     kinds = SAMPLING.values()
     both = list(zip(prompts, kinds, strict=True))
     plain = [node.submit(alone(1), [prompt], TOKENS, **kind)[0] for prompt, kind in both]

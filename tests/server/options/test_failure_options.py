@@ -224,6 +224,25 @@ def test_a_controller_that_hangs_is_noticed_and_ends_the_node(serve: Serve) -> N
     assert node.leftovers() == []
 
 
+def test_clients_of_a_node_whose_controller_dies_see_a_broken_connection(serve: Serve) -> None:
+    node = serve("--fake-step-ms", "20")
+
+    async def lose() -> Stream:
+        async with node.async_client() as http:
+            stream = Stream(http, body(1, max_tokens=1000))
+            reading = asyncio.create_task(stream.run())
+            await stream.started.wait()
+            os.kill(node.children[2], signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                await reading
+            return stream
+
+    assert asyncio.run(lose()).error is None
+    assert node.wait()[-1] == "shoal: controller: killed by SIGKILL"
+    assert node.process.returncode == 1
+    assert node.leftovers() == []
+
+
 async def use_while_it_hangs(node: ServedNode, controller: int) -> None:
     """Have the controller stop for so long that it is noticed, and not for so long that it ends."""
     async with node.async_client() as http:
