@@ -16,9 +16,10 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import PROMPTS, SHARED, Stock
-from tests.runtime.engine.real_node import RealNode, unit_of
+from tests.runtime.engine.prompts import PROMPTS, SHARED
+from tests.runtime.engine.real_node import RealNode, stock_tokens, unit_of
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp, tp_units
 
@@ -37,11 +38,18 @@ PARTITIONS: tuple[Partition, ...] = (
 
 
 @pytest.fixture(scope="module")
-def node(llama: Path) -> Iterator[RealNode]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with two KV heads: of four members, two hold each."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    write_checkpoint(path, CheckpointSpec(layers=2, kv_heads=2))
+    return path
+
+
+@pytest.fixture(scope="module")
+def node(model: Path) -> Iterator[RealNode]:
     # 128 blocks an engine: leases, paused requests, pre-copies and prefix caches compete for them.
-    with RealNode(
-        llama, ENGINES, max_sp=2, precopy_tokens=100, kv_cache_memory_bytes=8 << 20
-    ) as node:
+    sizes = {"precopy_tokens": 100, "kv_cache_memory_bytes": 4 << 20}
+    with RealNode(model, ENGINES, max_sp=2, async_scheduling=True, **sizes) as node:
         node.script(Script.RANDOM)
         yield node
 
@@ -54,8 +62,8 @@ def switch_to(
     assert node.partition == partition
 
 
-def test_no_request_loses_or_repeats_a_token(node: RealNode, stock: Stock) -> None:
-    expected = stock(ALL, TOKENS)
+def test_no_request_loses_or_repeats_a_token(node: RealNode, model: Path) -> None:
+    expected = stock_tokens(model, ALL, TOKENS)
     draw = random.Random(20)
     asked: dict[str, int] = {}
     switches = 0
