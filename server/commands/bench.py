@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from shoal.server.commands.command_parser import CommandParser
 
 BENCHMARKS = {
-    "switch": ("shoal.loadgen.bench.idle_switch", "idle binds and releases, fake and real engines"),
     "steps": (
         "shoal.loadgen.bench.steps",
         "step times by layout, and the hardware file that fits them",

@@ -13,7 +13,6 @@ _COMMANDS = {
     "report": ("report", "--help"),
     "run-batch": ("run-batch", "--help"),
     "openapi": ("openapi", "--help"),
-    "bench switch": ("bench", "switch", "--help"),
     "bench steps": ("bench", "steps", "--help"),
     "bench fit": ("bench", "fit", "--help"),
     "bench overload": ("bench", "overload", "--help"),
