@@ -280,10 +280,14 @@ def _preload() -> None:
 
 
 def know_models() -> None:
-    """Have vLLM know what the tests' models are, which it would ask a new process about each."""
-    from vllm import ModelRegistry
-    from vllm.model_executor.models import llama, qwen2, qwen3
+    """Have vLLM know what the tests' models are, and look here at those it does not know.
 
+    It would ask a new process about each, which imports vLLM, lest it touch a GPU in this one.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import llama, qwen2, qwen3, registry
+
+    registry._run_in_subprocess = lambda look: look()
     for model in (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM):
         ModelRegistry.register_model(model.__name__, model)
 

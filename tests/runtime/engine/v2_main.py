@@ -122,6 +122,7 @@ def difference(node: real_node.RealNode, request: str, expected: RequestOutput) 
 
 def main(directory: Path) -> None:
     preloaded.FIRST.append(triton_interpreter.__name__)
+    preloaded.know_models()
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     model = make_model("llama", directory)
     expected = stock(model)
