@@ -100,6 +100,19 @@ class FakeSettings(msgspec.Struct, frozen=True):
         return KvGeometry(self.layers, self.kv_heads, self.block_tokens)
 
 
+class FitSettings(msgspec.Struct, frozen=True):
+    """How a node times its steps at start (``fitting.py``)."""
+
+    seconds: float = 0.0
+    """How long that may take in all; 0: it is not done."""
+    file: str | None = None
+    """Where the result is kept; None: nowhere."""
+    key: dict[str, str] = {}
+    """What the result depends on."""
+    cached: bool = False
+    """Whether ``NodeConfig.cost_model`` has the result of an earlier start."""
+
+
 class Adapter(NamedTuple):
     """A LoRA adapter that requests may name as their model."""
 
@@ -151,6 +164,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     seed: int = 0
     cost_model: CostModel | None = None
     """The cost model of this model on this node's engines, before any step was measured."""
+    fit: FitSettings = FitSettings()
     targets: tuple[Target, ...] = ()
     """Targets of the priority classes, the most urgent first, for policies that keep promises."""
     urgent_engines: int = 0

@@ -30,6 +30,7 @@ modelled. So ``shoal.policies.shift`` compares the modes by ``device_seconds``, 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.policies.values.batch import Batch, Mode, StepKind
@@ -185,6 +186,36 @@ class Correction:
             variance=(1 - weight) * (self.variance + weight * off * off),
             covariance=(1 - weight) * (self.covariance + weight * off * beyond),
         )
+
+    def fit(self, measured: Sequence[tuple[float, float]]) -> "Correction":
+        """Return the correction that steps give which were all measured at once.
+
+        They count as many, because each stands for the median of several.
+
+        Args:
+            measured: seconds by the roofline, and those that were measured; at least one pair.
+        """
+        count = len(measured)
+        rooflines = [roofline for roofline, _ in measured]
+        missed = [_bounded(seconds, roofline) - roofline for roofline, seconds in measured]
+        roofline, mean = sum(rooflines) / count, sum(missed) / count
+        pairs = list(zip(rooflines, missed, strict=True))
+        variance = sum((one - roofline) ** 2 for one in rooflines) / count
+        covariance = sum((one - roofline) * (off - mean) for one, off in pairs) / count
+        doubt = (SPREAD * roofline) ** 2
+        if variance > doubt:
+            # Lengths differ enough to tell the two parts of the error, so ``line`` need not doubt.
+            covariance *= 1 + doubt / variance
+        new = replace(
+            self,
+            samples=max(KNOWN, count),
+            roofline=roofline,
+            missed=mean,
+            variance=variance,
+            covariance=covariance,
+        )
+        errors = (abs(new.apply(one) - seconds) / seconds for one, seconds in measured)
+        return replace(new, error=sum(errors) / count)
 
 
 def _work(batch: Batch) -> tuple[int, int, int]:
@@ -400,7 +431,25 @@ class CostModel:
         if batch.kind is StepKind.PREFILL:
             known = self._nearest(layout, batch.kind, mode, KNOWN)
         expected = known.apply(roofline) if known.samples >= KNOWN else None
-        new = old.learn(roofline, seconds, expected)
-        same = (layout, batch.kind, mode)
+        return self._with(old.learn(roofline, seconds, expected))
+
+    def fit(
+        self, layout: Layout, mode: Mode, kind: StepKind, measured: Sequence[tuple[Batch, float]]
+    ) -> "CostModel":
+        """Return the model with these steps' correction anew, from steps of known work.
+
+        Args:
+            layout: the layout of the steps.
+            mode: their mode.
+            kind: their kind.
+            measured: the work of each and its seconds; at least one.
+        """
+        pairs = [
+            (self.roofline_seconds(layout, batch, mode), seconds) for batch, seconds in measured
+        ]
+        return self._with(Correction(layout, kind, mode).fit(pairs))
+
+    def _with(self, new: Correction) -> "CostModel":
+        same = (new.layout, new.kind, new.mode)
         rest = tuple(c for c in self.corrections if (c.layout, c.kind, c.mode) != same)
         return replace(self, corrections=(*rest, new))

@@ -10,6 +10,7 @@ from shoal.runtime.controller.adviser import Adviser
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.fitting import Fitting
 from shoal.runtime.controller.operations import Operations
 from shoal.runtime.controller.reporting import layout_view
 from shoal.runtime.controller.reporting.gauges import Gauges
@@ -37,6 +38,7 @@ class Calls:
         adviser: the policy.
         shifting: the threshold between TP and SP.
         operations: switches and audits.
+        fitting: may keep the node from being ready.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Calls:
         adviser: Adviser,
         shifting: Shifting,
         operations: Operations,
+        fitting: Fitting,
     ) -> None:
         self._env = env
         self._books = books
@@ -54,6 +57,7 @@ class Calls:
         self._adviser = adviser
         self._shifting = shifting
         self._operations = operations
+        self._fitting = fitting
 
     def take(self, peer: str, message: Call) -> None:
         """Answer a call, either now or when the work that it asks for is done."""
@@ -81,7 +85,7 @@ class Calls:
     # --- reading ------------------------------------------------------------------------------
 
     def _layout(self, call: int, named: int = 0) -> m.LayoutView:
-        books, reason = self._books, layout_view.not_ready_reason(self._books)
+        books, reason = self._books, self._not_ready_reason
         return m.LayoutView(
             call=call,
             engines=layout_view.engine_views(books),
@@ -95,6 +99,7 @@ class Calls:
             policy_errors=int(books.statistics.policy_errors.total()),
             moves_total=int(books.statistics.moved.total()),
             step_errors=self._capacity.step_errors,
+            costs=self._costs,
             shift=self._shifting.view,
             unavailable=layout_view.unavailable_views(
                 books, self._env.config.units, self._operations.rejoin.unavailable()
@@ -102,6 +107,16 @@ class Calls:
             lengths=layout_view.lengths(books.engines),
             share_weights=self._env.config.share_weights,
         )
+
+    @property
+    def _costs(self) -> str:
+        return "" if self._capacity.cost_model is None else self._fitting.costs
+
+    @property
+    def _not_ready_reason(self) -> str | None:
+        """Why the node cannot take requests or switch; None if it can."""
+        reason = layout_view.not_ready_reason(self._books)
+        return "step times are measured" if reason is None and self._fitting.running else reason
 
     def _metrics(self, call: int) -> m.NodeMetrics:
         gauges = Gauges(
@@ -159,8 +174,8 @@ class Calls:
 
     def _refusal(self, target: Partition) -> tuple[int, str]:
         """Return the HTTP status and the reason why the node cannot switch to a target now."""
-        if not self._books.engines.started:
-            return 503, str(layout_view.not_ready_reason(self._books))
+        if not self._books.engines.started or self._fitting.running:
+            return 503, str(self._not_ready_reason)
         if self._operations.switches.running is not None:
             return 409, "a switch is running: ask again when it is over"
         if self._adviser.policy.decides_layout:

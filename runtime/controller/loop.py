@@ -25,6 +25,7 @@ from shoal.runtime.controller.failures.losses import Losses
 from shoal.runtime.controller.failures.migration import Migration
 from shoal.runtime.controller.failures.outage import Outage
 from shoal.runtime.controller.failures.pulse import Pulse
+from shoal.runtime.controller.fitting import Fitting
 from shoal.runtime.controller.operations import Operations
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.controller.requests.background import Background
@@ -97,6 +98,7 @@ class Controller:
             give_up=self._admission.give_up_unholdable,
         )
         self.switches = self._operations.switches.past
+        self._fitting = Fitting(env, books, self._capacity, self._operations)
         self._adviser = Adviser(
             config.policy,
             books.statistics,
@@ -108,7 +110,13 @@ class Controller:
             ),
         )
         self._calls = Calls(
-            env, books, self._capacity, self._adviser, self._shifting, self._operations
+            env,
+            books,
+            self._capacity,
+            self._adviser,
+            self._shifting,
+            self._operations,
+            self._fitting,
         )
 
     # --- loop ---------------------------------------------------------------------------------
@@ -139,7 +147,10 @@ class Controller:
         self._admission.expire()
         self._outage.end_waiting()
         self._closing.hand_back()
-        started = self._decide() if self.books.engines.started else 0
+        if self.books.engines.started:
+            self._fitting.tick()
+        may_decide = self.books.engines.started and not self._fitting.running
+        started = self._decide() if may_decide else 0
         self._admission.hold_limits(started)
 
     def _take_arrivals(self) -> bool:
@@ -167,6 +178,7 @@ class Controller:
             self._outage.deadline,
             self._pauses.deadline,
             self._pulse.deadline,
+            self._fitting.deadline,
             self._balancing.deadline if self._operations.can_switch else None,
         ]
         now = self._clock()
@@ -256,6 +268,8 @@ class Controller:
                 self._operations.rejoin.ready(message)
             case m.EngineReady():
                 self._take_ready(message)
+            case m.Tried():
+                self._count_unless(taken=self._fitting.tried(message))
             case m.Formed():
                 self._operations.rejoin.formed(message)
             case m.EngineFailed(engine, error, cause):
@@ -290,7 +304,10 @@ class Controller:
     def _take_load(self, load: m.Load) -> None:
         requests = self.books.requests
         core = requests.core(load.unit)
-        self._capacity.observe(core, load)
+        if self._fitting.running:
+            self._fitting.see(core, load)
+        else:
+            self._capacity.observe(core, load)
         ended = requests.report(load)
         self._capacity.see_outputs(core.outputs)
         for request in ended:

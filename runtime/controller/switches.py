@@ -11,7 +11,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import SwitchBudget
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.statistics import DRAIN, MANUAL
+from shoal.runtime.controller.books.statistics import DRAIN, FIT, MANUAL
 from shoal.runtime.controller.reporting import layout_view
 from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.moves import LoseEngines, Node
@@ -118,6 +118,11 @@ class Switches:
         self._start(target, m.Treatment.CARRY, DRAIN, wait=0.0)
         self.end()
 
+    def start_for_fit(self, target: Partition) -> None:
+        """Start a switch to a layout whose steps are to be timed; no request runs yet."""
+        self._start(target, m.Treatment.HARD, FIT, wait=0.0)
+        self.end()
+
     def _start(
         self,
         target: Partition,
@@ -172,12 +177,17 @@ class Switches:
         self._tell_fronts(switch, view)
         level = logging.INFO if switch.error is None else logging.ERROR
         log.log(level, "%s", view.line(), extra={"fields": {"switch": view}})
+        if switch.reason != FIT:  # no request runs yet, and first switches take long
+            self._note_end(switch, view, now)
+        self._answer(switch, view)
+
+    def _note_end(self, switch: Switch, view: SwitchView, now: float) -> None:
+        """Note what decides when the policy's next switch may start."""
         self.ended_at = now
         if not switch.rules.lasts:
             self._budget.learn(view.duration_seconds - view.precopy_seconds)
         if switch.error is not None:
             self._retry_at = now + RETRY_SECONDS
-        self._answer(switch, view)
 
     def _answer(self, switch: Switch, view: SwitchView) -> None:
         caller, self._caller = self._caller, None

@@ -189,6 +189,9 @@ class Supervisor:
             self._report_engines(view, reported)
             if view.ready:
                 break
+            if all(engine.state == "serving" for engine in view.engines):
+                # Steps are being timed, and the node starts even if an engine dies of that.
+                self._stage = _Stage.SERVING
             self._turn(_POLL_SECONDS)
             view = self._ask_layout()
         while not all(child.is_ready for child in self._frontends):

@@ -75,6 +75,8 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
         return {**(trace_headers or {}), _TERMS_HEADER: msgspec.json.encode(self).decode()}
 
 
+NOBODY = (1 << 31) - 1
+"""The client of requests that no front end has sent, so that nobody reads their outputs."""
 _NIL = b"\xc0"
 _TERMS_HEADER = "x-shoal-terms"
 _ATTEMPT_HEADER = "x-shoal-attempt"
@@ -378,3 +380,24 @@ def _array_length(raw: memoryview) -> int:
     if head == 0xDD:
         return int.from_bytes(raw[1:5], "big")
     return 0
+
+
+def encode_request(
+    request_id: str,
+    prompt: Any,
+    sampling: Mapping[str, Any],
+    *,
+    client: int = 0,
+    priority: int = 0,
+) -> bytes:
+    """Return an ``EngineCoreRequest`` as vLLM encodes it.
+
+    Args:
+        request_id: the request.
+        prompt: its token ids, or these in msgpack.
+        sampling: the fields of vLLM's ``SamplingParams`` that differ from the defaults.
+        client: the front end that reads the outputs.
+        priority: lower numbers are urgent.
+    """
+    head = [request_id, prompt, None, sampling, None, 0.0, None, None, None, None, None]
+    return msgspec.msgpack.encode([*head, client, 0, priority])

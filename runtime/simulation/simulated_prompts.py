@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shoal.runtime.protocol import wire
+
 Block = tuple[str, int]
 """A stretch of a prompt: its id, and its number of tokens. The same id stands for the same tokens,
 of which a shorter stretch has the first ones."""
@@ -49,6 +51,4 @@ def _draw(name: str, tokens: int) -> bytes:
 
 def wire_request(request_id: str, prompt: msgspec.Raw, output_tokens: int, priority: int) -> bytes:
     """Return an ``EngineCoreRequest`` as vLLM encodes it."""
-    sampling = {"max_tokens": output_tokens}
-    head = [request_id, prompt, None, sampling, None, 0.0, None, None, None, None, None]
-    return msgspec.msgpack.encode([*head, 0, 0, priority])
+    return wire.encode_request(request_id, prompt, {"max_tokens": output_tokens}, priority=priority)

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime.clock import process_seconds
-from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.config import FakeSettings, FitSettings, NodeConfig
 from shoal.runtime.logs import LogFormat, configure_logging
 from shoal.runtime.node.child_process import Target, exit_without_teardown
 from shoal.runtime.node.runtime_dir import make_runtime_dir
@@ -27,6 +28,7 @@ from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
 from shoal.server.options.adapter_options import adapters_of, check_adapters_and_layouts
+from shoal.server.options.fit_options import node_fit
 from shoal.server.options.promise_options import node_cost_model, promised
 from shoal.server.options.serve_options import (
     add_shoal_options,
@@ -222,6 +224,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     _settle(args, vllm_config, max_group, on_gpus=gpus > 0 and not args.fake_engine)
     layouts = _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
+    gpu = vllm_options.gpu_name() if gpus else None
+    cost_model, fit = _costs(args, vllm_config, engines, gpu, say)
     return NodeConfig(
         engines=engines,
         max_group=max_group,
@@ -243,13 +247,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         restart_limit=args.restart_limit,
         restart_backoff_seconds=args.restart_backoff,
         seed=args.seed or 0,
-        cost_model=node_cost_model(
-            args,
-            vllm_config.model_config,
-            vllm_config.cache_config.cache_dtype,
-            gpu=vllm_options.gpu_name() if gpus else None,
-            say=say,
-        ),
+        cost_model=cost_model,
+        fit=fit,
         targets=promised(args),
         urgent_engines=args.urgent_engines,
         max_waiting_requests=args.max_waiting_requests,
@@ -265,6 +264,18 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         adapters=adapters_of(args),
         runtime_dir=str(make_runtime_dir()),  # last, as nothing removes it if an option is refused
     )
+
+
+def _costs(
+    args: Namespace, vllm_config: Any, engines: int, gpu: str | None, say: Say
+) -> tuple[CostModel | None, FitSettings]:
+    """Return the node's cost model, and how the start measures what it does not know."""
+    from shoal.server.options import vllm_options
+
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    model = node_cost_model(args, vllm_config.model_config, cache_dtype, gpu=gpu, say=say)
+    version = vllm_options.vllm_version()
+    return node_fit(args, vllm_config, model, engines=engines, gpu=gpu, vllm=version, say=say)
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ class PolicyAnswer(_Answer):
     switches: dict[str, int] = Field(validation_alias="switches_total")
     moved: int = Field(validation_alias="moves_total")
     step_errors: dict[str, float]
+    costs: str
 
     @computed_field
     def policies(self) -> list[str]:

@@ -37,6 +37,7 @@ from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
 from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
 from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
+from shoal.server.options.fit_options import add_fit_options, check_fit_options
 from shoal.server.options.promise_options import (
     add_promise_options,
     check_cost_model_files,
@@ -80,6 +81,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     group = parser.add_argument_group("Shoal", "How many engines, and how they may be grouped.")
     _add_layout_options(group)
     add_promise_options(group)
+    add_fit_options(group, environ)
     _add_switch_options(group)
     add_failure_options(group)
     _add_pool_options(group)
@@ -287,6 +289,7 @@ def check_shoal_options(args: Namespace) -> None:
         raise UserError(f"--policy: {error}") from None
     promised(args)
     check_cost_model_files(args)
+    check_fit_options(args)
     check_failure_options(args)
     for name in ("engines", "max_group", "max_pp"):
         value = getattr(args, name)

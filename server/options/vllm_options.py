@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
@@ -75,6 +76,11 @@ def load_plugins(args: Namespace) -> None:
 def count_gpus() -> int:
     """Return the number of GPUs that vLLM can use, without initialising CUDA; 0 on a CPU."""
     return int(current_platform.device_count()) if current_platform.is_cuda_alike() else 0
+
+
+def vllm_version() -> str:
+    """Return the version of the installed vLLM."""
+    return str(vllm.__version__)
 
 
 def gpu_name() -> str:

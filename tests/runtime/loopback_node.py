@@ -22,7 +22,7 @@ from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults
-from shoal.runtime.engine.fake.step_times import Devices
+from shoal.runtime.engine.fake.step_times import Devices, StepTimes
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.loopback import LoopbackNetwork
@@ -97,6 +97,7 @@ class LoopbackNode:
         engines: number of engines.
         seed: order of arrivals and turns; None delivers at once and in order.
         clock: the node's; None: one that moves only when it is told to.
+        step_times: how long steps take; None: the settings say it.
         limits: further fields of ``NodeConfig``.
     """
 
@@ -110,6 +111,7 @@ class LoopbackNode:
         settings: FakeSettings = SMALL,
         faults: dict[int, Faults] | None = None,
         clock: ManualClock | None = None,
+        step_times: StepTimes | None = None,
         **limits: Any,
     ) -> None:
         self.rng = random.Random(seed)
@@ -132,6 +134,7 @@ class LoopbackNode:
         self.backends: dict[int, FakeBackend] = {}
         self.agents: dict[int, Agent] = {}
         self._devices = Devices()
+        self._step_times = step_times
         for engine in range(engines):
             self._start(engine, (faults or {}).get(engine, NO_FAULTS))
         self.hung: set[int] = set()
@@ -154,6 +157,7 @@ class LoopbackNode:
             incarnation,
             clock=self.clock,
             faults=faults,
+            step_times=self._step_times,
             devices=self._devices,
         )
         transport = self.network.agent(engine, incarnation)

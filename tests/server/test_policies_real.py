@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from shoal.policies.flying import FlyingSettings
 from shoal.policies.shift import DEFAULT_THRESHOLD
 from shoal.policies.values.layouts import tensor_parallel
 from shoal.policies.values.partition import Partition, singles
+from shoal.runtime.fit_file import read_fit
 from tests.server.node import ServedNode, served_node
 from tests.units import tp_units
 from tests.variety import is_varied
@@ -64,12 +66,18 @@ JOBS = [*STEADY_JOBS, *BURST_JOBS, URGENT_JOB]
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of what the start measures."""
+    return tmp_path_factory.mktemp("fits")
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, fits: Path) -> Iterator[ServedNode]:
     with served_node(
         tmp_path_factory.mktemp("cache"),
         *("--engines", str(ENGINES), "--policy", "flying", "--max-sp", "2"),
         *("--max-num-seqs", str(SEATS), "--max-model-len", "1024"),
-        "--enforce-eager",
+        *("--enforce-eager", "--fit-seconds", "1", "--fit-dir", str(fits)),
         real=True,
     ) as served:
         yield served
@@ -186,6 +194,20 @@ async def client(node: ServedNode) -> AsyncIterator[Client]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with node.async_client(timeout=SECONDS, limits=limits) as http:
         yield Client(http)
+
+
+async def test_the_steps_of_every_layout_were_timed_at_the_start(
+    client: Client, fits: Path
+) -> None:
+    """Before any request: nothing is counted yet, and every engine is alone again."""
+    policy = await client.get("/admin/policy")
+    assert policy["costs"] == "fitted"
+    known = {
+        f"{layout} {kind}" for layout in ("dp", "tp2", "tp4") for kind in ("decode", "prefill")
+    }
+    assert known <= policy["step_errors"].keys()
+    (file,) = fits.iterdir()
+    assert {one.layout.name for one in read_fit(file) or ()} == {"dp", "tp2", "tp4"}
 
 
 async def test_the_layout_follows_the_load_and_no_token_changes(client: Client) -> None:

@@ -20,7 +20,7 @@ from shoal.policies.values.snapshot import (
 from shoal.runtime.config import BACKGROUND_PRIORITY, NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import Carry
-from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
+from shoal.runtime.controller.books.core_book import CoreBook, Uncounted, steps_between
 from shoal.runtime.controller.books.demand import Demand, Lengths, most_urgent
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
@@ -121,6 +121,7 @@ class Capacity:
             layouts=self._layouts,
             cost_model=self.cost_model,
             targets=self._config.targets,
+            schedules_ahead=self._config.schedules_ahead,
             urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
         )
@@ -167,13 +168,11 @@ class Capacity:
             return
         learns = self.cost_model is not None and not self._begins(core, load)
         known = m.Work()
-        for mode in load.work:
-            done, seen = load.done(mode), before.done(mode)
-            for news in (done.decoding - seen.decoding, done.prefilling - seen.prefilling):
-                known += news
-                if learns and self.cost_model and news.steps > 0 and news.seconds > 0:
-                    seconds = news.seconds / news.steps
-                    self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
+        for mode, news in steps_between(before, load):
+            known += news
+            if learns and self.cost_model is not None:
+                seconds = news.seconds / news.steps
+                self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
         self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
 
     def _begins(self, core: CoreBook, load: m.Load) -> bool:

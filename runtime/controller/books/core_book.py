@@ -1,6 +1,7 @@
 """The book of one core: the requests that a unit's scheduler has, and sums over them."""
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 
 import msgspec
@@ -159,3 +160,12 @@ class CoreBook(msgspec.Struct):
             return list(self.requests.values())
         waiting = {request.id for request in self.uncounted.requests[: self.load.waiting]}
         return [request for request in self.requests.values() if request.id not in waiting]
+
+
+def steps_between(before: m.Load, load: m.Load) -> Iterator[tuple[m.Mode, m.Work]]:
+    """Yield the timed steps of each kind and mode between two reports of a core, at least one."""
+    for mode in load.work:
+        done, seen = load.done(mode), before.done(mode)
+        for news in (done.decoding - seen.decoding, done.prefilling - seen.prefilling):
+            if news.steps > 0 and news.seconds > 0:
+                yield mode, news

@@ -20,13 +20,15 @@ MANUAL = "manual"
 """Reason of a switch that the admin API asked for."""
 DRAIN = "drain"
 """Reason of a switch that releases groups of drained engines."""
+FIT = "fit"
+"""Reason of a switch to a layout whose steps are timed before the node is ready."""
 SWITCH, PAUSE, BALANCE = "switch", "pause", "balance"
 DEPARTURES = (SWITCH, DRAIN, PAUSE, BALANCE)
 """Why requests are to leave their unit with their KV: the unit is regrouped; its engines are
 drained; it has paused them for too long; or another one has less to do."""
 OTHER = "other"
 """Reason, in metrics, of a switch whose policy named no known reason."""
-REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, DRAIN, OTHER)
+REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, DRAIN, FIT, OTHER)
 
 SWITCH_OUTCOMES = ("done", "failed")
 BIND_OUTCOMES = ("done", "aborted", "lost")

@@ -134,6 +134,8 @@ class Agent:
                 self._carrying.forget(unit, request_ids)
                 if unit in self._backend.cores:  # a group that is formed anew has no core
                     self._backend.cores[unit].abort(request_ids)
+            case m.Try():
+                self._stepping.trials.take(message)
             case m.MoveOut():
                 self._moving.begin(message)
             case m.Expect():

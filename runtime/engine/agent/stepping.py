@@ -8,6 +8,7 @@ import msgspec
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.agent.interface import Core, CoreLoad, EndedSteps, EngineBackend
+from shoal.runtime.engine.agent.trials import Trials
 from shoal.runtime.engine.agent.watchdog import SHORTEST_SECONDS, StepWatch
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -82,6 +83,8 @@ class Stepping:
         self._watch = watch
         self._clock = clock
         self._accounts = {unit: Account() for unit in backend.cores}
+        self.trials = Trials(backend, transport)
+        """Made-up requests among those that the cores compute."""
 
     def count(self, unit: Unit) -> None:
         """Take note of a request that was sent to a unit."""
@@ -154,9 +157,11 @@ class Stepping:
         if collected is None:
             return False
         account.ended += collected.steps
-        account.finished += collected.finished
+        account.finished += self.trials.without_own(collected.finished)
         # Sent before the next step is scheduled, because that can take as long as a step itself.
         for output in collected.outputs:
+            if output.client_index == wire.NOBODY:
+                continue
             self._transport.to_front(output.client_index, output.frames)
         return True
 
@@ -188,6 +193,8 @@ class Stepping:
                         work=account.work,
                     )
                 )
+
+        self.trials.tell()
 
     def due_in(self) -> float | None:
         """Return seconds until the next look at steps in flight; None: there is none to look at."""

@@ -95,6 +95,7 @@ from shoal.runtime.protocol.messages.engine import (
     ToEngine,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.trial_messages import Tried, Try
 from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
     AHEAD,
@@ -208,6 +209,8 @@ __all__ = [
     "ToControllerControl",
     "ToEngine",
     "Treatment",
+    "Tried",
+    "Try",
     "Unpin",
     "Utility",
     "UtilityDone",

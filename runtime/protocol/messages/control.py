@@ -186,6 +186,9 @@ class LayoutView(Message, frozen=True):
     step_errors: dict[str, float] = msgspec.field(default_factory=dict)
     """Smoothed relative error of the predicted step times, by layout and kind of step, such as
     ``dp decode``, ``tp2 prefill`` and, for steps in SP, ``tp2 sp prefill``."""
+    costs: str = ""
+    """Where the cost model's corrections come from at first: ``fitted`` at this start, ``cached``
+    from an earlier one, or ``assumed``: from nowhere. Empty without a cost model."""
     shift: ShiftView = ShiftView()
     unavailable: list[UnavailableView] = msgspec.field(default_factory=list)
     """Groups that cannot be formed now."""

@@ -28,6 +28,7 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Unpin,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.trial_messages import Tried, Try
 from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
     NOTHING_DONE,
@@ -213,6 +214,7 @@ class Ping(Message, frozen=True):
 
 ToEngine = (
     AddRequest
+    | Try
     | AbortRequests
     | MoveOut
     | Expect
@@ -420,6 +422,7 @@ AheadAnswer = Pinned | Reserved | CopiedAhead
 
 ToController = (
     EngineReady
+    | Tried
     | SwitchAnswer
     | NeedBlocks
     | Lent

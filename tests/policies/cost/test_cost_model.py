@@ -437,3 +437,26 @@ def test_as_many_steps_of_a_pipeline_end_in_the_time_of_one_as_there_are_stages(
 def test_times_between_steps_of_a_pipeline_teach_nothing() -> None:
     assert MODEL.observe(Layout(pp=2), ONE, 1.0) is MODEL
     assert MODEL.observe(Layout(tp=2), ONE, 1.0) is not MODEL
+
+
+@pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.PREFILL])
+def test_steps_that_were_all_measured_at_once_say_both_parts_of_the_error(kind: StepKind) -> None:
+    """Each is predicted as it was measured, and so is one between them."""
+
+    def step(tokens: int) -> Batch:
+        decodes = kind is StepKind.DECODE
+        return Batch(tokens, 3000 * tokens) if decodes else Batch(prefill_tokens=tokens)
+
+    def seconds(batch: Batch) -> float:
+        return 1.5 * MODEL.roofline_seconds(Layout(tp=2), batch) + 0.004
+
+    sizes = (16, 64, 128, 256) if kind is StepKind.DECODE else (500, 2000, 8000)
+    measured = [(batch, seconds(batch)) for batch in map(step, sizes)]
+    model = MODEL.fit(Layout(tp=2), Mode.TP, kind, measured)
+    for tokens in (*sizes, 180 if kind is StepKind.DECODE else 4000):
+        found = model.step_seconds(Layout(tp=2), step(tokens))
+        assert found == pytest.approx(seconds(step(tokens)), rel=0.02), tokens
+    assert model.correction(Layout(tp=2), kind).error < 0.02
+    # A step of the same kind in another layout is corrected alike, as after any measurement.
+    other = model.step_seconds(Layout(tp=4), step(sizes[0]))
+    assert other > 1.2 * MODEL.step_seconds(Layout(tp=4), step(sizes[0]))

@@ -64,6 +64,7 @@ NODE = LayoutView(
     policy_errors=8,
     moves_total=9,
     step_errors={"dp decode": 0.5},
+    costs="cached",
     shift=ShiftView(ShiftRule.AUTO, 2, {"tp2": 512}),
     unavailable=[UnavailableView((2, 3), "engine 2 died", "tp2")],
     share_weights=2,
@@ -433,6 +434,7 @@ async def test_the_policy_is_told_with_all_there_are(admin: httpx.AsyncClient) -
         "switches": {"done": 1},
         "moved": 9,
         "step_errors": {"dp decode": 0.5},
+        "costs": "cached",
     }
 
 
