@@ -53,6 +53,12 @@ FP8_QUANTISATIONS = frozenset(
 )
 """vLLM's names of quantisations that every layout can serve; see ``is_fp8_scheme``."""
 
+REPACKED_QUANTISATIONS = frozenset({"auto_gptq"})
+"""vLLM's names of quantisations whose loaded weights it repacks, so that no view is possible.
+
+Each layout loads its own shard of such layers.
+"""
+
 _STRATEGIES = ("tensor", "channel", "block")
 """The parts of an FP8 weight that may share one scale, in compressed-tensors' words."""
 

@@ -44,7 +44,7 @@ from shoal.server.options.serve_options import (
 )
 from shoal.server.options.sharing_options import check_shared_model
 from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
-from shoal.server.options.unsupported_models import check_stages
+from shoal.server.options.unsupported_models import check_repacked, check_stages
 from shoal.server.options.urgent_options import check_urgent
 
 log = logging.getLogger("shoal.serve")
@@ -300,6 +300,7 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
     check_adapters_and_layouts(args)
     groups = max(max_group, args.share_weights)
     check_shared_model(args.share_weights, vllm_config, groups, on_gpus=on_gpus)
+    check_repacked(vllm_config, max_group, args.max_sp, args.max_pp)
 
 
 def _fake_settings(args: Namespace, vllm_config: Any) -> FakeSettings | None:

@@ -106,6 +106,9 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
         if hasattr(args, name) and getattr(args, name) != default_of(name):
             raise UserError(f"{flag_of(name)}: {reason}")
     if args.quantization not in (None, *FP8_QUANTISATIONS):
-        raise UserError(f"--quantization {args.quantization}: only FP8 weights are supported")
+        raise UserError(
+            f"--quantization {args.quantization}: only FP8 weights can be asked for; GPTQ is "
+            "recognised by its checkpoints"
+        )
     if args.runner not in ("auto", "generate"):
         raise UserError(f"--runner {args.runner}: {_POOLING}")

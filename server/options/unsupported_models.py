@@ -10,11 +10,13 @@ from typing import Any
 from shoal.runtime.served_weights import (
     EXPERTS_BACKEND,
     FP8_QUANTISATIONS,
+    REPACKED_QUANTISATIONS,
     WITHOUT_RULE,
     LayerKind,
     is_fp8_scheme,
 )
 from shoal.server.errors import UserError
+from shoal.server.options.sharing_options import LOADED_BY_NAME
 
 TEXT_ALONE = "--language-model-only"
 """vLLM's option to load the language model of a multimodal model, and to take only text."""
@@ -46,7 +48,12 @@ def check_model_config(model: Any) -> None:
         f"a model with latent attention (MLA), quantised ({model.quantization})": (
             latent and model.quantization is not None
         ),
-        f"quantised ({model.quantization})": model.quantization not in (None, *FP8_QUANTISATIONS),
+        f"a mixture-of-experts model, quantised ({model.quantization})": (
+            model.is_moe and model.quantization in REPACKED_QUANTISATIONS
+        ),
+        f"quantised ({model.quantization})": (
+            model.quantization not in (None, *FP8_QUANTISATIONS, *REPACKED_QUANTISATIONS)
+        ),
     }
     for kind, applies in kinds.items():
         if applies:
@@ -120,6 +127,36 @@ def check_kv_groups(config: Any) -> None:
             f"{model.model} is a model in which only some layers attend to chunks of {chunk} "
             f"tokens: not supported; with {ONE_KV_GROUP} it is"
         )
+
+
+def check_repacked(config: Any, max_group: int, max_sp: int, max_pp: int) -> None:
+    """Refuse what a model does not go with if each layout loads its own shard of it.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+        max_group: most engines of a group.
+        max_sp: largest degree of SP.
+        max_pp: most stages of a group.
+
+    Raises:
+        UserError: vLLM repacks the model's weights, and a group would have stages, or members whose
+            heads are in another order than their ranks (``head_order.head_shard``), or the
+            checkpoint could not be read again.
+    """
+    model, load_format = config.model_config, config.load_config.load_format
+    if model.quantization not in REPACKED_QUANTISATIONS:
+        return
+    problems = {
+        f"--max-pp {max_pp}": max_pp > 1,
+        f"--max-sp {max_sp} with groups of {max_group}": 1 < max_sp < max_group,
+        f"--load-format {load_format}": load_format not in LOADED_BY_NAME,
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise UserError(
+                f"{problem}: not supported for {model.model}, which is quantised "
+                f"({model.quantization}), so that each layout loads a shard of its own"
+            )
 
 
 def check_stages(max_pp: int, config: Any) -> None:

@@ -7,7 +7,7 @@ node makes at its start, and from the tables that the tests are run on.
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from shoal.runtime.served_weights import FP8_QUANTISATIONS
+from shoal.runtime.served_weights import FP8_QUANTISATIONS, REPACKED_QUANTISATIONS
 from tests.models.architectures import OF_TRANSFORMERS, OWN
 from tests.models.scan import Outcome, prepare, scan
 from tests.models.tested import TokenTest, token_tests
@@ -36,6 +36,7 @@ def page() -> str:
         refused=_lines(_others(everything, served=False)),
         not_tried=_lines(_others(everything, served=None)),
         fp8=", ".join(f"`{name}`" for name in sorted(FP8_QUANTISATIONS)),
+        repacked=", ".join(f"`{name}`" for name in sorted(REPACKED_QUANTISATIONS)),
     )
 
 

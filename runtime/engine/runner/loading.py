@@ -1,6 +1,7 @@
 """Makes the workers of an engine's layouts: all at the start, and one anew after a death."""
 
 import gc
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
 from shoal.policies.values.layouts import DP, Layout, unit_of
@@ -35,7 +37,9 @@ from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import register_view_loader
+from shoal.runtime.engine.weights.view_loader import owned_bytes, register_view_loader
+
+log = logging.getLogger("shoal.engine")
 
 LAYOUT_BYTES, CONNECTED_LAYOUT_BYTES = 1_400 << 20, 800 << 20
 """GPU memory kept free of KV for each layout beyond DP: its graphs and workspaces, and NCCL's
@@ -80,6 +84,7 @@ class LayoutLoader:
         register_view_loader(
             lambda: self.store,
             lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),
+            lambda: get_model_loader(self._dp.load_config),
         )
 
     @property
@@ -110,8 +115,21 @@ class LayoutLoader:
         for layout in layouts:
             with self._timed("weights" if layout == DP else f"{layout.name} views"):
                 self._load_weights(layout)
+        self._reserve_beside()
+
+    def _reserve_beside(self) -> None:
+        """Take off the memory for KV what the layouts beyond DP have loaded for themselves."""
         beside = [worker for layout, worker in self.workers.items() if layout != DP]
         self.workers[DP].reserve(sum(adapter_bytes(worker.model) for worker in beside))
+        owned = {worker.layout.name: owned_bytes(worker.model) for worker in beside}
+        if any(owned.values()):
+            self.workers[DP].reserve(sum(owned.values()))
+            log.info(
+                "engine %d keeps weights of its own for layouts beyond DP, as vLLM repacks them: "
+                "%s; they are taken off the memory for KV",
+                self._engine,
+                ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in owned.items()),
+            )
 
     def remake(self, layout: Layout, generation: int) -> None:
         """Make a layout's worker anew, whatever is left of the former. Collective over its unit.

@@ -3,7 +3,8 @@
 Flying Serving, 4.1 (model weights manager). The DP model is loaded by vLLM. The model of another
 layout is of vLLM's own model class, and its parameters are views for this member's rank. The rule
 for each kind of layer (``rules``) says which views. How a layer applies its weights is vLLM's
-``quant_method`` seam (``shared_weights``), so no vLLM class is changed.
+``quant_method`` seam (``shared_weights``), so no vLLM class is changed. Layers that vLLM repacks as
+it loads them can be no views: the layout loads its own shard of these.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
@@ -22,6 +24,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
@@ -72,6 +75,10 @@ def view_weights(
     for name, layer in layers:
         if name not in full_modules:
             raise UnviewableWeights(f"{name} exists in TP-{layout.tp} only")
+        if owns_weights(layer):
+            if heads != rank:
+                raise UnviewableWeights(f"{name} is loaded in the order of the ranks")
+            continue
         rule = rule_of(layer)
         of_heads = rule.of_heads and not attention.isdisjoint((name, _parent(name)))
         full = FullLayer(name, full_modules[name], store.tensor)
@@ -90,6 +97,34 @@ def _check_no_meta(model: nn.Module) -> None:
         raise UnviewableWeights(f"no bytes behind {', '.join(left[:3])}")
 
 
+def load_owned(loader: BaseModelLoader, model: nn.Module, config: ModelConfig) -> None:
+    """Load the layers of a layout that cannot be views, as vLLM does for this rank.
+
+    vLLM's loader hands the whole checkpoint to the model. What will be views has no bytes yet, so
+    nothing of it is copied, and nothing is read where the checkpoint is mapped.
+
+    Args:
+        loader: reads the checkpoint.
+        model: vLLM's model for this rank, whose other layers are no views yet.
+        config: says which checkpoint.
+    """
+    owned = [layer for layer in model.modules() if owns_weights(layer)]
+    if not isinstance(loader, DummyModelLoader):
+        if owned:
+            loader.load_weights(model, config)
+        return
+    for layer in owned:  # it would also fill tensors without bytes
+        loader.load_weights(layer, config)
+
+
+def owned_bytes(model: nn.Module) -> int:
+    """Return the bytes of the layers that a layout has for itself, as they are computed with."""
+    owned = (layer for layer in model.modules() if owns_weights(layer))
+    return sum(
+        tensor.nbytes for layer in owned for tensor in (*layer.parameters(), *layer.buffers())
+    )
+
+
 def compile_kernels(model: nn.Module) -> None:
     """Compile what the layers of a viewed model launch, once for each shape of a layer."""
     shapes: set[Any] = set()
@@ -105,13 +140,16 @@ def show_weights(model: nn.Module) -> None:
 
 
 def register_view_loader(
-    store: Callable[[], WeightStore], head_shard: Callable[[int, Layout], int]
+    store: Callable[[], WeightStore],
+    head_shard: Callable[[int, Layout], int],
+    loader: Callable[[], BaseModelLoader],
 ) -> None:
     """Register ``VIEW_LOAD_FORMAT`` with vLLM's model loaders.
 
     Args:
         store: returns what has this process's full weights.
         head_shard: the shard of the attention heads that a rank of a layout holds.
+        loader: returns what loaded DP, and loads layers that can be no views.
     """
 
     class ViewLoader(BaseModelLoader):  # type: ignore[misc]
@@ -137,6 +175,7 @@ def register_view_loader(
                 model = initialize_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix
                 )
+            load_owned(loader(), model, model_config)
             layout, rank = Layout(tp=group.world_size), group.rank_in_group
             view_weights(model, store(), layout, rank, head_shard(rank, layout))
             compile_kernels(model)

@@ -34,11 +34,13 @@ from shoal.runtime.engine.runner import taking_up
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
 from shoal.runtime.engine.weights.rules.dense import LinearRule
+from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import owned_bytes as loaded_bytes
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine.owned_bytes import owned_bytes as bytes_owned
 from tests.runtime.engine.pace import Pace
@@ -408,6 +410,17 @@ def forget_adapters(runner: ProbedRunner, forget: bool) -> None:
 def adapter_bytes(runner: ProbedRunner) -> dict[str, int]:
     """Return the bytes of each layout's slots for adapters."""
     return {of.name: bytes_of_slots(worker.model) for of, worker in runner._workers.items()}
+
+
+def repacked_bytes(runner: ProbedRunner) -> dict[str, int]:
+    """Return the bytes of the layers that each layout loaded for itself, DP among them."""
+    return {of.name: loaded_bytes(worker.model) for of, worker in runner._workers.items()}
+
+
+def damage_repacked(runner: ProbedRunner, layout: Layout) -> None:
+    """Put the outputs' scales of a layout's own layers in another order."""
+    for layer in filter(owns_weights, runner._workers[layout].model.modules()):
+        layer.scales.data.copy_(layer.scales.data.flip(-1).clone())
 
 
 _staged = StagingServer._copied

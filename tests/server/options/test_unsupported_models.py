@@ -9,12 +9,14 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 
+from shoal.runtime.served_weights import REPACKED_QUANTISATIONS
 from shoal.server.errors import UserError
 from shoal.server.options import unsupported_models, vllm_options
 from shoal.server.options.unsupported_models import (
     check_experts,
     check_kv_groups,
     check_model_config,
+    check_repacked,
     check_stages,
 )
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
@@ -34,7 +36,10 @@ SUPPORTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "compressed-tensors", "fp8_per_block"])
+@pytest.mark.parametrize(
+    "quantization",
+    [None, "fp8", "compressed-tensors", "fp8_per_block", *sorted(REPACKED_QUANTISATIONS)],
+)
 def test_a_plain_model_is_supported(quantization: str | None) -> None:
     check_model_config(SimpleNamespace(**SUPPORTED | {"quantization": quantization}))
 
@@ -49,7 +54,9 @@ def test_a_plain_model_is_supported(quantization: str | None) -> None:
         ({"use_mla": True, "quantization": "fp8"}, r"\(MLA\), quantised \(fp8\)"),
         ({"use_mla": True, "hf_text_config": SimpleNamespace(index_topk=2048)}, "MLA.*sparse"),
         ({"use_mla": True, "hf_text_config": SimpleNamespace(compress_ratios=[])}, "MLA.*sparse"),
+        ({"quantization": "mxfp4"}, "mxfp4"),
         ({"quantization": "awq"}, "awq"),
+        ({"quantization": "auto_gptq", "is_moe": True}, r"mixture.*quantised \(auto_gptq\)"),
     ],
 )
 def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
@@ -201,6 +208,36 @@ def test_a_model_that_cannot_be_divided_into_stages_is_refused(
         check_stages(max_pp, config)
     check_stages(1, config)
     check_stages(2, staged(layer_types=[FULL] * 6))
+
+
+def repacked(quantization: str | None = "auto_gptq", load_format: str = "auto") -> Any:
+    """Return the configuration of a model whose weights vLLM repacks."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="m", quantization=quantization),
+        load_config=SimpleNamespace(load_format=load_format),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "limits", "message"),
+    [
+        (repacked(), (4, 1, 2), "--max-pp 2: not supported for m, which is quantised"),
+        (repacked(), (4, 2, 1), "--max-sp 2 with groups of 4: not supported"),
+        (repacked(load_format="sharded_state"), (2, 1, 1), "--load-format sharded_state: not"),
+    ],
+)
+def test_layouts_that_cannot_load_a_shard_of_their_own_are_refused(
+    config: Any, limits: tuple[int, int, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check_repacked(config, *limits)
+    config.model_config.quantization = "fp8"
+    check_repacked(config, *limits)
+
+
+@pytest.mark.parametrize("max_sp", [1, 4])
+def test_a_model_that_is_repacked_is_served_alone_and_in_groups(max_sp: int) -> None:
+    check_repacked(repacked(), 4, max_sp, 1)
 
 
 def test_the_groups_are_checked_as_a_node_starts(tmp_path: Path) -> None:

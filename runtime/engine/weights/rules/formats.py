@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import nn
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
 from shoal.runtime.engine.weights.rules import fp8, unquantised
 from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights
+from shoal.runtime.served_weights import REPACKED_QUANTISATIONS
 
 
 class WeightFormat(Protocol):
@@ -55,6 +56,19 @@ def format_of(layer: nn.Module) -> WeightFormat:
     return next((known for known in QUANTISED if known.matches(layer)), unquantised)
 
 
+def owns_weights(layer: nn.Module) -> bool:
+    """Return whether every layout loads its own shard of a layer, because vLLM repacks it."""
+    return getattr(layer, "shoal_owned", False)
+
+
+def _is_repacked(method: LinearMethodBase, layer: nn.Module) -> bool:
+    """Return whether vLLM repacks what a linear layer loads, in a quantisation that is served."""
+    config = getattr(method, "quant_config", None)
+    return isinstance(layer, LinearBase) and (
+        config is not None and config.get_name() in REPACKED_QUANTISATIONS
+    )
+
+
 def quantised_method(
     method: LinearMethodBase, layer: nn.Module, name: str, *, views: bool
 ) -> LinearMethodBase:
@@ -64,7 +78,8 @@ def quantised_method(
         method: vLLM's ``quant_method`` for the layer, from the checkpoint's quantisation.
         layer: the layer, which is being made.
         name: what it is called in the model.
-        views: whether its tensors will be views.
+        views: whether its tensors will be views, where their format allows it. A layer that vLLM
+            repacks keeps vLLM's method, and is marked (``owns_weights``).
 
     Raises:
         UnviewableWeights: no format is for this quantisation; the message names it.
@@ -73,4 +88,7 @@ def quantised_method(
     for known in QUANTISED:
         if known.serves(scheme):
             return known.VIEWED(method) if views else method
+    if _is_repacked(method, layer):
+        layer.shoal_owned = True
+        return method
     raise UnviewableWeights(f"{name}: {type(scheme).__name__} weights are not supported")

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
 from shoal.runtime.engine.weights.rules.dense import LinearRule
-from shoal.runtime.engine.weights.rules.formats import format_of
+from shoal.runtime.engine.weights.rules.formats import format_of, owns_weights
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer, ShardRule, view_tensors
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights, named
 from shoal.runtime.engine.weights.rules.unquantised import Part
@@ -102,6 +102,8 @@ class GatedMlpRule(ShardRule):
             UnviewableWeights: the groups would cut through blocks of a block-wise scale.
         """
         projection = full.module.gate_up_proj
+        if owns_weights(projection):
+            return
         if not getattr(projection, "shoal_grouped", False):  # else they were loaded in groups
             with named(f"{full.name}.gate_up_proj"):
                 for key, axes in format_of(projection).axes(projection).items():

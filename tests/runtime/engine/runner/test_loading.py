@@ -1,15 +1,18 @@
 """What a loader finds before it loads, what it reserves, and that a worker that is dropped goes."""
 
 import gc
+import logging
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from vllm.config import CUDAGraphMode
 
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.runner import loading
 from shoal.runtime.engine.runner.loading import (
@@ -41,6 +44,42 @@ def test_memory_is_kept_for_the_layouts_beyond_dp() -> None:
     assert loader(4)._reserved() == connected
     assert loader(2)._reserved() == connected + LARGER_CAPTURES_BYTES
     assert loader(2, sizes_are_chosen=True)._reserved() == connected
+
+
+class Loaded:
+    """A layout's worker that has loaded layers for itself."""
+
+    def __init__(self, layout: Layout, elements: int) -> None:
+        self.layout = layout
+        self.model = nn.ModuleDict({"plain": nn.Linear(2, 2), "repacked": nn.Module()})
+        self.model.repacked.shoal_owned = True
+        self.model.repacked.register_buffer("qweight", torch.zeros(elements, dtype=torch.int32))
+        self.reserved: list[int] = []
+
+    def reserve(self, num_bytes: int) -> None:
+        """Remember it."""
+        self.reserved.append(num_bytes)
+
+
+@pytest.mark.parametrize("elements", [0, 500_000])
+def test_weights_that_layouts_loaded_for_themselves_are_no_memory_for_kv(
+    elements: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = loader(1)
+    pair, four = Layout(tp=2), Layout(tp=4)
+    sizes = {DP: 2 * elements, pair: elements, four: elements // 2}
+    workers = {layout: Loaded(layout, size) for layout, size in sizes.items()}
+    node.workers = workers  # type: ignore[assignment]
+    with caplog.at_level(logging.INFO, "shoal.engine"):
+        node._reserve_beside()
+    assert sum(workers[DP].reserved) == 4 * (elements + elements // 2)
+    ours = [record for record in caplog.records if record.name == "shoal.engine"]
+    said = [record.getMessage() for record in ours]
+    line = (
+        "engine 0 keeps weights of its own for layouts beyond DP, as vLLM repacks them: "
+        "tp2 2.0 MB, tp4 1.0 MB; they are taken off the memory for KV"
+    )
+    assert said == ([line] if elements else [])
 
 
 def test_a_wrong_word_is_found_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

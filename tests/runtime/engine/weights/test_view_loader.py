@@ -1,6 +1,7 @@
 """Views of the DP model's weights, held against vLLM's own sharding of the same checkpoint."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,16 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights import view_loader
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
+from shoal.runtime.engine.weights.view_loader import arrange_weights, load_owned, view_weights
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
 from tests.runtime.engine.owned_bytes import owned_bytes
 
@@ -306,3 +310,54 @@ def test_a_tensor_left_without_bytes_is_named() -> None:
     dp.router.weight = nn.Parameter(dp.router.weight.to("meta"))
     with pytest.raises(UnviewableWeights, match=r"^no bytes behind router\.weight$"):
         view(dp, 2, 0, 2)
+
+
+# --- layers that a layout loads for itself ---
+
+
+class Repacked(nn.Module):  # type: ignore[misc]
+    """A layer that ``quantised_method`` has marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shoal_owned = True
+        self.qweight = nn.Parameter(torch.ones(4, 3, dtype=torch.int32), requires_grad=False)
+        self.register_buffer("isa", torch.ones(2))
+
+
+class Loader(BaseModelLoader):  # type: ignore[misc]
+    """Remembers what it was to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[nn.Module] = []
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing to fetch."""
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Remember it."""
+        self.loaded.append(model)
+
+
+class Dummies(Loader, DummyModelLoader):  # type: ignore[misc]
+    """Fills whatever it is given."""
+
+
+@pytest.mark.parametrize("marked", [0, 2])
+def test_a_checkpoint_is_read_again_only_for_layers_that_are_repacked(marked: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), *(Repacked() for _ in range(marked)))
+    loader, dummies = Loader(), Dummies()
+    load_owned(loader, model, None)
+    assert loader.loaded == ([model] if marked else [])
+    load_owned(dummies, model, None)
+    assert dummies.loaded == [*model[1:]], "tensors without bytes cannot be filled"
+    assert view_loader.owned_bytes(model) == marked * (4 * 3 * 4 + 2 * 4)
+
+
+def test_a_repacked_layer_stays_as_the_rank_loaded_it() -> None:
+    full_model, own = nn.ModuleDict({"a": Repacked()}), nn.ModuleDict({"a": Repacked()})
+    loaded = own["a"].qweight
+    view_weights(own, ResidentWeights(full_model), Layout(tp=2), 1)
+    assert own["a"].qweight is loaded
+    with pytest.raises(UnviewableWeights, match="a is loaded in the order of the ranks"):
+        view_weights(own, ResidentWeights(full_model), Layout(tp=2), 1, heads=0)

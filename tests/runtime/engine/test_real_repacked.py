@@ -1,0 +1,112 @@
+"""Checkpoints whose weights vLLM repacks, on real engines: each layout loads its own shard.
+
+DP's tokens are those of stock vLLM, and TP2's those of stock vLLM in TP2: there is no fp32 of such
+weights, and in bf16 the two sum in another order.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
+from tests.repacked_checkpoint import write_repacked
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp
+
+PROMPTS = random_prompts((5, 17, 31, 64, 90, 130), seed=17)
+PAIR = tp(0, 1)
+TOKENS = 16
+DTYPE = "bfloat16"
+Expected = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_repacked(llama, tmp_path_factory.mktemp("repacked") / "gptq")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Expected:
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE)
+
+
+@pytest.fixture(scope="module")
+def expected_of_pair(model: Path) -> Expected:
+    two = {"tensor_parallel_size": 2}
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE, vllm_args=two)
+
+
+@pytest.fixture(scope="module")
+def node(model: Path) -> Iterator[RealNode]:
+    with RealNode(model, 2, dtype=DTYPE, max_sp=2, restart_limit=9) as node:
+        yield node
+
+
+def test_tokens_are_those_of_stocks_layout(
+    node: RealNode, expected: Expected, expected_of_pair: Expected
+) -> None:
+    assert len({tuple(output) for output in expected}) == len(PROMPTS)
+    assert node.generate_spread(singles(2), PROMPTS, TOKENS) == expected
+    with node.bound(PAIR):
+        assert node.generate(PAIR, PROMPTS, TOKENS) == expected_of_pair
+    assert node.generate_spread(singles(2), PROMPTS, TOKENS) == expected
+    assert node.audit() == []
+
+
+def test_a_group_owns_a_share_of_the_repacked_weights_alone(node: RealNode) -> None:
+    """Each member has half of the layers that DP repacks, and views all others."""
+    for owned in node.probe_all(probes.repacked_bytes):
+        assert owned["tp2"] * 2 == owned["dp"] > 0
+    repacked = [of["tp2"] for of in node.probe_all(probes.repacked_bytes)]
+    assert [of["tp2"] for of in node.probe_all(probes.owned_bytes)] == repacked
+
+
+def test_steps_by_sequence_generate_stocks_tokens(node: RealNode, expected: Expected) -> None:
+    """They run the whole model of DP, on a share of the tokens."""
+    node.probe_all(probes.take_modes)
+    node.script(Script.SP)
+    try:
+        with node.bound(PAIR):
+            assert node.generate(PAIR, PROMPTS, TOKENS) == expected
+    finally:
+        node.script(Script.TP)
+    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+
+
+def test_carried_requests_go_on(node: RealNode, expected: Expected) -> None:
+    """Once in DP again they have no more than TP2's rounding in their KV; nothing is recomputed."""
+    node.switch()
+    requests = node.submit(alone(0), PROMPTS, 200)
+    node.wait_for_tokens(requests, TOKENS)
+    for partition, tokens in (((PAIR,), 60), (singles(2), 100)):
+        view = node.switch(*partition, treatment=m.Treatment.CARRY)
+        assert (view.carried, view.recomputed) == (len(PROMPTS), {})
+        node.wait_for_tokens(requests, tokens)
+    outputs = node.wait(requests)
+    assert [output[:TOKENS] for output in outputs] == expected
+    assert [len(output) for output in outputs] == [200] * len(PROMPTS)
+    assert node.audit() == []
+
+
+def test_a_group_that_is_formed_anew_loads_its_shards_again(
+    node: RealNode, expected: Expected, expected_of_pair: Expected
+) -> None:
+    """Damage to a shard shows that the group computes with it, and that DP does not."""
+    with node.bound(PAIR):
+        node.probe(1, probes.damage_repacked, PAIR.layout)
+        found = node.generate(PAIR, PROMPTS[::-1], TOKENS)[::-1]
+    assert all(one != other for one, other in zip(found, expected_of_pair, strict=True))
+    node.kill("runner-0")
+    node.until(lambda: node.controller.books.engines.gone, "the death to be known")
+    node.bring_back(PAIR)
+    assert node.generate_spread(singles(2), PROMPTS, TOKENS) == expected
+    with node.bound(PAIR):
+        assert node.generate(PAIR, PROMPTS, TOKENS) == expected_of_pair
+    assert node.audit() == []
