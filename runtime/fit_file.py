@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.policies.cost.cost_model import Correction
+from shoal.policies.cost.correction import Correction
 
 
 class FitFileError(ValueError):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.policies.cost.cost_model import Correction
+from shoal.policies.cost.correction import Correction
 from shoal.policies.values.batch import Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.fit_file import FitFileError, path_of, read_fit, write_fit

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from shoal.policies.cost.cost_model import Correction, CostModel
+from shoal.policies.cost.correction import Correction
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.values.batch import Mode
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.policies.cost.cost_model import Correction, CostModel
+from shoal.policies.cost.correction import Correction
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.values.batch import StepKind
 from shoal.policies.values.layouts import DP
 from shoal.runtime.config import FitSettings
