@@ -29,8 +29,8 @@ from shoal.runtime.engine.kv.carry_plan import Strip
 from shoal.runtime.engine.kv.staging_server import StagingServer
 from shoal.runtime.engine.layouts.adapters import adapter_bytes as bytes_of_slots
 from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.runner import recorder, taking_up
 from shoal.runtime.engine.runner import runner as runner_module
-from shoal.runtime.engine.runner import taking_up
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
 from shoal.runtime.engine.weights.rules.dense import LinearRule
@@ -80,7 +80,24 @@ def answer(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-class ProbedRunner(Runner):
+class PacedRunner(Runner):
+    """Does not go ahead of the test."""
+
+    def __init__(self, node: NodeConfig, *args: Any) -> None:
+        super().__init__(node, *args)
+        self._pace = Pace(node)
+
+    def _on_step(self, step: instructions.Step) -> None:
+        if self._worker.unit.leader == self._engine:  # the others wait for it
+            self._pace.keep()
+        super()._on_step(step)
+
+
+class PacedRecorder(PacedRunner, recorder.RecordingRunner):
+    """Records, and answers no probes."""
+
+
+class ProbedRunner(PacedRunner):
     """Answers probes, and remembers what it was told to compute and what it sampled."""
 
     def __init__(self, node: NodeConfig, *args: Any) -> None:
@@ -103,7 +120,6 @@ class ProbedRunner(Runner):
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
         self.skips_reseed = False
-        self._pace = Pace(node)
         context: zmq.Context[Any] = zmq.Context()
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._probes.connect(address(node))
@@ -112,8 +128,6 @@ class ProbedRunner(Runner):
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
 
     def _on_step(self, step: instructions.Step) -> None:
-        if self._worker.unit.leader == self._engine:  # the others wait for it
-            self._pace.keep()
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
         if output.num_scheduled_tokens:
@@ -161,8 +175,13 @@ def _without_reseed() -> Iterator[None]:
 
 def run_probed_runner(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     """Process entry: ``run_runner`` with a ``ProbedRunner``."""
-    runner_module.Runner = ProbedRunner
-    run_runner(node, engine, incarnation)
+    run_runner(node, engine, incarnation, ProbedRunner)
+
+
+def run_paced_recorder(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
+    """Process entry: ``run_recording_runner`` with a ``PacedRecorder``."""
+    recorder.RecordingRunner = PacedRecorder
+    recorder.run_recording_runner(node, engine, incarnation)
 
 
 # --- what to ask ----------------------------------------------------------------------------------

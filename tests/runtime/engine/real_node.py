@@ -40,7 +40,6 @@ from shoal.runtime.config import (
     NodeConfig,
 )
 from shoal.runtime.controller.loop import Controller
-from shoal.runtime.engine.runner.recorder import run_recording_runner
 from shoal.runtime.engine.scheduler import vllm_backend
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.runtime.protocol import messages as m
@@ -402,7 +401,7 @@ class RealNode:
         scripted = self.config.max_sp > 1
         scheduler = run_scripted_scheduler if scripted else vllm_backend.run_scheduler
         records = self.config.recording_dir is not None
-        runner = run_recording_runner if records else probes.run_probed_runner
+        runner = probes.run_paced_recorder if records else probes.run_probed_runner
         targets = {"scheduler": scheduler, "runner": runner}
         for role, target in targets.items():
             self.processes[f"{role}-{engine}"] = Process(

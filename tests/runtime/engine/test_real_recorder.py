@@ -42,8 +42,8 @@ def phases(
 def test_a_group_s_first_step_begins_after_the_decision_and_its_members_own_steps(
     node: RealNode, directory: Path
 ) -> None:
-    paused = node.submit(alone(0), random_prompts((40,), 1), max_tokens=400)
-    paused += node.submit(alone(1), random_prompts((30,), 2), max_tokens=400)
+    paused = node.submit(alone(0), random_prompts((40,), 1), max_tokens=200)
+    paused += node.submit(alone(1), random_prompts((30,), 2), max_tokens=200)
     node.wait_for_tokens(paused, 5)
     waiting = node.submit(GROUP, random_prompts((20,), 3), max_tokens=4)
     bound = node.switch(GROUP)
