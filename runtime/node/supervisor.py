@@ -155,8 +155,11 @@ class Supervisor:
         on_ready()
         while True:
             self._turn(_LOOK_SECONDS)
-            self._look_for_stopped()
-            self._restart_engines()
+            self._tend_engines()
+
+    def _tend_engines(self) -> None:
+        self._look_for_stopped()
+        self._restart_engines()
 
     # --- start ---
 
@@ -193,6 +196,9 @@ class Supervisor:
                 # Steps are being timed, and the node starts even if an engine dies of that.
                 self._stage = _Stage.SERVING
             self._turn(_POLL_SECONDS)
+            if self._stage is _Stage.SERVING:
+                # All may have died of it: then the node is not ready before one is back.
+                self._tend_engines()
             view = self._ask_layout()
         while not all(child.is_ready for child in self._frontends):
             self._turn(_LOOK_SECONDS)

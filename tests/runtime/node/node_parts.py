@@ -2,7 +2,8 @@
 
 What each does follows from the ``NodeConfig.vllm`` of the test: ``fail`` names the part that
 fails, ``failing_restarts`` says how often an engine's restart does, ``kill`` the engines that the
-controller wants ended at SIGUSR1, ``log`` its file.
+controller wants ended at SIGUSR1, ``log`` its file. ``times`` says that it times steps, and is not
+ready before all engines were restarted; beside the log it notes that the supervisor knows of it.
 """
 
 import os
@@ -74,7 +75,8 @@ def controller(config: NodeConfig) -> None:
         socket.send_multipart([SUPERVISOR.encode(), message])
 
     signal.signal(signal.SIGUSR1, kill)
-    questions = 0
+    questions = restarts = 0
+    was_up = False
     heartbeat = Heartbeat(heartbeat_path(config.runtime_dir))
     while True:
         heartbeat.beat()
@@ -88,6 +90,7 @@ def controller(config: NodeConfig) -> None:
                 log.write(f"{message.engine}: {message.reason}\n")
             Path(config.vllm["pids"], f"died-{message.engine}").touch()
         if isinstance(message, EngineStarting):
+            restarts += 1
             with Path(config.vllm["log"]).open("a") as log:
                 log.write(f"{message.engine}: restarted, {message.incarnation}\n")
         if isinstance(message, EndNode):
@@ -96,8 +99,12 @@ def controller(config: NodeConfig) -> None:
         if isinstance(message, GetLayout):
             questions += 1
             # The supervisor has to ask again, and for ever where a part never comes up.
-            ready = questions > 1 and "fail" not in config.vllm and are_up(config)
-            socket.send_multipart([peer, encode(layout(config, message.call, ready))])
+            up = questions > 1 and "fail" not in config.vllm and are_up(config)
+            ready = up and ("times" not in config.vllm or restarts == config.engines)
+            if was_up and not ready:
+                Path(config.vllm["log"]).with_name("timing").touch()
+            was_up = up
+            socket.send_multipart([peer, encode(layout(config, message.call, up, ready))])
 
 
 def are_up(config: NodeConfig) -> bool:
@@ -106,9 +113,9 @@ def are_up(config: NodeConfig) -> bool:
     return all(Path(config.vllm["pids"], part).exists() for part in parts)
 
 
-def layout(config: NodeConfig, call: int, ready: bool) -> LayoutView:
-    phases = {"weights": 1.5} if ready else {}
-    engines = [EngineView(e, "serving", 8, {}, phases) for e in range(config.engines)]
+def layout(config: NodeConfig, call: int, up: bool, ready: bool) -> LayoutView:
+    state, phases = ("serving", {"weights": 1.5}) if up else ("starting", {})
+    engines = [EngineView(e, state, 8, {}, phases) for e in range(config.engines)]
     return LayoutView(call, engines, [], [], 0, "manual", ready, None)
 
 

@@ -136,6 +136,22 @@ def test_a_node_whose_engines_are_all_dead_waits_for_them(tmp_path: Path) -> Non
     assert node.leftovers() == []
 
 
+def test_engines_that_all_die_while_steps_are_timed_come_back(tmp_path: Path) -> None:
+    """As those of a group do together. The node is not ready without any, and must not wait."""
+    node = restarting_node(tmp_path, 1, times=True)
+
+    def kill_all() -> None:
+        for engine in range(2):
+            node.kill(f"runner-{engine}")
+
+    watcher = when(tmp_path / "timing", kill_all)
+    assert node.run(interrupt) == 0
+    watcher.join()
+    restarted = sorted(line for line in node.said if "is restarted" in line)
+    assert restarted == [f"shoal: engine {engine} is restarted (1)" for engine in range(2)]
+    assert node.leftovers() == []
+
+
 def test_the_last_engine_that_is_not_restarted_takes_the_node_with_it(tmp_path: Path) -> None:
     node = restarting_node(tmp_path, 1, kill=[0, 1], failing_restarts=1)
     assert node.run(node.ask_to_kill) == 1
