@@ -120,9 +120,10 @@ class Fitting:
 
     @property
     def _broken(self) -> bool:
-        """Whether an engine was lost; it may be back already."""
+        """Whether an engine was lost, and may be back already, or an operator took it out."""
         engines = self._books.engines
-        return bool(engines.gone) or any(engine.incarnation for engine in engines)
+        restarted = any(engine.incarnation for engine in engines)
+        return bool(engines.gone or engines.drained) or restarted
 
     def _run(self) -> Iterator[None]:
         """Go through the layouts; every turn of the loop goes as far as it can."""
@@ -137,7 +138,7 @@ class Fitting:
                 yield from self._time(layout, units, until)
         yield from self._switch(singles(self._env.config.engines))
         if self._broken:
-            log.warning("an engine was lost while steps were timed: some are not known")
+            log.warning("an engine was lost or drained while steps were timed: some are not known")
         self._conclude(self._env.clock() - began)
 
     def _partition_of(self, layout: Layout) -> Partition:

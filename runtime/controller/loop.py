@@ -149,9 +149,12 @@ class Controller:
         self._closing.hand_back()
         if self.books.engines.started:
             self._fitting.tick()
-        may_decide = self.books.engines.started and not self._fitting.running
-        started = self._decide() if may_decide else 0
+        started = self._decide() if self._may_decide else 0
         self._admission.hold_limits(started)
+
+    @property
+    def _may_decide(self) -> bool:
+        return self.books.engines.started and not self._fitting.running
 
     def _take_arrivals(self) -> bool:
         """Take all arrivals; return whether the running switch took all of them and awaits more.
@@ -182,7 +185,8 @@ class Controller:
             self._balancing.deadline if self._operations.can_switch else None,
         ]
         now = self._clock()
-        if self._adviser.policy.decides_layout or self.books.requests.pool.background:
+        reviews = self._adviser.policy.decides_layout or self.books.requests.pool.background
+        if reviews and self._may_decide:
             due.append(self._decided_at + REVIEW_SECONDS)
         waits = [timeout, *(max(0.0, at - now) for at in due if at is not None)]
         return min((seconds for seconds in waits if seconds is not None), default=None)

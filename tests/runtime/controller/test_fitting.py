@@ -11,6 +11,7 @@ from shoal.policies.values.layouts import DP, Layout
 from shoal.policies.values.partition import singles
 from shoal.runtime.config import FakeSettings, FitSettings
 from shoal.runtime.fit_file import read_fit
+from shoal.runtime.protocol import messages as m
 from tests.policies.snapshots import MODEL
 from tests.runtime.loopback_node import LoopbackNode
 
@@ -41,9 +42,10 @@ def errors(model: CostModel | None, size: int) -> list[float]:
 class Start:
     """The start of a node of four engines, whose time goes from event to event."""
 
-    def __init__(self, seconds: float = 600.0, **fields: Any) -> None:
+    def __init__(self, seconds: float = 600.0, policy: str = "manual", **fields: Any) -> None:
         self.node = LoopbackNode(
             4,
+            policy=policy,
             settings=SETTINGS,
             step_times=truth,
             cost_model=MODEL,
@@ -153,6 +155,45 @@ def test_the_node_starts_even_if_an_engine_dies_meanwhile(size: int) -> None:
     node.assert_exact()
     assert node.partition == singles(4)
     assert set(node.agents) == set(range(4)) - gone
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_engine_that_is_drained_ends_it(size: int) -> None:
+    """Its groups are released, and no group is timed with it."""
+    start = Start()
+    node = start.node
+    while start._fitting._wave is None or node.partition[-1].size != size:
+        start.go_on()
+    began = node.clock.now
+    node.call(m.DrainEngines, [3], True)
+    start.until_ready()
+    assert node.clock.now < began + 5
+    assert node.partition == singles(4)
+    assert not any(switch.error for switch in node.view().switches)
+    node.send("a")
+    while node.missing:
+        start.go_on()
+        node.collect()
+    node.assert_exact()
+    assert node.audit() == []
+
+
+def test_the_controller_sleeps_until_it_may_decide() -> None:
+    """The policy decides the layout, but has nothing to look at before."""
+    start = Start(policy="adaptive")
+    controller = start.node.controller
+    start.node.clock.advance(100.0)
+    controller.turn()
+    assert controller.next_wakeup() != 0.0
+    while start._fitting._wave is None:
+        start.go_on()
+    start.node.clock.advance(1.0)
+    controller.turn()
+    assert start._fitting.running
+    assert controller.next_wakeup() != 0.0
+    start.until_ready()
+    controller.turn()
+    assert controller.next_wakeup() == pytest.approx(0.5)
 
 
 def test_what_was_found_is_kept(tmp_path: Path) -> None:
