@@ -157,10 +157,12 @@ class Stepping:
         if collected is None:
             return False
         account.ended += collected.steps
+        # Of a step without outputs vLLM sends its statistics to the first front end.
+        of_trial = self.trials.running
         account.finished += self.trials.without_own(collected.finished)
         # Sent before the next step is scheduled, because that can take as long as a step itself.
         for output in collected.outputs:
-            if output.client_index == wire.NOBODY:
+            if of_trial or output.client_index == wire.NOBODY:
                 continue
             self._transport.to_front(output.client_index, output.frames)
         return True

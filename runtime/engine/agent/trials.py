@@ -50,6 +50,11 @@ class Trials:
             self._backend.cores[trial.unit].add(name, [payload])
             self._left.add(name)
 
+    @property
+    def running(self) -> bool:
+        """Whether requests of a trial have not ended; the engine has no others meanwhile."""
+        return bool(self._left)
+
     def without_own(self, finished: Sequence[str]) -> list[str]:
         """Return those of the requests that have ended which are no trial's."""
         if not self._left:

@@ -3,9 +3,10 @@
 import pytest
 
 from shoal.policies.values.layouts import alone
-from shoal.runtime.engine.agent.interface import EndedSteps
+from shoal.runtime.engine.agent.interface import Collected, CoreOutputs, EndedSteps
 from shoal.runtime.engine.agent.stepping import Account
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 from tests.runtime.engine.agent.agent_bench import Bench
 from tests.runtime.loopback_node import request_payload
 
@@ -41,6 +42,28 @@ def test_load_is_reported_when_it_changes(bench: Bench) -> None:
         (1, 198, []),
         (0, 200, ["a"]),
     ]
+
+
+def test_front_ends_hear_nothing_of_trials(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even how many requests run, which vLLM tells the first one after every step."""
+    core, waiting = bench.backend.own, bench.network.front_outputs
+    collect = core.collect
+
+    def with_statistics() -> Collected | None:
+        collected = collect()
+        if collected is not None:
+            frame = wire.encode_outputs([], unit=core.unit, timestamp=0.0)
+            collected.outputs.append(CoreOutputs(0, [frame]))
+        return collected
+
+    monkeypatch.setattr(core, "collect", with_statistics)
+    waiting.clear()
+    answers = bench.tell(m.Try(1, core.unit, [8, 20], 3), turns=20)
+    assert answers == [m.Tried(0, 1)]
+    assert not any(waiting.values())
+    bench.add("a", tokens=2)
+    bench.turn(5)
+    assert waiting[0]
 
 
 DECODE = m.Work(steps=1, decodes=2, context_tokens=30)
