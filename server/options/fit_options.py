@@ -38,7 +38,7 @@ def add_fit_options(group: argparse._ArgumentGroup, environ: Mapping[str, str]) 
 
 def _default_directory(environ: Mapping[str, str]) -> Path:
     """Return a directory beside that of vLLM's caches (``vllm.envs.VLLM_CACHE_ROOT``)."""
-    caches = environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(environ.get("VLLM_CACHE_ROOT") or f"{caches}/vllm").parent / "shoal"
 
 
@@ -85,7 +85,11 @@ def node_fit(
         "shoal": importlib.metadata.version("shoal"),
         "vllm": vllm,
     }
-    path = path_of(Path(args.fit_dir).expanduser(), key)
+    try:
+        path = path_of(Path(args.fit_dir).expanduser(), key)
+    except RuntimeError:  # some containers have users without a home
+        say("  step times are not kept: there is no home directory (--fit-dir names another)")
+        return model, FitSettings(seconds)
     try:
         found = read_fit(path, key)
     except FitFileError as error:

@@ -1,5 +1,6 @@
 """When a start times steps, and which earlier start's result it takes instead."""
 
+import argparse
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,12 @@ from shoal.policies.values.layouts import DP
 from shoal.runtime.config import FitSettings
 from shoal.runtime.fit_file import write_fit
 from shoal.server.errors import UserError
-from shoal.server.options.fit_options import FIT_SECONDS, check_fit_options, node_fit
+from shoal.server.options.fit_options import (
+    FIT_SECONDS,
+    add_fit_options,
+    check_fit_options,
+    node_fit,
+)
 from tests.policies.snapshots import MODEL
 
 CORRECTIONS = (Correction(DP, StepKind.DECODE, samples=20, roofline=0.01, missed=0.002),)
@@ -108,6 +114,28 @@ def test_a_damaged_file_is_not_used_and_one_line_says_so(tmp_path: Path) -> None
     assert len(said) == 1
     assert "are not used" in said[0]
     assert "\n" not in said[0]
+
+
+def test_a_user_without_a_home_directory_can_start_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such users are frequent in containers."""
+
+    def homeless(path: Path) -> Path:
+        if path.parts[0] == "~":
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    parser = argparse.ArgumentParser()
+    add_fit_options(parser.add_argument_group(), {})
+    default, said = Path(parser.parse_args([]).fit_dir), list[str]()
+    assert default == Path("~/.cache/shoal")
+    assert fit(arguments(default), said=said) == (MODEL, FitSettings(FIT_SECONDS))
+    assert said == [
+        "  step times are not kept: there is no home directory (--fit-dir names another)"
+    ]
+    assert fit(arguments(tmp_path))[1].file is not None
 
 
 def test_a_negative_time_is_refused(tmp_path: Path) -> None:
