@@ -9,6 +9,7 @@ import time
 
 import msgspec
 
+from shoal.policies.lane import lane_of
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import NodeConfig
@@ -356,6 +357,7 @@ class Controller:
         sent = self._dispatcher.send(plan)
         if self._operations.is_idle:
             sent += self._dispatcher.send(self._background.plan(snapshot, plan))
+        self._carries.apart = lane_of(snapshot)
         target = None if snapshot.switching else plan.target
         if target is not None and target != self.books.units.partition:
             switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)

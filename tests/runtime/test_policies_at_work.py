@@ -6,7 +6,7 @@ import pytest
 
 from shoal.policies.registry import POLICIES
 from shoal.policies.values.batch import Batch, StepKind
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import Layout, alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
@@ -149,3 +149,20 @@ def test_every_policy_takes_over_a_node_of_pipelines(policy: str) -> None:
     stays = not POLICIES[policy].decides_layout
     assert (node.controller.books.units.partition == (pp(0, 1), pp(2, 3))) == stays
     assert node.audit() == []
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_those_that_run_where_urgent_requests_get_a_group_go_on_elsewhere(kept: int) -> None:
+    node = LoopbackNode(4, policy="adaptive", settings=ROOMY, cost_model=MODEL, urgent_engines=kept)
+    node.settle()
+    for k in range(16):
+        node.send(f"r{k}", 8, 300)
+    let_pass(node, 0.1)
+    requests, partition = node.controller.books.requests, node.controller.books.units.partition
+    assert partition == tuple(map(alone, range(4)))
+    assert all(requests.core(unit).requests for unit in partition)
+    node.send("urgent", 8, 300, priority=-1)
+    let_pass(node, 0.5)
+    alone_there = [core for core in requests.cores.values() if list(core.requests) == ["urgent"]]
+    assert [core.unit for core in alone_there] == [tp(0, 1)] * (kept // 2)
+    finish(node)

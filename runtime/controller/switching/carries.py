@@ -78,6 +78,8 @@ class Carries:
         self._statistics = books.statistics.carries
         self._books = books
         self._capacity = capacity
+        self.apart: Unit | None = None
+        """The unit that urgent requests have to themselves, or are about to get."""
         self._destinations = Destinations(books, capacity, ())
         self._ahead = PreCopies(env, books, capacity, self._send)
         self._tally = Tally()
@@ -121,7 +123,7 @@ class Carries:
         tokens = sum(core.figures.prompt_tokens for core in reachable)
         if not self._precopy_tokens or tokens < self._precopy_tokens:
             return False
-        self._destinations = Destinations(self._books, self._capacity, units)
+        self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         begun: list[Carry] = []
         for core in reachable:
             innocent = [request for request in core.requests.values() if not request.suspect]
@@ -151,7 +153,7 @@ class Carries:
         for carry in self._book:
             if carry.stage is CarryStage.AHEAD:
                 self._export_rest(carry)
-        self._destinations = Destinations(self._books, self._capacity, units)
+        self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         leaving, left = self._book.ids, list[Request]()
         for core in self._reachable(cores):
             unit = core.unit
