@@ -61,6 +61,8 @@ LEAST_SECONDS = 0.5
 """Least time between two switches, unless the current units are too small for a request."""
 FORGET_SECONDS = 10.0
 """Time constant with which it is forgotten what a candidate would have saved."""
+ASIDE_SECONDS = 30.0
+"""How long requests are kept for the shadows while a forecast decides."""
 TERMS_SECONDS = 0.5
 """How long the cost model's numbers are used."""
 USUAL_SECONDS = 20.0
@@ -142,7 +144,7 @@ def _plan(snapshot: Snapshot, /) -> Plan:
         if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
             return Plan(dispatches, memory=memory)
         return _by_hindsight(snapshot, model, memory, dispatches)
-    memory = _aged(memory, snapshot)
+    memory = _aged(_set_aside(memory, snapshot.now), snapshot)
     among = _candidates(snapshot, needed) if lane is None else _with_lane(snapshot, needed, lane)
     candidates = [c for c in among if c != snapshot.partition]
     forecast = Forecast(snapshot, model, memory.urgent, lane)
@@ -158,6 +160,16 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     doubt = min(MOST_DOUBT, DOUBT * memory.doubt) if turned else memory.doubt
     memory = replace(memory, at=snapshot.now, saved=(), doubt=doubt, wider=wider)
     return Plan(dispatches, target, "carry", reason, memory)
+
+
+def _set_aside(memory: Memory, now: float) -> Memory:
+    """Return the memory while a forecast decides: shadows get what has come when they decide again.
+
+    After long they begin anew, because it would take long to give them everything at once.
+    """
+    if memory.shadows is not None and now - memory.shadows.at < ASIDE_SECONDS:
+        return memory
+    return replace(memory, shadows=None, arrived=())
 
 
 def _by_hindsight(

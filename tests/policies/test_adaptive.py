@@ -1,5 +1,6 @@
 """The policy ``adaptive``: when it switches and where to, what it remembers, who goes where."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -77,6 +78,22 @@ def test_a_backlog_that_grows_is_noticed_before_it_has_cost_the_whole_price(
     assert 2 * soon < reviews(seen)
     monkeypatch.setattr(adaptive, "AHEAD_SECONDS", 1000.0)
     assert 1 < reviews(seen) <= soon, "something must have been saved"
+
+
+@pytest.mark.parametrize("targets", [(), (LOOSE,)])
+def test_requests_are_not_kept_for_shadows_for_ever(targets: tuple[Target, ...]) -> None:
+    """Urgent requests may come all the time, and with targets no shadow ever decides."""
+    seen = replace(node(TP, {0: 2}, rate=8.0), targets=targets)
+    kept = []
+    for k in range(100):
+        come = (request(f"r{k}", arrival=1.0 * k),)
+        since = math.inf if k < 10 else 0.0
+        plan = ADAPTIVE.plan(replace(seen, now=1.0 * k, arrived=come, since_urgent=since))
+        assert isinstance(plan.memory, Memory)
+        kept.append(len(plan.memory.arrived))
+        seen = replace(seen, memory=plan.memory)
+    assert kept[-50:] == [0] * 50
+    assert max(kept) == (0 if targets else adaptive.ASIDE_SECONDS - 1)
 
 
 # --- where to ---
