@@ -118,15 +118,18 @@ class LayoutLoader:
         self._reserve_beside()
 
     def _reserve_beside(self) -> None:
-        """Take off the memory for KV what the layouts beyond DP have loaded for themselves."""
+        """Keep memory from KV for adapters, and say what layouts beyond DP have loaded themselves.
+
+        vLLM counts the latter when it measures DP: these weights came to the device after DP's
+        worker had been created (``memory_profiling``, ``total_consumed``).
+        """
         beside = [worker for layout, worker in self.workers.items() if layout != DP]
         self.workers[DP].reserve(sum(adapter_bytes(worker.model) for worker in beside))
         owned = {worker.layout.name: owned_bytes(worker.model) for worker in beside}
         if any(owned.values()):
-            self.workers[DP].reserve(sum(owned.values()))
             log.info(
                 "engine %d keeps weights of its own for layouts beyond DP, as vLLM repacks them: "
-                "%s; they are taken off the memory for KV",
+                "%s; there is so much less memory for KV",
                 self._engine,
                 ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in owned.items()),
             )
