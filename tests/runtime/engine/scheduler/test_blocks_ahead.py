@@ -94,6 +94,17 @@ def submit_all(engines: ToyEngines, **sampling: Any) -> list[str]:
 # --- the whole way ---
 
 
+def assert_ends_well(
+    engines: ToyEngines, core: VllmCore, requests: Sequence[str], expected: list[list[int]]
+) -> None:
+    """Let the group go, run the requests to their ends, and see that all blocks are free again."""
+    engines.release()
+    engines.finish(core)
+    assert [engines.tokens[request] for request in requests] == expected
+    assert engines.audit() == []
+    assert [each.load.free_blocks for each in engines.cores.values()] == [BLOCKS, BLOCKS, 0]
+
+
 def test_only_tails_are_left_to_read_in_either_direction(make: Make) -> None:
     expected = [undisturbed(make, prompt, max_tokens=60) for prompt in PROMPTS]
     engines = make()
@@ -116,11 +127,7 @@ def test_only_tails_are_left_to_read_in_either_direction(make: Make) -> None:
     engines.step(group, 5)
     engines.carry(group, own[1], requests, expected=True)
     assert read_from(engines, alone(1)) == ends(found)
-    engines.release()
-    engines.finish(own[1])
-    assert [engines.tokens[request] for request in requests] == expected
-    assert engines.audit() == []
-    assert [core.load.free_blocks for core in engines.cores.values()] == [BLOCKS, BLOCKS, 0]
+    assert_ends_well(engines, own[1], requests, expected)
 
 
 def test_a_bound_engines_own_core_takes_blocks_that_it_has_not_lent(make: Make) -> None:
@@ -652,11 +659,7 @@ def test_several_kv_groups_go_ahead_in_either_direction(configs: LayoutConfigs, 
     engines.step(group, 2)
     engines.carry(group, own[1], requests, expected=True)
     assert read_from(engines, alone(1)) == ends(found)
-    engines.release()
-    engines.finish(own[1])
-    assert [engines.tokens[request] for request in requests] == expected
-    assert engines.audit() == []
-    assert [core.load.free_blocks for core in engines.cores.values()] == [BLOCKS, BLOCKS, 0]
+    assert_ends_well(engines, own[1], requests, expected)
 
 
 def test_a_block_of_the_wrong_kv_group_that_went_ahead_changes_the_tokens(
