@@ -71,6 +71,8 @@ class Binding:
         """The epoch of the latest bind that was prepared, whether it has ended or not."""
         self.stale = 0
         """Switch messages dropped because their epoch was over."""
+        self.beginning: Core | None = None
+        """The core that has gone on last, until it has all requests that were to come first."""
         self._backend = backend
         self._transport = transport
         self._watch = watch
@@ -133,7 +135,8 @@ class Binding:
             return False
         self._backend.attach(bind.unit, bind.epoch)
         if self._leads(bind):
-            self._group_core(bind).bind(bind.epoch, message.lease, message.seed)
+            self.beginning = self._group_core(bind)
+            self.beginning.bind(bind.epoch, message.lease, message.seed)
         self.state = State.BOUND
         # Its first step queues up behind its members' steps in flight.
         self._watch.expect_delay(bind.unit)
@@ -182,7 +185,7 @@ class Binding:
 
     def _go_solo(self, bind: Bind, blocks: Sequence[int]) -> None:
         """Let the engine's own core go on, with these blocks back."""
-        own = self._backend.own
+        own = self.beginning = self._backend.own
         own.take_back(blocks)
         self.bind = None
         self.state = State.SOLO

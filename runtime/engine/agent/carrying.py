@@ -91,7 +91,14 @@ class Carrying:
         self._exports.append(message)
 
     def holds(self, core: Core) -> bool:
-        """Return whether a core pauses because requests are about to leave it."""
+        """Return whether a core pauses because requests are about to leave it, or to come first.
+
+        A core that has just gone on waits for the requests that it expects. Those that came later
+        would wait for the steps of the others. The steps for which it waits mostly occupy its own
+        members' devices, so it loses no time.
+        """
+        if core is self._binding.beginning and self.expects(core):
+            return True
         return any(export.unit == core.unit for export in self._exports)
 
     def take_out(self) -> bool:
@@ -163,6 +170,8 @@ class Carrying:
 
     def tend(self) -> bool:
         """Answer for the copies that have ended, and adopt more; return whether one has ended."""
+        if self._binding.beginning is not None and not self.expects(self._binding.beginning):
+            self._binding.beginning = None
         ended = False
         for unit in [unit for unit, portions in self._copying.items() if portions]:
             for copied in self._backend.cores[unit].copied():

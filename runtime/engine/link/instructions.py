@@ -96,9 +96,9 @@ class Arrival:
 
     request_id: str
     prompt: list[int]
-    """Its prompt's token ids."""
+    """Its prompt's token ids; empty for V2 model runners, which learn all tokens from a step."""
     tokens: list[int]
-    """All its output tokens so far."""
+    """All its output tokens so far; empty for V2 model runners."""
     computed: int
     """How many of these tokens have their KV in this unit's blocks once it is read."""
     sampling: Any

@@ -248,10 +248,12 @@ class CarriedRequests:
         begin: int = 0,
         source: dict[int, list[list[int]]] | None = None,
     ) -> instructions.Arrival:
+        # A V2 model runner learns the tokens from the step that resumes the request.
+        learns = not self._scheduler.use_v2_model_runner
         return instructions.Arrival(
             request.request_id,
-            list(request.prompt_token_ids or ()),
-            list(request.output_token_ids),
+            list(request.prompt_token_ids or ()) if learns else [],
+            list(request.output_token_ids) if learns else [],
             request.num_computed_tokens,
             request.sampling_params,
             begin,

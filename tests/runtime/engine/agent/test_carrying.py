@@ -27,13 +27,21 @@ def carried(request_id: str, tokens: int = 3, computed: int | None = None) -> m.
     return m.CarriedRequest(request_id, expected_tokens(PROMPT, tokens), computed, blocks, length)
 
 
-def expect(bench: Bench, *ids: str, unit: Unit = OWN, prompt: int = len(PROMPT)) -> None:
+def expect(
+    bench: Bench,
+    *ids: str,
+    unit: Unit = OWN,
+    prompt: int = len(PROMPT),
+    carry: int = CARRY,
+) -> None:
     frames = {id_: request_payload(id_, [1] * prompt, OUTPUT, client=1) for id_ in ids}
-    assert bench.tell(m.Expect(CARRY, unit, frames)) == []
+    assert bench.tell(m.Expect(carry, unit, frames)) == []
 
 
-def take_in(bench: Bench, *requests: m.CarriedRequest, unit: Unit = OWN) -> list[m.Message]:
-    return bench.tell(m.Import(CARRY, unit, OTHER, list(requests)))
+def take_in(
+    bench: Bench, *requests: m.CarriedRequest, unit: Unit = OWN, carry: int = CARRY
+) -> list[m.Message]:
+    return bench.tell(m.Import(carry, unit, OTHER, list(requests)))
 
 
 def only(answers: list[m.Message], kind: type) -> Any:
@@ -247,6 +255,51 @@ def test_a_request_that_is_not_valid_here_ends_with_an_error_when_it_comes(bench
     assert (load.finished, load.added) == (["long"], 1)
     assert outputs(bench, 1) == [wire.Output("long", [], finish_reason=wire.FinishReason.ERROR)]
     assert [x for x in heard if isinstance(x, m.Imported)] == [m.Imported(CARRY, 0, OWN, [], {}, 0)]
+
+
+# --- the first steps of a core that goes on ---
+
+
+def test_a_group_begins_when_all_that_it_expects_has_come(bench: Bench) -> None:
+    expect(bench, "early", unit=GROUP)
+    expect(bench, "late", unit=GROUP, carry=CARRY + 1)
+    bench.bind()
+    only(take_in(bench, carried("early"), unit=GROUP), m.Imported)
+    assert bench.turn(4) == []
+    assert tokens_of(bench, "early", 1) == []
+    only(take_in(bench, carried("late"), unit=GROUP, carry=CARRY + 1), m.Imported)
+    bench.turn(OUTPUT)
+    for request_id in ("early", "late"):
+        assert tokens_of(bench, request_id, 1) == expected_tokens(PROMPT, OUTPUT)[3:]
+
+
+def test_a_group_does_not_wait_for_requests_that_do_not_come(bench: Bench) -> None:
+    expect(bench, "early", unit=GROUP)
+    expect(bench, "lost", unit=GROUP, carry=CARRY + 1)
+    bench.bind()
+    only(take_in(bench, carried("early"), unit=GROUP), m.Imported)
+    take_in(bench, unit=GROUP, carry=CARRY + 1)
+    bench.turn(OUTPUT)
+    assert tokens_of(bench, "early", 1) == expected_tokens(PROMPT, OUTPUT)[3:]
+
+
+def test_an_engine_that_goes_on_alone_waits_too(bench: Bench) -> None:
+    bench.bind()
+    expect(bench, "r")
+    bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    bench.add("new", tokens=2)
+    bench.tell(m.Resume(5, GROUP, []), turns=4)
+    assert tokens_of(bench, "new") == []
+    only(take_in(bench, carried("r")), m.Imported)
+    bench.turn(2)
+    assert len(tokens_of(bench, "new")) == 2
+
+
+def test_a_unit_that_serves_waits_for_nobody(bench: Bench) -> None:
+    expect(bench, "from elsewhere")
+    bench.add("own", tokens=2)
+    bench.turn(2)
+    assert len(tokens_of(bench, "own")) == 2
 
 
 # --- requests whose clients have gone ---

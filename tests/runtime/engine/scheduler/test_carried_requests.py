@@ -533,6 +533,17 @@ def test_runners_hear_of_a_request_before_the_step_that_resumes_it(make: Make) -
         assert (one.prompt, one.tokens, one.computed) == (PROMPTS[1], [100, 200], 0)
 
 
+def test_v2_runners_are_not_sent_the_tokens_of_a_carried_request(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.step(engines.own[0], 6)
+    _carry_to_group(engines, "r")
+    carry = next(x for x in engines.runners[GROUP].sent if isinstance(x, instructions.Carry))
+    (one,) = carry.requests
+    assert (one.prompt == PROMPTS[3]) is not engines.runners[GROUP].v2
+    assert bool(one.tokens) is not engines.runners[GROUP].v2
+
+
 # --- order ---
 
 
