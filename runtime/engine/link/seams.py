@@ -43,6 +43,9 @@ SEAMS = (
     Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "carried_requests"),
     Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "carried_requests"),
     Seam(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager.create_kv_cache_blocks", "carried_requests"
+    ),
+    Seam(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager.get_block_ids_for_computed_tokens",
         "carried_requests",

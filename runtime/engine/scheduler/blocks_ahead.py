@@ -275,6 +275,18 @@ class BlocksAhead:
                 kv_cache_group_id=manager.kv_cache_group_id,
             )
 
+    def prefix(self, request_id: str) -> list[KVCacheBlock]:
+        """Return the blocks of an expected request's first tokens that have their KV; []: none.
+
+        ``adopt`` then need not look each of them up by its hash. With several KV groups it must,
+        because vLLM says which part of a window's table a request needs.
+        """
+        for of_carry in self._reserved.values():
+            if of_carry.settled and request_id in of_carry.requests:
+                tables = of_carry.requests[request_id].tables
+                return list(tables[0]) if len(tables) == 1 else []
+        return []
+
     def forget(self, request_ids: Collection[str]) -> None:
         """Let go of what is reserved for requests that were adopted, or do not come.
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
@@ -66,6 +67,8 @@ class CarriedRequests:
         self._filled: dict[str, list[int]] = {}
         self._copying: list[_Copy] = []
         self._begun = 0
+        self.prefix_of: Callable[[str], Sequence[KVCacheBlock]] = lambda _: ()
+        """The blocks of a request's first tokens, if somebody holds them for it."""
         self.shares_kv = True
         """Whether the members can read other engines' KV."""
 
@@ -210,7 +213,12 @@ class CarriedRequests:
         waits and holds blocks must be able to run, or it would wait for others, and they for it.
         """
         manager = self._scheduler.kv_cache_manager
-        hits, cached, _ = manager.get_computed_blocks(request)
+        prefix = self.prefix_of(request.request_id)
+        cached = len(prefix) * self.block_tokens
+        if 0 < cached < request.num_tokens:
+            hits = manager.create_kv_cache_blocks((prefix,))
+        else:
+            hits, cached, _ = manager.get_computed_blocks(request)
         allocated = manager.allocate_slots(
             request,
             0,

@@ -29,6 +29,7 @@ from shoal.runtime.engine.agent.interface import (
     work_of_step,
 )
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
+from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
@@ -95,6 +96,7 @@ class VllmCore:
         channel = self._executor.channel
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._physical, self._carried)
+        self._carried.prefix_of = self._ahead.prefix
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
         """Return each member's own ids of blocks of this core."""
@@ -314,6 +316,7 @@ class VllmCore:
         sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
         grammar = self._grammar(scheduled) if sample else None
         mode = self.shift.mode(scheduled.total_num_scheduled_tokens)
+        instructions.pack_tokens(scheduled)
         seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)

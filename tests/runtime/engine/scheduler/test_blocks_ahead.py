@@ -130,6 +130,20 @@ def test_only_tails_are_left_to_read_in_either_direction(make: Make) -> None:
     assert_ends_well(engines, own[1], requests, expected)
 
 
+def test_blocks_that_went_ahead_are_not_looked_up_again(make: Make) -> None:
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.step(engines.own[0], 8)
+    found = ahead_to_group(engines, ["r"])
+    engines.bind(20)
+    # Nobody finds them by their hashes any more; the carry has held them all the time.
+    engines.group.evict_prefix_cache()
+    engines.carry(engines.own[0], engines.group, ["r"], expected=True)
+    assert read_from(engines, GROUP) == ends(found)
+    engines.finish(engines.group)
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[3])
+
+
 def test_a_bound_engines_own_core_takes_blocks_that_it_has_not_lent(make: Make) -> None:
     engines = make()
     engines.bind(20)
