@@ -67,8 +67,9 @@ ORPHAN_SECONDS = 30.0
 END_SECONDS = 120.0
 """A node that is asked to end must have done so."""
 SWITCH_ANSWERS = {200, 409, 503, 504}
-DRAIN_ANSWERS = {200, 409}
-POLICY_ANSWERS = {200, 400}
+DRAIN_ANSWERS = {200, 409, 504}
+POLICY_ANSWERS = {200, 400, 504}
+"""A process that the machine gives no time answers late, so the caller may see a 504."""
 TREATMENTS = ("sequential", "carry", "soft", "hard")
 _ENGINE = re.compile(r"(?:engine|runner|scheduler) (\d+).*")
 
