@@ -5,9 +5,13 @@ will be. So after a burst one unit may have all the long ones, run slowly and ev
 them for want of KV blocks, while another one has little to do. This compares what requests would
 gain if some of them went there with what the move costs them.
 
+Free blocks may also be spread over units so that none has enough for a request that waits in the
+pool. Then some requests of one unit go to another, and the request finds room.
+
 It is a rule of its own and no part of policies: all of them need it, and none has to know of it.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,15 +67,17 @@ class Side:
 def rebalance(snapshot: Snapshot) -> Rebalance | None:
     """Return the move that gains most; None if none is worth it.
 
-    While requests wait in the pool, none is: these are spread as units have room for them.
+    While requests wait in the pool, load is not evened out, because these are spread as units have
+    room for them. Only a move that makes room for the first of them may be worth it.
     """
     model = snapshot.cost_model
-    if model is None or snapshot.waiting:
+    if model is None:
         return None
+    options = _rooms if snapshot.waiting else _options
     found = [
         option
         for layout, units in _by_layout(snapshot).items()
-        for option in _options(snapshot, model, layout, units)
+        for option in options(snapshot, model, layout, units)
     ]
     return max(found, key=lambda option: option[0], default=(0.0, None))[1]
 
@@ -110,6 +116,36 @@ def _options(
             MARGIN * _price(model, layout, here, there, count), LEAST_SHARE * left * sum(before)
         ):
             yield gain, Rebalance(source.unit, target.unit, count)
+
+
+def _rooms(
+    snapshot: Snapshot, model: StepPredictor, layout: Layout, units: Sequence[UnitState]
+) -> Iterator[tuple[float, Rebalance]]:
+    """Yield the move after which a unit has room for the pool's first request, and what it gains.
+
+    All that a move gains is the time for which this request would wait for others to end.
+    """
+    if not snapshot.pool:
+        return
+    first = snapshot.pool[0]
+    able = [unit for unit in units if unit.free_slots and unit.can_hold(first)]
+    if not able or any(unit.blocks_for(first) <= unit.free_blocks for unit in able):
+        return
+    source = max(able, key=lambda unit: (unit.free_blocks, unit.unit))
+    here = side_of(source)
+    of_each = here.tokens // source.block_tokens
+    if not source.running or not of_each:
+        return
+    count = math.ceil((source.blocks_for(first) - source.free_blocks) / of_each)
+    others = [unit for unit in units if unit.unit != source.unit and not unit.waiting]
+    takers = [u for u in others if u.free_slots >= count and _has_room(u, here, count)]
+    if count > min(MOST_AT_ONCE, source.running) or not takers:
+        return
+    target = max(takers, key=lambda unit: (unit.free_blocks, unit.unit))
+    step = model.step_seconds(layout, Batch(here.running, round(here.running * here.tokens)))
+    gain = tokens_left(snapshot, source) * step * count / source.running
+    if gain > MARGIN * _price(model, layout, here, side_of(target), count):
+        yield gain, Rebalance(source.unit, target.unit, count)
 
 
 def side_of(unit: UnitState) -> Side:

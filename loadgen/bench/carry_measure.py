@@ -91,9 +91,10 @@ async def carried(
     bench = Bench(client, system, alone, sizes, random.Random(carry_name(requests, prompt_tokens)))
     prompts = [bench.prompt(prompt_tokens) for _ in range(requests)]
     async with _streaming(bench, prompts) as running:
-        before = prefill_tokens(await client.text("/metrics"))
+        before = await client.text("/metrics")
         switches = await _rounds(bench, running, together)
-    again = prefill_tokens(await client.text("/metrics")) - before
+    after = await client.text("/metrics")
+    again = prefill_tokens(after) - prefill_tokens(before)
     times = [stream.times for stream in running.streams]
     got = [stream.tokens for stream in running.streams]
     counts = [len(tokens) for tokens in got]
@@ -106,6 +107,7 @@ async def carried(
         "prompt_tokens": prompt_tokens,
         "bind": of_direction(switches.binds, times, sizes.carry_steps),
         "release": of_direction(switches.releases, times, sizes.carry_steps),
+        "copies": {name: value - copies(before)[name] for name, value in copies(after).items()},
         "prefilled_again": again,
         "compared_tokens": sum(counts),
         "distinct_tokens": min(len(set(tokens)) for tokens in got),
@@ -258,9 +260,26 @@ async def _without_switch(
 
 def prefill_tokens(page: str) -> int:
     """Return the prompt tokens that all engines have computed, from Shoal's page of metrics."""
+    return int(_total(page, "shoal_step_tokens_total", kind="prefill"))
+
+
+def copies(page: str) -> dict[str, float]:
+    """Return how many copies of KV the page tells of, and their bytes and seconds.
+
+    What was copied ahead is left out: its seconds are not those of the copy alone.
+    """
+    return {
+        "count": _total(page, "shoal_carry_seconds_count", phase="copy"),
+        "bytes": _total(page, "shoal_carried_bytes_total"),
+        "seconds": _total(page, "shoal_carry_seconds_sum", phase="copy"),
+    }
+
+
+def _total(page: str, name: str, **labels: str) -> float:
+    """Return the sum of the series of this name that have these labels."""
     return sum(
-        int(sample.value)
+        sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
-        if sample.name == "shoal_step_tokens_total" and sample.labels["kind"] == "prefill"
+        if sample.name == name and labels.items() <= sample.labels.items()
     )

@@ -2,7 +2,8 @@
 
 The fit uses the times of single units in these results, from stock vLLM and Shoal: TPOT by batch,
 and TTFT by prompt. It also uses the TTFTs in SP that show how much host time a step by sequence
-takes. The simulator and the policies use the file to predict such nodes.
+takes, and the times of the copies of KV for requests that switches carried. The simulator and the
+policies use the file to predict such nodes.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.loadgen.bench.carry_measure import CARRY
 from shoal.loadgen.bench.comparison_results import Results
 from shoal.loadgen.bench.modes import MODES
 from shoal.loadgen.bench.steps import MESSAGES, table
@@ -19,7 +21,7 @@ from shoal.loadgen.bench.systems import COMPARED, SHOAL, System
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation import calibration
-from shoal.runtime.simulation.calibration import Sample, predicted
+from shoal.runtime.simulation.calibration import Copy, Sample, predicted
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile, read_hardware, read_shape
 from shoal.runtime.simulation.simulated_node import CAPTURED_TOKENS
 from shoal.server.errors import UserError
@@ -58,16 +60,25 @@ def main(argv: Sequence[str]) -> int:
     if not samples:
         raise UserError("the results hold no time of a step: measure decode or prefill")
     in_sp = [sample for each in results for sample in sp_host_samples_of(each)]
+    copies = [copy for each in results for copy in copies_of(each)]
     hardware = start
     if args.output is not None:
         hardware = calibration.fit(shape, samples, start, FITTED)
         if in_sp:
             hardware = calibration.fit_sp_host(shape, hardware, in_sp)
+        if copies:
+            hardware = calibration.fit_copies(hardware, copies)
         write_file(args.output, msgspec.json.format(msgspec.json.encode(hardware)) + b"\n")
     samples += in_sp
     print(table(shape, hardware, samples))
     errors = [abs(predicted(shape, hardware, s) / s.seconds - 1) for s in samples]
     print(f"error: mean {sum(errors) / len(errors):.1%}, largest {max(errors):.1%}")
+    for copy in copies:
+        seconds = calibration.copy_seconds(hardware, copy)
+        print(
+            f"a copy of {copy.bytes / 1e6:.1f} MB: predicted {seconds * 1e3:.2f} ms, "
+            f"measured {copy.seconds * 1e3:.2f} ms"
+        )
     return 0
 
 
@@ -109,6 +120,19 @@ def sp_host_samples_of(results: Results) -> Iterator[Sample]:
             one = len(steps) == 1 and steps[0].tokens > CAPTURED_TOKENS
             if one and seconds >= in_tp[prompt]:
                 yield Sample(Layout(tp=degree), steps, seconds, MESSAGES, min(sp, degree))
+
+
+def copies_of(results: Results) -> Iterator[Copy]:
+    """Yield the mean copy of each number and length of requests that switches carried.
+
+    A member reads from, or is read by, an engine alone: so each copy has one link. Requests of
+    which all but the last tokens went ahead have small copies.
+    """
+    measures = results.systems[SHOAL].measures if SHOAL in results.systems else {}
+    for name, found in measures.items():
+        copied = found.get("copies") if name.startswith(CARRY) else None
+        if copied and all(copied.values()):
+            yield Copy(copied["bytes"] / copied["count"], copied["seconds"] / copied["count"])
 
 
 def _steps(prompt: int, most: int) -> Iterator[Batch]:

@@ -1,5 +1,6 @@
 """Uneven load: running requests go from busy units to idle ones, with their KV.
 
+They also go where that makes room for a request that waits in the pool.
 ``shoal.policies.rebalance`` says when that is worth it. A move begins only if no other operation
 is running, and if the units were as uneven at the last look. A request that has come to its unit a
 short time ago stays there. So nothing goes to and fro.
@@ -10,6 +11,7 @@ import math
 
 from shoal.policies.rebalance import Rebalance, rebalance
 from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.config import BACKGROUND_PRIORITY
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.environment import Environment
@@ -60,7 +62,9 @@ class Balancing:
         if not self._is_on or now < self._looked_at + LOOK_SECONDS:
             return
         self._looked_at, before = now, self._seen
-        found = self._seen = rebalance(snapshot)
+        # Nobody stops for a moment so that a background request finds room.
+        only_background = snapshot.pool and snapshot.pool[0].priority >= BACKGROUND_PRIORITY
+        found = self._seen = None if only_background else rebalance(snapshot)
         if found is None or before is None:
             return
         if (found.source, found.destination) == (before.source, before.destination):
@@ -69,8 +73,11 @@ class Balancing:
     def _move(self, move: Rebalance, now: float) -> None:
         chosen = self._chosen(move, now)
         if chosen:
+            self._seen = None  # at the next look, the units' reports may be older than the move
             units = list(move.source.engines), list(move.destination.engines)
-            log.info("%d requests go from unit %s to %s, which has less to do", len(chosen), *units)
+            log.info(
+                "%d requests go from unit %s to %s, which has room for them", len(chosen), *units
+            )
             self._carries.move(move.source, move.destination, chosen, BALANCE)
 
     def _chosen(self, move: Rebalance, now: float) -> list[Request]:

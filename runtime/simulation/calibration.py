@@ -37,6 +37,8 @@ FITTED = (
     "message_seconds",
 )
 """Figures that times of steps and first tokens decide, in addition to the rate of arithmetic."""
+DISTINCT = 2.0
+"""How many times as large as the smallest copy the largest must be, so that copies tell a rate."""
 _ABOVE_ANY = 1.0
 """Host seconds per layer that are so high that every step in SP waits for the host."""
 _WIDEST, _FINEST = 4.0, 1.001
@@ -56,6 +58,14 @@ class Sample:
     """Messages between processes that the time includes."""
     sp: int = 1
     """Degree of SP in which its steps ran; 1: they ran in TP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A measured copy of KV over one link, or the mean of some."""
+
+    bytes: float
+    seconds: float
 
 
 def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float:
@@ -127,6 +137,37 @@ def fit_sp_host(
     return msgspec.structs.replace(hardware, sp_layer_host_seconds=found)
 
 
+def fit_copies(hardware: HardwareFile, copies: Sequence[Copy]) -> HardwareFile:
+    """Return the file with the constant and the rate of a copy that come closest to these.
+
+    The sum of squares of the relative errors is the least. Copies of about one size do not decide
+    both: then the rate stays as it is.
+
+    Args:
+        hardware: the other figures of the devices.
+        copies: at least one copy.
+    """
+    # Of seconds = constant + bytes * slope, divided by the seconds.
+    ones, sizes = [1 / copy.seconds for copy in copies], [c.bytes / c.seconds for c in copies]
+    one, mixed, square = (
+        _sum_of_products(x, y) for x, y in ((ones, ones), (ones, sizes), (sizes, sizes))
+    )
+    slope, of_bytes = 0.0, [copy.bytes for copy in copies]
+    if max(of_bytes) > DISTINCT * min(of_bytes):
+        slope = (one * sum(sizes) - mixed * sum(ones)) / (one * square - mixed * mixed)
+    if slope <= 0:
+        slope = 1 / hardware.peer_bytes_per_second
+    constant = max(0.0, (sum(ones) - slope * mixed) / one)
+    return msgspec.structs.replace(
+        hardware, copy_seconds=_rounded(constant), peer_bytes_per_second=_rounded(1 / slope)
+    )
+
+
+def copy_seconds(hardware: HardwareFile, copy: Copy) -> float:
+    """Return the simulator's prediction of a copy's time, in seconds."""
+    return hardware.copy_seconds + copy.bytes / hardware.peer_bytes_per_second
+
+
 def mean_error(shape: ShapeFile, hardware: HardwareFile, samples: Sequence[Sample]) -> float:
     """Return the mean squared logarithm of predicted time over measured time."""
     logs = [math.log(predicted(shape, hardware, s) / s.seconds) for s in samples]
@@ -154,6 +195,10 @@ def _with_rates(shape: ShapeFile, rates: Mapping[str, float], start: HardwareFil
     change = rates["flops_per_second"] / before[shape.weight_dtype]
     flops = {dtype: _rounded(rate * change) for dtype, rate in before.items()}
     return msgspec.structs.replace(start, **{**rates, "flops_per_second": flops})
+
+
+def _sum_of_products(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _rounded(rate: float) -> float:

@@ -157,6 +157,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured, it is the time of the two exchanges."""
     peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
     """Rate at which one engine reads the memory of another."""
+    copy_seconds: float = 0.001
+    """Time of a copy of KV beyond that of its bytes: the host plans the copy and launches it."""
     kv_bytes_per_second: float | None = None
     """Rate at which attention reads keys and values; null: as fast as weights are read."""
     reserved_bytes: float = 6e9

@@ -40,8 +40,6 @@ CAPTURED_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
 STEPS_AT_ONCE = 64
 """Up to so many steps that decode the same requests are simulated as one."""
-COPY_SECONDS = 0.001
-"""Time of a copy of KV beyond that of its bytes: the host plans the copy and launches it."""
 LEAD_SECONDS = 1.0
 """Time for the node to switch to its policy's first layout before the workload starts."""
 PATIENCE_SECONDS = 3600.0
@@ -191,7 +189,7 @@ class Node:
                 asynchronous=True,
                 token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
                 peer_bytes_per_second=self.hardware.peer_bytes_per_second,
-                copy_seconds=COPY_SECONDS,
+                copy_seconds=self.hardware.copy_seconds,
                 prefix_caching=self.prefix_caching,
             ),
             place_by_prefix=self.place_by_prefix,

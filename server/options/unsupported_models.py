@@ -7,6 +7,7 @@ when they load, such as which kernel multiplies a layer's weights.
 
 from typing import Any
 
+from shoal.runtime.served_kv import KV_TYPES
 from shoal.runtime.served_weights import (
     EXPERTS_BACKEND,
     FP8_QUANTISATIONS,
@@ -79,6 +80,23 @@ def check_experts(config: Any) -> None:
         raise UserError(
             f"--moe-backend {backend}: not supported; experts of all layouts are one set of "
             f"weights, which only {EXPERTS_BACKEND} reads in place"
+        )
+
+
+def check_kv_type(config: Any) -> None:
+    """Refuse a type of the KV cache that requests could not take to other layouts.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+
+    Raises:
+        UserError: a user, or the checkpoint, has chosen such a type; the message names it.
+    """
+    chosen = config.cache_config.cache_dtype
+    if chosen not in KV_TYPES:
+        raise UserError(
+            f"--kv-cache-dtype {chosen}: not supported; requests take their KV to other layouts, "
+            f"which need it as {', '.join(KV_TYPES[:-1])} or {KV_TYPES[-1]}"
         )
 
 

@@ -24,6 +24,7 @@ from shoal.server.options.unsupported_models import (
     check_adapted_model,
     check_experts,
     check_kv_groups,
+    check_kv_type,
     check_model_config,
     check_quantisation,
 )
@@ -140,6 +141,7 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
         raise UserError(f"{config.model_config.model}: speculative decoding is not supported")
     check_model_config(config.model_config)
     check_kv_groups(config)
+    check_kv_type(config)
     check_experts(config)
     check_adapted_model(config)
     check_quantisation(config.model_config.model, config.quant_config)

@@ -67,7 +67,9 @@ ORPHAN_SECONDS = 30.0
 END_SECONDS = 120.0
 """A node that is asked to end must have done so."""
 SWITCH_ANSWERS = {200, 409, 503, 504}
-POLICY_ANSWERS = {200, 400}
+DRAIN_ANSWERS = {200, 409, 504}
+POLICY_ANSWERS = {200, 400, 504}
+"""A process that the machine gives no time answers late, so the caller may see a 504."""
 TREATMENTS = ("sequential", "carry", "soft", "hard")
 _ENGINE = re.compile(r"(?:engine|runner|scheduler) (\d+).*")
 
@@ -79,6 +81,10 @@ class Report(msgspec.Struct):
     records: list[Record] = []
     switches: Counter[int] = msgspec.field(default_factory=Counter)
     """Answers to switches, by status."""
+    carries: dict[str, float] = {}
+    """Requests that were to go to other units with their KV, by what became of that."""
+    late: int = 0
+    """Questions for the layout that the controller did not answer in time."""
     recoveries: list[float] = []
     """Seconds from the end of an engine until it served again."""
     orphans: set[str] = set()
@@ -99,6 +105,8 @@ class Report(msgspec.Struct):
             ("events", {str(event): count for event, count in self.events.items()}),
             ("requests", endings),
             ("answers to switches", statuses),
+            ("carries", self.carries),
+            ("layouts", {"late": self.late}),
             ("seconds to recover", times),
         ]
         lines = [
@@ -132,14 +140,14 @@ class Chaos:
         self._engines = ENGINES[engine]
         self._patience = PATIENCE_SECONDS[engine]
         self._real = engine == "real"
-        options = ["--engines", str(self._engines), *OPTIONS]
+        # Every switch copies ahead.
+        options = ["--engines", str(self._engines), *OPTIONS, "--precopy-tokens", "1"]
         if self._real:
             # KV that goes through the host needs more of both engines.
             options += ["--carry-path", "auto" if seed % 2 else "host"]
         else:
-            # Every switch copies ahead. There is so little room that a burst fills the pool also
-            # where it comes slowly.
-            options += ["--fake-step-ms", "10", "--precopy-tokens", "1"]
+            # There is so little room that a burst fills the pool also where it comes slowly.
+            options += ["--fake-step-ms", "10"]
             options += ["--max-num-seqs", "4", "--max-waiting-requests", "8"]
         self._node = ServedNode(directory, *options, real=self._real, VLLM_LOGGING_LEVEL="CRITICAL")
         assert self._node.url, "\n".join(self._node.lines)
@@ -171,6 +179,7 @@ class Chaos:
             await self._audit(http)
             await self._serve_again(http)
         counted = {key: value - counted[key] for key, value in (await self._counted()).items()}
+        self.report.carries = await self._counted("carried_requests")
         after = await self._resources(like=before)
         lived = before.descriptors.keys() & after.descriptors.keys()
         growth = [found for found in self._memory.growth() if found.pid in lived]
@@ -234,6 +243,8 @@ class Chaos:
         match event:
             case Event.SWITCH:
                 await self._switch(http, rng)
+            case Event.DRAIN:
+                await self._drain(http, rng)
             case Event.POLICY:
                 await self._change_policy(http, rng)
             case Event.KILL:
@@ -262,6 +273,15 @@ class Chaos:
         self.report.switches[answer.status_code] += 1
         if answer.status_code not in SWITCH_ANSWERS:
             self.report.problems.append(f"{body} was answered {answer.status_code}: {answer.text}")
+
+    async def _drain(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        body = {"engines": [rng.randrange(self._engines)]}
+        answer = await http.post("/admin/drain", json=body)
+        self.report.events[Event.DRAIN] += 1
+        if answer.status_code not in DRAIN_ANSWERS:
+            self.report.problems.append(f"a drain was answered {answer.status_code}")
+        await asyncio.sleep(rng.uniform(0, 3))
+        await http.post("/admin/resume", json=body)
 
     async def _change_policy(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         policies = (await http.get("/admin/policy")).json()["policies"]
@@ -403,16 +423,21 @@ class Chaos:
             _names(Path("/dev/shm").glob(f"*{self._node.runtime_dir.name}*")),
         )
 
-    async def _counted(self) -> dict[str, float]:
-        """Return the server's counts of requests, by outcome."""
+    async def _counted(self, what: str = "requests") -> dict[str, float]:
+        """Return the server's counts, by outcome, of requests or of those that were carried."""
         async with self._client() as http:
             await http.post("/admin/audit")  # answered after the reports that were on their way
             text = (await http.get("/metrics")).text
-        series = re.findall(r'^shoal_requests_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        line = rf'^shoal_{what}_total\{{outcome="(\w+)"\}} (\S+)$'
+        series = re.findall(line, text, re.MULTILINE)
         return {outcome: float(value) for outcome, value in series}
 
     async def _layout(self, http: httpx.AsyncClient) -> dict[str, Any]:
-        view: dict[str, Any] = (await http.get("/admin/layout")).json()
+        """Return the node's layout. A controller that the machine gives no time may be late."""
+        while (answer := await http.get("/admin/layout")).status_code == 504:
+            self.report.late += 1
+        assert answer.status_code == 200, answer.text
+        view: dict[str, Any] = answer.json()
         return view
 
     @asynccontextmanager

@@ -22,6 +22,8 @@ class Event(enum.StrEnum):
     """What is done to a node, beside asking it for completions."""
 
     SWITCH = "switch"
+    DRAIN = "drain"
+    """An engine is taken out, and serves again later."""
     POLICY = "policy"
     KILL = "kill"
     STOP = "stop"
@@ -34,6 +36,7 @@ class Event(enum.StrEnum):
 
 WEIGHTS = {
     Event.SWITCH: 8,
+    Event.DRAIN: 1,
     Event.POLICY: 2,
     Event.KILL: 2,
     Event.STOP: 1,

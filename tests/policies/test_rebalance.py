@@ -1,4 +1,4 @@
-"""When running requests go to a unit that has less to do, and how many."""
+"""When running requests go to a unit that has less to do or more room, and how many."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.policies.rebalance import MOST_AT_ONCE, Rebalance, rebalance
 from shoal.policies.values.layouts import Unit, alone
-from shoal.policies.values.snapshot import Snapshot, UnitState
+from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
 from tests.policies.snapshots import MODEL, request, snapshot, unit
 from tests.units import tp
 
@@ -86,6 +86,49 @@ def test_requests_that_wait_for_blocks_go_even_if_few_run() -> None:
     found = rebalance(replace(node(*waiting), output_tokens=1000.0))
     assert found is not None
     assert found.requests == 2
+
+
+LARGE = request(prompt=64_000)
+"""It takes one block more than the roomier one of ``SPLIT`` has free."""
+SPLIT = busy(alone(0), 30, 4000), busy(alone(1), 24, 4000)
+
+
+def waiting(*units: UnitState, first: PoolRequest = LARGE, **figures: Any) -> Snapshot:
+    return replace(node(*units), waiting=1, pool=(first,), **figures)
+
+
+def test_requests_make_room_for_the_first_of_the_pool() -> None:
+    assert rebalance(waiting(*SPLIT)) == Rebalance(alone(1), alone(0), 1)
+    more = request(prompt=64_000 + 4000)  # a request has 250 blocks
+    assert rebalance(waiting(*SPLIT, first=more)) == Rebalance(alone(1), alone(0), 2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        waiting(*SPLIT, first=request(prompt=63_999)),
+        waiting(*SPLIT, first=request(prompt=99_000, total=100_001)),
+        waiting(*SPLIT, first=request(prompt=64_000 + MOST_AT_ONCE * 4000)),
+        waiting(replace(SPLIT[0], free_blocks=BLOCKS // 8), SPLIT[1]),
+        waiting(replace(SPLIT[0], free_slots=0), SPLIT[1]),
+        waiting(replace(SPLIT[0], waiting=1), SPLIT[1]),
+        waiting(SPLIT[0], replace(SPLIT[1], free_slots=0), first=request(prompt=96_000)),
+        waiting(SPLIT[0], replace(SPLIT[1], serving=False)),
+        waiting(
+            *(replace(each, context_tokens=4000 * each.running) for each in SPLIT),
+            output_tokens=1.0,
+        ),
+        replace(waiting(*SPLIT), cost_model=None),
+        replace(waiting(*SPLIT), pool=()),
+    ],
+    ids=[
+        *("it fits", "no unit ever holds it", "too many would go", "the other has no blocks"),
+        *("nor a seat", "the other waits itself", "no seat for it", "there is no other"),
+        *("some end soon", "no cost model", "it is not known"),
+    ],
+)
+def test_nothing_makes_room_where(changed: Snapshot) -> None:
+    assert rebalance(changed) is None
 
 
 @pytest.mark.parametrize(

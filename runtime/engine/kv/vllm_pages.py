@@ -13,10 +13,8 @@ from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.cpu_pages import page_order
 from shoal.runtime.engine.kv.host_copy import plain_order
 from shoal.runtime.engine.kv.kv_pages import KvPages, Page
+from shoal.runtime.served_kv import KV_TYPES
 
-_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Types of the KV cache whose tokens each consist of bytes of their own, with scales that come from
-the checkpoint and are the same on every engine."""
 _HEAD_MAJOR = {
     KVCacheLayout.LBHNC: True,
     KVCacheLayout.BLHNC: True,
@@ -36,7 +34,7 @@ def pages_of(model_runner: Any) -> list[KvPages]:
         NotSharedError: other engines cannot tell where a token's KV is.
     """
     config, cache = model_runner.kv_cache_config, model_runner.cache_config
-    if cache.cache_dtype not in _TYPES:
+    if cache.cache_dtype not in KV_TYPES:
         raise NotSharedError(f"KV of type {cache.cache_dtype} cannot be divided otherwise")
     layout = cache.get_resolved_kv_cache_layout()
     if layout not in _HEAD_MAJOR:

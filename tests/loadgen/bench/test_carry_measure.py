@@ -91,7 +91,15 @@ class Node:
     async def text(self, path: str) -> str:
         assert path == "/metrics"
         computed = 64 + self._again * self.carries
-        return f'shoal_step_tokens_total{{engine="0",kind="prefill"}} {computed}\n'
+        return (
+            f'shoal_step_tokens_total{{engine="0",kind="prefill"}} {computed}\n'
+            "# TYPE shoal_carry_seconds histogram\n"
+            f'shoal_carry_seconds_count{{phase="copy"}} {2 * self.carries}\n'
+            f'shoal_carry_seconds_sum{{phase="copy"}} {0.5 * self.carries}\n'
+            f'shoal_carry_seconds_count{{phase="import"}} {3 * self.carries}\n'
+            f'shoal_carried_bytes_total{{path="peer"}} {100 * self.carries}\n'
+            f'shoal_carried_bytes_total{{path="host"}} {10 * self.carries}\n'
+        )
 
     async def follow(self, prompt: list[int], tokens: int, stream: Stream) -> None:
         assert not self.together
@@ -155,6 +163,7 @@ async def test_streams_are_carried_there_and_back_and_keep_their_tokens() -> Non
         assert figures["step"] > 0
     assert found["differing"] == found["differing_without_switch"] == 0
     assert found["prefilled_again"] == 0
+    assert found["copies"] == {"count": 12, "bytes": 660, "seconds": 3.0}, "of six switches"
     assert found["compared_tokens"] >= 4 * (LEAD_TOKENS + 6 * SIZES.carry_steps)
     assert found["distinct_tokens"] >= LEAD_TOKENS
     assert (node.together, node.streams) == (False, 0), "the node is left as it was"
@@ -263,5 +272,6 @@ def test_fake_engines_carry_their_requests(tmp_path: Path, monkeypatch: pytest.M
         assert found[direction]["beyond_step"]["p50"] < found[direction]["gap"]["p50"]
     assert (found["differing"], found["differing_without_switch"]) == (0, 0)
     assert found["prefilled_again"] == 0
+    assert found["copies"]["count"] >= 6 * 4, "between the group and each of four engines"
     assert kept.measures["carry bystanders"]["bind"]["streams"] == 4
     assert "8 x 64: release" in comparison_tables.markdown(one.results)

@@ -13,8 +13,10 @@ from shoal.loadgen.bench.measures import Sizes
 from shoal.loadgen.bench.systems import SHOAL, Settings
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.simulation.calibration import Sample, predicted
-from shoal.runtime.simulation.shape_files import read_hardware, read_shape
+from shoal.runtime.simulation import calibration
+from shoal.runtime.simulation.calibration import Copy, Sample, predicted
+from shoal.runtime.simulation.shape_files import HardwareFile, read_hardware, read_shape
+from shoal.runtime.simulation.simulated_node import Node
 from shoal.server.errors import UserError
 
 SHAPE, TRUTH = read_shape("llama-3-8b-bf16"), read_hardware("h200")
@@ -187,3 +189,62 @@ def test_results_without_times_are_refused(tmp_path: Path) -> None:
     argv = [str(source), "--output", "unused", "--model-shape", "llama-3-8b-bf16"]
     with pytest.raises(UserError, match="no time of a step"):
         fit.main(argv)
+
+
+# --- copies of KV ---
+
+
+def copied(hardware: HardwareFile, *sizes: float) -> dict[str, Any]:
+    """Return what carries of one copy each, of so many bytes, measure on such hardware."""
+    found: dict[str, Any] = {"carry bystanders": {"bind": {}}}
+    for size in sizes:
+        seconds = calibration.copy_seconds(hardware, Copy(size, 0.0))
+        copies = {"count": 3, "bytes": 3 * size, "seconds": 3 * seconds}
+        found[f"carry 8x{size:g}"] = {"copies": copies}
+    return found
+
+
+SLOW = msgspec.structs.replace(TRUTH, copy_seconds=0.0004, peer_bytes_per_second=55e9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "constant", "rate"),
+    [
+        ((1e6, 5e8, 4e9), 0.0004, 55e9),
+        # Of one size: what the file's rate does not explain is the constant.
+        ((5e8,), 0.0004 + 5e8 / 55e9 - 5e8 / TRUTH.peer_bytes_per_second, None),
+        ((), None, None),
+    ],
+    ids=["several sizes", "one size", "none"],
+)
+def test_copies_tell_their_constant_and_their_rate(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sizes: tuple[float, ...],
+    constant: float | None,
+    rate: float | None,
+) -> None:
+    made = measured()
+    made.systems[SHOAL].measures |= copied(SLOW, *sizes)
+    source, output = tmp_path / "results.json", tmp_path / "fitted.json"
+    source.write_bytes(msgspec.json.encode(made))
+    argv = [str(source), "--output", str(output), "--model-shape", "llama-3-8b-bf16"]
+    assert fit.main(argv) == 0
+    found = read_hardware(str(output))
+    assert found.copy_seconds == pytest.approx(constant or TRUTH.copy_seconds, rel=1e-3)
+    wanted = rate or TRUTH.peer_bytes_per_second
+    assert found.peer_bytes_per_second == pytest.approx(wanted, rel=1e-3)
+    assert capsys.readouterr().out.count("a copy of ") == len(sizes)
+
+
+def test_copies_that_larger_ones_overtake_tell_no_rate() -> None:
+    """Noise must not make a rate below zero."""
+    found = calibration.fit_copies(TRUTH, [Copy(1e6, 0.002), Copy(5e6, 0.001)])
+    assert found.peer_bytes_per_second == TRUTH.peer_bytes_per_second
+    assert 0.001 < found.copy_seconds < 0.002
+
+
+def test_the_simulator_takes_as_long_for_a_copy_as_the_file_says() -> None:
+    settings = Node(SHAPE, SLOW).config("manual").fake
+    assert settings is not None
+    assert (settings.copy_seconds, settings.peer_bytes_per_second) == (0.0004, 55e9)

@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.values.layouts import alone
-from shoal.runtime.config import FakeSettings
+from shoal.runtime.config import BACKGROUND_PRIORITY, FakeSettings
 from shoal.runtime.controller.balancing import LOOK_SECONDS, STAY_SECONDS
 from shoal.runtime.controller.books.carry_book import CarryStage
 from shoal.runtime.protocol import messages as m
@@ -73,6 +74,31 @@ def test_four_engines_share_what_one_has() -> None:
     node = uneven_node(8, engines=4)
     pass_time(node, 40, LOOK_SECONDS)
     assert [len(held(node, engine)) for engine in range(4)] == [2] * 4
+    assert_all_well(node)
+
+
+@pytest.mark.parametrize(
+    ("rebalances", "priority", "goes"),
+    [(True, 0, True), (False, 0, False), (True, BACKGROUND_PRIORITY, False)],
+    ids=["on", "off", "a background request"],
+)
+def test_blocks_that_are_free_here_and_there_become_room_for_a_large_request(
+    rebalances: bool, priority: int, goes: bool
+) -> None:
+    settings = msgspec.structs.replace(ROOMY, num_blocks=400, max_model_len=2000)
+    node = LoopbackNode(2, settings=settings, cost_model=MODEL, rebalance=rebalances)
+    node.settle()
+    for k in range(6):
+        node.send(f"r{k}", 200, 200)
+    pass_time(node, 4)
+    node.send(
+        "large", 1100, 100, priority=priority
+    )  # no engine has 276 free blocks, and both have some 240
+    pass_time(node, 12, LOOK_SECONDS)
+    assert moved(node) == goes
+    sizes = [len(held(node, engine)) for engine in (0, 1)]
+    assert sorted(sizes) == ([3, 4] if goes else [3, 3]), "none has ended"
+    assert ("large" in held(node, 0) + held(node, 1)) == goes
     assert_all_well(node)
 
 

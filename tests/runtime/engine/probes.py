@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.kv import carry_plan
 from shoal.runtime.engine.kv.carry_plan import Strip
+from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.staging_server import StagingServer
 from shoal.runtime.engine.layouts.adapters import adapter_bytes as bytes_of_slots
 from shoal.runtime.engine.link import instructions
@@ -75,6 +77,10 @@ def send(
     socket.close(linger=10_000)
 
 
+LATE_TOKENS = 32
+"""Tokens of an engine's block: see ``read_a_block_late``."""
+
+
 def answer(data: bytes) -> Any:
     """Read the answer to a probe."""
     return pickle.loads(data)
@@ -119,6 +125,8 @@ class ProbedRunner(PacedRunner):
         """Tokens that this member sampled itself, by request, asynchronous steps left out."""
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
+        self.late: list[Callable[[], object]] = []
+        """Reads that begin after the next step: see ``read_a_block_late``."""
         self.skips_reseed = False
         context: zmq.Context[Any] = zmq.Context()
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
@@ -144,6 +152,8 @@ class ProbedRunner(PacedRunner):
                 self.blocks[request_id] = []
             self.blocks[request_id] += new[0] if new else []
         super()._on_step(step)
+        while self.late:
+            self.late.pop()()
 
     def _on_sample(self, sample: instructions.Sample) -> None:
         self.deferred_samples += 1
@@ -397,6 +407,23 @@ def swap_carried_heads(runner: ProbedRunner, swap: bool) -> None:
 def read_nothing(runner: ProbedRunner, nothing: bool) -> None:
     """Let a member take up requests, and read none of their KV."""
     carry_plan.strips = (lambda *_: []) if nothing else _strips
+
+
+_read_kv = KvReader.read
+
+
+def read_a_block_late(runner: ProbedRunner, late: bool) -> None:
+    """Let a member read the last ``LATE_TOKENS`` of each request's KV after its next step."""
+
+    def read(
+        reader: KvReader, source: Unit, target: Unit, requests: Sequence[Any], **how: bool
+    ) -> Callable[[], instructions.Copied]:
+        early = [replace(r, computed=max(r.begin, r.computed - LATE_TOKENS)) for r in requests]
+        rest = [replace(r, begin=e.computed) for r, e in zip(requests, early, strict=True)]
+        runner.late.append(partial(_read_kv, reader, source, target, rest, **how))
+        return _read_kv(reader, source, target, early, **how)
+
+    KvReader.read = read if late else _read_kv  # type: ignore[assignment]
 
 
 def carry_layers_of_stage_0(runner: ProbedRunner, damage: bool) -> None:

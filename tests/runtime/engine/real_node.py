@@ -7,9 +7,11 @@ Requests say in their ids on which unit they want to run (see ``ADDRESSED``).
 """
 
 import itertools
+import math
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from shoal.policies.rebalance import Rebalance
 from shoal.policies.registry import POLICIES
 from shoal.policies.values.layouts import Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, singles
@@ -662,6 +665,20 @@ class RealNode:
             yield
         finally:
             self.switch()
+
+    def drain(self, engine: int, *, drained: bool) -> int:
+        """Take an engine out or let it serve again; return how many requests it still has."""
+        call = next(self._numbers)
+        self._control.send(m.encode(m.DrainEngines(call, [engine], drained)))
+        self.until(lambda: call in self._replies, "drain")
+        reply = self._replies.pop(call)
+        assert isinstance(reply, m.LayoutView)
+        return reply.engines[engine].requests
+
+    def even_out(self, source: Unit, destination: Unit) -> None:
+        """Let all requests of a unit go to another one of its layout, as if that had less to do."""
+        self.until(lambda: self.controller._operations.is_idle, "the end of an operation")
+        self.controller._balancing._move(Rebalance(source, destination, sys.maxsize), math.inf)
 
     def audit(self) -> list[str]:
         """Return every broken invariant of the engines' and the controller's books."""

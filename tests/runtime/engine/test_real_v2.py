@@ -1,29 +1,39 @@
 """The V2 model runner, vLLM's default on GPUs: stock, DP, TP2 and SP2 generate the same tokens.
 
 Sampled at random, those of a group's members are the same. With a seed, penalties, a grammar or log
-probabilities they are stock's too, in requests that are carried to other layouts and back.
+probabilities they are stock's too, in requests that are carried to other layouts and back. Four
+engines go through a few random operations. For many of them, run ``v2_main`` with their number.
 """
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1200)
 
-@pytest.mark.timeout(1200)
-def test_every_layout_generates_stocks_tokens(tmp_path: Path) -> None:
+OPERATIONS = 40
+"""Random ones. ``test_real_random`` goes through more: interpreted kernels are slow."""
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
+    directory = str(tmp_path_factory.mktemp("v2"))
     program = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engine.v2_main", str(tmp_path)],
+        [sys.executable, "-m", "tests.runtime.engine.v2_main", directory, str(OPERATIONS)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert program.returncode == 0, program.stderr[-4000:]
-    result = json.loads(program.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(program.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_layout_generates_stocks_tokens(result: dict[str, Any]) -> None:
     assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
     tokens = result["tokens"]
     assert len({tuple(output) for output in tokens["stock"]}) == 4
@@ -53,3 +63,14 @@ def assert_sampled_as_stock_does(result: dict[str, Any]) -> None:
         "carried": [True, True],
         "not carried": [[0, 0, {}]] * 2,
     }
+
+
+def test_no_random_operation_changes_a_token(result: dict[str, Any]) -> None:
+    life = result["life"]
+    assert life["wrong"] == []
+    assert life["problems"] == []
+    assert life["lent"] == 0
+    assert sum(life["counts"].values()) == OPERATIONS
+    assert life["steps_ahead"], "scheduling was not asynchronous"
+    # How many requests a switch meets depends on how fast they end.
+    assert {"dp to tp2", "tp4 to dp"} <= life["directions"].keys()

@@ -1,8 +1,9 @@
 """The V2 model runner on CPUs, by Triton's interpreter, which vLLM must be imported with.
 
-Run as ``python -m tests.runtime.engine.v2_main DIRECTORY``. Writes to standard output, as JSON,
-what stock vLLM and each layout of a two-engine node generate for the same prompts, whether the
-members of its group sample alike, and what became of requests that switches moved or carried.
+Run as ``python -m tests.runtime.engine.v2_main DIRECTORY OPERATIONS``. Writes to standard output,
+as JSON, what stock vLLM and each layout of a two-engine node generate for the same prompts, whether
+the members of its group sample alike, and what became of requests that switches moved or carried.
+Then four engines lead a random life of so many operations (``random_life``).
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import msgspec
 
 from shoal.policies.values.layouts import alone
 from tests.units import tp
@@ -22,8 +25,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from shoal.runtime.controller.books import capacity
 from shoal.runtime.protocol import messages as m
 from tests import preloaded
-from tests.runtime.engine import probes, real_node
-from tests.runtime.engine.prompts import SHARED, make_model, random_prompts
+from tests.runtime.engine import probes, random_life, real_node
+from tests.runtime.engine.prompts import SHARED, random_prompts
 from tests.runtime.engine.scripted_shift import Script
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
@@ -31,6 +34,7 @@ TOKENS = 16
 SAMPLED_TOKENS = 32
 """Of requests that two switches carry: so many that none ends before the second one."""
 PATIENCE_SECONDS = 600.0
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 UNITS = [alone(0), alone(1)]
 GROUP = tp(0, 1)
 LETTERS = StructuredOutputsParams(regex="[a-z]{200}")
@@ -61,15 +65,18 @@ def samples_alike(node: real_node.RealNode) -> bool:
 
 
 def stock(model: Path) -> list[RequestOutput]:
-    """Return what stock vLLM generates greedily, and then as ``SAMPLED`` says."""
-    sampling: list[dict[str, Any]] = [{}] * len(PROMPTS) + SAMPLED
+    """Return what stock generates greedily, then as ``SAMPLED`` says, then for a random life."""
+    lived: list[dict[str, Any]] = [{}] * len(random_life.ALL)
+    sampling = [{}] * len(PROMPTS) + SAMPLED + lived
     common = {"temperature": 0.0, "ignore_eos": True}
     counts = [TOKENS] * len(PROMPTS) + [SAMPLED_TOKENS] * len(SAMPLED)
+    counts += [random_life.TOKENS] * len(lived)
     params = [
         SamplingParams(**common | options, max_tokens=count)
         for options, count in zip(sampling, counts, strict=True)
     ]
-    return real_node.stock_outputs(model, PROMPTS * 2, params, VLLM_USE_V2_MODEL_RUNNER="1")
+    prompts = PROMPTS * 2 + random_life.ALL
+    return real_node.stock_outputs(model, prompts, params, **V2)
 
 
 def submit_each(node: real_node.RealNode, sampling: list[dict[str, Any]]) -> list[str]:
@@ -120,17 +127,24 @@ def difference(node: real_node.RealNode, request: str, expected: RequestOutput) 
     )
 
 
-def main(directory: Path) -> None:
+def live(model: Path, expected: list[list[int]], operations: int) -> random_life.Lived:
+    """Let four engines lead a random life."""
+    sizes = {"patience": PATIENCE_SECONDS, "environment": V2} | random_life.NODE
+    with real_node.RealNode(model, random_life.ENGINES, **sizes) as node:
+        node.script(Script.RANDOM)
+        return random_life.live(node, expected, operations)
+
+
+def main(directory: Path, operations: int) -> None:
     preloaded.FIRST.append(triton_interpreter.__name__)
     preloaded.know_models()
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
-    model = make_model("llama", directory)
+    model = random_life.make_model(directory)
     expected = stock(model)
-    tokens = {"stock": real_node.tokens_of(expected)[: len(PROMPTS)]}
-    sampled = {"stock": real_node.tokens_of(expected)[len(PROMPTS) :]}
-    with real_node.RealNode(
-        model, 2, patience=PATIENCE_SECONDS, max_sp=2, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    ) as node:
+    both = len(PROMPTS) + len(SAMPLED)
+    tokens = {"stock": real_node.tokens_of(expected[: len(PROMPTS)])}
+    sampled = {"stock": real_node.tokens_of(expected[len(PROMPTS) : both])}
+    with real_node.RealNode(model, 2, patience=PATIENCE_SECONDS, max_sp=2, environment=V2) as node:
         runners = sorted(set(node.probe_all(probes.model_runner_module)))
         tokens["dp"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
         paused = node.submit(alone(1), PROMPTS, TOKENS)
@@ -152,8 +166,9 @@ def main(directory: Path) -> None:
         requests, switches = through_switches(node)
         tokens["moved"] = tokens["dp"][:2] + node.wait(requests["moved"])
         sampled |= {name: node.wait(requests[name]) for name in ("sampled", "others")}
-        differ = difference(node, requests["sampled"][-1], expected[-1])
+        differ = difference(node, requests["sampled"][-1], expected[both - 1])
         problems = node.audit()
+    lived = live(model, real_node.tokens_of(expected[both:]), operations)
     json.dump(
         {
             "tokens": tokens,
@@ -165,10 +180,11 @@ def main(directory: Path) -> None:
             "modes": sorted(mode for mode, steps in modes.items() if steps),
             "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),
             "problems": problems,
+            "life": msgspec.to_builtins(lived),
         },
         sys.stdout,
     )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

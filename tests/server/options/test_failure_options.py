@@ -243,6 +243,30 @@ def test_clients_of_a_node_whose_controller_dies_see_a_broken_connection(serve: 
     assert node.leftovers() == []
 
 
+def test_a_controller_that_dies_while_requests_are_carried_leaves_nothing(serve: Serve) -> None:
+    node = serve("--fake-step-ms", "20")
+
+    async def lose() -> None:
+        async with node.async_client() as http:
+            streams = [Stream(http, body(k, max_tokens=1000)) for k in range(2)]
+            reading = [asyncio.create_task(stream.run()) for stream in streams]
+            for stream in streams:
+                await stream.started.wait()
+            os.kill(node.children[0], signal.SIGSTOP)  # it neither exports nor takes anything
+            group, single = {"units": [[0, 1]]}, {"units": [[0], [1]]}
+            reading.append(asyncio.create_task(http.post("/admin/layout", json=group)))
+            while (await http.post("/admin/layout", json=single)).status_code != 409:
+                pass  # the first switch has not begun; bounded by the test's time limit
+            node.kill("controller")
+            ends = await asyncio.gather(*reading, return_exceptions=True)
+            assert [isinstance(end, httpx.TransportError) for end in ends] == [True] * 3
+
+    asyncio.run(lose())
+    assert node.wait()[-1] == "shoal: controller: killed by SIGKILL"
+    assert node.process.returncode == 1
+    assert node.leftovers() == []
+
+
 async def use_while_it_hangs(node: ServedNode, controller: int) -> None:
     """Have the controller stop for so long that it is noticed, and not for so long that it ends."""
     async with node.async_client() as http:

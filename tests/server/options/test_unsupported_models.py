@@ -3,18 +3,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from vllm.config.cache import CacheDType
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.transformers_utils.config import get_config, get_hf_text_config
 
+from shoal.runtime.served_kv import KV_TYPES
 from shoal.runtime.served_weights import REPACKED_QUANTISATIONS
 from shoal.server.errors import UserError
 from shoal.server.options import unsupported_models, vllm_options
 from shoal.server.options.unsupported_models import (
     check_experts,
     check_kv_groups,
+    check_kv_type,
     check_model_config,
     check_repacked,
     check_stages,
@@ -103,6 +106,23 @@ def test_another_kernel_for_experts_is_refused_where_there_are_some(
         return
     with pytest.raises(UserError, match=r"^--moe-backend flashinfer_cutlass: not supported; "):
         check_experts(config)
+
+
+@pytest.mark.parametrize("chosen", get_args(CacheDType))
+def test_a_kv_cache_that_cannot_go_to_other_layouts_is_refused_by_name(chosen: str) -> None:
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=chosen))
+    if chosen in KV_TYPES:
+        check_kv_type(config)
+        return
+    with pytest.raises(UserError, match=rf"^--kv-cache-dtype {chosen}: not supported; "):
+        check_kv_type(config)
+
+
+def test_the_type_is_checked_as_a_node_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    args = AsyncEngineArgs(model=str(tmp_path), kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(UserError, match=r"^--kv-cache-dtype int8_per_token_head"):
+        vllm_options.make_vllm_config(args)
 
 
 @pytest.mark.parametrize("kind", ["is_hybrid", "is_attention_free"])

@@ -33,6 +33,25 @@ def test_what_is_lent_comes_back(core: VllmOwnCore) -> None:
         core.take_back(blocks)
 
 
+def test_blocks_that_cache_nothing_are_lent_first(vllm: StandIn) -> None:
+    vllm.turn_caching_on()
+    core = VllmOwnCore(alone(3), SimpleNamespace(), log_stats=False)
+    vllm.cache(6)
+    lent = core.lend(BLOCKS - 6)
+    assert cached(core) == [0, 1, 2, 3, 4, 5]
+    lent += core.lend(2)
+    assert cached(core) == [0, 1, 2, 3], "the least lately used go first"
+    core.take_back(lent)
+    assert cached(core) == [0, 1, 2, 3], "what was lent is found by nobody"
+    core.lend(BLOCKS - 4)
+    assert cached(core) == [0, 1, 2, 3]
+
+
+def cached(core: VllmOwnCore) -> list[int]:
+    """Return which blocks of ``StandIn.cache`` are in the prefix cache."""
+    return [k for k in range(BLOCKS) if core.block_pool.get_cached_block(b"%d" % k, [0])]
+
+
 def test_urgent_lending_preempts_the_latest_first(vllm: StandIn, core: VllmOwnCore) -> None:
     vllm.run("early", 24, 8)
     vllm.run("late", 24, 8)

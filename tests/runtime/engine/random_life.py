@@ -1,0 +1,169 @@
+"""A random life of a node of four real engines: requests, and all that regroups or moves them.
+
+``test_real_random`` leads it with the V1 model runner, ``v2_main`` with V2. Every token is
+compared with stock vLLM's. ``SHOAL_RANDOM_OPERATIONS`` in the environment says how many operations
+there are.
+"""
+
+import itertools
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.partition import Partition, singles
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
+from tests.random_checkpoint import CheckpointSpec, write_checkpoint
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS, SHARED
+from tests.runtime.engine.real_node import RealNode, unit_of
+from tests.runtime.engine.scripted_shift import steps_ahead
+from tests.units import tp, tp_units
+
+ENGINES = 4
+OPERATIONS = int(os.environ.get("SHOAL_RANDOM_OPERATIONS", "500"))
+TOKENS = 12
+ALL = PROMPTS + SHARED
+
+PARTITIONS: tuple[Partition, ...] = (
+    singles(ENGINES),
+    tp_units(ENGINES, 2),
+    tp_units(ENGINES, 4),
+    (tp(0, 1), alone(2), alone(3)),
+    (alone(0), alone(1), tp(2, 3)),
+)
+DIRECTIONS = {
+    f"{source} to {target}"
+    for source in ("dp", "tp2", "tp4")
+    for target in ("dp", "tp2", "tp4")
+    if (source, target) != ("tp4", "tp4")
+}
+"""From which layout to which requests are carried; there are no two groups of four."""
+
+# 128 blocks an engine: leases, paused requests, pre-copies and prefix caches compete for them.
+NODE: dict[str, Any] = {
+    "max_sp": 2,
+    "async_scheduling": True,
+    "precopy_tokens": 100,
+    "kv_cache_memory_bytes": 4 << 20,
+}
+"""What a node is started with."""
+
+
+class Lived(msgspec.Struct):
+    """What a life has seen, once all of its requests have ended."""
+
+    counts: dict[str, int]
+    """Requests, switches, drains, and moves because of uneven load."""
+    wrong: list[str]
+    """Requests whose tokens are not stock's."""
+    directions: dict[str, int]
+    """Requests that were carried, by the layouts that they came from and went to."""
+    computed_twice: int
+    """Requests that were carried without their KV."""
+    precopies: int
+    """Carries of which something was copied ahead."""
+    modes: list[dict[str, int]]
+    """Steps of each engine, by how they ran."""
+    steps_ahead: bool
+    """Whether steps were scheduled ahead of an older one's outcome."""
+    problems: list[str]
+    """What audits found."""
+    lent: int
+    """Blocks that groups still have, though all engines are alone."""
+
+
+def make_model(directory: Path) -> Path:
+    """Write a model with two KV heads: of four members, two hold each."""
+    path = directory / "two-kv-heads"
+    write_checkpoint(path, CheckpointSpec(layers=2, kv_heads=2))
+    return path
+
+
+def switch_to(
+    node: RealNode, partition: Partition, treatment: m.Treatment = m.Treatment.HARD
+) -> None:
+    """Switch, and see that the node is in this partition then."""
+    view = node.switch(*partition, treatment=treatment)
+    assert view.outcome == "done"
+    assert node.partition == partition
+
+
+def moves(node: RealNode) -> list[tuple[Unit, Unit]]:
+    """Return the units that have requests, each with every other one of its layout."""
+    cores = node.controller.books.requests.cores
+    return [
+        (one, other)
+        for one, other in itertools.permutations(node.partition, 2)
+        if one.layout == other.layout and one in cores and cores[one].requests
+    ]
+
+
+def live(node: RealNode, expected: list[list[int]], operations: int, seed: int = 20) -> Lived:
+    """Do so many things at random, and bring all requests to their end.
+
+    Args:
+        node: a node as ``NODE`` says.
+        expected: what stock vLLM generates for ``ALL``.
+        operations: requests, switches, drains and moves together.
+        seed: of what is drawn.
+    """
+    draw, counts = random.Random(seed), Counter[str]()
+    asked: dict[str, int] = {}
+    directions, problems = Counter[str](), list[str]()
+
+    def note(_engine: int, message: m.Message) -> None:
+        if isinstance(message, m.Import) and message.requests:
+            way = f"{message.source.layout.name} to {message.unit.layout.name}"
+            directions[way] += len(message.requests)
+
+    node.transport.before_send = note
+    for _ in range(operations):
+        chance = draw.random()
+        if chance < 0.4:
+            treatment = draw.choice((m.Treatment.HARD, m.Treatment.SOFT, *[m.Treatment.CARRY] * 2))
+            switch_to(node, draw.choice(PARTITIONS), treatment)
+            counts["switches"] += 1
+        elif chance < 0.45:
+            engine = draw.randrange(ENGINES)
+            node.drain(engine, drained=True)
+            if draw.random() < 0.5:
+                node.until(lambda e=engine: not node.drain(e, drained=True), "an empty engine")
+            node.drain(engine, drained=False)
+            problems += node.audit()  # which waits until the engine's groups are released
+            counts["drains"] += 1
+        elif chance < 0.55 and (pairs := moves(node)):
+            node.even_out(*draw.choice(pairs))
+            counts["moves"] += 1
+        else:
+            unit: Unit = draw.choice(node.partition)
+            which = draw.randrange(len(ALL))
+            (request,) = node.submit(unit, [ALL[which]], max_tokens=TOKENS)
+            asked[request] = which
+        for _ in range(draw.randrange(3)):
+            node.turn(timeout=draw.choice((0.0, 0.01)))
+    # Requests are paused, or wait in the pool, for units that come again now.
+    for partition in PARTITIONS[:3]:
+        switch_to(node, partition)
+        node.wait([request for request in asked if unit_of(request) in partition])
+    switch_to(node, singles(ENGINES))
+    node.transport.before_send = lambda _engine, _message: None
+    carries = node.controller.books.statistics.carries
+    return Lived(
+        counts={"requests": len(asked), **counts},
+        wrong=[name for name, which in asked.items() if node.tokens[name] != expected[which]],
+        directions=dict(directions),
+        computed_twice=carries.fallbacks.total(),
+        precopies=carries.precopies.total("copied"),
+        modes=[
+            {mode: ran.get(mode, 0) for mode in Mode} for ran in node.probe_all(probes.take_modes)
+        ],
+        steps_ahead=any(steps_ahead(node.config, engine) for engine in range(ENGINES)),
+        problems=problems + node.audit(),
+        lent=sum(node.controller.books.leases.opened.values()),
+    )
