@@ -35,6 +35,7 @@ REACH_BEHIND_IT = frozenset(
         "shoal.loadgen.bench.linear_layers",
         "shoal.loadgen.bench.moe_kernels",
         "shoal.loadgen.bench.tiles_to_try",
+        "shoal.loadgen.bench.weight_streams",
     }
 )
 """Benchmarks of what lies there, which start no server."""
@@ -48,6 +49,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.loadgen.bench.linear_layers",
         "shoal.loadgen.bench.moe_kernels",
         "shoal.loadgen.bench.vllm_client",
+        "shoal.loadgen.bench.weight_streams",
         "shoal.runtime.engine.groups.communicators",
         "shoal.runtime.engine.groups.rendezvous",
         "shoal.runtime.engine.kernels.expert_kernels",
@@ -109,11 +111,14 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.rules.unquantised",
         "shoal.runtime.engine.weights.rules.vocabulary",
         "shoal.runtime.engine.weights.shared_weights",
+        "shoal.runtime.engine.weights.sharing.device_shards",
+        "shoal.runtime.engine.weights.sharing.devices",
         "shoal.runtime.engine.weights.sharing.shard_memory",
         "shoal.runtime.engine.weights.sharing.shared_mlps",
         "shoal.runtime.engine.weights.sharing.shared_store",
         "shoal.runtime.engine.weights.sharing.shared_weight",
         "shoal.runtime.engine.weights.sharing.slots",
+        "shoal.runtime.engine.weights.sharing.stream_copier",
         "shoal.runtime.engine.weights.store",
         "shoal.runtime.engine.weights.view_loader",
         "shoal.runtime.layout_configs",

@@ -299,7 +299,7 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
         check_shift(args, [args.policy], max_group)
     check_adapters_and_layouts(args)
     groups = max(max_group, args.share_weights)
-    check_shared_model(args.share_weights, vllm_config, groups, on_gpus=on_gpus)
+    check_shared_model(args.share_weights, vllm_config, groups)
     check_repacked(vllm_config, max_group, args.max_sp, args.max_pp)
 
 

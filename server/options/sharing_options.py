@@ -36,7 +36,7 @@ def check_share(share: int, engines: int) -> None:
         raise UserError(f"--share-weights {share}: there are only {engines} engines")
 
 
-def check_shared_model(share: int, config: Any, groups: int, *, on_gpus: bool) -> None:
+def check_shared_model(share: int, config: Any, groups: int) -> None:
     """Refuse models whose weights engines cannot share.
 
     Engines check the rest when they load, such as which activation an MLP has.
@@ -45,7 +45,6 @@ def check_shared_model(share: int, config: Any, groups: int, *, on_gpus: bool) -
         share: ``--share-weights``.
         config: vLLM's ``VllmConfig``.
         groups: ``NodeConfig.weight_groups``.
-        on_gpus: whether engines run on GPUs.
 
     Raises:
         UserError: the message says why.
@@ -55,7 +54,6 @@ def check_shared_model(share: int, config: Any, groups: int, *, on_gpus: bool) -
     model, load_format = config.model_config, config.load_config.load_format
     size = getattr(model.hf_text_config, "intermediate_size", 0)
     problems = {
-        "GPUs are not supported yet": on_gpus,
         f"{model.model} has experts": model.is_moe,
         f"{model.model} has latent attention (MLA)": model.use_mla,
         f"{model.model} is quantised ({model.quantization})": model.quantization is not None,

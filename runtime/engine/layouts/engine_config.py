@@ -1,6 +1,6 @@
 """The configuration that an engine runs a layout with: vLLM's, and what lets layouts share."""
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -47,6 +47,8 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu and layout.pp == 1
     elif config.model_config.is_moe:
         config.kernel_config.moe_backend = EXPERTS_BACKEND
+    if layout.tp < node.share_weights:
+        _capture_nothing(config)
     if node.max_pp > 1:
         config.cache_config.kv_cache_layout = blocks_outermost().name
     if layout != DP:
@@ -54,6 +56,17 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         # A worker needs its share of the device's memory to be free; DP has taken it for all.
         config.cache_config.gpu_memory_utilization = NO_SHARE
     return config
+
+
+def _capture_nothing(config: VllmConfig) -> None:
+    """Let a layout that streams weights have no CUDA graphs.
+
+    A graph would replay copies without knowing what the slots hold by then. Steps that are small
+    enough for vLLM's graphs wait for their copies, and not for the host.
+    """
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [], 0
 
 
 def blocks_outermost() -> KVCacheLayout:

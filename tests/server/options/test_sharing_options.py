@@ -38,24 +38,21 @@ def test_there_are_as_many_engines_as_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "groups", "on_gpus", "why"),
+    ("refused", "groups", "why"),
     [
-        (config(is_moe=True), 2, False, "m has experts"),
-        (config(use_mla=True), 2, False, r"m has latent attention \(MLA\)"),
-        (config(quantization="fp8"), 2, False, r"m is quantised \(fp8\)"),
-        (config(size=0), 2, False, "m names no size of its MLPs"),
-        (config(size=10), 4, False, "have 10 inner units, which make no 4 equal parts"),
-        (config("tensorizer"), 2, False, "--load-format tensorizer is not supported"),
-        (config(), 2, True, "GPUs are not supported yet"),
+        (config(is_moe=True), 2, "m has experts"),
+        (config(use_mla=True), 2, r"m has latent attention \(MLA\)"),
+        (config(quantization="fp8"), 2, r"m is quantised \(fp8\)"),
+        (config(size=0), 2, "m names no size of its MLPs"),
+        (config(size=10), 4, "have 10 inner units, which make no 4 equal parts"),
+        (config("tensorizer"), 2, "--load-format tensorizer is not supported"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_name(
-    refused: Any, groups: int, on_gpus: bool, why: str
-) -> None:
+def test_what_cannot_be_shared_is_refused_by_name(refused: Any, groups: int, why: str) -> None:
     with pytest.raises(UserError, match=rf"^--share-weights 2: .*{why}$"):
-        check_shared_model(2, refused, groups, on_gpus=on_gpus)
-    check_shared_model(1, refused, groups, on_gpus=on_gpus)
+        check_shared_model(2, refused, groups)
+    check_shared_model(1, refused, groups)
 
 
-def test_dense_models_are_shared_on_cpus() -> None:
-    check_shared_model(4, config(), 8, on_gpus=False)
+def test_dense_models_are_shared() -> None:
+    check_shared_model(4, config(), 8)

@@ -5,6 +5,7 @@ fills only the engine's own part. The DP model and other layouts with fewer memb
 parts have the slots as their weights. Wider layouts view the engine's own part.
 """
 
+import os
 import time
 from collections.abc import Callable
 from math import prod
@@ -161,6 +162,13 @@ class SharedMlps:
         """Bytes that this process has mapped and that other engines keep."""
         return sum(kept.numel() for place, kept in self._kept.items() if place != self._place)
 
+    def is_kept(self) -> bool:
+        """Return whether a peer has kept the part that this engine's former process loaded."""
+        file = self._ask(self._engine)
+        if file is not None:
+            os.close(file)
+        return file is not None
+
     def _slot(self, weight: SharedWeight, tp: int) -> torch.Tensor:
         """Return the slot of a weight, as the members of a layout see it."""
         key = (weight.kind, weight.layer % SLOTS, weight.shape)
@@ -290,7 +298,8 @@ class SharedMlps:
             for weight in self._weights.values():
                 slot = self._slot(weight, layout.tp)
                 target = weight.within(slot, source.part, self._degree.parts // layout.tp)
-                copies[weight.layer].append(Copy(target, weight.part_in(self._kept[source.place])))
+                kept = weight.part_in(self._kept[source.place])
+                copies[weight.layer].append(Copy(target, kept, source.place == self._place))
         self._slots.copies[layout.tp] = copies
         for name, number in self._numbers.items():
             mlp = model.get_submodule(name)

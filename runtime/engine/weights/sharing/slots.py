@@ -20,6 +20,8 @@ class Copy(NamedTuple):
 
     target: torch.Tensor
     source: torch.Tensor
+    is_own: bool = False
+    """Whether this engine keeps the source itself."""
 
 
 class Copier(Protocol):
@@ -50,8 +52,8 @@ class HostCopier:
 def copy_all(copies: Sequence[Copy]) -> None:
     """Copy, one after the other."""
     with torch.inference_mode():
-        for target, source in copies:
-            target.copy_(source)
+        for copy in copies:
+            copy.target.copy_(copy.source)
 
 
 class Filled(NamedTuple):

@@ -1,9 +1,10 @@
 """MLPs of which engines keep a part each, held against the whole model."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,17 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
-from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
+from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
+from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
-from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
 from tests.runtime.engine.one_rank import tensor_parallel
+from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver, simulate_streams
 
 HIDDEN, INNER, LAYERS, ENGINES = 16, 32, 3, 4
 X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -82,15 +86,30 @@ def outputs(model: Model) -> list[torch.Tensor]:
     return [mlp(X.clone()) for _ in range(2) for mlp in model.mlps]
 
 
+Kind = Callable[[], tuple[ShardMemory, Copier]]
+"""Makes an engine's memory and what copies in it."""
+
+
+def on_cpu() -> tuple[ShardMemory, Copier]:
+    return HostShards("test"), HostCopier()
+
+
+def on_simulated_gpu() -> tuple[ShardMemory, Copier]:
+    driver: Any = HostDriver()
+    device = torch.device("cpu")
+    return DeviceShards(device, driver), StreamCopier(device, driver)
+
+
 class SharingEngine:
     """One engine: its DP model, of which it keeps a part."""
 
-    def __init__(self, directory: Path, number: int, share: int, groups: int = ENGINES) -> None:
+    def __init__(
+        self, directory: Path, number: int, share: int, groups: int = ENGINES, kind: Kind = on_cpu
+    ) -> None:
         self.number = number
-        self.slots = WeightSlots(HostCopier())
-        self.mlps = SharedMlps(
-            number, Degree(share, groups), directory, HostShards("test"), self.slots
-        )
+        memory, copier = kind()
+        self.slots = WeightSlots(copier)
+        self.mlps = SharedMlps(number, Degree(share, groups), directory, memory, self.slots)
         quant = SharedWeights(views=False)
         quant.shared = self.mlps.method
         with tensor_parallel(0, 1):
@@ -117,8 +136,8 @@ class SharingEngine:
         return outputs(self.dp if tp == 1 else self.member(tp))
 
 
-def node(directory: Path, share: int) -> list[SharingEngine]:
-    engines = [SharingEngine(directory, number, share) for number in range(ENGINES)]
+def node(directory: Path, share: int, kind: Kind = on_cpu) -> list[SharingEngine]:
+    engines = [SharingEngine(directory, number, share, kind=kind) for number in range(ENGINES)]
     with ThreadPoolExecutor(ENGINES) as threads:
         list(threads.map(SharingEngine.complete, engines))
     return engines
@@ -134,11 +153,16 @@ def stock() -> list[torch.Tensor]:
     return outputs(model)
 
 
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_cpu), (4, on_simulated_gpu)])
 def test_all_layouts_compute_what_the_whole_model_does(
-    tmp_path: Path, stock: list[torch.Tensor], share: int
+    tmp_path: Path,
+    stock: list[torch.Tensor],
+    share: int,
+    kind: Kind,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = node(tmp_path, share)
+    simulate_streams(monkeypatch, [])
+    engines = node(tmp_path, share, kind)
     for engine in engines:
         assert all(map(torch.equal, engine.outputs(1), stock)), "DP's GEMMs are the same"
     for tp in (2, 4):
@@ -168,8 +192,10 @@ def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> Non
 def test_a_part_comes_back_from_peers_without_being_loaded(
     tmp_path: Path, stock: list[torch.Tensor]
 ) -> None:
+    assert not SharingEngine(tmp_path, 1, 2).mlps.is_kept()
     engines = node(tmp_path, 2)
     again = SharingEngine(tmp_path, 1, 2)
+    assert again.mlps.is_kept()
     again.complete()
     files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
     assert files[0] == files[1]
