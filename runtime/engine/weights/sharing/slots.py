@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_OPERATOR = "shoal::use_weights"
+OPERATOR = "shoal::use_weights"
+"""Has a layer's weights in its slot before the layer is computed."""
 SLOTS = 2
 
 
@@ -119,15 +120,15 @@ def use_weights(x: torch.Tensor, tp: int, layer: int) -> torch.Tensor:
 
 
 torch.library.define(
-    _OPERATOR, "(Tensor(a!) x, int tp, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+    OPERATOR, "(Tensor(a!) x, int tp, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
 )
 
 
-@torch.library.impl(_OPERATOR, "default")  # type: ignore[untyped-decorator]
+@torch.library.impl(OPERATOR, "default")  # type: ignore[untyped-decorator]
 def _use(_x: torch.Tensor, tp: int, layer: int) -> None:
     _slots[0].use(tp, layer)
 
 
-@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
+@torch.library.register_fake(OPERATOR)  # type: ignore[untyped-decorator]
 def _fake(_x: torch.Tensor, _tp: int, _layer: int) -> None:
     return None

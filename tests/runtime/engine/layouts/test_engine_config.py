@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from vllm.compilation.backends import split_graph
 from vllm.config import CUDAGraphMode
 
 from shoal.policies.values.layouts import DP, Layout
@@ -10,6 +13,13 @@ from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.layouts import engine_config as module
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.engine.weights.sharing.slots import (
+    OPERATOR,
+    HostCopier,
+    WeightSlots,
+    stream_by,
+    use_weights,
+)
 from shoal.runtime.layout_configs import take
 from tests.runtime.engine.real_node import configs_of
 
@@ -23,13 +33,14 @@ GRAPHS = (CUDAGraphMode.FULL_AND_PIECEWISE, [1, 2], 2)
         *[(2, Layout(tp=2), True), (4, Layout(tp=2), False), (4, Layout(tp=4), True)],
     ],
 )
-def test_layouts_that_stream_weights_have_no_graphs(
+def test_layouts_that_stream_weights_have_no_graphs_and_split_where_they_wait(
     llama: object, monkeypatch: pytest.MonkeyPatch, share: int, layout: Layout, captures: bool
 ) -> None:
     def with_graphs(*args: Any) -> Any:
         config = take(*args)
         of = config.compilation_config
         of.cudagraph_mode, of.cudagraph_capture_sizes, of.max_cudagraph_capture_size = GRAPHS
+        of.splitting_ops = ["vllm::attention"]
         return config
 
     monkeypatch.setattr(module, "take", with_graphs)
@@ -38,3 +49,34 @@ def test_layouts_that_stream_weights_have_no_graphs(
     made = engine_config(node, layout, UnitExecutor).compilation_config
     found = made.cudagraph_mode, made.cudagraph_capture_sizes, made.max_cudagraph_capture_size
     assert found == (GRAPHS if captures else (CUDAGraphMode.NONE, [], 0))
+    assert made.splitting_ops == ["vllm::attention", *([] if captures else [OPERATOR])]
+
+
+class Layers(nn.Module):
+    """Layers that wait for weights, with attention that splits, as vLLM compiles them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in range(4):
+            x = use_weights(torch.relu(x), 1, layer)
+            x = torch.sigmoid(x) * 2
+        return x
+
+
+def test_the_pieces_that_are_compiled_are_alike_in_all_layers() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    slots = WeightSlots(HostCopier())
+    slots.copies[1] = {layer: [] for layer in range(4)}
+    stream_by(slots)
+    torch.compile(Layers(), backend=keep, fullgraph=True)(torch.ones(2, 2))
+    (whole,) = graphs
+    _, parts = split_graph(whole, [OPERATOR])
+    compiled = [part.graph for part in parts if not part.is_splitting_graph]
+    assert len(compiled) == 5, "before the first layer waits, between two, and behind the last"
+    ops = [[n.target for n in g.graph.nodes if n.op == "call_function"] for g in compiled]
+    assert ops[1] == ops[2] == ops[3]
+    assert not any(OPERATOR in str(op) for piece in ops for op in piece)
