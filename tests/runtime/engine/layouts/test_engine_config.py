@@ -15,6 +15,8 @@ from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.weights.sharing.slots import (
     OPERATOR,
+    SLOTS,
+    Copy,
     HostCopier,
     WeightSlots,
     stream_by,
@@ -52,31 +54,43 @@ def test_layouts_that_stream_weights_have_no_graphs_and_split_where_they_wait(
     assert made.splitting_ops == ["vllm::attention", *([] if captures else [OPERATOR])]
 
 
+LAYERS = 4
+
+
 class Layers(nn.Module):
-    """Layers that wait for weights, with attention that splits, as vLLM compiles them."""
+    """Layers that compute with the slots' weights, as vLLM compiles them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = [torch.zeros(2) for _ in range(SLOTS)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in range(4):
+        for layer in range(LAYERS):
             x = use_weights(torch.relu(x), 1, layer)
-            x = torch.sigmoid(x) * 2
+            x = x * self.slots[layer % SLOTS]
         return x
 
 
 def test_the_pieces_that_are_compiled_are_alike_in_all_layers() -> None:
     graphs: list[torch.fx.GraphModule] = []
+    split: list[Any] = []
 
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
+    def in_pieces(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made, parts = split_graph(graph, [OPERATOR])
+        graphs.extend(part.graph for part in parts if not part.is_splitting_graph)
+        split.append(made)
+        return made.forward
 
-    slots = WeightSlots(HostCopier())
-    slots.copies[1] = {layer: [] for layer in range(4)}
+    layers, slots = Layers(), WeightSlots(HostCopier())
+    slots.copies[1] = {
+        layer: [Copy(layers.slots[layer % SLOTS], torch.full((2,), layer + 1.0))]
+        for layer in range(LAYERS)
+    }
     stream_by(slots)
-    torch.compile(Layers(), backend=keep, fullgraph=True)(torch.ones(2, 2))
-    (whole,) = graphs
-    _, parts = split_graph(whole, [OPERATOR])
-    compiled = [part.graph for part in parts if not part.is_splitting_graph]
-    assert len(compiled) == 5, "before the first layer waits, between two, and behind the last"
-    ops = [[n.target for n in g.graph.nodes if n.op == "call_function"] for g in compiled]
+    computed = torch.compile(layers, backend=in_pieces, fullgraph=True)(torch.ones(2))
+    assert computed.tolist() == [24.0, 24.0], "each layer has its own weights"
+    assert len(split) == 1
+    assert len(graphs) == LAYERS + 1, "one before the first layer waits, and one behind each"
+    ops = [[n.target for n in g.graph.nodes if n.op == "call_function"] for g in graphs]
     assert ops[1] == ops[2] == ops[3]
     assert not any(OPERATOR in str(op) for piece in ops for op in piece)
