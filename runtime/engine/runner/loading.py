@@ -31,7 +31,7 @@ from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
-from shoal.runtime.engine.weights.sharing.devices import memory_and_copier
+from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
@@ -95,6 +95,7 @@ class LayoutLoader:
         """Make the workers of these layouts, DP's first. Collective over the unit of each."""
         if current_platform.is_cuda():
             torch.cuda.set_device(self._engine)
+            check_reach(self._engine, self._node.share_weights)
         self.memory.begin()
         with self._timed("communicators"):
             join_node(self._engine, self._node.engines)
