@@ -89,13 +89,6 @@ class Part(NamedTuple):
         return made
 
 
-def values(weight: SharedWeight, number: int, place: int, device: torch.device) -> torch.Tensor:
-    """Return what a member has written to its part of one of the weights."""
-    draw = torch.Generator(device).manual_seed(1000 * place + number)
-    made = torch.empty(weight.part_shape(weight.degree.parts), dtype=weight.dtype, device=device)
-    return made.uniform_(-0.02, 0.02, generator=draw)
-
-
 class Member:
     """One engine's part, its slots, and the parts of the others.
 
@@ -133,8 +126,7 @@ class Member:
         """Write this member's part, and let the others have it."""
         file, self.kept[self.place] = self._memory.create(self.size)
         for number, weight in enumerate(self.weights):
-            own = weight.part_in(self.kept[self.place])
-            own.copy_(values(weight, number, self.place, self.device))
+            weight.part_in(self.kept[self.place]).copy_(self._written(number, self.place))
         self._memory.seal(file)
         self._descriptors.hold(self.place, file)
 
@@ -183,16 +175,23 @@ class Member:
             for place in range(self.part.share):
                 part = nested_shard(place, self.part.share)
                 seen = weight.within(self.slot(weight), part, self.part.share)
-                found += int((seen != values(weight, number, place, self.device)).sum())
+                found += int((seen != self._written(number, place)).sum())
         return found
 
     def wrong_own(self) -> int:
         """Return how many weights of its own part are not what its former process has written."""
         own = self.kept[self.place]
         return sum(
-            int((weight.part_in(own) != values(weight, number, self.place, self.device)).sum())
+            int((weight.part_in(own) != self._written(number, self.place)).sum())
             for number, weight in enumerate(self.weights)
         )
+
+    def _written(self, number: int, place: int) -> torch.Tensor:
+        """Return what a member writes to its part of one of the weights."""
+        draw = torch.Generator(self.device).manual_seed(1000 * place + number)
+        there = self.weights[number].part_in(self.kept[place])
+        made = torch.empty(there.shape, dtype=there.dtype, device=self.device)
+        return made.uniform_(-0.02, 0.02, generator=draw)
 
     def fetch(self, *, own: bool) -> tuple[Callable[[], None], int]:
         """Return what copies a part of all layers into the slots, and its bytes.
