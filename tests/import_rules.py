@@ -118,6 +118,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.sharing.shared_store",
         "shoal.runtime.engine.weights.sharing.shared_weight",
         "shoal.runtime.engine.weights.sharing.slots",
+        "shoal.runtime.engine.weights.sharing.split_linear",
         "shoal.runtime.engine.weights.sharing.stream_copier",
         "shoal.runtime.engine.weights.store",
         "shoal.runtime.engine.weights.view_loader",

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sour
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, WeightSlots
+from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 
 TOKENS = (32, 128, 256, 512, 1024, 2048, 4096, 8192)
 REPEATS = 5
@@ -152,11 +154,12 @@ class Member:
 
     def _copies(self, layer: int) -> Iterator[Copy]:
         for source in sources(self.place, self.part.share, TP):
+            if source.place == self.place:
+                continue
             for weight in self.weights:
                 if weight.layer == layer:
                     target = weight.within(self.slot(weight), source.part, self.part.share)
-                    kept = weight.part_in(self.kept[source.place])
-                    yield Copy(target, kept, source.place == self.place)
+                    yield Copy(target, weight.part_in(self.kept[source.place]))
 
     def slot(self, weight: SharedWeight) -> torch.Tensor:
         """Return the slot of a weight."""
@@ -172,7 +175,7 @@ class Member:
         for number, weight in enumerate(self.weights):
             if weight.kind == GATE_UP:
                 self.use(weight.layer)
-            for place in range(self.part.share):
+            for place in set(range(self.part.share)) - {self.place}:
                 part = nested_shard(place, self.part.share)
                 seen = weight.within(self.slot(weight), part, self.part.share)
                 found += int((seen != self._written(number, place)).sum())
@@ -193,14 +196,9 @@ class Member:
         made = torch.empty(there.shape, dtype=there.dtype, device=self.device)
         return made.uniform_(-0.02, 0.02, generator=draw)
 
-    def fetch(self, *, own: bool) -> tuple[Callable[[], None], int]:
-        """Return what copies a part of all layers into the slots, and its bytes.
-
-        Args:
-            own: copy what this member keeps, not what the others keep.
-        """
+    def fetch(self) -> tuple[Callable[[], None], int]:
+        """Return what copies the others' parts of all layers into the slots, and their bytes."""
         copies = [copy for of in self.slots.copies[TP].values() for copy in of]
-        copies = [copy for copy in copies if copy.is_own == own]
 
         def fetch() -> None:
             self.slots.copier.wait(self.slots.copier.start(copies))
@@ -218,13 +216,25 @@ class Member:
             y = x
             for layer in self._layers:
                 y = (y @ qkv.t())[:, :heads] @ o.t()
+                gate_up, down = (
+                    partial(self._split if streams else self._whole, weight)
+                    for weight in self.weights[2 * layer : 2 * layer + 2]
+                )
                 if streams:
                     self.use(layer)
-                gate_up, down = (self.buffers[kind, layer % SLOTS] for kind in (GATE_UP, DOWN))
-                gate, up = (y @ gate_up.t()).chunk(2, dim=-1)
-                y = (torch.nn.functional.silu(gate) * up) @ down.t()
+                gate, up = gate_up(y).chunk(2, dim=-1)
+                y = down(torch.nn.functional.silu(gate) * up)
 
         return step
+
+    def _whole(self, weight: SharedWeight, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.slot(weight).t()
+
+    def _split(self, weight: SharedWeight, x: torch.Tensor) -> torch.Tensor:
+        own = weight.part_in(self.kept[self.place])
+        dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
+        begin = weight.own * own.shape[dimension]
+        return split_linear(x, self.slot(weight), own, begin, dimension)
 
     def settle(self) -> None:
         """Wait for the device."""
@@ -253,10 +263,8 @@ def timings(
     member: Member, tokens: Sequence[int], wait: Callable[[], object]
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield by name what one member finds, while all do the same."""
-    for name, own in (("from the others", False), ("from itself", True)):
-        fetch, size = member.fetch(own=own)
-        taken = seconds(member, fetch, wait)
-        yield name, {"bytes": size, "seconds": taken}
+    fetch, size = member.fetch()
+    yield "from the others", {"bytes": size, "seconds": seconds(member, fetch, wait)}
     yield "weights", {"wrong": member.wrong()}
     with torch.inference_mode():
         for count in tokens:
@@ -329,7 +337,7 @@ def _first_life(
         os._exit(0)  # without a word, as if it had been killed
     signals.ended.wait(WAIT_SECONDS)
     signals.out.put((f"member {GONE} has ended", place, {"wrong": member.wrong()}))
-    fetch, size = member.fetch(own=False)
+    fetch, size = member.fetch()
     found = {"bytes": size, "seconds": seconds(member, fetch, lambda: None)}
     signals.out.put((f"from the others, member {GONE} has ended", place, found))
     signals.back.wait(WAIT_SECONDS)
@@ -398,7 +406,7 @@ def run(part: Part, tokens: Sequence[int]) -> list[dict[str, Any]]:
         try:
             for member in members:
                 member.start()
-            rows = list(_rows(3 + len(tokens), part.share, members, signals))
+            rows = list(_rows(2 + len(tokens), part.share, members, signals))
             members[GONE].join()
             signals.ended.set()
             rows += _rows(2, part.share - 1, members, signals)

@@ -63,10 +63,25 @@ def test_what_a_member_finds_is_summed_up(tmp_path: Path) -> None:
     waits: list[None] = []
     one = members(tmp_path, 2)[0]
     found = dict(timings(one, [5], lambda: waits.append(None)))
-    assert list(found) == ["from the others", "from itself", "weights", "5 tokens"]
-    assert len(waits) == 4, "all members begin each action at once"
-    assert found["from the others"]["bytes"] == found["from itself"]["bytes"] == one.size
+    assert list(found) == ["from the others", "weights", "5 tokens"]
+    assert len(waits) == 3, "all members begin each action at once"
+    assert found["from the others"]["bytes"] == one.size, "as much as it keeps itself"
     assert summary("weights", [found["weights"]]) == {"case": "weights", "wrong": 0}
+
+
+def test_both_steps_compute_the_same(tmp_path: Path) -> None:
+    one = members(tmp_path, 2)[1]
+    for number, weight in enumerate(one.weights):
+        if weight.layer == 0:
+            whole = one.slot(weight).clone()
+            one.use(0)
+            one.slots.copier.wait(one.slots.copier.start(one.slots.copies[TP][0]))
+            part = weight.within(one.slot(weight), weight.own, 2)
+            assert torch.equal(part, weight.within(whole, weight.own, 2)), "nothing came here"
+            x = torch.randn(3, weight.shape[1])
+            split = one._split(weight, x)
+            part.copy_(one._written(number, 1))
+            torch.testing.assert_close(split, one._whole(weight, x))
 
 
 def test_the_slowest_member_counts() -> None:

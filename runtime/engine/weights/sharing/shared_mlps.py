@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.model_executor.utils import set_weight_attrs
 
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.rules.fused import GroupedActivation
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
@@ -36,6 +36,7 @@ from shoal.runtime.engine.weights.sharing.slots import (
     stream_by,
     use_weights,
 )
+from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 
 _ALIGNMENT = 256
 """Each weight begins at a multiple of so many bytes, as kernels like it."""
@@ -71,6 +72,18 @@ class SlotLinear(PlainLinear):
         shape = (sum(output_partition_sizes), input_size_per_partition)
         layer.register_parameter("weight", self._mlps.add(self._name, shape, params_dtype))
         layer.shoal_grouped = True
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output; the part that this engine keeps is used where it is.
+
+        Args:
+            layer: of the DP model, which is complete.
+            x: ``[tokens, inputs]``.
+            bias: None; other layers are refused.
+        """
+        return split_linear(x, layer.weight, layer.own, layer.own_begin, layer.own_dimension)
 
 
 class SharedMlps:
@@ -208,8 +221,12 @@ class SharedMlps:
         for name, weight in self._weights.items():
             if dummy:
                 weight.make_up(initialize_single_dummy_weight)
-            if weight.missing:
+            if weight.missing or weight.kept is None:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
+            layer = model.get_submodule(name)
+            layer.register_buffer("own", weight.kept, persistent=False)
+            layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
+            layer.own_begin = weight.own * weight.kept.shape[layer.own_dimension]
         self._memory.seal(self._file)
         self._descriptors.hold(self._engine, self._file)
         self._meet_peers()
@@ -295,6 +312,8 @@ class SharedMlps:
             return
         copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
         for source in sources(self._place, self._degree.parts, layout.tp):
+            if layout == DP and source.place == self._place:
+                continue  # its layers use it where it is kept (``SlotLinear``)
             for weight in self._weights.values():
                 slot = self._slot(weight, layout.tp)
                 target = weight.within(slot, source.part, self._degree.parts // layout.tp)

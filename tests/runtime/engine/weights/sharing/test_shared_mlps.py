@@ -164,14 +164,14 @@ def test_all_layouts_compute_what_the_whole_model_does(
     simulate_streams(monkeypatch, [])
     engines = node(tmp_path, share, kind)
     for engine in engines:
-        assert all(map(torch.equal, engine.outputs(1), stock)), "DP's GEMMs are the same"
+        assert all(map(is_close, engine.outputs(1), stock))
     for tp in (2, 4):
         for first in range(0, ENGINES, tp):
             members = [engine.outputs(tp) for engine in engines[first : first + tp]]
             sums = [torch.stack(parts).sum(0) for parts in zip(*members, strict=True)]
             assert all(map(is_close, sums, stock))
     for engine in engines:
-        assert all(map(torch.equal, engine.outputs(1), stock)), "after other layouts"
+        assert all(map(is_close, engine.outputs(1), stock)), "after other layouts"
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -183,6 +183,8 @@ def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> Non
     engine = node(tmp_path, share)[1]
     layer = 3 * HIDDEN * INNER * 4
     assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer
+    copied = [copy.source for of in engine.slots.copies[1].values() for copy in of]
+    assert sum(source.nbytes for source in copied) == engine.mlps.borrowed_bytes, "not its own"
     assert engine.mlps.borrowed_bytes == LAYERS * layer * (share - 1) // share
     memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
@@ -199,7 +201,7 @@ def test_a_part_comes_back_from_peers_without_being_loaded(
     again.complete()
     files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
     assert files[0] == files[1]
-    assert all(map(torch.equal, again.outputs(1), stock))
+    assert all(map(is_close, again.outputs(1), stock))
 
 
 def test_slots_that_are_not_filled_change_what_is_computed(
@@ -208,7 +210,7 @@ def test_slots_that_are_not_filled_change_what_is_computed(
     engine = node(tmp_path, 2)[0]
     for copies in engine.slots.copies.values():
         copies[1].clear()
-    assert [torch.equal(*pair) for pair in zip(engine.outputs(1), stock, strict=True)] == [
+    assert [is_close(*pair) for pair in zip(engine.outputs(1), stock, strict=True)] == [
         *(True, False, True),
         *(True, False, True),
     ]
