@@ -31,7 +31,7 @@ from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
-from shoal.runtime.engine.weights.sharing.pages import HostPages
+from shoal.runtime.engine.weights.sharing.pages import pages_on
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
@@ -81,7 +81,7 @@ class LayoutLoader:
                 self._directory,
                 HostShards(f"{self._directory.name}-weights"),
                 WeightSlots(HostCopier()),
-                HostPages(),
+                pages_on(torch.device(current_platform.device_type)),
             )
         register_view_loader(
             lambda: self.store,

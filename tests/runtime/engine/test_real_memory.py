@@ -1,5 +1,6 @@
 """Engines whose memory moves between weights and KV while they serve: tokens stay the same."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS
 from tests.runtime.engine.real_node import RealNode, SwitchFailed, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 from tests.variety import is_varied
 
@@ -36,7 +39,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    with RealNode(model, 2, restart_limit=9, share_weights=2) as node:
+    with RealNode(model, 2, restart_limit=9, share_weights=2, max_sp=2) as node:
         yield node
 
 
@@ -80,8 +83,7 @@ def test_memory_goes_from_kv_to_weights_and_back(node: RealNode, expected: list[
     for unit in (alone(0), alone(1)):
         assert node.generate(unit, SHORT, TOKENS) == expected
     node.until(lambda: free_blocks(node) == num_blocks(node), "all blocks that are left")
-    node.switch(PAIR)
-    assert node.generate(PAIR, SHORT, TOKENS) == expected
+    assert_group_serves(node, expected)
     node.switch()
     assert node.audit() == []
 
@@ -93,6 +95,29 @@ def test_memory_goes_from_kv_to_weights_and_back(node: RealNode, expected: list[
     assert [engine.weight_bytes for engine in node.controller.books.engines] == shared
     for unit in (alone(0), alone(1)):
         assert node.generate(unit, SHORT, TOKENS) == expected
+    assert_group_serves(node, expected)
+
+
+_first_tokens = itertools.count(11)
+
+
+def fresh() -> list[list[int]]:
+    """Return prompts of which no cache has a prefix."""
+    first = next(_first_tokens)
+    return [[first, *prompt] for prompt in SHORT]
+
+
+def assert_group_serves(node: RealNode, expected: list[list[int]]) -> None:
+    """In TP, and in SP, whose steps run the model of DP."""
+    prompts = fresh()
+    alike = node.generate(alone(0), prompts)
+    node.switch(PAIR)
+    assert node.generate(PAIR, SHORT, TOKENS) == expected
+    node.probe_all(probes.take_modes)
+    node.script(Script.SP)
+    assert node.generate(PAIR, prompts) == alike
+    node.script(Script.TP)
+    assert all(modes[Mode.SP] for modes in node.probe_all(probes.take_modes))
 
 
 def test_running_requests_go_on_through_changes(node: RealNode, expected: list[list[int]]) -> None:
@@ -151,11 +176,11 @@ def test_copies_that_are_wrong_would_change_tokens(
     node.change_memory(1)
     for damage in (probes.damage_copies, probes.compare_nothing):
         node.probe(1, damage, False)
-    fresh = [[11, *prompt] for prompt in SHORT]  # no cache has their prefixes
-    assert node.generate(alone(1), fresh, TOKENS) != node.generate(alone(0), fresh, TOKENS)
+    prompts = fresh()
+    assert node.generate(alone(1), prompts, TOKENS) != node.generate(alone(0), prompts, TOKENS)
     node.change_memory(2)
-    fresh = [[12, *prompt] for prompt in SHORT]
-    assert node.generate(alone(1), fresh, TOKENS) == node.generate(alone(0), fresh, TOKENS)
+    prompts = fresh()
+    assert node.generate(alone(1), prompts, TOKENS) == node.generate(alone(0), prompts, TOKENS)
 
 
 # --- deaths ---------------------------------------------------------------------------------------

@@ -99,6 +99,11 @@ class HostPages:
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
+def pages_on(device: torch.device) -> Pages | None:
+    """Return what exchanges memory on a device; None: nothing does so far."""
+    return HostPages() if device.type == "cpu" else None
+
+
 def _error() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

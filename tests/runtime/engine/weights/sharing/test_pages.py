@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shoal.runtime.engine.weights.sharing.pages import HostPages
+from shoal.runtime.engine.weights.sharing.pages import HostPages, pages_on
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
 
 PAGES = HostPages()
@@ -72,6 +72,11 @@ def test_what_cannot_be_mapped_is_an_error(file: tuple[int, torch.Tensor]) -> No
         PAGES.map(at, file[0], 1, writable=False)
     with pytest.raises(OSError, match=r"Cannot allocate memory|Invalid argument"):
         PAGES.reserve(1 << 60)
+
+
+def test_gpus_cannot_exchange_memory_so_far() -> None:
+    assert pages_on(torch.device("cpu")) is not None
+    assert pages_on(torch.device("meta")) is None
 
 
 TOUCH = """
