@@ -118,7 +118,9 @@ class Member:
         self.size = self.weights[-1].begin + self.weights[-1].part_bytes
         self.slots = WeightSlots(copier)
         self.buffers = {
-            (weight.kind, weight.layer): torch.zeros(weight.shape, dtype=part.dtype, device=device)
+            (weight.kind, weight.layer): torch.zeros(
+                weight.whole_bytes, dtype=torch.uint8, device=device
+            )
             for weight in self.weights
             if weight.layer < SLOTS
         }
@@ -162,8 +164,8 @@ class Member:
                     yield Copy(target, weight.part_in(self.kept[source.place]))
 
     def slot(self, weight: SharedWeight) -> torch.Tensor:
-        """Return the slot of a weight."""
-        return self.buffers[weight.kind, weight.layer % SLOTS]
+        """Return the slot of a weight, as it is stored."""
+        return weight.stored(self.buffers[weight.kind, weight.layer % SLOTS])
 
     def use(self, layer: int) -> None:
         """Have a layer's weights in its slot."""
@@ -228,13 +230,13 @@ class Member:
         return step
 
     def _whole(self, weight: SharedWeight, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.slot(weight).t()
+        return x @ weight.of_layer(self.slot(weight)).t()
 
     def _split(self, weight: SharedWeight, x: torch.Tensor) -> torch.Tensor:
-        own = weight.part_in(self.kept[self.place])
+        own = weight.of_layer(weight.part_in(self.kept[self.place]))
         dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
         begin = weight.own * own.shape[dimension]
-        return split_linear(x, self.slot(weight), own, begin, dimension)
+        return split_linear(x, weight.of_layer(self.slot(weight)), own, begin, dimension)
 
     def settle(self) -> None:
         """Wait for the device."""

@@ -32,6 +32,7 @@ from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
 from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier
+from shoal.runtime.engine.weights.sharing.pages import pages_on
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
@@ -77,8 +78,8 @@ class LayoutLoader:
             device = torch.device(current_platform.device_type, engine)
             memory, copier = memory_and_copier(f"{self._directory.name}-weights", device)
             degree = Degree(node.share_weights, node.weight_groups)
-            slots = WeightSlots(copier)
-            self.shared = SharedMlps(engine, degree, self._directory, memory, slots)
+            slots, pages = WeightSlots(copier), pages_on(device)
+            self.shared = SharedMlps(engine, degree, self._directory, memory, slots, pages)
         register_view_loader(
             lambda: self.store,
             lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),

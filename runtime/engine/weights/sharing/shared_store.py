@@ -23,3 +23,11 @@ class SharedStore(ResidentWeights):
     def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
         """Return a layer that this engine keeps or streams (see ``WeightStore``)."""
         return self._mlps.part(full, shard)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights on this engine's device: slots count, what peers keep does not."""
+        return super().resident_bytes + self._mlps.resident_bytes
+
+    def _is_resident(self, name: str) -> bool:
+        return not self._mlps.has(name)

@@ -78,6 +78,8 @@ class WeightSlots:
         self.copier = copier
         self.copies: dict[int, Mapping[int, Sequence[Copy]]] = {}
         """How a layer gets into its slot, by the members of the layout and the layer's number."""
+        self.streams = True
+        """Whether layers are copied into slots; if not, they have whole weights."""
         self._filled: list[Filled | None] = [None] * SLOTS
 
     def use(self, tp: int, layer: int) -> None:
@@ -86,11 +88,21 @@ class WeightSlots:
         The layer that used the other slot has been computed by then. After the last layer comes the
         first one of the next step. If it needs the same slot, it waits for that step.
         """
+        if not self.streams:
+            return
         filled = self._fill(tp, layer)
         self.copier.wait(filled.started)
         following = (layer + 1) % len(self.copies[tp])
         if following % SLOTS != layer % SLOTS:
             self._fill(tp, following)
+
+    def stop(self) -> None:
+        """Copy nothing from now on, until ``streams``; all copies have ended then."""
+        self.streams = False
+        for filled in self._filled:
+            if filled is not None:
+                self.copier.wait(filled.started)
+        self._filled = [None] * SLOTS
 
     def _fill(self, tp: int, layer: int) -> Filled:
         filled = self._filled[layer % SLOTS]
