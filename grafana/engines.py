@@ -131,10 +131,28 @@ def memory() -> list[PanelBuilder]:
         ),
         graph(
             "Weights, by engine",
-            "Bytes of weights in each engine's own memory. `--share-weights` makes them fewer and "
-            "leaves the rest to KV.",
+            "Bytes of weights in each engine's own memory. While engines share weights "
+            "(`--share-weights`), these are fewer, and the rest is KV's.",
             Query(f"max by ({BY_ENGINE}) ({series('shoal_engine_weight_bytes')})", ENGINE),
             unit="bytes",
+        ),
+        graph(
+            "Changes between weights and KV",
+            "Changes of memory that operators asked for (`POST /admin/memory`), or with which "
+            "engines that are back follow the others; and the requests that lost KV for that.",
+            Query(
+                events("shoal_memory_changes_total", by="reason, outcome", window=WINDOW),
+                "{{reason}} {{outcome}}",
+            ),
+            Query(events("shoal_memory_preempted_requests_total", window=WINDOW), "preempted"),
+            unit=COUNT,
+        ),
+        graph(
+            "Share of the time spent in changes between weights and KV",
+            "Requests run meanwhile, but no layout can change. Most of the time of a change to "
+            "whole weights is the copy of what other engines keep.",
+            Query(f"clamp_max({rate('shoal_memory_change_seconds_sum')}, 1)", "changes"),
+            unit="percentunit",
         ),
         graph(
             "Preemptions per second",

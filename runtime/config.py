@@ -65,6 +65,9 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """Time of one step."""
     num_blocks: int = 1024
     block_tokens: int = 16
+    whole_blocks: int = 0
+    """Blocks that are left when an engine has whole weights instead of sharing them; 0: it
+    cannot."""
     max_num_seqs: int = 64
     max_model_len: int = 4096
     kv_heads: int = 8
@@ -183,8 +186,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     """Decides which steps run in SP."""
     share_weights: int = 1
-    """How many adjacent engines share the MLPs' weights, each keeping one part of so many. Layouts
-    of fewer members stream what their engines do not keep."""
+    """How many adjacent engines share the MLPs' weights at the start, each keeping one part of so
+    many. Layouts of fewer members stream what their engines do not keep. While the node serves,
+    engines may get whole weights (``controller.memory_changes``)."""
     queued_ahead: int = QUEUED_AHEAD
     place_by_prefix: bool = True
     """Whether policies see where a request's prefix is cached."""

@@ -22,7 +22,7 @@ HEAD = "| where | what | what tests see of it |\n|---|---|---|\n"
 
 ATTRIBUTES = frozenset({"accelerator", "cuda", "CUDA", "is_cpu", "is_cuda", "is_cuda_alike"})
 """Of PyTorch and of vLLM's platforms. What asks for a CPU does something else without one."""
-LIBRARIES = frozenset({"cupy", "pynvml", "triton"})
+LIBRARIES = frozenset({"cuda", "cupy", "pynvml", "triton"})
 INNER = frozenset({"_symmetric_memory", "partitioned_linear_kernel", "peer_exchange_kernel"})
 """Modules of PyTorch's and ours that are imported where there is a GPU."""
 WORDS = re.compile(r"cuda(:\d+)?|nvidia-smi\b.*")
@@ -139,6 +139,7 @@ def test_the_search_finds_what_is_known_to_be_there() -> None:
         "def found(): return torch.accelerator.current_device_index()",
         "def found(): subprocess.run(['nvidia-smi', '-L'])",
         "def found(): import triton.language as tl",
+        "def found(): from cuda.bindings import driver",
         "def found(): from torch.distributed import _symmetric_memory",
         "def found(): from shoal.runtime.engine.kernels.partitioned_linear_kernel import multiply",
         "@torch.library.impl('ours', 'cuda')\ndef found(x): return x",

@@ -24,6 +24,7 @@ Call = (
     | m.DrainEngines
     | m.SetPolicy
     | m.SetShiftThreshold
+    | m.ChangeMemory
     | m.AuditNode
 )
 
@@ -66,7 +67,7 @@ class Calls:
                 self._env.transport.to_control(peer, self._layout(call, named))
             case m.GetMetrics(call):
                 self._env.transport.to_control(peer, self._metrics(call))
-            case m.SetLayout() if self._operations.switches.running is None:
+            case m.SetLayout() if not self._is_switching:
                 self._operations.when_idle(partial(self._set_layout, peer, message))
             case m.SetLayout():
                 self._set_layout(peer, message)
@@ -76,6 +77,10 @@ class Calls:
                 self._change(peer, message.call, partial(self._adviser.change, message.policy))
             case m.SetShiftThreshold():
                 self._change(peer, message.call, partial(self._shifting.set, message.threshold))
+            case m.ChangeMemory() if not (self._is_switching or self._operations.memory.running):
+                self._operations.when_idle(partial(self._change_memory, peer, message))
+            case m.ChangeMemory():
+                self._change_memory(peer, message)
             case m.AuditNode(call):
                 self._operations.when_idle(partial(self._operations.start_audit, peer, call))
 
@@ -105,7 +110,8 @@ class Calls:
                 books, self._env.config.units, self._operations.rejoin.unavailable()
             ),
             lengths=layout_view.lengths(books.engines),
-            share_weights=self._env.config.share_weights,
+            share_weights=self._operations.memory.shown,
+            memory_changes=list(self._operations.memory.past),
         )
 
     @property
@@ -176,8 +182,29 @@ class Calls:
         """Return the HTTP status and the reason why the node cannot switch to a target now."""
         if not self._books.engines.started or self._fitting.running:
             return 503, str(self._not_ready_reason)
-        if self._operations.switches.running is not None:
+        if self._is_switching:
             return 409, "a switch is running: ask again when it is over"
         if self._adviser.policy.decides_layout:
             return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
         return layout_view.refusal(self._books, target, self._operations.rejoin.unavailable())
+
+    @property
+    def _is_switching(self) -> bool:
+        return self._operations.switches.running is not None
+
+    def _change_memory(self, peer: str, message: m.ChangeMemory) -> None:
+        status, error = self._memory_refusal(message.share_weights)
+        if error:
+            self._fail(peer, message.call, status, error)
+        else:
+            self._operations.memory.start_for_operator(peer, message)
+
+    def _memory_refusal(self, share: int) -> tuple[int, str]:
+        """Return the HTTP status and the reason why memory cannot be changed now."""
+        if not self._books.engines.started or self._fitting.running:
+            return 503, str(self._not_ready_reason)
+        if self._is_switching:
+            return 409, "a switch is running: ask again when it is over"
+        if self._operations.memory.running:
+            return 409, "a change of memory is running: ask again when it is over"
+        return self._operations.memory.refusal(share)

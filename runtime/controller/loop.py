@@ -277,6 +277,8 @@ class Controller:
                 self._count_unless(taken=self._fitting.tried(message))
             case m.Formed():
                 self._operations.rejoin.formed(message)
+            case _ if isinstance(message, m.MemoryAnswer):
+                self._count_unless(taken=self._operations.memory.handle(message))
             case m.EngineFailed(engine, error, cause):
                 self._operations.lose([engine], error, cause)
             case m.UtilityDone():

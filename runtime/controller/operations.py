@@ -1,4 +1,6 @@
-"""The operations that a node runs one at a time: a switch, a carry, an audit, or forming a group.
+"""The operations that a node runs one at a time.
+
+They are a switch, a carry, an audit, forming a group, or a change of memory.
 
 Each needs the engines to itself: a group is neither bound nor audited while its members form it. So
 an operation begins only when no other is running, and callers wait for their turn. An engine's
@@ -16,6 +18,7 @@ from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.drains import Drains
 from shoal.runtime.controller.failures.losses import Losses
 from shoal.runtime.controller.failures.rejoin import Rejoin
+from shoal.runtime.controller.memory_changes import MemoryChanges
 from shoal.runtime.controller.switches import Switches
 from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.protocol import messages as m
@@ -49,7 +52,9 @@ class Operations:
         give_up: Callable[[], None],
     ) -> None:
         self.switches = Switches(env, books, capacity, carries, lose=self.lose)
-        self.rejoin = Rejoin(env, books, lose=self.lose, greet=greet, give_up=give_up)
+        self.memory = MemoryChanges(env, books, capacity, lose=self.lose, give_up=give_up)
+        self.rejoin = Rejoin(env, books, lose=self.lose, greet=self._greet, give_up=give_up)
+        self._greet_by = greet
         self.drains = Drains(env, books, capacity, carries, self.switches)
         self._env = env
         self._books = books
@@ -64,7 +69,16 @@ class Operations:
     @property
     def is_idle(self) -> bool:
         """Whether no operation is running, so that one can begin."""
-        return not (self._is_regrouping or self._audit or self.rejoin.engines)
+        return not (self._is_regrouping or self._is_auditing or self.rejoin.engines)
+
+    @property
+    def _is_auditing(self) -> bool:
+        """Whether an operation is running that leaves all units as they are."""
+        return self._audit is not None or self.memory.running
+
+    def _greet(self, engine: int) -> None:
+        self.memory.greet(engine)
+        self._greet_by(engine)
 
     @property
     def _is_regrouping(self) -> bool:
@@ -87,6 +101,8 @@ class Operations:
         due = [self.switches.deadline, self._carries.deadline, self.rejoin.deadline, audit]
         if self.is_idle:
             due.append(self.drains.deadline)
+        if self.is_idle or self.memory.running:
+            due.append(self.memory.deadline)
         return min((at for at in due if at is not None), default=None)
 
     def when_idle(self, begin: Callable[[], None]) -> None:
@@ -102,11 +118,14 @@ class Operations:
             self.lose(unit.engines, reason)
         self.switches.tick()
         self._end_audit()
-        self.rejoin.tick(may_begin=not (self._is_regrouping or self._audit))
+        self.memory.tick()
+        self.rejoin.tick(may_begin=not (self._is_regrouping or self._is_auditing))
         while self._waiting and self.is_idle:
             self._waiting.popleft()()
         if self.is_idle:
             self.drains.tick()
+        if self.is_idle:
+            self.memory.tick_idle()
 
     def lose(
         self, engines: Collection[int], reason: str, cause: m.DeathCause = m.DeathCause.GROUP
@@ -119,6 +138,7 @@ class Operations:
             cause: why they died, for metrics.
         """
         gone = self._losses.lose(engines, reason, cause, self.switches.running)
+        self.memory.lost(gone)
         if self._audit is not None:
             self._audit.lose(gone)
 

@@ -14,6 +14,7 @@ from shoal.runtime.protocol.messages import (
     AuditDone,
     AuditNode,
     CallFailed,
+    ChangeMemory,
     CountRefused,
     DrainEngines,
     Ended,
@@ -23,6 +24,7 @@ from shoal.runtime.protocol.messages import (
     Interrupted,
     KillEngines,
     LayoutView,
+    MemoryChanged,
     Message,
     NodeMetrics,
     Note,
@@ -40,14 +42,17 @@ from shoal.runtime.protocol.messages import (
     decode_from_controller,
     encode,
 )
-from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 from shoal.runtime.protocol.transport import front_identity
 
 ANSWER_SECONDS = 5.0
 """How long the controller may take to answer a call that waits for no other process."""
 
-Answer = LayoutView | NodeMetrics | SwitchDone | AuditDone
-A = TypeVar("A", LayoutView, NodeMetrics, SwitchDone, AuditDone)
+MEMORY_SECONDS = 900.0
+"""How long a change of memory may take: engines copy weights, and one stage waits for another."""
+
+Answer = LayoutView | NodeMetrics | SwitchDone | MemoryChanged | AuditDone
+A = TypeVar("A", LayoutView, NodeMetrics, SwitchDone, MemoryChanged, AuditDone)
 
 
 class CallError(Exception):
@@ -185,6 +190,17 @@ class ControlClient:
         """
         return await self._call(LayoutView, lambda call: SetShiftThreshold(call, threshold))
 
+    async def change_memory(self, share_weights: int) -> MemoryView:
+        """Change how many engines share weights, and return the finished change.
+
+        Raises:
+            CallError: the node cannot have this level, or the change failed.
+        """
+        done = await self._call(
+            MemoryChanged, lambda call: ChangeMemory(call, share_weights), MEMORY_SECONDS
+        )
+        return done.change
+
     async def audit(self) -> list[str]:
         """Return every broken invariant of the controller's and the engines' books.
 
@@ -246,6 +262,7 @@ class ControlClient:
                 LayoutView(call=call)
                 | NodeMetrics(call=call)
                 | SwitchDone(call=call)
+                | MemoryChanged(call=call)
                 | AuditDone(call=call)
             ):
                 self._settle(call, message)

@@ -42,7 +42,7 @@ from shoal.server.options.serve_options import (
     serves_demo,
     with_chosen,
 )
-from shoal.server.options.sharing_options import check_shared_model
+from shoal.server.options.sharing_options import check_shared_model, settle_share
 from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
 from shoal.server.options.unsupported_models import check_repacked, check_stages
 from shoal.server.options.urgent_options import check_urgent
@@ -221,7 +221,9 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     check_model(args.model)
     engine_args = vllm_options.engine_args(args)
     vllm_config = vllm_options.make_vllm_config(engine_args)
-    _settle(args, vllm_config, max_group, on_gpus=gpus > 0 and not args.fake_engine)
+    on_gpus = gpus > 0 and not args.fake_engine
+    settle_share(args, vllm_config, engines, vllm_options.gpu_memory() if on_gpus else 0)
+    _settle(args, vllm_config, max_group, on_gpus=on_gpus)
     layouts = _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
     gpu = vllm_options.gpu_name() if gpus else None
@@ -299,7 +301,7 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
         check_shift(args, [args.policy], max_group)
     check_adapters_and_layouts(args)
     groups = max(max_group, args.share_weights)
-    check_shared_model(args.share_weights, vllm_config, groups, on_gpus=on_gpus)
+    check_shared_model(args.share_weights, vllm_config, groups)
     check_repacked(vllm_config, max_group, args.max_sp, args.max_pp)
 
 

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "threshold (default: %(default)s)",
     )
     add_shift_options(parser, automatic=False)
-    add_sharing_option(parser)
+    add_sharing_option(parser, automatic=False)
     add_target_option(parser)
     add_urgent_option(parser)
     add_workload_options(parser)

@@ -1,4 +1,4 @@
-"""The admin API: shows and changes the layout, and checks the node's books."""
+"""The admin API: shows and changes the layout and the memory, and checks the node's books."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Self
@@ -13,13 +13,14 @@ from shoal.policies.registry import POLICIES
 from shoal.policies.shift import MOST_TOKENS, ShiftRule, ShiftThreshold, parse_threshold
 from shoal.runtime.protocol.controller_client import CallError, ControlClient
 from shoal.runtime.protocol.messages import LayoutView, Treatment
-from shoal.runtime.protocol.messages.views import ShiftView, SwitchView
+from shoal.runtime.protocol.messages.views import MemoryView, ShiftView, SwitchView
 from shoal.server.error_models import refusals
 from shoal.server.errors import error_response, invalid_body
 from shoal.server.gate.bodies import DecodedBodyRoute
 from shoal.server.operator.admin_answers import (
     AuditAnswer,
     LayoutAnswer,
+    MemoryAnswer,
     PolicyAnswer,
     ShiftAnswer,
     SwitchAnswer,
@@ -78,6 +79,13 @@ class ShiftRequest(_Body):
     threshold: Annotated[
         Annotated[int, Field(ge=0, le=MOST_TOKENS)] | ShiftRule, BeforeValidator(_threshold)
     ]
+
+
+class MemoryRequest(_Body):
+    """Body of ``POST /admin/memory``: how many engines share weights."""
+
+    share_weights: Annotated[int, Field(ge=1, lt=1 << 31)]
+    """The controller refuses levels that the node cannot have."""
 
 
 class _JsonRoute(DecodedBodyRoute):
@@ -148,6 +156,12 @@ async def set_policy(wanted: PolicyRequest, control: Control) -> LayoutView:
 async def set_shift(wanted: ShiftRequest, control: Control) -> ShiftView:
     """Change which steps of groups are run in SP."""
     return (await control.set_shift(wanted.threshold)).shift
+
+
+@router.post("/memory", response_model=MemoryAnswer, responses=refusals(400, 409, 500))
+async def change_memory(wanted: MemoryRequest, control: Control) -> MemoryView:
+    """Move memory between weights and KV, and answer when that is done."""
+    return await control.change_memory(wanted.share_weights)
 
 
 @router.post("/audit")

@@ -54,6 +54,7 @@ class EngineAnswer(_Answer):
     num_blocks: int
     lent_blocks: dict[str, int]
     weight_bytes: int
+    share_weights: int
 
 
 class UnavailableAnswer(_Answer):
@@ -110,6 +111,22 @@ class SwitchAnswer(_Answer):
         return {**msgspec.structs.asdict(switch), "requests": switch}
 
 
+class MemoryAnswer(_Answer):
+    """One change of memory between weights and KV; ``at`` is in seconds since 1970."""
+
+    epoch: int
+    at: float
+    engines: list[int]
+    before: int
+    after: int
+    num_blocks: int
+    preempted: int
+    duration_seconds: float
+    reason: str
+    outcome: str
+    error: str | None
+
+
 class LayoutAnswer(_Answer):
     """The node: what decides its layout, its units and engines, and the last switches."""
 
@@ -122,6 +139,7 @@ class LayoutAnswer(_Answer):
     unavailable: list[UnavailableAnswer]
     shift: ShiftAnswer
     share_weights: int
+    memory_changes: list[MemoryAnswer]
     switches: list[SwitchAnswer]
 
 

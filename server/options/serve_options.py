@@ -44,6 +44,7 @@ from shoal.server.options.promise_options import (
     promised,
 )
 from shoal.server.options.refused_options import check_vllm_options
+from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options
 
@@ -87,7 +88,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     _add_pool_options(group)
     add_access_options(group)
     add_shift_options(group, automatic=True)
-    add_sharing_option(group)
+    add_sharing_option(group, automatic=True)
     add_bounds_options(group)
     add_batch_options(group)
     add_connection_options(group)
@@ -377,7 +378,7 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     check_share(args.share_weights, engines)
     if args.max_pp > max_group:
         raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
-    if args.max_pp > 1 and args.share_weights > 1:
+    if args.max_pp > 1 and args.share_weights not in (1, SHARE_AUTO):
         raise UserError("--max-pp and --share-weights: a stage needs all weights of its layers")
     return engines, max_group
 

@@ -1,42 +1,114 @@
 """The option of how many engines share weights, of ``shoal serve`` and ``shoal simulate``."""
 
-from argparse import _ActionsContainer
+from argparse import ArgumentTypeError, Namespace, _ActionsContainer
 from typing import Any
 
 from shoal.runtime.config import ENGINE_COUNTS
+from shoal.runtime.simulation.shape_files import FileError
 from shoal.server.errors import UserError
+from shoal.server.options.promise_options import shape_of
 
 LOADED_BY_NAME = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 """vLLM's load formats that hand out a checkpoint's tensors one by one, by the names of layers."""
 
 
-def add_sharing_option(group: _ActionsContainer) -> None:
-    """Add ``--share-weights``."""
+AUTO = "auto"
+"""With this value of ``--share-weights``, ``automatic_share`` chooses."""
+MOST_FOR_WEIGHTS = 0.9
+"""The share of the memory that vLLM may take which weights may take: the rest is for KV, for what a
+step computes and for graphs."""
+
+
+def add_sharing_option(group: _ActionsContainer, *, automatic: bool) -> None:
+    """Add ``--share-weights``.
+
+    Args:
+        group: the group that gets the option.
+        automatic: whether ``--share-weights auto`` is known.
+    """
+    rule = f"; {AUTO}: the fewest with which the weights fit into a GPU"
     group.add_argument(
         "--share-weights",
-        type=int,
+        type=_share if automatic else int,
         default=1,
-        choices=ENGINE_COUNTS,
+        choices=(AUTO, *ENGINE_COUNTS) if automatic else ENGINE_COUNTS,
         help="how many engines share the weights of the MLPs: each keeps one part of so many, and "
-        "reads the others' parts while it computes (default: %(default)s: each keeps all)",
+        f"reads the others' parts while it computes{rule if automatic else ''} "
+        "(default: %(default)s: each keeps all)",
     )
 
 
-def check_share(share: int, engines: int) -> None:
+def _share(text: str) -> int | str:
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
+
+
+def settle_share(args: Namespace, config: Any, engines: int, memory: int) -> None:
+    """Choose how many engines share weights, where the user has left it open.
+
+    Args:
+        args: the parsed arguments, changed in place.
+        config: vLLM's ``VllmConfig``.
+        engines: of the node.
+        memory: bytes of a GPU; 0: engines run on the CPU, where there is one memory for all.
+
+    Raises:
+        UserError: see ``automatic_share``.
+    """
+    if args.share_weights != AUTO:
+        return
+    room = memory * config.cache_config.gpu_memory_utilization
+    args.share_weights = automatic_share(config, 1 if args.max_pp > 1 else engines, room)
+
+
+def automatic_share(config: Any, engines: int, room: float) -> int:
+    """Return the fewest engines that have to share weights so that these fit into each.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+        engines: of the node.
+        room: bytes of a GPU that vLLM may take; 0: it is not known.
+
+    Raises:
+        UserError: they fit at no number.
+    """
+    model = config.model_config
+    cannot = model.quantization is not None or model.is_moe or model.use_mla
+    if cannot or not room:
+        return 1
+    try:
+        shape = shape_of(model, config.cache_config.cache_dtype)
+    except FileError as error:
+        raise UserError(f"--share-weights {AUTO}: {error}") from error
+    counts = [count for count in ENGINE_COUNTS if count <= engines]
+    for count in counts:
+        if shape.kept_bytes(count) <= MOST_FOR_WEIGHTS * room:
+            return count
+    least = shape.kept_bytes(counts[-1]) / 1e9
+    raise UserError(
+        f"--share-weights {AUTO}: {model.model} has {shape.weight_bytes / 1e9:.0f} GB of weights; "
+        f"with --share-weights {counts[-1]} each engine keeps {least:.0f} GB, and a GPU has room "
+        f"for {MOST_FOR_WEIGHTS * room / 1e9:.0f} GB"
+    )
+
+
+def check_share(share: int | str, engines: int) -> None:
     """Refuse more sharing than there are engines.
 
     Args:
-        share: ``--share-weights``.
+        share: ``--share-weights``, a number or ``AUTO``.
         engines: of the node.
 
     Raises:
         UserError: there are not so many engines.
     """
-    if share > engines:
+    if isinstance(share, int) and share > engines:
         raise UserError(f"--share-weights {share}: there are only {engines} engines")
 
 
-def check_shared_model(share: int, config: Any, groups: int, *, on_gpus: bool) -> None:
+def check_shared_model(share: int, config: Any, groups: int) -> None:
     """Refuse models whose weights engines cannot share.
 
     Engines check the rest when they load, such as which activation an MLP has.
@@ -45,7 +117,6 @@ def check_shared_model(share: int, config: Any, groups: int, *, on_gpus: bool) -
         share: ``--share-weights``.
         config: vLLM's ``VllmConfig``.
         groups: ``NodeConfig.weight_groups``.
-        on_gpus: whether engines run on GPUs.
 
     Raises:
         UserError: the message says why.
@@ -55,7 +126,6 @@ def check_shared_model(share: int, config: Any, groups: int, *, on_gpus: bool) -
     model, load_format = config.model_config, config.load_config.load_format
     size = getattr(model.hf_text_config, "intermediate_size", 0)
     problems = {
-        "GPUs are not supported yet": on_gpus,
         f"{model.model} has experts": model.is_moe,
         f"{model.model} has latent attention (MLA)": model.use_mla,
         f"{model.model} is quantised ({model.quantization})": model.quantization is not None,

@@ -89,6 +89,11 @@ def gpu_name() -> str:
     return str(current_platform.get_device_name())
 
 
+def gpu_memory() -> int:
+    """Return the bytes of one of this machine's GPUs, by their driver."""
+    return int(current_platform.get_device_total_memory())
+
+
 def engine_args(args: Namespace) -> AsyncEngineArgs:
     """Return vLLM's arguments of an engine, made as ``build_async_engine_client`` makes them.
 

@@ -143,7 +143,7 @@ def test_the_admin_api_answers_as_its_document_says(node: ServedNode, tmp_path: 
     document = narrowed(admin_document())
     report = report_on(document, node.admin_url, tmp_path, "negative_data_rejection")
     check(report)
-    for path in ("/admin/layout", "/admin/policy", "/admin/shift"):
+    for path in ("/admin/layout", "/admin/policy", "/admin/shift", "/admin/memory"):
         assert accepted(report, f"POST {path}") > 0, report["valid_rates"]
 
 

@@ -55,6 +55,7 @@ ADMIN_ROUTES = {
     ("POST", "/admin/audit"),
     ("POST", "/admin/drain"),
     ("POST", "/admin/layout"),
+    ("POST", "/admin/memory"),
     ("POST", "/admin/policy"),
     ("POST", "/admin/resume"),
     ("POST", "/admin/shift"),

@@ -38,7 +38,8 @@ class Books:
 def open_books(env: Environment) -> Books:
     """Return the books of a node whose engines have not started yet."""
     config = env.config
-    engines = EngineBook(config.engines, returns=config.restart_limit > 0)
+    returns, share = config.restart_limit > 0, config.share_weights
+    engines = EngineBook(config.engines, returns=returns, share=share)
     units = UnitBook(config.engines)
     leases = Leases(engines, units, env.transport)
     prefixes = PrefixBook(lambda unit: _tokens_of(books, unit))

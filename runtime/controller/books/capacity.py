@@ -151,16 +151,31 @@ class Capacity:
 
     @cached_property
     def _layouts(self) -> tuple[LayoutState, ...]:
-        """What every layout holds on idle engines; it is constant once all engines are ready."""
+        """What every layout holds on idle engines; computed again when they are resized."""
         blocks = min(self._engines.num_blocks(engine.number) for engine in self._engines)
         limits = map(self._engines.limits_of, self._config.layouts)
         return tuple(_layout_state(each, blocks) for each in limits)
 
-    def _idle(self, group: Unit) -> LayoutState:
-        """Return what a group holds while nothing runs on its engines."""
+    def _idle(self, group: Unit, blocks: int | None = None) -> LayoutState:
+        """Return what a group holds while nothing runs on its engines.
+
+        Args:
+            group: the group.
+            blocks: if its engines had no more KV blocks than this each; None: what they have.
+        """
         limits = self._engines.limits(group)
-        blocks = min(self._engines.num_blocks(engine) for engine in group.engines)
-        return _layout_state(limits, blocks)
+        has = min(self._engines.num_blocks(engine) for engine in group.engines)
+        return _layout_state(limits, has if blocks is None else min(has, blocks))
+
+    def resized(self) -> None:
+        """Take note that engines have more or fewer KV blocks now."""
+        self.__dict__.pop("_layouts", None)
+        self._states.clear()
+
+    def share_weights(self, share: int) -> None:
+        """Take note that so many engines share weights, on which step times depend."""
+        if self.cost_model is not None:
+            self.cost_model = replace(self.cost_model, share_weights=share)
 
     def observe(self, core: CoreBook, load: m.Load) -> None:
         """Learn from the steps between a core's last report and this one."""
@@ -351,6 +366,15 @@ class Capacity:
     def can_hold(self, unit: Unit, request: PoolRequest) -> bool:
         """Return whether a unit holds the request while nothing else runs on its engines."""
         return self._idle(unit).can_hold(request)
+
+    def can_hold_with(self, blocks: int, unit: Unit, request: PoolRequest) -> bool:
+        """Return whether a unit would hold the request, all of it, with so few KV blocks."""
+        state = self._idle(unit, blocks)
+        return state.can_hold(request) and request.total_tokens <= state.longest
+
+    def longest_with(self, blocks: int) -> int:
+        """Return what ``longest`` would be if engines had no more KV blocks than this each."""
+        return max(self._idle(group, blocks).longest for group in self._possible_groups)
 
     @cached_property
     def longest(self) -> int:

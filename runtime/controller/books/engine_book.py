@@ -33,6 +33,15 @@ class Engine(msgspec.Struct, frozen=True):
     """Whether it is restarted after its death."""
     drained: bool = False
     """Whether an operator has taken it out; its death and return change nothing about that."""
+    share: int = 1
+    """How many engines it shares weights with, itself included."""
+    weight_bytes: int = 0
+    """Weights in its own memory."""
+
+    @property
+    def shares(self) -> m.Shares:
+        """The share levels that it can have."""
+        return m.Shares() if self.ready is None else self.ready.shares
 
     @property
     def is_gone(self) -> bool:
@@ -52,10 +61,14 @@ class EngineBook:
     Args:
         engines: number of engines.
         returns: whether engines are restarted after their death.
+        share: how many engines share weights at their start.
     """
 
-    def __init__(self, engines: int, *, returns: bool = False) -> None:
-        self._engines = [Engine(number, returns=returns) for number in range(engines)]
+    def __init__(self, engines: int, *, returns: bool = False, share: int = 1) -> None:
+        self._engines = [Engine(n, returns=returns, share=share) for n in range(engines)]
+        self._share = share
+        self._ready: dict[int, m.EngineReady] = {}
+        """What each engine said when it was ready last; ``Engine.ready`` has what is left of it."""
         self._formed_of: dict[Unit, tuple[int, ...]] = {}
         """For each group that was formed again: the incarnations of its engines at that time."""
         self._refused: dict[Unit, str] = {}
@@ -99,7 +112,35 @@ class EngineBook:
 
     def serve(self, ready: m.EngineReady) -> None:
         """Note that an engine is up, or up again, with its ready message."""
-        self._set(ready.engine, ready=ready, state=EngineState.SERVING, reason=None)
+        self._ready[ready.engine] = ready
+        self._set(
+            ready.engine,
+            ready=ready,
+            state=EngineState.SERVING,
+            reason=None,
+            share=self._share,
+            weight_bytes=ready.startup.weight_bytes,
+        )
+
+    def at_start(self, engine: int) -> m.EngineReady:
+        """Return what an engine said when it was ready last."""
+        return self._ready[engine]
+
+    def resize(self, engine: int, blocks: int) -> None:
+        """Note how many KV blocks requests of an engine may hold."""
+        said = self._ready[engine]
+        layouts = [
+            msgspec.structs.replace(
+                limits, max_model_len=min(limits.max_model_len, limits.tokens(blocks))
+            )
+            for limits in said.layouts
+        ]
+        smaller = msgspec.structs.replace(said, num_blocks=blocks, layouts=layouts)
+        self._set(engine, ready=said if blocks == said.num_blocks else smaller)
+
+    def share(self, engine: int, share: int, weight_bytes: int) -> None:
+        """Note with how many engines an engine shares weights, and what they take there."""
+        self._set(engine, share=share, weight_bytes=weight_bytes)
 
     def silence(self, engines: Iterable[int], reason: str) -> None:
         """Note that engines do not answer."""

@@ -14,7 +14,7 @@ from shoal.runtime.protocol.messages.metrics import (
     Histogram,
     priority_class,
 )
-from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 
 MANUAL = "manual"
 """Reason of a switch that the admin API asked for."""
@@ -22,6 +22,9 @@ DRAIN = "drain"
 """Reason of a switch that releases groups of drained engines."""
 FIT = "fit"
 """Reason of a switch to a layout whose steps are timed before the node is ready."""
+REJOIN = "rejoin"
+"""Reason of a change of memory with which engines that are back follow the others."""
+MEMORY_REASONS = (MANUAL, REJOIN)
 SWITCH, PAUSE, BALANCE = "switch", "pause", "balance"
 DEPARTURES = (SWITCH, DRAIN, PAUSE, BALANCE)
 """Why requests are to leave their unit with their KV: the unit is regrouped; its engines are
@@ -191,6 +194,36 @@ class CarryStatistics:
         return [metric.family() for metric in vars(self).values()]
 
 
+class MemoryStatistics:
+    """Counters and histograms of changes of memory between weights and KV."""
+
+    def __init__(self) -> None:
+        self._ended = Counter(
+            "shoal_memory_changes_total",
+            "Changes of memory between weights and KV that have ended.",
+            {"outcome": SWITCH_OUTCOMES, "reason": MEMORY_REASONS},
+        )
+        self._durations = Histogram(
+            "shoal_memory_change_seconds",
+            "Time of a whole change of memory between weights and KV.",
+            SWITCH_BOUNDS,
+        )
+        self._preempted = Counter(
+            "shoal_memory_preempted_requests_total",
+            "Requests that lost KV because its memory was given to weights.",
+        )
+
+    def changed(self, view: MemoryView) -> None:
+        """Count a change that has ended."""
+        self._ended.add(view.outcome, view.reason)
+        self._durations.observe(view.duration_seconds)
+        self._preempted.add(amount=view.preempted)
+
+    def families(self) -> list[Family]:
+        """Return all metrics of these changes as they are now."""
+        return [metric.family() for metric in vars(self).values()]
+
+
 class Statistics:
     """Counters and histograms of one controller.
 
@@ -202,6 +235,7 @@ class Statistics:
         names = [layout.name for layout in layouts]
         self.switches = SwitchStatistics(names)
         self.carries = CarryStatistics()
+        self.memory = MemoryStatistics()
         self.requests = Counter(
             "shoal_requests_total",
             "Requests that have left the node, by outcome.",
@@ -275,9 +309,9 @@ class Statistics:
 
     def families(self) -> list[Family]:
         """Return all metrics as they are now."""
-        groups = (self.switches, self.carries)
+        groups = (self.switches, self.carries, self.memory)
         own = [metric.family() for metric in vars(self).values() if metric not in groups]
-        return self.switches.families() + self.carries.families() + own
+        return [*(family for group in groups for family in group.families()), *own]
 
 
 def _add_by_path(counter: Counter, total: int, through_host: int) -> None:

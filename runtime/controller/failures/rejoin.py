@@ -143,8 +143,7 @@ class Rejoin:
 
     def ready(self, message: m.EngineReady) -> None:
         """Note that an engine is up again; ``tick`` lets it serve when it has no traces left."""
-        former = self._engines[message.engine].ready
-        assert former is not None
+        former = self._engines.at_start(message.engine)
         # It knows only its own layout. The others stay as they were, because KV bytes are agreed.
         self._back[message.engine] = msgspec.structs.replace(message, layouts=former.layouts)
 

@@ -107,12 +107,11 @@ class Gauges:
         )
         yield gauge(
             "shoal_engine_weight_bytes",
-            "Weights in the engine's own memory.",
+            "Weights in the engine's own memory, by how many engines share weights now.",
             ("engine", "shared_by"),
             {
-                (str(engine.number), str(self.config.share_weights)): (
-                    engine.ready.startup.weight_bytes if engine.ready else 0
-                )
+                (str(engine.number), str(level)): engine.weight_bytes * (engine.share == level)
+                for level in sorted({1, self.config.share_weights})
                 for engine in self.books.engines
             },
         )

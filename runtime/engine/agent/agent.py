@@ -16,6 +16,7 @@ from shoal.runtime.engine.agent.forming import POLL_SECONDS, Forming
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.lending import Lending
 from shoal.runtime.engine.agent.moving import Moving
+from shoal.runtime.engine.agent.resizing import Resizing
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.engine.agent.watchdog import HungStepError, StepWatch
 from shoal.runtime.protocol import messages as m
@@ -56,6 +57,7 @@ class Agent:
         self._lending = Lending(backend, transport, self.binding, self._carrying, clock)
         self._moving = Moving(backend, transport)
         self._forming = Forming(backend, transport)
+        self._resizing = Resizing(backend, transport, self.binding, self._watch)
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
         self._announce(startup or m.Startup())
@@ -69,7 +71,7 @@ class Agent:
         return [
             core
             for core in self.binding.serving
-            if not self._moving.holds(core) and not self._carrying.holds(core)
+            if not any(part.holds(core) for part in (self._moving, self._carrying, self._resizing))
         ]
 
     def run(self) -> None:
@@ -103,6 +105,7 @@ class Agent:
             self._busy = self._stepping.drive(self.active, judges=not self._forming.busy)
             self._busy |= self._moving.take_out()
             self._busy |= self._carrying.take_out()
+            self._busy |= self._resizing.tend()
             self.binding.reach_safe_point()
             self._lending.tend()
             self._stepping.publish()
@@ -123,6 +126,7 @@ class Agent:
                 list(backend.layouts),
                 backend.ready_response,
                 startup,
+                backend.shares,
             )
         )
 
@@ -179,6 +183,8 @@ class Agent:
                 self._utility(frames, call)
             case m.CheckIntegrity(call):
                 self._check_integrity(call)
+            case m.CloseBlocks() | m.FillWeights() | m.UseWeights() | m.OpenBlocks():
+                self._resizing.take(message)
             case m.FormGroup() | m.StartGroup():
                 self._forming.take(message, alone=self.binding.state is State.SOLO)
             case m.Ping():
@@ -225,7 +231,7 @@ class Agent:
             return 0.0
         due = (
             timeout,
-            POLL_SECONDS if self._forming.busy else None,
+            POLL_SECONDS if self._forming.busy or self._resizing.busy else None,
             self._backend.next_wakeup(),
             self._stepping.due_in(),
             self._lending.due_in(),

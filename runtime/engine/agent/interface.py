@@ -20,6 +20,7 @@ from shoal.runtime.protocol.messages import (
     Fallback,
     LayoutLimits,
     Mode,
+    Shares,
     Work,
 )
 
@@ -253,6 +254,12 @@ class Core(Protocol):
         Returns whether a step was dispatched.
         """
 
+    def holders(self, beyond: int) -> list[str]:
+        """Return the requests with a block whose id is above ``beyond`` on any member's engine."""
+
+    def preempt(self, request_ids: Sequence[str]) -> None:
+        """Take requests' blocks: they are computed again. Only while no step is in flight."""
+
     def pause(self) -> None:
         """Take note that nothing is dispatched for now, while a step is in flight."""
 
@@ -296,6 +303,16 @@ class BlockLender(Protocol):
     def lent(self) -> frozenset[int]:
         """Ids of the blocks lent now."""
 
+    def withhold(self, beyond: int) -> int:
+        """Take free blocks whose ids are above ``beyond`` out of the pool, whatever they cache.
+
+        Returns:
+            How many such blocks requests or groups still hold.
+        """
+
+    def restore(self) -> None:
+        """Put all blocks back that are withheld."""
+
 
 class OwnCore(Core, BlockLender, Protocol):
     """The core of an engine alone; it owns the engine's blocks, and so lends them."""
@@ -315,6 +332,12 @@ class GroupCore(Core, Protocol):
 
     def release(self, epoch: int) -> None:
         """Send the members' runners back after the steps in flight. The lease stays open."""
+
+    def surrender(self, beyond: int) -> Lease:
+        """Close the free virtual blocks that a block backs whose id is above ``beyond``.
+
+        Returns the physical blocks that backed them, also those of lower ids.
+        """
 
     def shrink(self, blocks: int) -> Lease:
         """Close up to so many free virtual blocks; return the physical blocks that backed them.
@@ -344,6 +367,7 @@ class EngineBackend(Protocol):
     engine: int
     num_blocks: int
     ready_response: bytes
+    shares: Shares
 
     @property
     def own(self) -> OwnCore:
@@ -379,6 +403,26 @@ class EngineBackend(Protocol):
         """Start the group's core, if this engine leads it; every member has formed the group.
 
         Collective over the members. Done when this engine's runner takes instructions again.
+        """
+
+    def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
+        """Have the unit's runners give up the memory of KV blocks, and copy their peers' weights.
+
+        Steps go on meanwhile. The future yields "", or why the copies cannot be used.
+
+        Args:
+            unit: this engine's unit, which it leads.
+            blocks: the KV blocks whose ids are above this number are given up.
+        """
+
+    def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
+        """Have the unit's runners share weights with so many engines, after the steps in flight.
+
+        The future yields the bytes of weights in the memory of each member.
+
+        Args:
+            unit: see ``fill_weights``.
+            share: 1: they use the copies. Otherwise these are given back, and KV has its memory.
         """
 
     def utility(self, frames: Sequence[Any]) -> Sequence[Any]:

@@ -28,7 +28,7 @@ from shoal.runtime.engine.fake.step_times import (
     no_hops,
 )
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import LayoutLimits, Startup
+from shoal.runtime.protocol.messages import LayoutLimits, Shares, Startup
 
 T = TypeVar("T")
 
@@ -86,6 +86,11 @@ class FakeBackend:
         """The group that this engine's runner was last sent to."""
         self.formed: list[tuple[Unit, int]] = []
         """Groups that this engine was told to form anew, and how often they were made before."""
+        self.share = config.share_weights
+        """How many engines share weights now."""
+        self.filled = False
+        """Whether there are copies of what peers keep."""
+        self.shares = _shares(settings, config.share_weights)
         self.own = FakeOwnCore(engine, self._limits[DP], self._surroundings)
         self._lead({})
         for unit in config.units if incarnation == 0 else ():
@@ -118,6 +123,19 @@ class FakeBackend:
         if unit.leader == self.engine:
             self._open_group(unit)
         return _done(None)
+
+    def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
+        """See ``EngineBackend.fill_weights``."""
+        self.faults.strike(Seam.FILL)
+        self.filled = True
+        return _done("a copy was damaged on purpose" if self.faults.wrong_copy else "")
+
+    def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
+        """See ``EngineBackend.use_weights``."""
+        self.faults.strike(Seam.USE)
+        assert share > 1 or self.filled, "there are no copies"
+        self.share, self.filled = share, self.filled and share == 1
+        return _done(dict.fromkeys(unit.engines, WHOLE_BYTES // share))
 
     # --- the rest -----------------------------------------------------------------------------
 
@@ -164,6 +182,18 @@ _UTILITY_RESULTS: dict[str, Any] = {
     "list_loras": [],
     "add_lora": True,
 }
+
+
+WHOLE_BYTES = 1 << 20
+"""What weights take that are not shared."""
+
+
+def _shares(settings: FakeSettings, share: int) -> Shares:
+    if share == 1:
+        return Shares()
+    if not settings.whole_blocks:
+        return Shares(fixed="this fake engine cannot have whole weights")
+    return Shares({1: settings.whole_blocks, share: settings.num_blocks})
 
 
 def _limits(settings: FakeSettings, layout: Layout, max_sp: int) -> LayoutLimits:

@@ -46,6 +46,14 @@ class FakeBlocks:
         self._evict(taken)
         return taken
 
+    def take_out(self, blocks: Iterable[int]) -> list[int]:
+        """Take out and return those of these ids that are free; they cache nothing any more."""
+        taken = [block for block in blocks if block in self._free]
+        for block in taken:
+            del self._free[block]
+        self._evict(taken)
+        return taken
+
     def give(self, blocks: Iterable[int]) -> None:
         """Put ids back. Those that others hold, too, do not come free (vLLM ``free_blocks``)."""
         plain = []

@@ -255,6 +255,29 @@ class FakeCore:
         """Return each member's own ids of the core's blocks."""
         raise NotImplementedError
 
+    # --- blocks that are given up -------------------------------------------------------------
+
+    def holders(self, beyond: int) -> list[str]:
+        """See ``Core.holders``."""
+        return [
+            request.id
+            for request in self._scheduler.requests
+            if any(self._is_beyond(block, beyond) for block in request.blocks)
+        ]
+
+    def _is_beyond(self, block: int, beyond: int) -> bool:
+        """Return whether what backs a block of this core has an id above ``beyond``."""
+        raise NotImplementedError
+
+    def preempt(self, request_ids: Sequence[str]) -> None:
+        """See ``Core.preempt``."""
+        scheduler = self._scheduler
+        for request in reversed([r for r in scheduler.requests if r.id in request_ids]):
+            if request in scheduler.running:
+                scheduler.preempt(request)
+            else:
+                scheduler.free(request)
+
     # --- steps --------------------------------------------------------------------------------
 
     def dispatch(self) -> bool:

@@ -48,9 +48,19 @@ class FakeGroupCore(FakeCore):
         self._around.faults.strike(Seam.RELEASE)
         self._bound = False
 
+    def _is_beyond(self, block: int, beyond: int) -> bool:
+        return any(physical > beyond for physical in self._backing[block])
+
+    def surrender(self, beyond: int) -> Lease:
+        """See ``GroupCore.surrender``."""
+        given_up = [block for block in self._backing if self._is_beyond(block, beyond)]
+        return self._close(self._pool.take_out(given_up))
+
     def shrink(self, blocks: int) -> Lease:
         """See ``GroupCore.shrink``."""
-        closed = self._pool.take(blocks)
+        return self._close(self._pool.take(blocks))
+
+    def _close(self, closed: Sequence[int]) -> Lease:
         returned = self._physical(closed)
         for block in closed:
             del self._backing[block]

@@ -17,6 +17,7 @@ class FakeOwnCore(FakeCore):
         self._pool = FakeBlocks(range(1, num_blocks + 1))
         self._num_blocks = num_blocks
         self._lent: set[int] = set()
+        self._withheld: list[int] = []
         super().__init__(alone(engine), limits, surroundings, self._pool)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
@@ -42,6 +43,23 @@ class FakeOwnCore(FakeCore):
             self._lent.remove(block)
         self._pool.give(blocks[1:] if faults.drop_block else blocks)
 
+    def _is_beyond(self, block: int, beyond: int) -> bool:
+        return block > beyond
+
+    def withhold(self, beyond: int) -> int:
+        """See ``BlockLender.withhold``."""
+        self._around.faults.strike(Seam.CLOSE)
+        if self._around.faults.keep_blocks:
+            return 0
+        self._withheld += self._pool.take_out(range(beyond + 1, self._num_blocks + 1))
+        return self._num_blocks - beyond - len(self._withheld)
+
+    def restore(self) -> None:
+        """See ``BlockLender.restore``."""
+        self._around.faults.strike(Seam.OPEN)
+        self._pool.give(self._withheld)
+        self._withheld = []
+
     @property
     def lent(self) -> frozenset[int]:
         """See ``BlockLender.lent``."""
@@ -51,9 +69,9 @@ class FakeOwnCore(FakeCore):
         """See ``Core.check_integrity``."""
         engine = self.unit.leader
         problems = super().check_integrity()
-        blocks = [*self._pool.ids, *set(self.held), *self._lent]
+        blocks = [*self._pool.ids, *set(self.held), *self._lent, *self._withheld]
         if len(set(blocks)) != len(blocks):
-            problems.append(f"engine {engine}: a block is free, held and lent at once")
+            problems.append(f"engine {engine}: a block is free, held, lent or given up at once")
         missing = self._num_blocks - len(set(blocks))
         if missing:
             problems.append(f"engine {engine}: {missing} blocks are lost")

@@ -270,7 +270,7 @@ class FakeScheduler:
                 preempted = True
                 victim = self._victim(number - 1)
                 if victim is not None:
-                    self._preempt(victim)
+                    self.preempt(victim)
                 if victim is None or victim is request:
                     break
             else:
@@ -387,10 +387,10 @@ class FakeScheduler:
         Args:
             begin: those before this one may be in the step that is scheduled.
         """
-        idle = (request for request in reversed(self.running[begin:]) if not request.in_flight)
-        return next(idle, None)
+        return next((one for one in reversed(self.running[begin:]) if not one.in_flight), None)
 
-    def _preempt(self, request: FakeRequest) -> None:
+    def preempt(self, request: FakeRequest) -> None:
+        """Take a running request's blocks; it waits, before those that wait."""
         self.free(request)
         self._note(request, wire.EventType.PREEMPTED)
         self.running.remove(request)
@@ -405,7 +405,7 @@ class FakeScheduler:
             if holders := self._holders:
                 self.free(holders[-1])
             elif self.running:
-                self._preempt(self.running[-1])
+                self.preempt(self.running[-1])
             else:
                 return
 

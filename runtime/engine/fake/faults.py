@@ -25,6 +25,10 @@ class Seam(enum.Enum):
     RESERVE = "reserve"
     SETTLE = "settle"
     COPY_AHEAD = "copy_ahead"
+    CLOSE = "close"
+    FILL = "fill"
+    USE = "use"
+    OPEN = "open"
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -38,6 +42,10 @@ class Faults(msgspec.Struct, frozen=True):
     """Lose one of the blocks that are taken back."""
     fail_form: bool = False
     """Do not make this engine's part of a group that is formed anew."""
+    keep_blocks: bool = False
+    """Say that all blocks are given up that are to be, but go on to use them."""
+    wrong_copy: bool = False
+    """Copy weights that differ from what peers keep."""
     repeat_token: bool = False
     """Emit the second token of every request twice."""
     lose_token: bool = False

@@ -80,7 +80,25 @@ class GroupLease:
         Returns the physical blocks that backed them, by member, rows aligned. Closing evicts the
         blocks from the group's prefix cache, because the members may overwrite their contents.
         """
-        blocks = self._pool.get_new_blocks(min(count, self.num_free))
+        return self._close(self._pool.get_new_blocks(min(count, self.num_free)))
+
+    def is_beyond(self, virtual: int, beyond: int) -> bool:
+        """Return whether a block with an id above ``beyond`` backs an open virtual block."""
+        return any(backing.get(virtual, 0) > beyond for backing in self._backing.values())
+
+    def close_beyond(self, beyond: int) -> dict[int, list[int]]:
+        """Close the free virtual blocks that a block with an id above ``beyond`` backs.
+
+        Returns what ``close`` does.
+        """
+        rows = self._backing[self._group.leader]
+        blocks = [self._pool.blocks[virtual] for virtual in rows if self.is_beyond(virtual, beyond)]
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self._pool.evict_blocks({block.block_id for block in free})
+        self._pool.touch(free)
+        return self._close(free)
+
+    def _close(self, blocks: Sequence[Any]) -> dict[int, list[int]]:
         self._closed.extend(reversed(blocks))
         return {
             member: [backing.pop(block.block_id) for block in blocks]

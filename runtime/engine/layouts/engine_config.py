@@ -1,6 +1,6 @@
 """The configuration that an engine runs a layout with: vLLM's, and what lets layouts share."""
 
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -9,6 +9,7 @@ from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.weights.rules.rule_registry import WEIGHT_SCHEME
 from shoal.runtime.engine.weights.rules.unquantised import leave_weights_on_cpus
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.sharing.slots import OPERATOR
 from shoal.runtime.engine.weights.view_loader import VIEW_LOAD_FORMAT
 from shoal.runtime.layout_configs import take
 from shoal.runtime.served_weights import EXPERTS_BACKEND
@@ -47,6 +48,8 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu and layout.pp == 1
     elif config.model_config.is_moe:
         config.kernel_config.moe_backend = EXPERTS_BACKEND
+    if layout.tp < node.share_weights:
+        _stream_weights(config)
     if node.max_pp > 1:
         config.cache_config.kv_cache_layout = blocks_outermost().name
     if layout != DP:
@@ -54,6 +57,22 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         # A worker needs its share of the device's memory to be free; DP has taken it for all.
         config.cache_config.gpu_memory_utilization = NO_SHARE
     return config
+
+
+def _stream_weights(config: VllmConfig) -> None:
+    """Let a layout that streams weights have no CUDA graphs, and pieces that are compiled alike.
+
+    A graph would replay copies without knowing what the slots hold by then. Steps that are small
+    enough for vLLM's graphs wait for their copies, and not for the host.
+
+    The operator that waits for weights has the layer's number. Within a piece that is compiled, it
+    would make each layer's piece another one, and Inductor would compile all of them.
+    """
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [], 0
+    if compilation.splitting_ops:  # else a model is compiled as a whole
+        compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
 
 
 def blocks_outermost() -> KVCacheLayout:

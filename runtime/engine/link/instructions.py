@@ -21,6 +21,8 @@ SP_EXCHANGES = "sp_exchanges"
 """The same for how members exchange in SP, by the name of the layout."""
 WEIGHT_BYTES = "weight_bytes"
 """The same for the bytes of weights in the engine's own memory."""
+SHARES = "shares"
+"""The same for the share levels that the engine can have (``messages.Shares``)."""
 SHARES_KV = "shares_kv"
 """The same for why this runner cannot read the KV of the node's other engines; "" if it can. If it
 cannot, requests that come from other engines have to be computed again."""
@@ -172,19 +174,55 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class FillWeights:
+    """Give up the memory of KV blocks above an id, and copy peers' weights beside later steps.
+
+    Every member answers with "", or why its copies cannot be used, once it has copied all.
+    """
+
+    seq: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class UseWeights:
+    """Share weights with so many engines; 1: use the copies that ``FillWeights`` made.
+
+    Otherwise give copies back, and let KV have all its memory. Every member answers with the bytes
+    of weights that it has then in its own memory.
+    """
+
+    seq: int
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
 class Detach:
     """On a group's queue: read the runner's own queue again."""
 
     epoch: int
 
 
-Instruction = Call | Step | Sample | Attach | Bind | Extend | Carry | CopyAhead | Form | Detach
+Instruction = (
+    Call
+    | Step
+    | Sample
+    | Attach
+    | Bind
+    | Extend
+    | Carry
+    | CopyAhead
+    | Form
+    | FillWeights
+    | UseWeights
+    | Detach
+)
 """What a runner reads from a queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One runner's answer to ``Call``, ``Step``, ``Carry``, ``CopyAhead`` or ``Form``."""
+    """One runner's answer to an instruction that has a ``seq``."""
 
     layout: str
     """Name of the layout that the answer is from: an engine leads no more than one unit of each.

@@ -35,11 +35,13 @@ SEAMS = (
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", "vllm_core"),
-    Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "vllm_own_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "block_holders"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler._holds_kv_blocks", "carried_requests"),
     Seam(
         "vllm.v1.core.sched.scheduler", "Scheduler._is_blocked_waiting_status", "carried_requests"
     ),
+    Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids", "block_holders"),
+    Seam("vllm.v1.kv_cache_interface", "KVCacheTensor", "backing"),
     Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "carried_requests"),
     Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "carried_requests"),
     Seam(

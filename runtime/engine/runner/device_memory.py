@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.platforms import current_platform
@@ -16,6 +17,21 @@ def used_bytes() -> int | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
+
+
+def leave_in_use(cache_config: Any) -> None:
+    """Take off the share of a GPU that vLLM asks for what is in use there already.
+
+    An engine that was restarted finds in use what peers have kept of its weights. vLLM would refuse
+    to start, because it wants all of its share to be free.
+
+    Args:
+        cache_config: vLLM's ``CacheConfig``, changed in place.
+    """
+    if not current_platform.is_cuda():
+        return
+    free, total = torch.cuda.mem_get_info()
+    cache_config.gpu_memory_utilization -= (total - free) / total
 
 
 class MemoryPhases:

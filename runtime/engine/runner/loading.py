@@ -28,14 +28,15 @@ from shoal.runtime.engine.layouts.adapters import adapter_bytes, load_adapters
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
-from shoal.runtime.engine.runner.device_memory import MemoryPhases
+from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
-from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
+from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier
+from shoal.runtime.engine.weights.sharing.pages import pages_on
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
-from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots
+from shoal.runtime.engine.weights.sharing.slots import WeightSlots
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import owned_bytes, register_view_loader
 
@@ -74,13 +75,11 @@ class LayoutLoader:
         self.shared: SharedMlps | None = None
         """The MLPs of which this engine keeps a part only; None: it keeps all weights."""
         if node.share_weights > 1:
-            self.shared = SharedMlps(
-                engine,
-                Degree(node.share_weights, node.weight_groups),
-                self._directory,
-                HostShards(f"{self._directory.name}-weights"),
-                WeightSlots(HostCopier()),
-            )
+            device = torch.device(current_platform.device_type, engine)
+            memory, copier = memory_and_copier(f"{self._directory.name}-weights", device)
+            degree = Degree(node.share_weights, node.weight_groups)
+            slots, pages = WeightSlots(copier), pages_on(device)
+            self.shared = SharedMlps(engine, degree, self._directory, memory, slots, pages)
         register_view_loader(
             lambda: self.store,
             lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),
@@ -97,12 +96,15 @@ class LayoutLoader:
         """Make the workers of these layouts, DP's first. Collective over the unit of each."""
         if current_platform.is_cuda():
             torch.cuda.set_device(self._engine)
+            check_reach(self._engine, self._node.share_weights)
         self.memory.begin()
         with self._timed("communicators"):
             join_node(self._engine, self._node.engines)
             self._dp = engine_config(self._node, DP, UnitExecutor)
             if self.shared is not None:
                 self._dp.quant_config.shared = self.shared.method
+                if self.shared.is_kept():
+                    leave_in_use(self._dp.cache_config)
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
                 # vLLM compiles some small functions all the same, and a machine that serves eagerly
                 # on CPUs may have no C++ compiler.

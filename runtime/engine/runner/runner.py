@@ -33,6 +33,7 @@ from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
 from shoal.runtime.engine.link.step_queues import StepQueues
 from shoal.runtime.engine.runner.loading import LayoutLoader
+from shoal.runtime.engine.runner.memory_moves import MemoryMoves
 from shoal.runtime.engine.runner.taking_up import TakingUp
 from shoal.runtime.node.runtime_dir import remove_former
 
@@ -151,7 +152,8 @@ class Runner:
         self._layout = DP
         """The layout of the latest instruction."""
         self._carrying: TakingUp
-        """Exists once the cores have started."""
+        self._memory: MemoryMoves
+        """Both exist once the cores have started."""
 
     def _queue(self, unit: Unit, generation: int = 0) -> "zmq.Socket[bytes]":
         queue: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -179,6 +181,7 @@ class Runner:
         # As vLLM's own processes do: without this, every step looks settings up at each use.
         enable_envs_cache()
         self._carrying = TakingUp(self._node, self._engine, self._loader)
+        self._memory = MemoryMoves(self._loader, self._node.share_weights)
         while True:
             self._turn()
 
@@ -207,6 +210,8 @@ class Runner:
             value = self._loader.by_sequence.exchanges
         elif call.method == instructions.WEIGHT_BYTES:
             value = self._loader.store.resident_bytes
+        elif call.method == instructions.SHARES:
+            value = self._memory.shares
         elif call.method == instructions.SHARES_KV:
             value = self._carrying.problem()
         else:
@@ -266,6 +271,14 @@ class Runner:
         self._enter(DP)
         self._random.forget(layout)
         self._responder.answer(self._worker.unit, form.seq, error)
+
+    def _on_fillweights(self, fill: instructions.FillWeights) -> None:
+        copied = self._memory.fill(fill.blocks)
+        self._beside.answer(self._worker.unit, fill.seq, copied)
+
+    def _on_useweights(self, use: instructions.UseWeights) -> None:
+        weight_bytes = self._memory.use(use.share)
+        self._responder.answer(self._worker.unit, use.seq, weight_bytes)
 
     def _on_detach(self, detach: instructions.Detach) -> None:
         layout = self._layout

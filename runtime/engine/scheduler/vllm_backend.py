@@ -1,7 +1,7 @@
 """The real engine: vLLM cores in this scheduler process, runners in theirs."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ LOAD_TIMEOUT_SECONDS = 1800.0
 """Longest time a runner may take to load before its first answer."""
 
 C = TypeVar("C", bound=VllmCore)
+T = TypeVar("T")
 
 GRAMMAR_POLL_SECONDS = 0.005
 """Time between two looks whether a grammar that a request waits for is compiled."""
@@ -75,12 +76,13 @@ class VllmBackend:
         self._shares_kv = True
         self._lead(self._start_groups() if incarnation == 0 else {})
         # The answer comes when the groups that this engine is in, but does not lead, have begun.
-        taken, exchanges, weights, problem = (
+        taken, exchanges, weights, self.shares, problem = (
             self._inbox.wait(self._ask_runner(method), LOAD_TIMEOUT_SECONDS)
             for method in (
                 instructions.STARTUP_BYTES,
                 instructions.SP_EXCHANGES,
                 instructions.WEIGHT_BYTES,
+                instructions.SHARES,
                 instructions.SHARES_KV,
             )
         )
@@ -197,6 +199,22 @@ class VllmBackend:
             for unit, core in self.cores.items()
         ]
 
+    # --- memory between weights and KV ---
+
+    def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
+        """See ``interface.EngineBackend.fill_weights``."""
+        channel = self.cores[unit].channel
+        seq, answers = channel.expect(unit.size)
+        channel.send(instructions.FillWeights(seq, blocks))
+        return _of_all(unit, answers, lambda problems: next(filter(None, problems.values()), ""))
+
+    def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
+        """See ``interface.EngineBackend.use_weights``."""
+        channel = self.cores[unit].channel
+        seq, answers = channel.expect(unit.size)
+        channel.send(instructions.UseWeights(seq, share))
+        return _of_all(unit, answers, lambda weight_bytes: weight_bytes)
+
     # --- runner ---
 
     def attach(self, unit: Unit, epoch: int) -> None:
@@ -252,6 +270,30 @@ class VllmBackend:
     def close(self) -> None:
         """See ``interface.EngineBackend.close``."""
         self._context.destroy(linger=0)
+
+
+def _of_all(
+    unit: Unit, answers: "Future[Any]", combine: Callable[[dict[int, Any]], T]
+) -> "Future[T]":
+    """Return the future of what all members together answer.
+
+    Args:
+        unit: the members.
+        answers: yields what a channel does (``UnitChannel.expect``).
+        combine: from the members' answers to the result.
+    """
+    result: Future[T] = Future()
+
+    def take(done: "Future[Any]") -> None:
+        error = done.exception()
+        if error is not None:
+            result.set_exception(error)
+            return
+        values = done.result() if unit.is_group else [done.result()]
+        result.set_result(combine(dict(zip(unit.engines, values, strict=True))))
+
+    answers.add_done_callback(take)
+    return result
 
 
 class TooLongError(ValueError):

@@ -30,7 +30,8 @@ from shoal.runtime.engine.agent.interface import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link import instructions
-from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.engine.link.executor import UnitChannel, UnitExecutor
+from shoal.runtime.engine.scheduler.block_holders import holders, preempt
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
@@ -292,6 +293,24 @@ class VllmCore:
         # tokens again as far as they are known here: without the token of the ended step.
         older, newer = (step.scheduled.num_scheduled_tokens for step in (steps[0], steps[-1]))
         return bool(older.keys() <= newer.keys())
+
+    def holders(self, beyond: int) -> list[str]:
+        """See ``interface.Core.holders``."""
+        return holders(self._scheduler, lambda block: self._is_beyond(block, beyond))
+
+    def _is_beyond(self, block: int, beyond: int) -> bool:
+        """Return whether what backs a block of this core has an id above ``beyond``."""
+        return block > beyond
+
+    def preempt(self, request_ids: Sequence[str]) -> None:
+        """See ``interface.Core.preempt``."""
+        preempt(self._scheduler, request_ids)
+        self._stalled = False
+
+    @property
+    def channel(self) -> UnitChannel:
+        """The queues to the runners of the unit's members."""
+        return self._executor.channel
 
     def pause(self) -> None:
         """See ``interface.Core.pause``: nothing to do, steps are queued one by one."""

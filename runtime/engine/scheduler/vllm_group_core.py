@@ -44,6 +44,13 @@ class VllmGroupCore(VllmCore):
         """See ``interface.GroupCore.release``."""
         self._executor.channel.send(steps.Detach(epoch))
 
+    def _is_beyond(self, block: int, beyond: int) -> bool:
+        return self._lease.is_beyond(block, beyond)
+
+    def surrender(self, beyond: int) -> Lease:
+        """See ``interface.GroupCore.surrender``."""
+        return self._lease.close_beyond(beyond)
+
     def shrink(self, blocks: int) -> Lease:
         """See ``interface.GroupCore.shrink``."""
         return self._lease.close(blocks)

@@ -15,6 +15,8 @@ class VllmOwnCore(VllmCore):
     def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1) -> None:
         super().__init__(unit, config, log_stats=log_stats, max_sp=max_sp)
         self._lent: dict[int, Any] = {}
+        self._withheld: list[Any] = []
+        """Blocks that are given up."""
 
     @property
     def num_blocks(self) -> int:
@@ -32,22 +34,33 @@ class VllmOwnCore(VllmCore):
         return [block.block_id for block in taken]
 
     def _preempt_last(self) -> bool:
-        """Preempt the latest running request: its blocks come free, it is recomputed later.
-
-        The body of ``Scheduler.reset_prefix_cache(reset_running_requests=True)`` for one request.
-        Returns whether there was one. Only while no step is in flight.
-        """
+        """Preempt the latest running request; return whether there was one."""
         if not self._scheduler.running:
             return False
-        request = self._scheduler.running.pop()
-        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
-        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.preempt([self._scheduler.running[-1].request_id])
         return True
 
     def take_back(self, blocks: Sequence[int]) -> None:
         """See ``interface.BlockLender.take_back``."""
         self.block_pool.free_blocks([self._lent.pop(block) for block in blocks])
         # The scheduler may have something to run again.
+        self._stalled = False
+
+    def withhold(self, beyond: int) -> int:
+        """See ``interface.BlockLender.withhold``."""
+        pool = self.block_pool
+        given_up = self.num_blocks - beyond
+        if len(self._withheld) < given_up:
+            free = [block for block in pool.blocks[beyond + 1 :] if block.ref_cnt == 0]
+            pool.evict_blocks({block.block_id for block in free})
+            pool.touch(free)
+            self._withheld += free
+        return given_up - len(self._withheld)
+
+    def restore(self) -> None:
+        """See ``interface.BlockLender.restore``."""
+        self.block_pool.free_blocks(self._withheld)
+        self._withheld = []
         self._stalled = False
 
     @property
@@ -60,10 +73,10 @@ class VllmOwnCore(VllmCore):
         problems, engine = super().check_integrity(), self.unit.leader
         if self.num_requests == 0:
             free = self.block_pool.get_num_free_blocks()
-            accounted = free + len(self._lent) + self._ahead.num_held
+            accounted = free + len(self._lent) + self._ahead.num_held + len(self._withheld)
             if accounted != self.num_blocks:
                 problems.append(
-                    f"engine {engine}: {accounted} blocks free, lent or copied ahead, "
+                    f"engine {engine}: {accounted} blocks free, lent, copied ahead or given up, "
                     f"expected {self.num_blocks}"
                 )
         unheld = [block_id for block_id, block in self._lent.items() if block.ref_cnt != 1]

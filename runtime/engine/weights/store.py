@@ -1,5 +1,6 @@
 """Where the full weights of the model are."""
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -63,9 +64,17 @@ class ResidentWeights:
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights on this engine's device."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [tensor for name, tensor in self._named() if self._is_resident(name)]
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def _is_resident(self, _name: str) -> bool:
+        """Return whether a tensor's whole storage is on this engine's device, for it alone."""
+        return True
 
 
 def without_adapters(layer: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from shoal.runtime.protocol.messages.metrics import EngineGauges, Family
 from shoal.runtime.protocol.messages.values import DeathCause, Message, Outcome, Treatment
 from shoal.runtime.protocol.messages.views import (
     EngineView,
+    MemoryView,
     ShiftView,
     SwitchTrace,
     SwitchView,
@@ -71,6 +72,16 @@ class SetShiftThreshold(Message, frozen=True):
 
     call: int
     threshold: ShiftThreshold
+
+
+class ChangeMemory(Message, frozen=True):
+    """Ask for another share level; the answer is ``MemoryChanged`` or ``CallFailed``, at its end.
+
+    See ``NodeConfig.share_weights``.
+    """
+
+    call: int
+    share_weights: int
 
 
 class AuditNode(Message, frozen=True):
@@ -150,6 +161,7 @@ ToControllerControl = (
     | DrainEngines
     | SetPolicy
     | SetShiftThreshold
+    | ChangeMemory
     | AuditNode
     | EngineDied
     | EngineStarting
@@ -195,7 +207,9 @@ class LayoutView(Message, frozen=True):
     lengths: dict[str, int] = msgspec.field(default_factory=dict)
     """Tokens of the longest request that each layout holds; empty until the engines are ready."""
     share_weights: int = 1
-    """See ``NodeConfig.share_weights``."""
+    """How many engines share weights now, or will when a change has ended that is under way."""
+    memory_changes: list[MemoryView] = msgspec.field(default_factory=list)
+    """The last changes of memory between weights and KV."""
 
 
 class NodeMetrics(Message, frozen=True):
@@ -211,6 +225,13 @@ class SwitchDone(Message, frozen=True):
 
     call: int
     switch: SwitchView
+
+
+class MemoryChanged(Message, frozen=True):
+    """Answer to ``ChangeMemory``."""
+
+    call: int
+    change: MemoryView
 
 
 class AuditDone(Message, frozen=True):
@@ -301,4 +322,13 @@ class KillEngines(Message, frozen=True):
 Note = Placed | Ended | Interrupted | PoolLimits | Switching
 """Messages that the controller sends a front end unasked."""
 
-FromController = LayoutView | NodeMetrics | SwitchDone | AuditDone | CallFailed | Note | KillEngines
+FromController = (
+    LayoutView
+    | NodeMetrics
+    | SwitchDone
+    | MemoryChanged
+    | AuditDone
+    | CallFailed
+    | Note
+    | KillEngines
+)

@@ -28,6 +28,7 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Unpin,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.memory_messages import MemoryAnswer, Shares, ToMemory
 from shoal.runtime.protocol.messages.trial_messages import Tried, Try
 from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
@@ -242,6 +243,7 @@ ToEngine = (
     | CheckIntegrity
     | FormGroup
     | StartGroup
+    | ToMemory
     | Ping
 )
 
@@ -273,6 +275,7 @@ class EngineReady(Message, frozen=True):
     layouts: list[LayoutLimits]
     ready_response: bytes
     startup: Startup = Startup()
+    shares: Shares = Shares()
 
 
 class Prepared(Message, frozen=True):
@@ -435,6 +438,7 @@ ToController = (
     | Imported
     | EngineFailed
     | Formed
+    | MemoryAnswer
     | UtilityDone
     | Pong
 )

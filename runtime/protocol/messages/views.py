@@ -15,6 +15,7 @@ class EngineView(msgspec.Struct, frozen=True):
     engine: int
     state: str
     num_blocks: int
+    """KV blocks that requests may hold."""
     lent_blocks: dict[str, int]
     """Number of lent blocks, by group, where a group is written like ``0,1``."""
     startup_seconds: dict[str, float] = {}
@@ -23,6 +24,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """How much memory of its device the start took, by phase."""
     weight_bytes: int = 0
     """See ``messages.Startup``; 0 until it is ready."""
+    share_weights: int = 1
+    """How many engines it shares weights with, itself included."""
     restarts: int = 0
     """How often it was restarted."""
     reason: str | None = None
@@ -141,6 +144,38 @@ class SwitchView(msgspec.Struct, frozen=True):
     def text_after(self) -> str:
         """Return the units after it as text for people."""
         return units_text(self.after, self.after_layouts)
+
+
+class MemoryView(msgspec.Struct, frozen=True):
+    """One past change of memory between weights and KV (``memory_messages``)."""
+
+    epoch: int
+    at: float
+    """Seconds since the epoch (wall clock), at its beginning."""
+    engines: list[int]
+    """The engines that were to change, also those that have died meanwhile."""
+    before: int
+    """How many engines shared weights; 1: each had whole weights."""
+    after: int
+    """How many share them when it has ended."""
+    num_blocks: int
+    """KV blocks of each of the engines when it has ended."""
+    preempted: int
+    """Requests whose KV was on blocks that were given up, and that were computed again."""
+    duration_seconds: float
+    reason: str
+    outcome: str
+    error: str | None = None
+
+    def line(self) -> str:
+        """Return the change in one line, for people to read."""
+        took = f"{self.duration_seconds * 1e3:.1f} ms"
+        end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
+        return (
+            f"memory {self.epoch}: weights shared by {self.before} -> {self.after} on engines "
+            f"{self.engines} ({self.reason}) {end}; {self.num_blocks} KV blocks each, "
+            f"{self.preempted} requests preempted"
+        )
 
 
 class Phase(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
+from shoal.runtime.engine.weights.sharing import whole_weights
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import owned_bytes as loaded_bytes
@@ -287,6 +288,54 @@ def _view_heads(runner: ProbedRunner, layout: Layout, shard: int) -> None:
 def kept_weights(runner: ProbedRunner) -> int:
     """Return the number of the file in which this engine keeps its part of shared MLPs."""
     return os.fstat(runner._loader.shared._file).st_ino
+
+
+def without_memory(runner: ProbedRunner) -> int:
+    """Return how many bytes of the KV buffer may not be touched, as the kernel says."""
+    buffer, found = runner._loader.buffer.raw, 0
+    first = buffer.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights = line.split()[:2]
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if rights.startswith("---"):
+            found += max(0, min(end, first + buffer.nbytes) - max(begin, first))
+    return found
+
+
+def bytes_for_whole_weights(runner: ProbedRunner) -> int:
+    """Return how many bytes more whole weights take than shared ones."""
+    whole = runner._loader.shared.whole
+    return int(whole.copied_bytes - whole.slot_bytes)
+
+
+def streams(runner: ProbedRunner) -> bool:
+    """Return whether layers are copied into slots."""
+    return bool(runner._loader.shared._slots.streams)
+
+
+def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
+    """Copy something else than what peers keep."""
+    whole = runner._loader.shared.whole
+    if damaged:
+        whole._copy = lambda target, source: target.copy_(source.roll(4096))
+    else:
+        del whole._copy
+
+
+def compare_nothing(runner: ProbedRunner, damaged: bool) -> None:
+    """Take all copies for right."""
+    whole_weights.torch = _TakesAllForEqual() if damaged else torch
+
+
+class _TakesAllForEqual:
+    """PyTorch, to which all tensors are equal."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def equal(*_: torch.Tensor) -> bool:
+        return True
 
 
 Damage = Callable[[ProbedRunner, bool], None]

@@ -47,7 +47,7 @@ from shoal.runtime.engine.scheduler import vllm_backend
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 from shoal.runtime.protocol.transport import SUPERVISOR, ZmqControllerTransport, front_identity
 from shoal.server.frontend.interruptions import Interruptions
 from shoal.server.frontend.ordering import InOrder
@@ -268,7 +268,7 @@ class WatchedTransport(ZmqControllerTransport):
 
 
 class SwitchFailed(AssertionError):
-    """A switch that the controller could not do; the message is its error."""
+    """A switch, or another change, that the controller could not do; the message is its error."""
 
 
 class RealNode:
@@ -679,6 +679,31 @@ class RealNode:
         """Let all requests of a unit go to another one of its layout, as if that had less to do."""
         self.until(lambda: self.controller._operations.is_idle, "the end of an operation")
         self.controller._balancing._move(Rebalance(source, destination, sys.maxsize), math.inf)
+
+    # --- memory ---
+
+    def ask_memory(self, share: int) -> int:
+        """Ask for a share level without waiting; returns the call for ``memory_changed``."""
+        call = next(self._numbers)
+        self._control.send(m.encode(m.ChangeMemory(call, share)))
+        return call
+
+    def memory_changed(self, call: int) -> MemoryView:
+        """Wait for a change of memory to be over.
+
+        Raises:
+            SwitchFailed: the controller could not do it.
+        """
+        self.until(lambda: call in self._replies, "memory")
+        reply = self._replies.pop(call)
+        if isinstance(reply, m.CallFailed):
+            raise SwitchFailed(reply.error)
+        assert isinstance(reply, m.MemoryChanged)
+        return reply.change
+
+    def change_memory(self, share: int) -> MemoryView:
+        """Let the engines share weights with so many, or have whole weights."""
+        return self.memory_changed(self.ask_memory(share))
 
     def audit(self) -> list[str]:
         """Return every broken invariant of the engines' and the controller's books."""

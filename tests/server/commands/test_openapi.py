@@ -103,7 +103,7 @@ def test_what_needs_no_key_says_so(public: dict[str, Any]) -> None:
 
 def test_bodies_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
     schemas = admin["components"]["schemas"]
-    bodies = {route: f"{route.title()}Request" for route in ("layout", "policy", "shift")}
+    bodies = {route: f"{route.title()}Request" for route in ("layout", "policy", "shift", "memory")}
     for route, name in {**bodies, "drain": "EnginesRequest", "resume": "EnginesRequest"}.items():
         body = operations(admin)["POST", f"/admin/{route}"]["requestBody"]
         assert body["content"]["application/json"]["schema"]["$ref"].endswith(f"/{name}")
@@ -126,6 +126,7 @@ def test_answers_of_the_admin_api_are_documented(admin: dict[str, Any]) -> None:
         ("GET", "/admin/policy"): "PolicyAnswer",
         ("POST", "/admin/policy"): "PolicyAnswer",
         ("POST", "/admin/shift"): "ShiftAnswer",
+        ("POST", "/admin/memory"): "MemoryAnswer",
         ("POST", "/admin/audit"): "AuditAnswer",
     }
     for model in set(models.values()):

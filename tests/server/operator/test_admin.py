@@ -13,6 +13,7 @@ from shoal.runtime.protocol.controller_client import CallError
 from shoal.runtime.protocol.messages import LayoutView, Treatment
 from shoal.runtime.protocol.messages.views import (
     EngineView,
+    MemoryView,
     ShiftView,
     SwitchView,
     UnavailableView,
@@ -44,12 +45,38 @@ SWITCH = SwitchView(
     before_layouts=["dp", "dp"],
     after_layouts=["pp2"],
 )
+MEMORY = MemoryView(
+    epoch=2,
+    at=1767225600.0,
+    engines=[0, 1],
+    before=2,
+    after=1,
+    num_blocks=812,
+    preempted=3,
+    duration_seconds=1.5,
+    reason="manual",
+    outcome="done",
+)
+MEMORY_ANSWER = {
+    "epoch": 2,
+    "at": 1767225600.0,
+    "engines": [0, 1],
+    "before": 2,
+    "after": 1,
+    "num_blocks": 812,
+    "preempted": 3,
+    "duration_seconds": 1.5,
+    "reason": "manual",
+    "outcome": "done",
+    "error": None,
+}
 NODE = LayoutView(
     call=1,
     engines=[
         EngineView(
             *(0, "serving", 1024, {"0,1": 64}, {"weights": 1.0}),
             weight_bytes=4096,
+            share_weights=2,
             drained=True,
             requests=3,
         )
@@ -68,6 +95,7 @@ NODE = LayoutView(
     shift=ShiftView(ShiftRule.AUTO, 2, {"tp2": 512}),
     unavailable=[UnavailableView((2, 3), "engine 2 died", "tp2")],
     share_weights=2,
+    memory_changes=[MEMORY],
 )
 SWITCH_ANSWER = {
     "epoch": 1,
@@ -129,6 +157,10 @@ class Controller:
     async def drain(self, engines: Sequence[int], *, drained: bool) -> LayoutView:
         self._take((engines, drained))
         return NODE
+
+    async def change_memory(self, share_weights: int) -> MemoryView:
+        self._take(share_weights)
+        return MEMORY
 
     async def set_policy(self, policy: str) -> LayoutView:
         self._take(policy)
@@ -417,13 +449,41 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
                 "num_blocks": 1024,
                 "lent_blocks": {"0,1": 64},
                 "weight_bytes": 4096,
+                "share_weights": 2,
             }
         ],
         "unavailable": [{"engines": [2, 3], "layout": "tp2", "reason": "engine 2 died"}],
         "shift": SHIFT_ANSWER,
         "share_weights": 2,
+        "memory_changes": [MEMORY_ANSWER],
         "switches": [SWITCH_ANSWER],
     }
+
+
+async def test_a_change_of_memory_is_asked_for_and_told(
+    controller: Controller, admin: httpx.AsyncClient
+) -> None:
+    answer = await admin.post("/admin/memory", json={"share_weights": 1})
+    assert (answer.status_code, answer.json()) == (200, MEMORY_ANSWER)
+    assert controller.asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({}, "share_weights"),
+        ({"share_weights": 0}, "share_weights"),
+        ({"share_weights": "1"}, "share_weights"),
+        ({"share_weights": 1 << 40}, "share_weights"),
+        ({"share_weights": 1, "wait": 3}, "wait"),
+    ],
+)
+async def test_a_body_that_names_no_level_is_refused(
+    controller: Controller, admin: httpx.AsyncClient, body: dict[str, Any], why: str
+) -> None:
+    error = error_of(await admin.post("/admin/memory", json=body), 400)
+    assert why in error["message"]
+    assert controller.asked == []
 
 
 async def test_the_policy_is_told_with_all_there_are(admin: httpx.AsyncClient) -> None:
@@ -457,6 +517,7 @@ async def test_an_audit_is_clean_without_problems(
         ("GET", "policy", None),
         ("POST", "policy", {"policy": "flying"}),
         ("POST", "shift", {"threshold": 512}),
+        ("POST", "memory", {"share_weights": 1}),
         ("POST", "audit", None),
     ],
 )

@@ -1,6 +1,6 @@
 """What the command line says of shared weights, and which models it refuses."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +8,11 @@ import pytest
 
 from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import (
+    AUTO,
     add_sharing_option,
     check_share,
     check_shared_model,
+    settle_share,
 )
 
 
@@ -26,36 +28,107 @@ def config(load_format: str = "auto", size: int = 512, **model: Any) -> SimpleNa
 
 def test_engines_share_nothing_unless_asked_for() -> None:
     parser = ArgumentParser()
-    add_sharing_option(parser)
+    add_sharing_option(parser, automatic=True)
     assert parser.parse_args([]).share_weights == 1
     assert parser.parse_args(["--share-weights", "4"]).share_weights == 4
 
 
+def test_only_a_node_that_starts_chooses_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    parsers = {automatic: ArgumentParser() for automatic in (True, False)}
+    for automatic, parser in parsers.items():
+        add_sharing_option(parser, automatic=automatic)
+    assert parsers[True].parse_args(["--share-weights", "auto"]).share_weights == AUTO
+    for automatic, value in ((False, "auto"), (True, "3"), (True, "all")):
+        with pytest.raises(SystemExit):
+            parsers[automatic].parse_args(["--share-weights", value])
+    assert "'all' is neither a number nor auto" in capsys.readouterr().err
+
+
+class Model:
+    """Of a ``ModelConfig`` what says how large a model is: that of Llama 3 70B, 141 GB."""
+
+    model, dtype = "m", "torch.bfloat16"
+    quantization: str | None = None
+    is_moe = use_mla = False
+    max_model_len = 8192
+    hf_text_config = SimpleNamespace(
+        num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672, hidden_size=8192
+    )
+
+    def get_total_num_hidden_layers(self) -> int:
+        return 80
+
+    def get_hidden_size(self) -> int:
+        return 8192
+
+    def get_vocab_size(self) -> int:
+        return 128256
+
+    def get_total_num_kv_heads(self) -> int:
+        return 8
+
+    def get_head_size(self) -> int:
+        return 128
+
+
+def chosen(gigabytes: int, engines: int, share: int | str = AUTO, **args: Any) -> int | str:
+    """Return what becomes of an option on GPUs with so much memory."""
+    cache = SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9)
+    config = SimpleNamespace(model_config=args.pop("model", Model()), cache_config=cache)
+    given = Namespace(**{"share_weights": share, "max_pp": 1} | args)
+    settle_share(given, config, engines, gigabytes * 10**9)
+    return given.share_weights
+
+
+def test_the_fewest_share_with_which_weights_fit() -> None:
+    assert chosen(192, 2) == 1
+    assert chosen(150, 2) == 2
+    assert chosen(150, 8) == 2, "no more than have to"
+    assert chosen(80, 4) == 4
+    assert chosen(80, 4, share=2) == 2, "the user knows better"
+    assert chosen(0, 4) == 1, "on CPUs"
+
+
+def test_weights_that_fit_nowhere_are_refused_with_their_size() -> None:
+    line = (
+        r"^--share-weights auto: m has 141 GB of weights; with --share-weights 2 "
+        r"each engine keeps 88 GB, and a GPU has room for 65 GB$"
+    )
+    with pytest.raises(UserError, match=line):
+        chosen(80, 2)
+    with pytest.raises(UserError, match="with --share-weights 1 each"):
+        chosen(150, 2, max_pp=2)
+
+
+def test_models_that_cannot_be_shared_are_not() -> None:
+    quantised = Model()
+    quantised.quantization = "fp8"
+    assert chosen(80, 4, model=quantised) == 1
+
+
 def test_there_are_as_many_engines_as_share() -> None:
     check_share(4, 4)
+    check_share(AUTO, 1)
     with pytest.raises(UserError, match="--share-weights 4: there are only 2 engines"):
         check_share(4, 2)
 
 
 @pytest.mark.parametrize(
-    ("refused", "groups", "on_gpus", "why"),
+    ("refused", "groups", "why"),
     [
-        (config(is_moe=True), 2, False, "m has experts"),
-        (config(use_mla=True), 2, False, r"m has latent attention \(MLA\)"),
-        (config(quantization="fp8"), 2, False, r"m is quantised \(fp8\)"),
-        (config(size=0), 2, False, "m names no size of its MLPs"),
-        (config(size=10), 4, False, "have 10 inner units, which make no 4 equal parts"),
-        (config("tensorizer"), 2, False, "--load-format tensorizer is not supported"),
-        (config(), 2, True, "GPUs are not supported yet"),
+        (config(is_moe=True), 2, "m has experts"),
+        (config(use_mla=True), 2, r"m has latent attention \(MLA\)"),
+        (config(quantization="fp8"), 2, r"m is quantised \(fp8\)"),
+        (config(size=0), 2, "m names no size of its MLPs"),
+        (config(size=10), 4, "have 10 inner units, which make no 4 equal parts"),
+        (config("tensorizer"), 2, "--load-format tensorizer is not supported"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_name(
-    refused: Any, groups: int, on_gpus: bool, why: str
-) -> None:
+def test_what_cannot_be_shared_is_refused_by_name(refused: Any, groups: int, why: str) -> None:
     with pytest.raises(UserError, match=rf"^--share-weights 2: .*{why}$"):
-        check_shared_model(2, refused, groups, on_gpus=on_gpus)
-    check_shared_model(1, refused, groups, on_gpus=on_gpus)
+        check_shared_model(2, refused, groups)
+    check_shared_model(1, refused, groups)
 
 
-def test_dense_models_are_shared_on_cpus() -> None:
-    check_shared_model(4, config(), 8, on_gpus=False)
+def test_dense_models_are_shared() -> None:
+    check_shared_model(4, config(), 8)

@@ -2,12 +2,13 @@
 
 SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights. Loading
 fills only the engine's own part. The DP model and other layouts with fewer members than there are
-parts have the slots as their weights. Wider layouts view the engine's own part.
+parts have whole weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own
+part.
 """
 
+import os
 import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.model_executor.utils import set_weight_attrs
 
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.rules.fused import GroupedActivation
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
@@ -26,15 +27,12 @@ from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
+from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
-from shoal.runtime.engine.weights.sharing.slots import (
-    SLOTS,
-    Copy,
-    WeightSlots,
-    stream_by,
-    use_weights,
-)
+from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, use_weights
+from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
+from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
 _ALIGNMENT = 256
 """Each weight begins at a multiple of so many bytes, as kernels like it."""
@@ -71,6 +69,18 @@ class SlotLinear(PlainLinear):
         layer.register_parameter("weight", self._mlps.add(self._name, shape, params_dtype))
         layer.shoal_grouped = True
 
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output; the part that this engine keeps is used where it is.
+
+        Args:
+            layer: of the DP model, which is complete.
+            x: ``[tokens, inputs]``.
+            bias: None; other layers are refused.
+        """
+        return split_linear(x, layer.weight, layer.own, layer.own_begin, layer.own_dimension)
+
 
 class SharedMlps:
     """The MLPs of one engine's model, of which it keeps a part.
@@ -81,6 +91,7 @@ class SharedMlps:
         directory: the node's private directory.
         memory: what the part is kept in.
         slots: the engine's.
+        pages: lets the engine have whole weights, too; None: it cannot.
     """
 
     def __init__(
@@ -90,6 +101,7 @@ class SharedMlps:
         directory: Path,
         memory: ShardMemory,
         slots: WeightSlots,
+        pages: Pages | None = None,
     ) -> None:
         self._engine, self._degree, self._place = engine, degree, engine % degree.parts
         self._memory, self._slots = memory, slots
@@ -97,8 +109,7 @@ class SharedMlps:
         """By the name of the layer in the model."""
         self._numbers: dict[str, int] = {}
         """The number of each MLP, by its name in the model."""
-        self._buffers: dict[tuple[str, int, tuple[int, int]], torch.Tensor] = {}
-        """The slots' memory: by the kind of weight, the slot, and the shape of the whole weight."""
+        self.whole = WholeWeights(memory, pages)
         self._kept: dict[int, torch.Tensor] = {}
         """What engines keep, by their places among those that share: this engine's, then peers'."""
         self._descriptors = Descriptors(directory, engine)
@@ -140,12 +151,13 @@ class SharedMlps:
             begin=self.size,
         )
         self._weights[name] = weight
+        self.whole.add(name, weight)
 
         def load(_: Parameter, loaded: torch.Tensor, half: Any = None) -> None:
             self._allocate()
             weight.load(loaded, half)
 
-        parameter = Parameter(self._slot(weight, 1), requires_grad=False)
+        parameter = Parameter(weight.of_layer(self.whole.weight(name)), requires_grad=False)
         set_weight_attrs(parameter, {"weight_loader": load, "output_dim": 0, "input_dim": 1})
         return parameter
 
@@ -158,17 +170,29 @@ class SharedMlps:
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes that this process has mapped and that other engines keep."""
-        return sum(kept.numel() for place, kept in self._kept.items() if place != self._place)
+        """Bytes that count to this process and that other engines keep, or that count twice."""
+        peers = (kept for place, kept in self._kept.items() if place != self._place)
+        return self.whole.alias_bytes + sum(int(kept.numel()) for kept in peers)
 
-    def _slot(self, weight: SharedWeight, tp: int) -> torch.Tensor:
-        """Return the slot of a weight, as the members of a layout see it."""
-        key = (weight.kind, weight.layer % SLOTS, weight.shape)
-        if key not in self._buffers:
-            # Written, so that its pages count as used before the rest is given to KV.
-            self._buffers[key] = torch.zeros(prod(weight.shape), dtype=weight.dtype)
-        shape = weight.part_shape(tp)
-        return self._buffers[key][: prod(shape)].view(shape)
+    def is_kept(self) -> bool:
+        """Return whether a peer has kept the part that this engine's former process loaded."""
+        file = self._ask(self._engine)
+        if file is not None:
+            os.close(file)
+        return file is not None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of shared MLPs in the engine's own memory."""
+        return self.size + self.whole.resident_bytes
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor of the DP model is one of the shared weights."""
+        return name.rpartition(".")[0] in self._weights
+
+    def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
+        """Return what this engine computes with in a layout, of a whole weight as it is stored."""
+        return weight.within(whole, nested_shard(self._place % tp, tp), tp)
 
     def _allocate(self) -> None:
         """Find or make memory for this engine's part: all layers are known, none is loaded."""
@@ -200,8 +224,12 @@ class SharedMlps:
         for name, weight in self._weights.items():
             if dummy:
                 weight.make_up(initialize_single_dummy_weight)
-            if weight.missing:
+            if weight.missing or weight.kept is None:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
+            layer = model.get_submodule(name)
+            layer.register_buffer("own", weight.of_layer(weight.kept), persistent=False)
+            layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
+            layer.own_begin = weight.own * layer.own.shape[layer.own_dimension]
         self._memory.seal(self._file)
         self._descriptors.hold(self._engine, self._file)
         self._meet_peers()
@@ -254,8 +282,11 @@ class SharedMlps:
             kept.act_fn = GroupedActivation(nn.Identity(), groups)
         elif full.name in self._weights:
             weight = self._weights[full.name]
-            streams = shard.of < self._degree.parts
-            kept = _linear(self._slot(weight, shard.of) if streams else weight.kept)
+            stored = weight.kept
+            if shard.of < self._degree.parts:
+                stored = self._member_part(weight, self.whole.weight(full.name), shard.of)
+            assert stored is not None, "its weights are not there yet"
+            kept = _linear(weight.of_layer(stored))
         else:
             return full, shard
         layer = FullLayer(full.name, kept, lambda name: kept.get_parameter(name.rpartition(".")[2]))
@@ -276,6 +307,26 @@ class SharedMlps:
             raise UnviewableWeights(f"engine {self._engine} does not keep its part of TP-{tp}")
         return Shard(wanted - kept, tp // parts)
 
+    # --- changes ----------------------------------------------------------------------------------
+
+    def fill_whole(self) -> None:
+        """Copy what peers keep, while steps stream. Used by no step before ``be_whole``.
+
+        Raises:
+            ValueError: a copy differs from what its peer keeps.
+        """
+        self.whole.fill(self._kept, self._place)
+
+    def be_whole(self) -> None:
+        """Compute with whole weights of this engine's own from now on; ``fill_whole`` has ended."""
+        self._slots.stop()
+        self.whole.use_copies(self._file, self._place)
+
+    def be_shared(self) -> None:
+        """Stream from now on what peers keep, and give all copies of it back."""
+        self.whole.use_slots()
+        self._slots.streams = True
+
     def stream_in(self, model: nn.Module, layout: Layout) -> None:
         """Have a layout's model stream what its engine does not keep: in layouts with few members.
 
@@ -287,10 +338,13 @@ class SharedMlps:
             return
         copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
         for source in sources(self._place, self._degree.parts, layout.tp):
-            for weight in self._weights.values():
-                slot = self._slot(weight, layout.tp)
+            if layout == DP and source.place == self._place:
+                continue  # its layers use it where it is kept (``SlotLinear``)
+            for name, weight in self._weights.items():
+                slot = self._member_part(weight, self.whole.slot(name), layout.tp)
                 target = weight.within(slot, source.part, self._degree.parts // layout.tp)
-                copies[weight.layer].append(Copy(target, weight.part_in(self._kept[source.place])))
+                kept = weight.part_in(self._kept[source.place])
+                copies[weight.layer].append(Copy(target, kept, source.place == self._place))
         self._slots.copies[layout.tp] = copies
         for name, number in self._numbers.items():
             mlp = model.get_submodule(name)
@@ -306,9 +360,8 @@ def _streamed(
     return streamed
 
 
-def _linear(weight: torch.Tensor | None) -> nn.Module:
+def _linear(weight: torch.Tensor) -> nn.Module:
     """Return what rules have to know of a linear layer of which a layout's layer is a part."""
-    assert weight is not None, "its weights are not there yet"
     layer = nn.Module()
     layer.register_parameter("weight", Parameter(weight, requires_grad=False))
     layer.register_parameter("bias", None)

@@ -27,4 +27,7 @@ class SharedStore(ResidentWeights):
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights on this engine's device: slots count, what peers keep does not."""
-        return super().resident_bytes + self._mlps.size
+        return super().resident_bytes + self._mlps.resident_bytes
+
+    def _is_resident(self, name: str) -> bool:
+        return not self._mlps.has(name)

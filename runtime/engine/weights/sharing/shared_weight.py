@@ -40,31 +40,40 @@ class SharedWeight:
     own: int
     begin: int
     kept: torch.Tensor | None = None
-    """This engine's part, once there is memory for it."""
+    """This engine's part as it is stored, once there is memory for it."""
     missing: set[int] = field(default_factory=set)
     """What of the part is still to be loaded: 0, of gate_up gate (0) and up (1)."""
 
-    def part_shape(self, parts: int) -> tuple[int, int]:
-        """Return the shape of one of so many parts: rows of gate and up, columns of down."""
-        rows, columns = self.shape
-        return (rows // parts, columns) if self.kind == GATE_UP else (rows, columns // parts)
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole weight."""
+        return self.shape[0] * self.shape[1] * int(self.dtype.itemsize)
 
     @property
     def part_bytes(self) -> int:
         """Bytes of the part that an engine keeps."""
-        rows, columns = self.part_shape(self.degree.parts)
-        return rows * columns * int(self.dtype.itemsize)
+        return self.whole_bytes // self.degree.parts
+
+    def stored(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return some parts as they are stored, ``[rows, columns]``, as a view of memory, uint8.
+
+        The inner units of the MLP are the rows: those of ``down_proj`` are stored transposed.
+        """
+        columns = self.shape[1] if self.kind == GATE_UP else self.shape[0]
+        return memory.view(self.dtype).view(-1, columns)
+
+    def of_layer(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return what is stored as the layer has it: ``[outputs, inputs]``."""
+        return stored if self.kind == GATE_UP else stored.t()
 
     def part_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return an engine's part as a view of that engine's memory, uint8."""
-        there = memory[self.begin : self.begin + self.part_bytes]
-        return there.view(self.dtype).view(self.part_shape(self.degree.parts))
+        """Return an engine's part as it is stored, as a view of that engine's memory, uint8."""
+        return self.stored(memory[self.begin : self.begin + self.part_bytes])
 
-    def within(self, whole: torch.Tensor, part: int, parts: int) -> torch.Tensor:
-        """Return one of so many equal parts of a tensor that is divided as this weight is."""
-        dimension = 0 if self.kind == GATE_UP else 1
-        size = whole.shape[dimension] // parts
-        return whole.narrow(dimension, part * size, size)
+    def within(self, stored: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+        """Return one of so many equal parts of rows."""
+        size = stored.shape[0] // parts
+        return stored.narrow(0, part * size, size)
 
     def keep_in(self, memory: torch.Tensor, *, filled: bool) -> None:
         """Keep this engine's part in its memory, uint8, which may hold it already."""
@@ -80,7 +89,7 @@ class SharedWeight:
         """
         assert self.kept is not None, "there is no memory for it yet"
         if self.kind == DOWN:
-            self._take(0, self.kept, self.within(loaded, self.own, self.degree.parts))
+            self._take(0, self.kept, self.within(loaded.t(), self.own, self.degree.parts))
             return
         halves = {half: loaded} if half in (0, 1) else dict(enumerate(loaded.chunk(2)))
         pairs = self.kept.view(self.degree.groups // self.degree.parts, 2, -1, self.shape[1])

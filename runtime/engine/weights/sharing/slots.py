@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_OPERATOR = "shoal::use_weights"
+OPERATOR = "shoal::use_weights"
+"""Has a layer's weights in its slot before the layer is computed."""
 SLOTS = 2
 
 
@@ -20,6 +21,8 @@ class Copy(NamedTuple):
 
     target: torch.Tensor
     source: torch.Tensor
+    is_own: bool = False
+    """Whether this engine keeps the source itself."""
 
 
 class Copier(Protocol):
@@ -50,8 +53,8 @@ class HostCopier:
 def copy_all(copies: Sequence[Copy]) -> None:
     """Copy, one after the other."""
     with torch.inference_mode():
-        for target, source in copies:
-            target.copy_(source)
+        for copy in copies:
+            copy.target.copy_(copy.source)
 
 
 class Filled(NamedTuple):
@@ -75,6 +78,8 @@ class WeightSlots:
         self.copier = copier
         self.copies: dict[int, Mapping[int, Sequence[Copy]]] = {}
         """How a layer gets into its slot, by the members of the layout and the layer's number."""
+        self.streams = True
+        """Whether layers are copied into slots; if not, they have whole weights."""
         self._filled: list[Filled | None] = [None] * SLOTS
 
     def use(self, tp: int, layer: int) -> None:
@@ -83,11 +88,21 @@ class WeightSlots:
         The layer that used the other slot has been computed by then. After the last layer comes the
         first one of the next step. If it needs the same slot, it waits for that step.
         """
+        if not self.streams:
+            return
         filled = self._fill(tp, layer)
         self.copier.wait(filled.started)
         following = (layer + 1) % len(self.copies[tp])
         if following % SLOTS != layer % SLOTS:
             self._fill(tp, following)
+
+    def stop(self) -> None:
+        """Copy nothing from now on, until ``streams``; all copies have ended then."""
+        self.streams = False
+        for filled in self._filled:
+            if filled is not None:
+                self.copier.wait(filled.started)
+        self._filled = [None] * SLOTS
 
     def _fill(self, tp: int, layer: int) -> Filled:
         filled = self._filled[layer % SLOTS]
@@ -117,15 +132,15 @@ def use_weights(x: torch.Tensor, tp: int, layer: int) -> torch.Tensor:
 
 
 torch.library.define(
-    _OPERATOR, "(Tensor(a!) x, int tp, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+    OPERATOR, "(Tensor(a!) x, int tp, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
 )
 
 
-@torch.library.impl(_OPERATOR, "default")  # type: ignore[untyped-decorator]
+@torch.library.impl(OPERATOR, "default")  # type: ignore[untyped-decorator]
 def _use(_x: torch.Tensor, tp: int, layer: int) -> None:
     _slots[0].use(tp, layer)
 
 
-@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
+@torch.library.register_fake(OPERATOR)  # type: ignore[untyped-decorator]
 def _fake(_x: torch.Tensor, _tp: int, _layer: int) -> None:
     return None

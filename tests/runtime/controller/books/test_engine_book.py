@@ -92,3 +92,31 @@ def test_limits_are_the_leaders_and_unknown_before_it_is_ready(book: EngineBook)
 def test_an_engine_is_changed_by_its_book_alone(book: EngineBook) -> None:
     with pytest.raises(AttributeError):
         book[0].state = EngineState.DEAD  # type: ignore[misc]
+
+
+def test_an_engine_with_fewer_blocks_holds_shorter_requests_until_it_has_all(
+    book: EngineBook,
+) -> None:
+    said = book[0].ready
+    book.resize(0, 40)
+    assert book.num_blocks(0) == 40
+    assert book.limits(alone(0)).max_model_len == LIMITS[0].tokens(40) == 160
+    assert book.limits(PAIR).max_model_len == LIMITS[1].tokens(40)
+    assert (book.num_blocks(1), book.at_start(0)) == (64, said)
+    book.resize(0, 64)
+    assert book[0].ready == said
+    book.resize(0, 120)
+    assert book.limits(alone(0)).max_model_len == 400, "it is no longer than the engine said"
+    book.serve(ready(0))
+    assert book.num_blocks(0) == 64
+
+
+def test_an_engine_that_is_back_shares_weights_as_at_the_start() -> None:
+    book = EngineBook(2, returns=True, share=2)
+    book.serve(ready(1))
+    book.share(1, 1, 4096)
+    assert (book[1].share, book[1].weight_bytes) == (1, 4096)
+    book.die([1], "killed")
+    book.restart(1, 1)
+    book.serve(ready(1))
+    assert (book[1].share, book[1].weight_bytes) == (2, 0)

@@ -284,6 +284,10 @@ def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None
         Seam.RESERVE: lambda: backend.own.reserve(1, alone(1), []),
         Seam.SETTLE: lambda: backend.own.settle(1, copied=True),
         Seam.COPY_AHEAD: lambda: backend.own.copy_ahead(1, alone(1), alone(0), []),
+        Seam.CLOSE: lambda: backend.own.withhold(1000),
+        Seam.FILL: lambda: backend.fill_weights(alone(0), 1000),
+        Seam.USE: lambda: backend.use_weights(alone(0), 2),
+        Seam.OPEN: lambda: backend.own.restore(),
     }
     for other, call in calls.items():
         if other is not seam:

@@ -77,6 +77,22 @@ def test_blocks_that_a_request_holds_survive_a_close(lease: GroupLease, pool: An
     assert lease.check_integrity() == []
 
 
+def test_rows_with_a_block_beyond_an_id_close_whichever_member_lent_it(
+    lease: GroupLease, pool: Any
+) -> None:
+    lease.open({2: [5, 30, 7, 31], 3: [40, 6, 8, 9]})
+    held = pool.get_new_blocks(4)[3:]  # the last one stays held
+    pool.free_blocks(pool.blocks[1:4])
+    assert lease.close_beyond(29) == {2: [5, 30], 3: [40, 6]}
+    assert (lease.num_open, lease.num_free) == (2, 1)
+    assert lease.close_beyond(29) == {2: [], 3: []}, "the last one is held"
+    assert [lease.is_beyond(block.block_id, 29) for block in held] == [True]
+    pool.free_blocks(held)
+    assert lease.close_beyond(29) == {2: [31], 3: [9]}
+    assert lease.check_integrity() == []
+    assert len(lease.open(physical(1, 2, 3))) == 3, "closed rows can be opened again"
+
+
 def test_a_close_takes_no_more_than_asked(lease: GroupLease, pool: Any) -> None:
     lease.open(physical(*range(6)))
     pool.get_new_blocks(1)

@@ -304,7 +304,7 @@ def test_a_pin_that_is_lost_is_noticed(make: Make) -> None:
     engines.own[0].abort(["r"])
     engines.own[0]._ahead._pinned.clear()
     (problem,) = engines.audit()
-    assert "blocks free, lent or copied ahead" in problem
+    assert "blocks free, lent, copied ahead or given up" in problem
 
 
 def test_pinned_blocks_of_a_group_that_was_left_come_back_at_last(make: Make) -> None:

@@ -1,9 +1,10 @@
 """MLPs of which engines keep a part each, held against the whole model."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,21 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
-from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
+from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
+from shoal.runtime.engine.weights.sharing.pages import HostPages
+from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
-from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
+from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
 from tests.runtime.engine.one_rank import tensor_parallel
+from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver, simulate_streams
 
-HIDDEN, INNER, LAYERS, ENGINES = 16, 32, 3, 4
+HIDDEN, INNER, LAYERS, ENGINES = 128, 32, 3, 4
 X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
 
 
@@ -82,15 +88,36 @@ def outputs(model: Model) -> list[torch.Tensor]:
     return [mlp(X.clone()) for _ in range(2) for mlp in model.mlps]
 
 
+Kind = Callable[[], tuple[ShardMemory, Copier]]
+"""Makes an engine's memory and what copies in it."""
+
+
+def on_cpu() -> tuple[ShardMemory, Copier]:
+    return HostShards("test"), HostCopier()
+
+
+def on_simulated_gpu() -> tuple[ShardMemory, Copier]:
+    driver: Any = HostDriver()
+    device = torch.device("cpu")
+    return DeviceShards(device, driver), StreamCopier(device, driver)
+
+
 class SharingEngine:
     """One engine: its DP model, of which it keeps a part."""
 
-    def __init__(self, directory: Path, number: int, share: int, groups: int = ENGINES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        share: int,
+        groups: int = ENGINES,
+        kind: Kind = on_cpu,
+        pages: HostPages | None = None,
+    ) -> None:
         self.number = number
-        self.slots = WeightSlots(HostCopier())
-        self.mlps = SharedMlps(
-            number, Degree(share, groups), directory, HostShards("test"), self.slots
-        )
+        memory, copier = kind()
+        self.slots = WeightSlots(copier)
+        self.mlps = SharedMlps(number, Degree(share, groups), directory, memory, self.slots, pages)
         quant = SharedWeights(views=False)
         quant.shared = self.mlps.method
         with tensor_parallel(0, 1):
@@ -117,8 +144,12 @@ class SharingEngine:
         return outputs(self.dp if tp == 1 else self.member(tp))
 
 
-def node(directory: Path, share: int) -> list[SharingEngine]:
-    engines = [SharingEngine(directory, number, share) for number in range(ENGINES)]
+def node(
+    directory: Path, share: int, kind: Kind = on_cpu, pages: HostPages | None = None
+) -> list[SharingEngine]:
+    engines = [
+        SharingEngine(directory, number, share, kind=kind, pages=pages) for number in range(ENGINES)
+    ]
     with ThreadPoolExecutor(ENGINES) as threads:
         list(threads.map(SharingEngine.complete, engines))
     return engines
@@ -134,20 +165,45 @@ def stock() -> list[torch.Tensor]:
     return outputs(model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "pages"),
+    [(on_cpu, None), (on_cpu, HostPages()), (on_simulated_gpu, None)],
+    ids=["slots only", "exchanged", "simulated GPU"],
+)
 @pytest.mark.parametrize("share", [2, 4])
 def test_all_layouts_compute_what_the_whole_model_does(
-    tmp_path: Path, stock: list[torch.Tensor], share: int
+    tmp_path: Path,
+    stock: list[torch.Tensor],
+    share: int,
+    kind: Kind,
+    pages: HostPages | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = node(tmp_path, share)
+    simulate_streams(monkeypatch, [])
+    engines = node(tmp_path, share, kind, pages)
+    assert_right(engines, stock)
+    if pages is None:
+        return
+    for whole in (engines[:1], engines, engines[1:]):  # others share weights beside them
+        for engine in whole:
+            engine.mlps.fill_whole()
+            engine.mlps.be_whole()
+        assert_right(engines, stock)
+        for engine in whole:
+            engine.mlps.be_shared()
+        assert_right(engines, stock)
+
+
+def assert_right(engines: list[SharingEngine], stock: list[torch.Tensor]) -> None:
     for engine in engines:
-        assert all(map(torch.equal, engine.outputs(1), stock)), "DP's GEMMs are the same"
+        assert all(map(is_close, engine.outputs(1), stock))
     for tp in (2, 4):
         for first in range(0, ENGINES, tp):
             members = [engine.outputs(tp) for engine in engines[first : first + tp]]
             sums = [torch.stack(parts).sum(0) for parts in zip(*members, strict=True)]
             assert all(map(is_close, sums, stock))
     for engine in engines:
-        assert all(map(torch.equal, engine.outputs(1), stock)), "after other layouts"
+        assert all(map(is_close, engine.outputs(1), stock)), "after other layouts"
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -159,21 +215,86 @@ def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> Non
     engine = node(tmp_path, share)[1]
     layer = 3 * HIDDEN * INNER * 4
     assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer
+    copied = [copy.source for of in engine.slots.copies[1].values() for copy in of]
+    assert sum(source.nbytes for source in copied) == engine.mlps.borrowed_bytes, "not its own"
     assert engine.mlps.borrowed_bytes == LAYERS * layer * (share - 1) // share
     memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
     assert storages == {memory}, "a wider layout has nothing of its own"
 
 
+def test_an_engine_with_whole_weights_keeps_no_slots_and_streams_nothing(tmp_path: Path) -> None:
+    engine, *_ = node(tmp_path, 2, pages=HostPages())
+    layer = 3 * HIDDEN * INNER * 4
+    shared = LAYERS * layer // 2 + 2 * layer
+    assert engine.store.resident_bytes == shared
+    assert slot_memory(engine) == 2 * layer
+    engine.mlps.fill_whole()
+    assert engine.store.resident_bytes == shared, "nothing uses the copies yet"
+    engine.mlps.be_whole()
+    assert engine.store.resident_bytes == LAYERS * layer
+    assert slot_memory(engine) == 0
+    engine.slots.copier = None  # type: ignore[assignment]  # nobody asks it for anything
+    engine.outputs(1)
+    engine.slots.copier = HostCopier()
+    engine.mlps.be_shared()
+    assert engine.store.resident_bytes == shared
+    engine.outputs(1)
+    assert slot_memory(engine) == layer, "in DP only the parts of others are put there"
+
+
+def slot_memory(engine: SharingEngine) -> int:
+    """Return the bytes of memory that the slots have."""
+    slots = engine.mlps.whole._slots.values()
+    return sum(os.fstat(slot.file).st_blocks * 512 for slot in slots)
+
+
+def test_copies_that_are_given_up_change_nothing(tmp_path: Path, stock: list[torch.Tensor]) -> None:
+    engine, *_ = node(tmp_path, 2, pages=HostPages())
+    engine.mlps.fill_whole()
+    engine.mlps.be_shared()
+    assert all(map(is_close, engine.outputs(1), stock))
+    with pytest.raises(AssertionError, match="there are no copies"):
+        engine.mlps.be_whole()
+
+
+def test_copies_that_differ_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: list[torch.Tensor]
+) -> None:
+    engine, *_ = node(tmp_path, 2, pages=HostPages())
+    wrong = staticmethod(lambda target, source: target.copy_(source.roll(4)))
+    monkeypatch.setattr(WholeWeights, "_copy", wrong)
+    with pytest.raises(ValueError, match=r"the copy of mlps.0.gate_up_proj differs from what"):
+        engine.mlps.fill_whole()
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    engine.mlps.fill_whole()
+    monkeypatch.undo()
+    engine.mlps.be_whole()
+    found = engine.outputs(1)
+    assert not any(map(is_close, found, stock)), "the comparison is what keeps them out"
+
+
+def test_parts_that_fill_no_whole_pages_are_named(tmp_path: Path) -> None:
+    engine = SharingEngine(tmp_path, 0, 4, pages=HostPages())
+    assert engine.mlps.whole.problem == ""
+    assert SharingEngine(tmp_path, 1, 4).mlps.whole.problem == "this device cannot exchange memory"
+    pages = HostPages()
+    pages.page = 3 * 4096  # type: ignore[misc]
+    engine = SharingEngine(tmp_path, 2, 4, pages=pages)
+    assert engine.mlps.whole.problem == "the parts of mlps.0.gate_up_proj do not fill whole pages"
+
+
 def test_a_part_comes_back_from_peers_without_being_loaded(
     tmp_path: Path, stock: list[torch.Tensor]
 ) -> None:
+    assert not SharingEngine(tmp_path, 1, 2).mlps.is_kept()
     engines = node(tmp_path, 2)
     again = SharingEngine(tmp_path, 1, 2)
+    assert again.mlps.is_kept()
     again.complete()
     files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
     assert files[0] == files[1]
-    assert all(map(torch.equal, again.outputs(1), stock))
+    assert all(map(is_close, again.outputs(1), stock))
 
 
 def test_slots_that_are_not_filled_change_what_is_computed(
@@ -182,7 +303,7 @@ def test_slots_that_are_not_filled_change_what_is_computed(
     engine = node(tmp_path, 2)[0]
     for copies in engine.slots.copies.values():
         copies[1].clear()
-    assert [torch.equal(*pair) for pair in zip(engine.outputs(1), stock, strict=True)] == [
+    assert [is_close(*pair) for pair in zip(engine.outputs(1), stock, strict=True)] == [
         *(True, False, True),
         *(True, False, True),
     ]

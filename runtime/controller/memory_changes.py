@@ -1,0 +1,365 @@
+"""Changes of memory between weights and KV: engines share weights, or each has them whole.
+
+    to whole weights:   CLOSING ──> FILLING ──> USING ──> done
+    to shared weights:  USING ──> OPENING ──> done
+
+Every stage sends one message to each engine of the change, and ends when all have answered. Engines
+do not depend on each other in it: what an engine keeps for its peers stays where it is, and each
+computes the same at either level. So a change goes on without engines that die. An engine that
+comes back shares weights, as at the start, and follows the others when no other operation runs.
+Before USING a change to whole weights is undone if anything else fails.
+"""
+
+import enum
+import logging
+from collections.abc import Callable, Collection, Iterable
+
+import msgspec
+
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.statistics import MANUAL, REJOIN
+from shoal.runtime.controller.switching.moves import LoseEngines
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages.views import MemoryView
+from shoal.runtime.protocol.transport import ControllerTransport
+
+log = logging.getLogger("shoal.controller")
+
+WHOLE = 1
+"""The share level at which each engine has whole weights."""
+FILL_SECONDS = 600.0
+"""How long engines may take to copy what their peers keep."""
+USE_SECONDS = 60.0
+"""How long engines may take to go on with other memory. One that takes longer is lost."""
+RETRY_SECONDS = 5.0
+"""Pause before engines that are back try again to follow the others."""
+CHANGES_KEPT = 32
+"""Past changes that ``GET /admin/layout`` shows."""
+
+
+class Stage(enum.Enum):
+    """How far a change has come; each value says what an engine that is late has not done."""
+
+    CLOSING = "given up their KV blocks"
+    FILLING = "copied their weights"
+    USING = "gone on with other memory"
+    OPENING = "opened their KV blocks"
+
+
+class Change(msgspec.Struct):
+    """A change that is under way."""
+
+    epoch: int
+    share: int
+    """The level that it leads to now: if it is undone, the one before."""
+    before: int
+    otherwise: int
+    """The level that the node has if the change fails."""
+    engines: list[int]
+    left: set[int]
+    """Those of the engines that have not died."""
+    reason: str
+    began: float
+    caller: tuple[str, int] | None = None
+    """Who waits for its end, and the number of the call."""
+    stage: Stage = Stage.CLOSING
+    awaiting: set[int] = set()
+    deadline: float = 0.0
+    preempted: int = 0
+    error: str | None = None
+    status: int = 200
+
+
+class MemoryChanges:
+    """Changes the share level of the node's engines, one change at a time.
+
+    Args:
+        env: the node, the transport to its engines and callers, and the time.
+        books: engines, units and requests.
+        capacity: what units hold, which a change changes.
+        lose: takes engines down.
+        give_up: ends the requests that the node can no longer hold.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        books: Books,
+        capacity: Capacity,
+        *,
+        lose: LoseEngines,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._env = env
+        self._transport: ControllerTransport = env.transport
+        self._books = books
+        self._engines = books.engines
+        self._capacity = capacity
+        self._lose = lose
+        self._give_up = give_up
+        self._most = env.config.share_weights
+        """The level at the start."""
+        self.share = self._most
+        """The level of the node: that of engines that serve, apart from those that follow."""
+        self._change: Change | None = None
+        self._retry_at = 0.0
+        self.past: list[MemoryView] = []
+
+    # --- what others see ----------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether a change is under way."""
+        return self._change is not None
+
+    @property
+    def shown(self) -> int:
+        """The level of the node, or the one to which a change leads."""
+        return self.share if self._change is None else self._change.share
+
+    @property
+    def deadline(self) -> float | None:
+        """When something is due even if no message comes."""
+        if self._change is not None:
+            return self._change.deadline
+        return self._retry_at if self._behind() else None
+
+    def refusal(self, share: int) -> tuple[int, str]:
+        """Return the HTTP status and the reason why the level cannot be changed; 200: it can."""
+        levels = {WHOLE, self._most}
+        if share not in levels:
+            if self._most == WHOLE:
+                return 400, (
+                    f"share_weights {share}: this node was started without --share-weights, so "
+                    "its engines always have whole weights"
+                )
+            return 400, (
+                f"share_weights {share}: this node can change between 1 and {self._most} only "
+                f"(--share-weights {self._most})"
+            )
+        if share == self.share:
+            return 200, ""
+        for engine in self._engines:
+            fixed = engine.shares.fixed
+            if fixed:
+                return 409, f"share_weights {share}: engine {engine.number}: {fixed}"
+        return self._too_small() if share == WHOLE else (200, "")
+
+    def _too_small(self) -> tuple[int, str]:
+        """Refuse whole weights if they leave too little KV for what the node has promised."""
+        blocks = min(engine.shares.blocks[WHOLE] for engine in self._engines)
+        held, longest = self._capacity.longest_with(blocks), self._capacity.longest
+        if held < longest:
+            return 409, (
+                f"share_weights 1 leaves {blocks} KV blocks on each engine, which hold requests of "
+                f"{held} tokens, and requests may have {longest}"
+            )
+        for core in self._books.requests.cores.values():
+            for request in core.requests.values():
+                if not self._capacity.can_hold_with(blocks, core.unit, request.seen):
+                    return 409, (
+                        f"share_weights 1 leaves {blocks} KV blocks on each engine, too few for a "
+                        f"request that runs on unit {list(core.unit.engines)}"
+                    )
+        return 200, ""
+
+    # --- start --------------------------------------------------------------------------------
+
+    def start_for_operator(self, peer: str, message: m.ChangeMemory) -> None:
+        """Start a change that the admin API asked for; no other operation may be running."""
+        self.share, before = message.share_weights, self.share
+        self._begin(MANUAL, before, (peer, message.call))
+
+    def tick_idle(self) -> None:
+        """Let engines follow that have come back at another level; no operation is running."""
+        if self._behind() and self._env.clock() >= self._retry_at:
+            self._begin(REJOIN, self.share)
+
+    def _behind(self) -> list[int]:
+        """Return the engines that serve at another level than the node's."""
+        if self._most == WHOLE:
+            return []
+        serving = sorted(self._engines.in_state(EngineState.SERVING))
+        found = (self._engines[number] for number in serving)
+        return [e.number for e in found if e.share != self.share and not e.shares.fixed]
+
+    def greet(self, engine: int) -> None:
+        """Give an engine that comes back no requests that it could not hold at the node's level."""
+        if self.share != self._most:
+            self._resize([engine], self.share)
+
+    def _begin(
+        self,
+        reason: str,
+        otherwise: int,
+        caller: tuple[str, int] | None = None,
+    ) -> None:
+        epoch, now, share = self._books.units.next_epoch(), self._env.clock(), self.share
+        behind, unit_of = self._behind(), self._books.units.unit_of
+        # The leader of a group has all members do it; those at that level have nothing to do.
+        engines = sorted({member for engine in behind for member in unit_of(engine).engines})
+        before = self._most if share == WHOLE else WHOLE
+        change = Change(epoch, share, before, otherwise, engines, set(engines), reason, now, caller)
+        self._change = change
+        if share == WHOLE:
+            # Nothing may start from now on that would not fit later.
+            self._resize(engines, share)
+            self._give_up()
+            self._enter(change, Stage.CLOSING)
+        else:
+            self._enter(change, Stage.USING)
+
+    def _resize(self, engines: Iterable[int], share: int) -> None:
+        for number in engines:
+            blocks = self._engines[number].shares.blocks.get(share)
+            if blocks is not None:
+                self._engines.resize(number, blocks)
+        self._capacity.resized()
+
+    # --- stages -------------------------------------------------------------------------------
+
+    def _enter(self, change: Change, stage: Stage) -> None:
+        patience = {
+            Stage.CLOSING: self._env.config.prepare_timeout_seconds,
+            Stage.FILLING: FILL_SECONDS,
+        }
+        seconds = patience.get(stage, USE_SECONDS)
+        change.stage, change.awaiting = stage, set(change.left)
+        change.deadline = self._env.clock() + seconds
+        for engine in sorted(change.left):
+            self._transport.to_engine(engine, self._message(change, engine))
+        self._go_on(change)
+
+    def _message(self, change: Change, engine: int) -> m.ToMemory:
+        epoch, unit = change.epoch, self._books.units.unit_of(engine)
+        blocks = self._engines[engine].shares.blocks[WHOLE]
+        match change.stage:
+            case Stage.CLOSING:
+                return m.CloseBlocks(epoch, blocks)
+            case Stage.FILLING:
+                return m.FillWeights(epoch, unit, blocks)
+            case Stage.USING:
+                return m.UseWeights(epoch, unit, change.share)
+            case Stage.OPENING:
+                return m.OpenBlocks(epoch)
+
+    def handle(self, message: m.MemoryAnswer) -> bool:
+        """Take an engine's answer; return False if no change expects it."""
+        change = self._change
+        if change is None or change.epoch != message.epoch or not _answers(change.stage, message):
+            return False
+        if message.engine not in change.awaiting:
+            return False
+        change.awaiting.discard(message.engine)
+        match message:
+            case m.BlocksClosed(preempted=preempted):
+                change.preempted += preempted
+            case m.WeightsFilled(engine=engine, error=error) if error:
+                change.error = change.error or f"engine {engine}: {error}"
+            case m.WeightsUsed(weight_bytes=weight_bytes):
+                for engine, size in weight_bytes.items():
+                    if engine in change.left:
+                        self._engines.share(engine, change.share, size)
+        self._go_on(change)
+        return True
+
+    def _go_on(self, change: Change) -> None:
+        """Enter the next stage if all have answered."""
+        if change.awaiting or self._change is not change:
+            return
+        if not change.left:
+            self._end(change)
+            return
+        match change.stage:
+            case Stage.CLOSING:
+                self._enter(change, Stage.FILLING)
+            case Stage.FILLING if change.error is not None:
+                self._undo(change, change.error, 500)
+            case Stage.FILLING:
+                self._enter(change, Stage.USING)
+            case Stage.USING if change.share != WHOLE:
+                self._enter(change, Stage.OPENING)
+            case _:
+                self._end(change)
+
+    def _undo(self, change: Change, error: str, status: int) -> None:
+        change.error, change.status, change.share = error, status, change.before
+        self._enter(change, Stage.USING)
+
+    def _end(self, change: Change) -> None:
+        self._change = None
+        if not change.left and change.engines and change.error is None:
+            change.error, change.status = f"engines {change.engines} are lost", 503
+        if change.error is not None:
+            self._retry_at = self._env.clock() + RETRY_SECONDS
+            self.share = change.otherwise
+        self._resize(change.left, self.share)
+        self._capacity.share_weights(self.share)
+        self._report(change)
+
+    # --- failures -----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Act on answers that did not come in time."""
+        change = self._change
+        if change is None or self._env.clock() < change.deadline:
+            return
+        late = sorted(change.awaiting)
+        seconds = self._env.clock() - change.began
+        error = f"engines {late} have not {change.stage.value} after {seconds:.0f} s"
+        if change.stage in (Stage.CLOSING, Stage.FILLING):
+            self._undo(change, error, 504)
+        else:
+            self._lose(late, error)
+
+    def lost(self, engines: Collection[int]) -> None:
+        """Go on without engines that have died."""
+        change = self._change
+        if change is None or change.left.isdisjoint(engines):
+            return
+        change.left.difference_update(engines)
+        change.awaiting.difference_update(engines)
+        self._go_on(change)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def _report(self, change: Change) -> None:
+        now = self._env.clock()
+        view = MemoryView(
+            epoch=change.epoch,
+            at=self._env.wall() - (now - change.began),
+            engines=change.engines,
+            before=change.before,
+            after=change.share,
+            num_blocks=min(map(self._engines.num_blocks, change.engines), default=0),
+            preempted=change.preempted,
+            duration_seconds=now - change.began,
+            reason=change.reason,
+            outcome="done" if change.error is None else "failed",
+            error=change.error,
+        )
+        if change.engines:
+            self.past = [*self.past, view][-CHANGES_KEPT:]
+            self._books.statistics.memory.changed(view)
+            level = logging.INFO if change.error is None else logging.ERROR
+            log.log(level, "%s", view.line(), extra={"fields": {"memory": view}})
+        if change.caller is not None:
+            peer, call = change.caller
+            failed = m.CallFailed(call, change.status, change.error or "")
+            done = m.MemoryChanged(call, view)
+            self._transport.to_control(peer, done if change.error is None else failed)
+
+
+_ANSWERS = {
+    Stage.CLOSING: m.BlocksClosed,
+    Stage.FILLING: m.WeightsFilled,
+    Stage.USING: m.WeightsUsed,
+    Stage.OPENING: m.BlocksOpened,
+}
+
+
+def _answers(stage: Stage, message: m.MemoryAnswer) -> bool:
+    return isinstance(message, _ANSWERS[stage])

@@ -1,0 +1,150 @@
+"""An engine's part in changes of memory between weights and KV.
+
+To give up KV blocks, cores are paused whose requests hold some, until their steps in flight are
+collected; then these requests lose their blocks. Blocks come back from groups as in any other case.
+What runners do next is a task of theirs, beside which, or behind which, steps go on.
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.binding import Binding
+from shoal.runtime.engine.agent.interface import Core, EngineBackend, plain_lease
+from shoal.runtime.engine.agent.watchdog import StepWatch
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import AgentTransport
+
+
+class _Closing(msgspec.Struct):
+    """Blocks that are given up."""
+
+    epoch: int
+    blocks: int
+    """Those whose ids are above this number."""
+    preempted: int = 0
+    closed: bool = False
+    """Whether the engine has none of them left, and has said so."""
+
+
+class _Task(msgspec.Struct):
+    """What the runners do."""
+
+    message: m.FillWeights | m.UseWeights
+    future: "Future[Any]"
+
+
+class Resizing:
+    """Does what the controller asks for a change of memory, and answers.
+
+    Args:
+        backend: the engine.
+        transport: the way to the controller.
+        binding: the bind that the engine is in.
+        watch: told which units' next steps queue up behind a task of the runners.
+    """
+
+    def __init__(
+        self,
+        backend: EngineBackend,
+        transport: AgentTransport,
+        binding: Binding,
+        watch: StepWatch,
+    ) -> None:
+        self._backend, self._transport = backend, transport
+        self._binding, self._watch = binding, watch
+        self._closing: _Closing | None = None
+        self._holders: dict[Unit, list[str]] = {}
+        """Requests that are to lose their blocks, by the unit of their core."""
+        self._task: _Task | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether runners work on a task."""
+        return self._task is not None
+
+    def holds(self, core: Core) -> bool:
+        """Return whether a core pauses because requests are about to lose their blocks."""
+        return core.unit in self._holders
+
+    def take(self, message: m.ToMemory) -> None:
+        """Begin what the controller wants. A newer change ends an older one."""
+        backend = self._backend
+        match message:
+            case m.CloseBlocks(epoch, blocks):
+                self._closing = _Closing(epoch, blocks)
+            case m.OpenBlocks(epoch):
+                self._closing = None
+                self._holders.clear()
+                backend.own.restore()
+                self._transport.to_controller(m.BlocksOpened(epoch, backend.engine))
+            case m.FillWeights(epoch, unit, blocks):
+                self._closing = None  # all engines have given up their blocks
+                self._watch.expect_delay(unit)
+                if unit.leader == backend.engine:
+                    self._task = _Task(message, backend.fill_weights(unit, blocks))
+                else:
+                    self._transport.to_controller(m.WeightsFilled(epoch, backend.engine))
+            case m.UseWeights(epoch, unit, share):
+                self._watch.expect_delay(unit)
+                if unit.leader == backend.engine:
+                    self._task = _Task(message, backend.use_weights(unit, share))
+                else:
+                    self._transport.to_controller(m.WeightsUsed(epoch, backend.engine, {}))
+
+    def tend(self) -> bool:
+        """Do what is due; return whether a core that was paused goes on."""
+        self._end_task()
+        closing = self._closing
+        if closing is None:
+            return False
+        goes_on = self._preempt(closing)
+        self._surrender(closing)
+        # Also after the answer: a lease may have grown by what a member had lent before.
+        left = self._backend.own.withhold(closing.blocks)
+        if not (left or self._holders or closing.closed):
+            closing.closed = True
+            self._transport.to_controller(
+                m.BlocksClosed(closing.epoch, self._backend.engine, closing.preempted)
+            )
+        return goes_on
+
+    def _preempt(self, closing: _Closing) -> bool:
+        goes_on = False
+        for unit, core in self._backend.cores.items():
+            holders = core.holders(closing.blocks)
+            if holders and not core.in_flight:
+                core.preempt(holders)
+                closing.preempted += len(holders)
+                goes_on, holders = True, []
+            if holders:
+                self._holders[unit] = holders
+            else:
+                self._holders.pop(unit, None)
+        return goes_on
+
+    def _surrender(self, closing: _Closing) -> None:
+        """Return what groups have of other engines' closed blocks, and of this one's."""
+        for unit, core in self._backend.groups.items():
+            returned = plain_lease(core.surrender(closing.blocks)) if core.lease_blocks else {}
+            if any(returned.values()):
+                self._transport.to_controller(m.Returning(self._binding.epoch, unit, returned))
+
+    def _end_task(self) -> None:
+        task = self._task
+        if task is None or not task.future.done():
+            return
+        self._task, engine = None, self._backend.engine
+        match task.message:
+            case m.FillWeights(epoch):
+                # A member that has died is no problem of the others.
+                error = task.future.exception()
+                text = str(error) if error is not None else task.future.result()
+                self._transport.to_controller(
+                    m.WeightsFilled(epoch, engine, str(text).split("\n")[0])
+                )
+            case m.UseWeights(epoch):
+                used = {} if task.future.exception() is not None else task.future.result()
+                self._transport.to_controller(m.WeightsUsed(epoch, engine, used))

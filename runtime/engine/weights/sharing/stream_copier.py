@@ -1,0 +1,69 @@
+"""``Copier`` on GPUs: the copy engines copy, on streams of their own, beside what is computed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shoal.runtime.engine.weights.sharing.cuda_driver import CudaDriver, Rows
+from shoal.runtime.engine.weights.sharing.slots import Copy
+
+
+class _Streams(NamedTuple):
+    peers: torch.cuda.Stream
+    """For what comes over the link: one peer's part after the other (peak shifting)."""
+    own: torch.cuda.Stream
+    """For what this engine keeps itself, which takes nothing of the link."""
+
+
+class StreamCopier:
+    """See the module. It is used by one thread, on whose current stream layers are computed.
+
+    Args:
+        device: this engine's.
+        driver: of the GPUs.
+    """
+
+    def __init__(self, device: torch.device, driver: CudaDriver) -> None:
+        self._device, self._driver = device, driver
+        self._streams: _Streams | None = None
+        """Made when first used, because CUDA is not initialised before."""
+
+    def start(self, copies: Sequence[Copy]) -> tuple[torch.cuda.Event, ...]:
+        """See ``Copier.start``. Returns an event for each stream, which is after the copies."""
+        if self._streams is None:
+            self._streams = _Streams(*(torch.cuda.Stream(self._device) for _ in _Streams._fields))
+        computed = torch.cuda.Event()
+        computed.record(torch.cuda.current_stream(self._device))
+        for stream in self._streams:
+            stream.wait_event(computed)
+        for copy in copies:
+            stream = self._streams.own if copy.is_own else self._streams.peers
+            self._copy(copy, stream.cuda_stream)
+        return tuple(_after(stream) for stream in self._streams)
+
+    def wait(self, started: tuple[torch.cuda.Event, ...]) -> None:
+        """See ``Copier.wait``. The host does not wait."""
+        computing = torch.cuda.current_stream(self._device)
+        for copied in started:
+            computing.wait_event(copied)
+
+    def _copy(self, copy: Copy, stream: int) -> None:
+        target, source = copy.target, copy.source
+        if target.is_contiguous() and source.is_contiguous():
+            self._driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream)
+            return
+        # Some columns of a weight: the elements of a row are adjacent.
+        rows, columns = target.shape
+        size = columns * target.element_size()
+        self._driver.copy_rows(_rows(target), _rows(source), rows, size, stream)
+
+
+def _rows(weight: torch.Tensor) -> Rows:
+    return Rows(weight.data_ptr(), weight.stride(0) * weight.element_size())
+
+
+def _after(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

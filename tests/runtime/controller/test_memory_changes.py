@@ -1,0 +1,407 @@
+"""Changes of memory between weights and KV: the protocol, with fake engines and their deaths."""
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.memory_changes import FILL_SECONDS, RETRY_SECONDS, USE_SECONDS
+from shoal.runtime.engine.fake.fake_backend import WHOLE_BYTES
+from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages.views import MemoryView
+from tests.runtime.loopback_node import LoopbackNode, problems
+from tests.units import tp
+
+ALL, LEFT = 64, 40
+SETTINGS = FakeSettings(
+    num_blocks=ALL, whole_blocks=LEFT, block_tokens=4, max_num_seqs=8, max_model_len=150
+)
+PAIR = tp(0, 1)
+
+
+def node_of(
+    faults: dict[int, Faults] | None = None, settings: FakeSettings = SETTINGS, share: int = 2
+) -> LoopbackNode:
+    node = LoopbackNode(
+        2, settings=settings, faults=faults, share_weights=share, restart_limit=9, max_retries=9
+    )
+    node.settle()
+    return node
+
+
+def reply(node: LoopbackNode, call: int) -> m.FromController | None:
+    node.settle()
+    return node.reply(call)
+
+
+def change(node: LoopbackNode, share: int) -> MemoryView:
+    answer = reply(node, node.call(m.ChangeMemory, share))
+    assert isinstance(answer, m.MemoryChanged), answer
+    return answer.change
+
+
+def refused(node: LoopbackNode, share: int) -> tuple[int, str]:
+    answer = reply(node, node.call(m.ChangeMemory, share))
+    assert isinstance(answer, m.CallFailed), answer
+    return answer.status, answer.error
+
+
+def blocks(node: LoopbackNode) -> list[int]:
+    """Return the KV blocks that each engine's pool has, as it counts them itself: all are free."""
+    return [node.backends[engine].own.load.free_blocks for engine in sorted(node.backends)]
+
+
+def shown(node: LoopbackNode) -> list[tuple[int, int, int]]:
+    return [(e.share_weights, e.num_blocks, e.weight_bytes) for e in node.view().engines]
+
+
+WHOLE = (1, LEFT, WHOLE_BYTES)
+SHARED = (2, ALL, WHOLE_BYTES // 2)
+
+
+def assert_whole(node: LoopbackNode) -> None:
+    assert shown(node) == [WHOLE, WHOLE]
+    assert node.view().share_weights == 1
+    assert blocks(node) == [LEFT, LEFT]
+    assert node.audit() == []
+
+
+def assert_shared(node: LoopbackNode) -> None:
+    assert [(level, size) for level, size, _ in shown(node)] == [(2, ALL), (2, ALL)]
+    assert node.view().share_weights == 2
+    assert blocks(node) == [ALL, ALL]
+    assert node.audit() == []
+
+
+# --- what a change does ---------------------------------------------------------------------------
+
+
+def test_kv_blocks_become_weights_and_come_back() -> None:
+    node = node_of()
+    assert_shared(node)
+    view = change(node, 1)
+    assert (view.before, view.after, view.num_blocks, view.outcome) == (2, 1, LEFT, "done")
+    assert_whole(node)
+    view = change(node, 2)
+    assert (view.before, view.after, view.num_blocks) == (1, 2, ALL)
+    assert shown(node) == [SHARED, SHARED]
+    assert_shared(node)
+    assert [past.after for past in node.view().memory_changes] == [1, 2]
+    assert node.value("shoal_memory_changes_total", outcome="done", reason="manual") == 2
+
+
+def test_the_level_that_a_node_has_is_no_change() -> None:
+    node = node_of()
+    assert change(node, 2).engines == []
+    assert node.view().memory_changes == []
+
+
+def test_requests_that_hold_blocks_which_go_are_computed_again() -> None:
+    node = node_of()
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=40, max_tokens=30)
+    node.turns(6)
+    node.collect()
+    assert node.tokens
+    view = change(node, 1)
+    assert view.preempted > 0
+    node.settle()
+    assert node.missing == []
+    node.assert_exact()
+    assert_whole(node)
+    assert node.value("shoal_memory_preempted_requests_total") == view.preempted
+
+
+def test_a_groups_requests_lose_blocks_of_its_members() -> None:
+    node = node_of()
+    node.switch(PAIR)
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=60, max_tokens=60)
+    node.turns(8)
+    call = node.call(m.ChangeMemory, 1)
+    node.turns(40)
+    answer = reply(node, call)
+    assert isinstance(answer, m.MemoryChanged)
+    assert answer.change.preempted > 0
+    assert node.missing == []
+    node.assert_exact()
+    node.switch([0], [1])
+    node.settle()
+    assert_whole(node)
+    change(node, 2)
+    assert_shared(node)
+
+
+def test_paused_requests_lose_blocks_too() -> None:
+    node = node_of()
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=40, max_tokens=60)
+    node.turns(6)
+    node.switch(PAIR)  # those of the engines alone are paused, with their KV
+    assert change(node, 1).preempted > 0
+    node.switch([0], [1])
+    node.settle()
+    assert node.missing == []
+    node.assert_exact()
+    assert_whole(node)
+
+
+def test_requests_go_on_while_weights_are_copied() -> None:
+    node = node_of()
+    answers: list[m.WeightsFilled] = []
+    _hold(node, m.WeightsFilled, answers)
+    call = node.call(m.ChangeMemory, 1)
+    node.settle()
+    assert node.reply(call) is None
+    assert len(answers) == 2
+    node.send("new", prompt_tokens=10, max_tokens=8)
+    node.settle()
+    assert node.missing == []
+
+
+def _hold(node: LoopbackNode, kind: type, held: list) -> None:  # type: ignore[type-arg]
+    """Keep answers of a kind from the controller."""
+    handle = node.controller._operations.memory.handle
+
+    def hold(message: m.MemoryAnswer) -> bool:
+        if isinstance(message, kind):
+            held.append(message)
+            return True
+        return handle(message)
+
+    node.controller._operations.memory.handle = hold  # type: ignore[method-assign]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_levels_that_a_node_cannot_have_are_refused_by_name() -> None:
+    assert refused(node_of(), 4) == (
+        400,
+        "share_weights 4: this node can change between 1 and 2 only (--share-weights 2)",
+    )
+    status, error = refused(node_of(share=1), 2)
+    assert (status, error[:60]) == (
+        400,
+        "share_weights 2: this node was started without --share-weights"[:60],
+    )
+    assert change(node_of(share=1), 1).engines == []
+
+
+def test_engines_that_cannot_have_whole_weights_say_why() -> None:
+    fixed = FakeSettings(num_blocks=ALL, block_tokens=4, max_model_len=150)
+    assert refused(node_of(settings=fixed), 1) == (
+        409,
+        "share_weights 1: engine 0: this fake engine cannot have whole weights",
+    )
+
+
+def test_too_little_kv_for_the_longest_request_is_refused() -> None:
+    long = FakeSettings(
+        num_blocks=ALL, whole_blocks=LEFT, block_tokens=4, max_num_seqs=8, max_model_len=400
+    )
+    assert refused(node_of(settings=long), 1) == (
+        409,
+        (
+            "share_weights 1 leaves 40 KV blocks on each engine, which hold requests of 320 "
+            "tokens, and requests may have 400"
+        ),
+    )
+
+
+def test_too_little_kv_for_a_request_that_runs_is_refused() -> None:
+    settings = FakeSettings(
+        num_blocks=ALL, whole_blocks=LEFT, block_tokens=4, max_num_seqs=8, max_model_len=300
+    )
+    node = node_of(settings=settings)
+    node.send("long", prompt_tokens=150, max_tokens=50)
+    node.turns(4)
+    call = node.call(m.ChangeMemory, 1)
+    node.controller.turn()
+    answer = node.reply(call)
+    assert isinstance(answer, m.CallFailed)
+    assert answer.status == 409
+    assert "too few for a request that runs on unit [" in answer.error
+    assert_shared_after(node)
+
+
+def assert_shared_after(node: LoopbackNode) -> None:
+    node.settle()
+    assert node.missing == []
+    node.assert_exact()
+    assert_shared(node)
+
+
+def test_one_operation_at_a_time() -> None:
+    node = node_of()
+    held: list[m.WeightsFilled] = []
+    _hold(node, m.WeightsFilled, held)
+    first = node.call(m.ChangeMemory, 1)
+    node.settle()
+    assert refused(node, 2) == (409, "a change of memory is running: ask again when it is over")
+    switch = node.set_layout(PAIR)
+    node.settle()
+    assert node.reply(switch) is None, "it waits for its turn"
+    del node.controller._operations.memory.handle  # type: ignore[method-assign]
+    for message in held:
+        node.controller._operations.memory.handle(message)
+    assert isinstance(reply(node, first), m.MemoryChanged)
+    assert isinstance(reply(node, switch), m.SwitchDone)
+
+
+def test_a_change_is_refused_while_a_switch_runs() -> None:
+    node = node_of()
+    node.set_layout(PAIR)
+    node.controller.turn()
+    assert node.controller._operations.switches.running is not None
+    call = node.call(m.ChangeMemory, 1)
+    node.controller.turn()
+    assert node.reply(call) == m.CallFailed(
+        call, 409, "a switch is running: ask again when it is over"
+    )
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("engine", [0, 1])
+@pytest.mark.parametrize("seam", [Seam.CLOSE, Seam.FILL, Seam.USE])
+def test_a_change_to_whole_weights_goes_on_without_an_engine_that_dies(
+    seam: Seam, engine: int, grouped: bool
+) -> None:
+    node = node_of({engine: Faults(die_at=seam)})
+    if grouped:
+        node.switch(PAIR)
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=40, max_tokens=30)
+    node.turns(6)
+    call = node.call(m.ChangeMemory, 1)
+    node.settle()
+    node.clock.advance(1.0)
+    for dead in set(node.backends) - set(node.agents):
+        node.kill(dead)
+    node.settle()
+    answer = node.reply(call)
+    if grouped and (seam is Seam.CLOSE or engine == 0):
+        # The other member of the group has died with it, and nobody is left.
+        assert isinstance(answer, m.CallFailed), answer
+        assert answer.status == 503
+    else:
+        assert isinstance(answer, m.MemoryChanged), answer
+    _bring_back(node)
+    assert node.missing == []
+    node.assert_exact()
+    if isinstance(answer, m.MemoryChanged):
+        assert_whole(node)
+    else:
+        assert_shared(node)
+        change(node, 1)
+        assert_whole(node)
+
+
+@pytest.mark.parametrize("seam", [Seam.USE, Seam.OPEN])
+def test_a_change_to_shared_weights_goes_on_without_an_engine_that_dies(seam: Seam) -> None:
+    node = node_of()
+    change(node, 1)
+    node.backends[1].faults = Faults(die_at=seam)
+    node.backends[1].own._around = _with_faults(node, 1, seam)
+    call = node.call(m.ChangeMemory, 2)
+    node.settle()
+    node.kill(1)
+    assert isinstance(reply(node, call), m.MemoryChanged)
+    _bring_back(node)
+    assert_shared(node)
+
+
+def _with_faults(node: LoopbackNode, engine: int, seam: Seam):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    return replace(node.backends[engine].own._around, faults=Faults(die_at=seam))
+
+
+def _bring_back(node: LoopbackNode) -> None:
+    """Restart what is dead; engines that are back follow the others."""
+    for engine in sorted(node.controller.books.engines.gone):
+        node.restart(engine, faults=NO_FAULTS)
+    node.settle()
+    node.run_for(RETRY_SECONDS + 1.0, tick=1.0)
+    node.switch([0], [1])
+    node.settle()
+
+
+def test_an_engine_that_comes_back_follows_the_others() -> None:
+    node = node_of()
+    change(node, 1)
+    node.kill(1)
+    node.settle()
+    node.restart(1)
+    node.settle()
+    assert_whole(node)
+    assert [past.reason for past in node.view().memory_changes] == ["manual", "rejoin"]
+
+
+def test_copies_that_are_wrong_are_not_used() -> None:
+    node = node_of({1: Faults(wrong_copy=True)})
+    assert refused(node, 1) == (500, "engine 1: a copy was damaged on purpose")
+    assert_shared(node)
+    (past,) = node.view().memory_changes
+    assert (past.outcome, past.after, past.num_blocks) == ("failed", 2, ALL)
+    assert node.value("shoal_memory_changes_total", outcome="failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "text"),
+    [
+        (m.BlocksClosed, 6.0, "engines [0, 1] have not given up their KV blocks after 6 s"),
+        (m.WeightsFilled, FILL_SECONDS, "engines [0, 1] have not copied their weights after"),
+    ],
+)
+def test_a_change_that_takes_too_long_is_undone(kind: type, seconds: float, text: str) -> None:
+    node = node_of()
+    _hold(node, kind, [])
+    call = node.call(m.ChangeMemory, 1)
+    node.settle()
+    node.clock.advance(seconds)
+    answer = reply(node, call)
+    assert isinstance(answer, m.CallFailed)
+    assert answer.status == 504
+    assert text in answer.error
+    assert_shared(node)
+
+
+def test_an_engine_that_does_not_go_on_with_other_memory_is_lost() -> None:
+    node = node_of()
+    node.hung.add(1)
+    change_call = node.call(m.ChangeMemory, 1)
+    node.hung.discard(1)
+    _hold(node, m.WeightsUsed, [])
+    node.settle()
+    node.clock.advance(USE_SECONDS)
+    answer = reply(node, change_call)
+    assert isinstance(answer, m.CallFailed)
+    assert (answer.status, answer.error) == (503, "engines [0, 1] are lost")
+
+
+def test_an_engine_that_goes_on_to_use_what_it_gave_up_is_found() -> None:
+    """The negative control of what the other tests assert of blocks."""
+    node = node_of({0: Faults(keep_blocks=True)})
+    change(node, 1)
+    assert blocks(node) == [ALL, LEFT]
+    with pytest.raises(AssertionError):
+        assert_whole(node)
+
+
+# --- an engine's part -----------------------------------------------------------------------------
+
+
+def test_blocks_that_go_hold_nothing_any_more() -> None:
+    node = node_of()
+    node.send("a", prompt_tokens=100, max_tokens=30)
+    node.send("b", prompt_tokens=100, max_tokens=30)
+    node.turns(4)
+    change(node, 1)
+    for backend in node.backends.values():
+        assert backend.own.holders(LEFT) == []
+        assert problems(backend) == []
+    assert alone(0) in node.partition

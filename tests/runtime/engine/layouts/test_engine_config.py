@@ -1,0 +1,96 @@
+"""What engines change in vLLM's configuration of a layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.compilation.backends import split_graph
+from vllm.config import CUDAGraphMode
+
+from shoal.policies.values.layouts import DP, Layout
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.engine.layouts import engine_config as module
+from shoal.runtime.engine.layouts.engine_config import engine_config
+from shoal.runtime.engine.link.executor import UnitExecutor
+from shoal.runtime.engine.weights.sharing.slots import (
+    OPERATOR,
+    SLOTS,
+    Copy,
+    HostCopier,
+    WeightSlots,
+    stream_by,
+    use_weights,
+)
+from shoal.runtime.layout_configs import take
+from tests.runtime.engine.real_node import configs_of
+
+GRAPHS = (CUDAGraphMode.FULL_AND_PIECEWISE, [1, 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("share", "layout", "captures"),
+    [
+        *[(1, DP, True), (2, DP, False), (4, DP, False)],
+        *[(2, Layout(tp=2), True), (4, Layout(tp=2), False), (4, Layout(tp=4), True)],
+    ],
+)
+def test_layouts_that_stream_weights_have_no_graphs_and_split_where_they_wait(
+    llama: object, monkeypatch: pytest.MonkeyPatch, share: int, layout: Layout, captures: bool
+) -> None:
+    def with_graphs(*args: Any) -> Any:
+        config = take(*args)
+        of = config.compilation_config
+        of.cudagraph_mode, of.cudagraph_capture_sizes, of.max_cudagraph_capture_size = GRAPHS
+        of.splitting_ops = ["vllm::attention"]
+        return config
+
+    monkeypatch.setattr(module, "take", with_graphs)
+    configs = configs_of(str(llama), 4)
+    node = NodeConfig(4, 4, "manual", "unused", configs, share_weights=share)
+    made = engine_config(node, layout, UnitExecutor).compilation_config
+    found = made.cudagraph_mode, made.cudagraph_capture_sizes, made.max_cudagraph_capture_size
+    assert found == (GRAPHS if captures else (CUDAGraphMode.NONE, [], 0))
+    assert made.splitting_ops == ["vllm::attention", *([] if captures else [OPERATOR])]
+
+
+LAYERS = 4
+
+
+class Layers(nn.Module):
+    """Layers that compute with the slots' weights, as vLLM compiles them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = [torch.zeros(2) for _ in range(SLOTS)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in range(LAYERS):
+            x = use_weights(torch.relu(x), 1, layer)
+            x = x * self.slots[layer % SLOTS]
+        return x
+
+
+def test_the_pieces_that_are_compiled_are_alike_in_all_layers() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    split: list[Any] = []
+
+    def in_pieces(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made, parts = split_graph(graph, [OPERATOR])
+        graphs.extend(part.graph for part in parts if not part.is_splitting_graph)
+        split.append(made)
+        return made.forward
+
+    layers, slots = Layers(), WeightSlots(HostCopier())
+    slots.copies[1] = {
+        layer: [Copy(layers.slots[layer % SLOTS], torch.full((2,), layer + 1.0))]
+        for layer in range(LAYERS)
+    }
+    stream_by(slots)
+    computed = torch.compile(layers, backend=in_pieces, fullgraph=True)(torch.ones(2))
+    assert computed.tolist() == [24.0, 24.0], "each layer has its own weights"
+    assert len(split) == 1
+    assert len(graphs) == LAYERS + 1, "one before the first layer waits, and one behind each"
+    ops = [[n.target for n in g.graph.nodes if n.op == "call_function"] for g in graphs]
+    assert ops[1] == ops[2] == ops[3]
+    assert not any(OPERATOR in str(op) for piece in ops for op in piece)

@@ -1,0 +1,221 @@
+"""Engines whose memory moves between weights and KV while they serve: tokens stay the same."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
+from tests.random_checkpoint import CheckpointSpec, write_checkpoint
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS
+from tests.runtime.engine.real_node import RealNode, SwitchFailed, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp
+from tests.variety import is_varied
+
+PAIR = tp(0, 1)
+LAYERS = 10
+SHORT = PROMPTS[:6]
+TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    write_checkpoint(path, CheckpointSpec(layers=LAYERS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    tokens = stock_tokens(model, SHORT, TOKENS)
+    assert is_varied(tokens)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def node(model: Path) -> Iterator[RealNode]:
+    with RealNode(model, 2, restart_limit=9, share_weights=2, max_sp=2) as node:
+        yield node
+
+
+@pytest.fixture(autouse=True)
+def shared_again(node: RealNode) -> Iterator[None]:
+    yield
+    node.switch()
+    node.change_memory(2)
+    assert node.audit() == []
+
+
+def num_blocks(node: RealNode) -> list[int]:
+    return [node.controller.books.engines.num_blocks(engine) for engine in PAIR.engines]
+
+
+def free_blocks(node: RealNode) -> list[int]:
+    """Return the free blocks of each engine alone, as it has reported them last."""
+    loads = [node.controller.books.requests.core(alone(engine)).load for engine in PAIR.engines]
+    return [0 if load is None else load.free_blocks for load in loads]
+
+
+def levels(node: RealNode) -> list[int]:
+    return [engine.share for engine in node.controller.books.engines]
+
+
+def test_memory_goes_from_kv_to_weights_and_back(node: RealNode, expected: list[list[int]]) -> None:
+    full, more = num_blocks(node), node.probe(0, probes.bytes_for_whole_weights)
+    assert node.probe_all(probes.without_memory) == [0, 0]
+    shared = [engine.weight_bytes for engine in node.controller.books.engines]
+    assert node.generate(alone(0), SHORT, TOKENS) == expected
+
+    view = node.change_memory(1)
+    assert (view.before, view.after, view.error) == (2, 1, None)
+    assert levels(node) == [1, 1]
+    assert all(less < all_ for less, all_ in zip(num_blocks(node), full, strict=True))
+    for engine in PAIR.engines:
+        # Some pages at the ends of ranges have blocks that stay, too.
+        assert more <= node.probe(engine, probes.without_memory) < 1.5 * more
+        assert not node.probe(engine, probes.streams)
+        assert node.controller.books.engines[engine].weight_bytes == shared[engine] + more
+    for unit in (alone(0), alone(1)):
+        assert node.generate(unit, SHORT, TOKENS) == expected
+    node.until(lambda: free_blocks(node) == num_blocks(node), "all blocks that are left")
+    assert_group_serves(node, expected)
+    node.switch()
+    assert node.audit() == []
+
+    view = node.change_memory(2)
+    assert (view.before, view.after, view.error) == (1, 2, None)
+    assert num_blocks(node) == full
+    assert node.probe_all(probes.without_memory) == [0, 0]
+    assert node.probe_all(probes.streams) == [True, True]
+    assert [engine.weight_bytes for engine in node.controller.books.engines] == shared
+    for unit in (alone(0), alone(1)):
+        assert node.generate(unit, SHORT, TOKENS) == expected
+    assert_group_serves(node, expected)
+
+
+_first_tokens = itertools.count(11)
+
+
+def fresh() -> list[list[int]]:
+    """Return prompts of which no cache has a prefix."""
+    first = next(_first_tokens)
+    return [[first, *prompt] for prompt in SHORT]
+
+
+def assert_group_serves(node: RealNode, expected: list[list[int]]) -> None:
+    """In TP, and in SP, whose steps run the model of DP."""
+    prompts = fresh()
+    alike = node.generate(alone(0), prompts)
+    node.switch(PAIR)
+    assert node.generate(PAIR, SHORT, TOKENS) == expected
+    node.probe_all(probes.take_modes)
+    node.script(Script.SP)
+    assert node.generate(PAIR, prompts) == alike
+    node.script(Script.TP)
+    assert all(modes[Mode.SP] for modes in node.probe_all(probes.take_modes))
+
+
+def test_running_requests_go_on_through_changes(node: RealNode, expected: list[list[int]]) -> None:
+    """They are so long that they still run after three changes."""
+    for unit in (alone(0), PAIR):
+        node.switch(*([unit] if unit.is_group else []))
+        running = node.submit(unit, SHORT[:3], 4 * TOKENS)
+        for share in (1, 2, 1):
+            node.wait_for_tokens(running, 1 + min(len(node.tokens[r]) for r in running))
+            assert node.change_memory(share).error is None
+        assert not node.finished.keys() & set(running), "there was nothing left to compute"
+        node.wait_for_tokens(running, TOKENS)
+        assert [node.tokens[request][:TOKENS] for request in running] == expected[:3]
+        node.wait(running)
+        node.change_memory(2)
+
+
+@pytest.mark.parametrize(("unit", "count"), [(alone(0), 5), (PAIR, 9)], ids=["alone", "group"])
+def test_requests_on_blocks_that_go_are_computed_again(
+    node: RealNode, unit: Unit, count: int
+) -> None:
+    """So many run that what is left of the blocks does not hold their prompts."""
+    node.switch(*([unit] if unit.is_group else []))
+    prompts = [[7 + number, *PROMPTS[-1]] for number in range(15)]
+    tokens = count * len(prompts[0])
+    left = node.controller.books.engines[0].shares.blocks[1]
+    assert tokens > node.controller.books.engines.limits(unit).tokens(left)
+    expected = node.generate(unit, prompts, 60)
+    running = node.submit(unit, prompts, 60)
+    node.wait_for_tokens(running[:count], 1)
+    view = node.change_memory(1)
+    assert view.preempted > 0
+    assert node.wait(running) == expected
+    if not unit.is_group:
+        node.until(lambda: free_blocks(node) == num_blocks(node), "all blocks that are left")
+
+
+# --- copies that are wrong ------------------------------------------------------------------------
+
+
+def test_copies_that_are_wrong_are_not_used(node: RealNode, expected: list[list[int]]) -> None:
+    node.probe(1, probes.damage_copies, True)
+    with pytest.raises(SwitchFailed, match=r"^engine 1: the copy of .* differs from what"):
+        node.change_memory(1)
+    node.probe(1, probes.damage_copies, False)
+    assert levels(node) == [2, 2]
+    assert node.probe_all(probes.without_memory) == [0, 0]
+    for unit in (alone(0), alone(1)):
+        assert node.generate(unit, SHORT, TOKENS) == expected
+
+
+def test_copies_that_are_wrong_would_change_tokens(
+    node: RealNode, expected: list[list[int]]
+) -> None:
+    """The negative control: without the comparison they are used."""
+    for damage in (probes.damage_copies, probes.compare_nothing):
+        node.probe(1, damage, True)
+    node.change_memory(1)
+    for damage in (probes.damage_copies, probes.compare_nothing):
+        node.probe(1, damage, False)
+    prompts = fresh()
+    assert node.generate(alone(1), prompts, TOKENS) != node.generate(alone(0), prompts, TOKENS)
+    node.change_memory(2)
+    prompts = fresh()
+    assert node.generate(alone(1), prompts, TOKENS) == node.generate(alone(0), prompts, TOKENS)
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [m.CloseBlocks, m.FillWeights, m.UseWeights])
+def test_an_engine_that_dies_in_a_change_follows_when_it_is_back(
+    node: RealNode, expected: list[list[int]], kind: type[m.Message]
+) -> None:
+    running = node.submit(None, SHORT, TOKENS)
+    node.wait_for_tokens(running, 2)
+    with killed_at(node, kind, "runner-1"):
+        assert node.change_memory(1).error is None
+    node.bring_back(PAIR)
+    node.until(lambda: levels(node) == [1, 1], "the same level")
+    assert node.wait(running) == expected
+    for unit in (alone(0), alone(1)):
+        assert node.generate(unit, SHORT, TOKENS) == expected
+
+
+class killed_at:  # noqa: N801 - used as a function
+    """Kill a process when the controller is about to send engine 1 a message of a kind."""
+
+    def __init__(self, node: RealNode, kind: type[m.Message], name: str) -> None:
+        self._node, self._kind, self._name = node, kind, name
+
+    def __enter__(self) -> None:
+        self._node.transport.before_send = self._see
+
+    def __exit__(self, *_: object) -> None:
+        self._node.transport.before_send = lambda _engine, _message: None
+
+    def _see(self, engine: int, message: m.Message) -> None:
+        if engine == 1 and isinstance(message, self._kind):
+            self._node.transport.before_send = lambda _engine, _message: None
+            self._node.kill(self._name)
