@@ -82,6 +82,7 @@ class Resizing:
                 self._transport.to_controller(m.BlocksOpened(epoch, backend.engine))
             case m.FillWeights(epoch, unit, blocks):
                 self._closing = None  # all engines have given up their blocks
+                self._holders.clear()
                 self._watch.expect_delay(unit)
                 if unit.leader == backend.engine:
                     self._task = _Task(message, backend.fill_weights(unit, blocks))
