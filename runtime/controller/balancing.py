@@ -81,12 +81,17 @@ class Balancing:
             self._carries.move(move.source, move.destination, chosen, BALANCE)
 
     def _chosen(self, move: Rebalance, now: float) -> list[Request]:
-        """Return the requests that go: the latest, which are the first to be preempted."""
-        latest = reversed(self._requests.core(move.source).requests.values())
+        """Return the requests that go: the latest, which are the first to be preempted.
+
+        Background requests go only if there are no others: where others are, they leave anyway.
+        """
+        latest = [*reversed(self._requests.core(move.source).requests.values())]
+        people = any(request.seen.priority < BACKGROUND_PRIORITY for request in latest)
         able = [
             request
             for request in latest
             if not request.suspect
+            and (request.seen.priority < BACKGROUND_PRIORITY or not people)
             and (request.moved_at is None or request.moved_at + STAY_SECONDS <= now)
             and self._capacity.can_hold(move.destination, request.seen)
         ]

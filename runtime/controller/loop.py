@@ -12,7 +12,7 @@ import msgspec
 from shoal.policies.lane import lane_of
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
 from shoal.runtime.clock import Clock, monotonic
-from shoal.runtime.config import NodeConfig
+from shoal.runtime.config import BACKGROUND_PRIORITY, NodeConfig
 from shoal.runtime.controller.adviser import Adviser
 from shoal.runtime.controller.balancing import Balancing
 from shoal.runtime.controller.books.books import open_books
@@ -211,7 +211,7 @@ class Controller:
     def _take_request(self, kind: bytes, frames: list[bytes]) -> None:
         if kind == wire.RequestType.ADD.value:
             request = self._admission.add(frames)
-            if request is not None:
+            if request is not None and request.priority < BACKGROUND_PRIORITY:
                 self._demand.arrive(self._clock(), request)
         elif kind == wire.RequestType.ABORT.value:
             self._admission.abort(wire.decode_abort(frames))
@@ -355,7 +355,8 @@ class Controller:
         if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and the members' answers are due
         snapshot = self.snapshot(self._demand.take_arrived())
-        plan = self._adviser.ask(self._background.without(snapshot))
+        people = self._background.without(snapshot)
+        plan = self._adviser.ask(people)
         sent = self._dispatcher.send(plan)
         if self._operations.is_idle:
             sent += self._dispatcher.send(self._background.plan(snapshot, plan))
@@ -364,7 +365,8 @@ class Controller:
         if target is not None and target != self.books.units.partition:
             switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)
         elif self._operations.can_switch:
-            self._balancing.look(snapshot)
+            # Background requests leave where people's come, so only people's count beside these.
+            self._balancing.look(people if people.requests else snapshot)
         return sent
 
     def snapshot(self, arrived: tuple[PoolRequest, ...] = ()) -> Snapshot:

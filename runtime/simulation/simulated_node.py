@@ -5,10 +5,10 @@ due that it waits for, as it would with sockets and clocks. This module makes no
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -72,6 +72,9 @@ class Arrival(Protocol):
     @property
     def prefix(self) -> Sequence[Block]:
         """The stretches with which its prompt begins, and which other prompts may share."""
+
+
+_Arrival = TypeVar("_Arrival", bound=Arrival)
 
 
 @dataclass(slots=True)
@@ -206,28 +209,42 @@ class Node:
         )
 
 
-def simulate(node: Node, policy: str, arrivals: Sequence[Arrival]) -> Run:
+def simulate(
+    node: Node,
+    policy: str,
+    arrivals: Sequence[_Arrival],
+    awaited: Callable[[_Arrival], bool] = lambda _: True,
+) -> Run:
     """Serve a workload and return the results.
+
+    Args:
+        node: the node.
+        policy: the name of its policy.
+        arrivals: the workload.
+        awaited: the run ends when those of its requests have ended for which this is true.
 
     Raises:
         FileError: the model does not fit the node.
         SimulationError: requests were left over, or a process broke.
         UnknownPolicyError: ``policy`` names no policy.
     """
-    return _Simulation(node, policy, arrivals).run()
+    return _Simulation(node, policy, arrivals, [awaited(arrival) for arrival in arrivals]).run()
 
 
 class _Simulation:
     """The processes of one run, and the front end that measures it."""
 
-    def __init__(self, node: Node, policy: str, arrivals: Sequence[Arrival]) -> None:
+    def __init__(
+        self, node: Node, policy: str, arrivals: Sequence[Arrival], awaited: Sequence[bool]
+    ) -> None:
         self._arrivals = arrivals
+        self._awaited = awaited
         self._prompts = SimulatedPrompts()
         self._clock = ManualClock()
         self._events = Events(self._clock)
         self._result = Run(policy, [Life(arrival.at) for arrival in arrivals])
         self._last_output: dict[int, float] = {}
-        self._open = len(arrivals)
+        self._open = sum(awaited)
         self._concluded = False
         self._latest_switch: SwitchView | None = None
         config = node.config(policy)
@@ -255,7 +272,7 @@ class _Simulation:
         self._first_layout = None if node.layout is None else units_of(node.engines, node.layout)
 
     def run(self) -> Run:
-        """Run until every request has ended."""
+        """Run until every request that is awaited has ended."""
         for number in self._processes:
             self._wake_at(number, 0.0)
         self._start()
@@ -364,6 +381,7 @@ class _Simulation:
                 life.tokens += count
             if output.finish_reason is not None:
                 self._end(life, output.finish_reason)
+                self._open -= self._awaited[number]
 
     def _count(self, start: float, end: float, count: int) -> None:
         tokens = self._result.tokens
@@ -377,7 +395,6 @@ class _Simulation:
 
     def _end(self, life: Life, reason: wire.FinishReason) -> None:
         life.ended = self._now
-        self._open -= 1
         if reason is wire.FinishReason.LENGTH:
             life.outcome = m.Outcome.FINISHED
         elif life.outcome is None:

@@ -93,7 +93,7 @@ class Capacity:
         """
         self._prefixes.fit()
         engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
-        demand.see(now, requests_on(len(self._pool), units), most_urgent(pool, units))
+        demand.see(now, self._people(units), most_urgent(pool, units))
         return Snapshot(
             now=now,
             arrived=arrived,
@@ -126,6 +126,16 @@ class Capacity:
             urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
         )
+
+    def _people(self, units: Iterable[UnitState]) -> int:
+        """Return the requests on the node without background requests, which wait for nothing."""
+        background = sum(
+            count
+            for unit in units
+            for priority, count in unit.by_priority
+            if priority >= BACKGROUND_PRIORITY
+        )
+        return requests_on(len(self._pool) - self._pool.background, units) - background
 
     def _with_cached(
         self, pool: tuple[PoolRequest, ...], units: tuple[UnitState, ...]

@@ -2,20 +2,20 @@
 
 A request of the least urgent priority is worth nothing to be early. So policies, which decide for
 people, see a node without such requests: their seats and blocks count as free. Background requests
-get the units on which no other request runs. When one comes there, they are taken out again, but
-for a few that slow the steps down by no more than ``SLOWDOWN``. While others run, new ones follow
-these only now and then (``PROMPT_SHARE``). Those that are taken out go back into the task pool with
-the tokens that they have. They find their KV in the unit's prefix cache when they come back, as
-long as nobody else has needed the room. Half of the units, if there are several, get none of them
-for ``LINGER_SECONDS`` after every other request, so that a person's finds a unit whose steps are
-short.
+have the units that people can spare (``spared_units.py``). To policies these seem to have much
+to do, so people's requests go to the others. When a person's request comes to a spared unit
+nevertheless, and when the unit is wanted back, the background requests are taken out, but for a few
+in a spared unit that slow its steps down by no more than ``SLOWDOWN``. While others run there, new
+ones follow these only now and then (``PROMPT_SHARE``). Those that are taken out go back into the
+task pool with the tokens that they have. They find their KV in the unit's prefix cache when they
+come back, as long as nobody else has needed the room.
 
 A request that has waited so long that a person's new request would come after it
 (``pool.TaskPool``) counts as a person's, so that it does not wait for ever.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -30,6 +30,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.requests.spared_units import Occupancy, SparedUnits
 from shoal.runtime.protocol import messages as m
 
 SLOWDOWN = 0.01
@@ -41,8 +42,6 @@ RESERVE = 8
 PROMPT_TOKENS = 512
 """Prompt tokens of background requests that may be on their way to a unit: others that come wait
 for the step that computes them."""
-LINGER_SECONDS = 60.0
-"""How long after another request units are kept free for the next one."""
 CONSIDERED = 32
 """Background requests that are considered at once, in the order of the pool."""
 RETURN_SECONDS = 2.0
@@ -67,15 +66,15 @@ class Background:
         self._capacity = capacity
         self._leaving: dict[str, Unit] = {}
         """Requests that are being taken out, and of which unit."""
-        self._people_until = -math.inf
-        """When another request was last on the node."""
+        self._spared = SparedUnits()
+        """Those that people do without."""
         self._next: dict[Unit, float] = {}
         """When the next one may start in a unit where others run."""
 
     def without(self, snapshot: Snapshot) -> Snapshot:
         """Return the node as it is without background requests: what policies see."""
         pool = tuple(r for r in snapshot.pool if not self._is_ours(r, snapshot))
-        units = tuple(self._without(unit, snapshot.now) for unit in snapshot.units)
+        units = tuple(self._without(unit, snapshot) for unit in snapshot.units)
         if len(pool) == len(snapshot.pool) and all(map(_is, units, snapshot.units)):
             return snapshot
         return replace(
@@ -96,10 +95,13 @@ class Background:
             snapshot: the node, with all its requests.
             plan: what the policy does with the others.
         """
-        if not self._pool.background and not any(
+        here = bool(self._pool.background) or any(
             unit.by_priority and unit.by_priority[-1][0] >= BACKGROUND_PRIORITY
             for unit in snapshot.units
-        ):
+        )
+        if not here:
+            units = [Occupancy(unit.unit, unit.requests, 0) for unit in snapshot.units]
+            self._see_people(snapshot, units, needed=False)
             return Plan()
         self._leaving = {
             name: unit for name, unit in self._leaving.items() if self._requests.where(name) == unit
@@ -114,16 +116,20 @@ class Background:
             for r in snapshot.pool
         )
         rooms = [_Room(self, unit, snapshot, unit.unit in taken) for unit in snapshot.units]
+        rooms = [room for room in rooms if room.unit.serving]
+        units = [Occupancy(room.unit.unit, room.others, len(room.staying)) for room in rooms]
+        self._see_people(snapshot, units, needed=True)
         for room in rooms:
-            if room.unit.serving:
-                self._take_out(room, everything=waits)
-        if waits or any(room.others for room in rooms):
-            self._people_until = snapshot.now
-        if snapshot.now < self._people_until + LINGER_SECONDS:
-            rooms = rooms[len(rooms) // 2 :]
+            spared = room.unit.unit in self._spared.units
+            self._take_out(room, everything=waits or not spared)
+        rooms = [room for room in rooms if room.unit.unit in self._spared.units]
         if waits or plan.target is not None or not self._pool.background:
             return Plan()
         return Plan(dispatches=tuple(self._starts(snapshot, rooms)))
+
+    def _see_people(self, snapshot: Snapshot, units: Sequence[Occupancy], *, needed: bool) -> None:
+        arrived = [seen for seen in snapshot.arrived if not self._yields(seen, snapshot.now)]
+        self._spared.see(snapshot, units, arrived, needed=needed)
 
     def of(self, core: CoreBook, now: float) -> list[PoolRequest]:
         """Return a core's background requests, in the order in which they were sent."""
@@ -155,9 +161,14 @@ class Background:
         waited = now - seen.arrival
         return seen.priority >= BACKGROUND_PRIORITY and waited < seen.priority * self._aging
 
-    def _without(self, unit: UnitState, now: float) -> UnitState:
-        """Return a unit's state; that its steps read more context makes it the second choice."""
-        hidden = self.of(self.core(unit.unit), now)
+    def _without(self, unit: UnitState, snapshot: Snapshot) -> UnitState:
+        """Return a unit's state; the more context its steps read, the later it is chosen."""
+        hidden = self.of(self.core(unit.unit), snapshot.now)
+        if unit.unit in self._spared.units:
+            own = unit.context_tokens - sum(seen.prompt_tokens for seen in hidden)
+            # Among units that are spared alike, one with few background requests is free earlier.
+            context = max(0, own) + self._spared.context_of(snapshot) + len(hidden)
+            unit = replace(unit, context_tokens=context)
         if not hidden:
             return unit
         count, kept = len(hidden), dict(unit.by_priority)

@@ -11,6 +11,7 @@ from shoal.policies.values.layouts import alone
 from shoal.runtime.config import BACKGROUND_PRIORITY, FakeSettings
 from shoal.runtime.controller.balancing import LOOK_SECONDS, STAY_SECONDS
 from shoal.runtime.controller.books.carry_book import CarryStage
+from shoal.runtime.controller.requests.spared_units import SparedUnits
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
 
@@ -174,6 +175,27 @@ def until_moving(node: LoopbackNode, stage: CarryStage) -> list[str]:
                 if carry.stage is stage:
                     return sorted(carry.ids)
     raise AssertionError("nothing moves")
+
+
+@pytest.mark.parametrize("alone_here", [True, False], ids=["alone", "beside a person's"])
+def test_background_requests_are_spread_only_if_there_are_no_others(
+    alone_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SparedUnits, "_costs", lambda *_: [0.0, 0.0, 0.0][: 2 + alone_here])
+    node = LoopbackNode(2, settings=ROOMY, cost_model=MODEL)
+    node.settle()
+    for k in range(12):
+        node.send(f"r{k}", PROMPT, SHORT if k % 2 else LONG, priority=BACKGROUND_PRIORITY)
+    pass_time(node, 8)
+    engine = 0 if held(node, 0) else 1
+    assert [len(held(node, each)) for each in (engine, 1 - engine)] == [6, 0]
+    if not alone_here:
+        node.send("person", PROMPT, LONG)
+        pass_time(node, 4)
+        assert held(node, 1 - engine) == ["person"]
+    pass_time(node, 20, LOOK_SECONDS)
+    assert moved(node) == (3 if alone_here else 0)
+    assert ("person" in held(node, 1 - engine)) == (not alone_here)
 
 
 def test_an_operation_that_runs_comes_first() -> None:

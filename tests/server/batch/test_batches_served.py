@@ -127,6 +127,46 @@ async def test_the_whole_cycle(client: openai.OpenAI) -> None:
         client.files.retrieve(done.input_file_id)
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "kind"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+            "chat.completion",
+        ),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 2}, "response"),
+    ],
+)
+async def test_the_other_endpoints(
+    client: openai.OpenAI, url: str, body: dict[str, Any], kind: str
+) -> None:
+    lines = [any_line(f"line {number}", url, **body, model=MODEL) for number in range(5)]
+    done = await until(client, started(client, lines, endpoint=url), "completed")
+    answers = content(client, done.output_file_id)
+    assert [one["response"]["body"]["object"] for one in answers] == [kind] * 5
+    assert done.usage is not None
+    assert done.usage.output_tokens == 10
+
+
+async def test_files_expire_when_it_was_said(client: openai.OpenAI) -> None:
+    lifetime: Any = {"anchor": "created_at", "seconds": 7200}
+    file = client.files.create(
+        file=("in", jsonl([line("a")])), purpose="batch", expires_after=lifetime
+    )
+    assert file.expires_at == file.created_at + 7200
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="2h",
+        output_expires_after=lifetime,
+    )
+    assert batch.expires_at == batch.created_at + 7200
+    done = await until(client, batch, "completed")
+    output = client.files.retrieve(done.output_file_id or "")
+    assert output.expires_at == output.created_at + 7200
+
+
 async def test_lists_have_pages(node: ServedNode) -> None:
     with client_of(node, "other") as client:
         files = [client.files.create(file=(f"{n}.jsonl", b"{}"), purpose="batch") for n in range(5)]

@@ -11,7 +11,7 @@ from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.values.batch import Mode
 from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.policies.values.snapshot import PoolRequest, UnitState
-from shoal.runtime.config import FakeSettings
+from shoal.runtime.config import BACKGROUND_PRIORITY, FakeSettings
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.demand import Demand
@@ -148,3 +148,22 @@ def test_the_first_steps_after_a_switch_say_nothing_of_how_fast_a_unit_is() -> N
     assert report(2) == before
     assert report(3) == (*before, group.layout.name)
     assert report(4) == (*before, group.layout.name)
+
+
+def test_policies_learn_nothing_of_background_requests() -> None:
+    node = LoopbackNode(2, settings=LARGE)
+    node.settle()
+    for number in range(20):
+        node.send(f"batch-{number}", priority=BACKGROUND_PRIORITY)
+    node.clock.advance(0.5)
+    node.turns(1)
+    seen = node.controller.snapshot()
+    assert seen.requests == 20
+    assert (seen.smoothed_requests, seen.arrival_rate, seen.prompt_rate) == (0.0, 0.0, 0.0)
+    node.send("person")
+    node.clock.advance(0.5)
+    node.turns(1)
+    node.clock.advance(0.5)
+    seen = node.controller.snapshot()
+    assert 0.0 < seen.smoothed_requests < 1.0
+    assert seen.arrival_rate > 0.0
