@@ -219,7 +219,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     args, gpus = asked.args, asked.gpus
     engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
     on_gpus = gpus > 0 and not args.fake_engine
-    asked_for, args.policy = args.policy, policy_of(args, max_group, on_gpus=on_gpus)
+    adapts = on_gpus and not asked.demo
+    asked_for, args.policy = args.policy, policy_of(args, max_group, adapts=adapts)
     check_shift(args, [args.policy], max_group)
     check_urgent(args, [args.policy], engines, max_group)
     check_model(args.model)

@@ -19,13 +19,17 @@ def add_policy_option(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def policy_of(args: Namespace, max_group: int, *, on_gpus: bool) -> str:
+def policy_of(args: Namespace, max_group: int, *, adapts: bool) -> str:
     """Return the policy that was asked for, or else the one that suits the node.
 
-    Fake engines and those on CPUs share what they run on, so no layout is faster than another, and
-    pipelines are only formed by operators.
+    Args:
+        args: the parsed arguments.
+        max_group: largest group of the node.
+        adapts: whether a model of one's own is served on GPUs. Fake engines and those on CPUs share
+            what they run on, and the demo model is there to try switches. Pipelines are only formed
+            by operators.
     """
     if args.policy is not None:
         return str(args.policy)
-    adapts = on_gpus and max_group > 1 and args.max_pp == 1
-    return ADAPTIVE.name if adapts else MANUAL.name
+    several = max_group > 1 and args.max_pp == 1
+    return ADAPTIVE.name if adapts and several else MANUAL.name

@@ -24,4 +24,4 @@ def test_only_several_gpus_adapt_unasked(
     asked: str | None, max_group: int, max_pp: int, on_gpus: bool, policy: str
 ) -> None:
     args = Namespace(policy=asked, max_pp=max_pp)
-    assert policy_of(args, max_group, on_gpus=on_gpus) == policy
+    assert policy_of(args, max_group, adapts=on_gpus) == policy
