@@ -72,9 +72,8 @@ TERMS_SECONDS = 0.5
 """How long the cost model's numbers are used."""
 USUAL_SECONDS = 60.0
 """Time constant of the usual number of requests: longer than the pauses between most bursts."""
-LEAST_SAVED = 4.0
-"""A candidate must have saved so many seconds of requests in any case. A node that has seen few
-requests may be about to see many."""
+LEAST_SAVED = 0.5
+"""A candidate must have saved so many seconds of requests in any case."""
 SURE_SECONDS = 0.5
 """A candidate must have saved so many seconds of each of the usual requests."""
 MOST_AHEAD = 0.75
