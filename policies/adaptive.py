@@ -4,12 +4,12 @@ While nothing is promised and nobody is urgent, every layout for all engines has
 (``hindsight.py``): a model of the node which gets the same requests. The policy adds up what each
 would have saved beside the current one, and changes to it when that has reached the price of the
 switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
-the price. If a candidate would have fewer requests on the node now, it will go on saving, and the
-next seconds pay a part of the price: near saturation a backlog stays for long. The policy also
-remembers for minutes by how much the node was slower than each layout would have been, the stops of
-its switches included. While one layout would have been better, every other one must save its
-distance to that one besides the price. So a layout that is better in quiet moments, and much worse
-in sudden bursts, is not taken up again after each of them.
+the price. When a part of it has been saved, the policy looks ahead: the latest requests come again,
+with and without the switch (``hindsight.foreseen``). What this saves pays the rest, and what would
+lose so is not done. The policy also remembers for minutes by how much the node was slower than each
+layout would have been, the stops of its switches included. While one layout would have been better,
+every other one must save its distance to that one besides the price. So a layout that is better in
+quiet moments, and much worse in sudden bursts, is not taken up again after each of them.
 
 While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
 so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
@@ -28,10 +28,11 @@ from shoal.policies.flying import FLYING
 from shoal.policies.forecast import Forecast
 from shoal.policies.hindsight import (
     Hindsight,
+    News,
     TermsOf,
     begin,
-    fewer,
     follow,
+    foreseen,
     moved,
     raised,
     renewed,
@@ -59,22 +60,24 @@ LONGEST_REVIEW_SECONDS = 1.0
 """A judgement counts for at most this time, if the policy was not asked for longer."""
 LEAST_SECONDS = 0.5
 """Least time between two switches, unless the current units are too small for a request."""
+LOOK_SECONDS = 0.25
+"""How often it is foreseen what a switch would bring, which takes as long as many judgements."""
+WARNED_SECONDS = 5.0
+"""Time constant with which it is forgotten that a switch to wider units was foreseen to lose."""
 FORGET_SECONDS = 10.0
 """Time constant with which it is forgotten what a candidate would have saved."""
 ASIDE_SECONDS = 30.0
 """How long requests are kept for the shadows while a forecast decides."""
 TERMS_SECONDS = 0.5
 """How long the cost model's numbers are used."""
-USUAL_SECONDS = 20.0
-"""Time constant of the usual number of requests."""
-LEAST_REQUESTS = 0.5
-"""Least usual number of requests."""
-SURE_SECONDS = 1.0
+USUAL_SECONDS = 60.0
+"""Time constant of the usual number of requests: longer than the pauses between most bursts."""
+LEAST_SAVED = 0.5
+"""A candidate must have saved so many seconds of requests in any case."""
+SURE_SECONDS = 0.5
 """A candidate must have saved so many seconds of each of the usual requests."""
-AHEAD_SECONDS = 4.0
-"""For how many seconds a candidate is expected to go on saving as much as it does now."""
 MOST_AHEAD = 0.75
-"""Share of the price that these seconds may pay."""
+"""Share of the price that may be paid by what is foreseen."""
 CACHE_SECONDS = 30.0
 """How long it takes until the caches are as full as they were before a switch."""
 REGRET_SECONDS = 120.0
@@ -109,7 +112,17 @@ class Memory:
     """Smoothed share of the requests that are urgent."""
     arrived: tuple[PoolRequest, ...] = ()
     """Requests that no shadow has got yet."""
+    placed: tuple[tuple[str, int], ...] = ()
+    ended: tuple[tuple[str, int], ...] = ()
+    """What no shadow knows yet of requests: what was cached of them, and how long they were."""
     shadows: Hindsight | None = None
+    looked: float = -math.inf
+    """When a switch was last looked at that seemed to pay."""
+    agreed: Partition | None = None
+    """To which partition a switch seemed to pay then. To a wider one it must do so twice, because
+    that is never urgent."""
+    warned: tuple[tuple[Partition, tuple[float, float]], ...] = ()
+    """When it was last foreseen what each wider partition would lose, and how much."""
     terms: TermsOf | None = None
     """What the units of shadows can do, by the cost model of ``terms_at``."""
     terms_at: float = 0.0
@@ -117,6 +130,8 @@ class Memory:
     """For how many seconds the node was watched."""
     requests: float = 0.0
     """Requests on the node, smoothed over ``USUAL_SECONDS``, or over ``age`` while this is less."""
+    squares: float = 0.0
+    """The squares of their numbers, smoothed alike."""
     behind: tuple[tuple[Partition, float], ...] = ()
     """By how many seconds of requests the node was slower than each partition would have been, up
     to when that one's shadow last began anew."""
@@ -133,7 +148,12 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     memory = snapshot.memory
     if not isinstance(memory, Memory):
         memory = Memory(snapshot.now - REVIEW_SECONDS)
-    memory = replace(memory, arrived=memory.arrived + snapshot.arrived)
+    memory = replace(
+        memory,
+        arrived=memory.arrived + snapshot.arrived,
+        placed=memory.placed + snapshot.placed,
+        ended=memory.ended + snapshot.ended,
+    )
     if snapshot.switching:
         return Plan(dispatches, memory=replace(_aged(memory, snapshot), at=snapshot.now, saved=()))
     stuck = max(unit.size for unit in snapshot.partition) < needed
@@ -169,13 +189,16 @@ def _set_aside(memory: Memory, now: float) -> Memory:
     """
     if memory.shadows is not None and now - memory.shadows.at < ASIDE_SECONDS:
         return memory
-    return replace(memory, shadows=None, arrived=())
+    return replace(memory, shadows=None, arrived=(), placed=(), ended=())
 
 
 def _by_hindsight(
     snapshot: Snapshot, model: StepPredictor, memory: Memory, dispatches: tuple[Dispatch, ...]
 ) -> Plan:
     """Return the plan for a node without urgent requests and without promises."""
+    first = _first(snapshot) if memory.shadows is None and not memory.age else None
+    if first is not None:
+        return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
     memory = _watched(snapshot, model, _aged(memory, snapshot))
     seen, terms = memory.shadows, memory.terms
     assert seen is not None
@@ -193,30 +216,46 @@ def _by_hindsight(
         seen = renewed(seen, low, terms)
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
-    trend = _trend(seen, prices)
-    worth = {
-        c: gains[c] + trend[c] - prices[c] - _fine(regrets, c)
-        for c in gains
-        if forecast.has_room(c)
-    }
-    best = max(worth, key=worth.__getitem__, default=here)
-    if worth.get(best, 0.0) <= 0.0 or snapshot.since_switch < LEAST_SECONDS:
+    lead = {c: gains[c] - _fine(regrets, c) for c in gains if forecast.has_room(c)}
+    least = {c: max(LEAST_SAVED, (1 - MOST_AHEAD) * prices[c]) for c in lead}
+    near = [c for c in lead if lead[c] >= least[c]]
+    early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < LOOK_SECONDS
+    if not near or early:
         return Plan(dispatches, memory=memory)
-    stop = forecast.whole_stop(best) * snapshot.requests
+    stops = {c: forecast.whole_stop(c) for c in near}
+    worth, warned = {}, dict(memory.warned)
+    for c in near:
+        worth[c] = foreseen(seen, c, stops[c], terms)
+        if len(c) < len(here):
+            at, loss = warned.get(c, (snapshot.now, 0.0))
+            worth[c] += loss * math.exp((at - snapshot.now) / WARNED_SECONDS)
+            warned[c] = snapshot.now, min(0.0, worth[c])
+    memory = replace(memory, looked=snapshot.now, warned=tuple(warned.items()))
+    worth = {c: seconds - max(0.0, prices[c] - lead[c]) for c, seconds in worth.items()}
+    best = max(worth, key=worth.__getitem__)
+    pays, wider = worth[best] > 0.0, len(best) < len(here)
+    sure = not wider or memory.agreed == best
+    memory = replace(memory, agreed=best if pays else None)
+    if not (pays and sure):
+        return Plan(dispatches, memory=memory)
+    stop = stops[best] * snapshot.requests
     regrets = {c: regret + stop for c, regret in regrets.items()}
-    memory = replace(memory, behind=tuple(regrets.items()), wider=len(best) < len(here))
+    memory = replace(memory, behind=tuple(regrets.items()), wider=wider, agreed=None)
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory)
 
 
-def _trend(seen: Hindsight, prices: Mapping[Partition, float]) -> dict[Partition, float]:
-    """Return what each candidate will save in the next seconds if it goes on as it does now.
+def _first(snapshot: Snapshot) -> Partition | None:
+    """Return the layout with which an idle node begins; None: the present one.
 
-    What has been saved must still be a part of the price, because many bursts end soon.
+    Groups of half of the engines are never far from the best layout, if their long steps run in SP:
+    a lone request is nearly as fast in them as in a group of all, and many are nearly as fast as in
+    single engines.
     """
-    return {
-        candidate: min(AHEAD_SECONDS * count, MOST_AHEAD * prices[candidate])
-        for candidate, count in fewer(seen).items()
-    }
+    half = [layout for layout, _ in snapshot.sp_above if layout.world_size < snapshot.max_group]
+    if snapshot.requests or not half:
+        return None
+    target = with_singles(snapshot, units_of(snapshot.engines, half[-1]))
+    return target if target != snapshot.partition else None
 
 
 def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:
@@ -237,7 +276,7 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         memory = replace(memory, terms=terms, terms_at=snapshot.now)
     seen = memory.shadows
     if seen is not None:
-        seen = follow(seen, snapshot, memory.arrived, terms)
+        seen = follow(seen, snapshot, News(memory.arrived, memory.placed, memory.ended), terms)
         if here in dict(seen.trials):
             seen = moved(seen, here, terms)
     if seen is None or seen.here != here or dict(seen.trials).keys() != set(candidates):
@@ -252,7 +291,10 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         age=age,
         shadows=seen,
         arrived=(),
+        placed=(),
+        ended=(),
         requests=kept * memory.requests + (1 - kept) * snapshot.requests,
+        squares=kept * memory.squares + (1 - kept) * snapshot.requests**2,
         behind=tuple((partition, regretted * seconds) for partition, seconds in memory.behind),
     )
 
@@ -263,13 +305,14 @@ def _price(snapshot: Snapshot, forecast: Forecast, memory: Memory, candidate: Pa
     The switch stops the requests, and the caches that it loses must be filled again. And a second
     of all requests is within the noise of the load.
     """
-    usual = max(LEAST_REQUESTS, memory.requests)
+    # As many as a request usually finds: in quiet moments between bursts this is about a burst's.
+    usual = memory.squares / memory.requests if memory.requests else 0.0
     stop = forecast.whole_stop(candidate) * snapshot.requests
     share = snapshot.hit_share
     rate = snapshot.prompt_tokens / max(0.1, 1 - share) * snapshot.usual_rate
     token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
     lost = CACHE_SECONDS * share * rate * token * (1 + usual)
-    return SURE_SECONDS * usual + stop + lost
+    return max(LEAST_SAVED, SURE_SECONDS * usual + stop + lost)
 
 
 def _judged(

@@ -4,11 +4,13 @@ Every candidate has a shadow (``shadow.py``), and so has the current partition, 
 model does not know cancels out. A shadow begins with the requests that are on the node.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import inf, log1p
+from typing import NamedTuple
 
-from shoal.policies.shadow import Job, Present, Shadow, Terms, fork, present
+from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Mode, StepKind
 from shoal.policies.values.layouts import Layout
@@ -18,11 +20,18 @@ from shoal.policies.values.snapshot import PoolRequest, Snapshot, StepPredictor
 CHUNK_TOKENS = 8192
 """Limit of the tokens of one step: vLLM's usual bound."""
 LEAST_OUTPUTS = 16
-"""So many outputs must have ended before lengths are drawn from theirs; until then, all are the
-mean.
+"""So many outputs must have ended before lengths are drawn from theirs; until then, they are drawn
+as if outputs ended at random times.
 """
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
+
+AGAIN_SECONDS = 5.0
+"""``foreseen`` lets the requests of so many seconds come again."""
+AHEAD_SECONDS = 10.0
+"""It does so for so many seconds."""
+LEAST_SECONDS = 1.0
+"""The latest requests count as having come within at least this time."""
 
 TermsOf = Mapping[Layout, Terms]
 
@@ -47,6 +56,16 @@ class Hindsight:
     trials: tuple[tuple[Partition, Trial], ...]
     drawn: int = 0
     """How many outputs were drawn."""
+    latest: tuple[Job, ...] = ()
+    """The jobs of the last ``AGAIN_SECONDS``."""
+
+
+class News(NamedTuple):
+    """What has become of requests (``Snapshot``)."""
+
+    arrived: tuple[PoolRequest, ...]
+    placed: tuple[tuple[str, int], ...]
+    ended: tuple[tuple[str, int], ...]
 
 
 def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]) -> TermsOf:
@@ -65,6 +84,7 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             tokens=inf if state is None else state.total_blocks * state.block_tokens,
             chunk=CHUNK_TOKENS,
             prices=prices_of(snapshot, layout),
+            output=snapshot.output_tokens,
         )
     return terms
 
@@ -80,27 +100,40 @@ def begin(snapshot: Snapshot, candidates: Collection[Partition], terms: TermsOf)
     return renewed(seen, candidates, terms)
 
 
-def follow(
-    seen: Hindsight, snapshot: Snapshot, arrived: Sequence[PoolRequest], terms: TermsOf
-) -> Hindsight:
-    """Return the shadows as they are now, with the requests that have arrived."""
+def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> Hindsight:
+    """Return the shadows as they are now, after what has become of requests."""
     current = seen.current.copy()
     trials = [(partition, trial, trial.shadow.copy()) for partition, trial in seen.trials]
     shadows = [current, *(shadow for _, _, shadow in trials)]
-    drawn = seen.drawn
-    for request in arrived:
+    drawn, found = seen.drawn, dict(news.placed)
+    latest = [job for job in seen.latest if job.start > snapshot.now - AGAIN_SECONDS]
+    for request in news.arrived:
         drawn += 1
-        cached = round(snapshot.hit_share * request.prompt_tokens)
         prompt = request.prompt_tokens
+        cached = found.pop(request.request_id, round(snapshot.hit_share * prompt))
         output = drawn_output(snapshot, drawn)
-        job = Job(request.arrival, max(1, prompt - cached), prompt, output)
+        job = Job(request.arrival, max(1, prompt - cached), prompt, output, request.request_id)
+        latest.append(job)
         for shadow in shadows:
             shadow.advance(request.arrival, terms)
             shadow.put(job, terms)
+    for key, cached in found.items():
+        for shadow in shadows:
+            shadow.find_cached(key, cached)
     for shadow in shadows:
         shadow.advance(snapshot.now, terms)
+        for key, tokens in news.ended:
+            shadow.expect(key, tokens, terms, known=True)
+        if not snapshot.requests:
+            shadow.end_all(terms)
+    # The current shadow goes as the node does: what has not ended on the node is longer.
+    for key, tokens in current.guesses():
+        drawn += 1
+        longer = longer_output(snapshot, drawn, tokens)
+        for shadow in shadows:
+            shadow.expect(key, longer, terms, known=False)
     kept = tuple((p, Trial(shadow, t.kept)) for p, t, shadow in trials)
-    return Hindsight(snapshot.now, seen.here, current, kept, drawn)
+    return Hindsight(snapshot.now, seen.here, current, kept, drawn, tuple(latest))
 
 
 def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
@@ -115,13 +148,39 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     }
 
 
-def fewer(seen: Hindsight) -> dict[Partition, int]:
-    """Return how many requests fewer each candidate would have on the node now.
+def foreseen(seen: Hindsight, to: Partition, stop: float, terms: TermsOf) -> float:
+    """Return the seconds of requests that a switch now will save if the latest requests come again.
 
-    By Little's law these are the seconds of requests that it saves in each second.
+    A node that fills up, or a burst that has not ended, will have more requests than now, and the
+    layout that was best with few may not be best with many.
+
+    Args:
+        seen: the shadows.
+        to: the partition to which the node would switch.
+        stop: seconds for which the switch stops requests.
+        terms: what units can do.
     """
-    here = seen.current.requests
-    return {partition: here - trial.shadow.requests for partition, trial in seen.trials}
+    # Until the switch stops them, units go on with the steps that they have begun.
+    until = seen.current.copy()
+    until.advance(seen.at + stop, terms)
+    begin = max(queue.clock for queue in until.queues)
+    there = fork((unit.layout for unit in to), present(until), begin, terms)
+    so_far = until.spent(begin) - seen.current.spent(seen.at)
+    stays = _again(seen, seen.current.copy(), terms) - seen.current.spent(seen.at)
+    return stays - so_far - _again(seen, there, terms)
+
+
+def _again(seen: Hindsight, shadow: Shadow, terms: TermsOf) -> float:
+    """Return the seconds that requests will have spent on all units."""
+    first = seen.latest[0].start if seen.latest else seen.at
+    # A burst that has just begun is taken to go on as it is.
+    span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - first))
+    for k in range(1, round(AHEAD_SECONDS / span) + 1):
+        for job in seen.latest:
+            at = max(seen.at, job.start + k * span)
+            shadow.advance(at, terms)
+            shadow.put(job._replace(start=at, key=""), terms)
+    return shadow.all_in_all(terms)
 
 
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:
@@ -133,13 +192,13 @@ def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hi
             shadow = fork((unit.layout for unit in partition), here, seen.at, terms)
             trial = Trial(shadow, shadow.all_in_all(terms) - base)
         trials.append((partition, trial))
-    return Hindsight(seen.at, seen.here, seen.current, tuple(trials), seen.drawn)
+    return replace(seen, trials=tuple(trials))
 
 
 def raised(seen: Hindsight, by: Mapping[Partition, float]) -> Hindsight:
     """Return shadows of candidates that count as having saved so much more."""
     trials = tuple((p, Trial(t.shadow, t.kept + by.get(p, 0.0))) for p, t in seen.trials)
-    return Hindsight(seen.at, seen.here, seen.current, trials, seen.drawn)
+    return replace(seen, trials=trials)
 
 
 def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
@@ -148,7 +207,7 @@ def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
     current = shadows.pop(to)
     base = current.all_in_all(terms)
     trials = tuple((p, Trial(s, s.all_in_all(terms) - base)) for p, s in shadows.items())
-    return Hindsight(seen.at, to, current, trials, seen.drawn)
+    return replace(seen, here=to, current=current, trials=trials)
 
 
 def on_node(snapshot: Snapshot) -> Present:
@@ -158,23 +217,37 @@ def on_node(snapshot: Snapshot) -> Present:
         mean = unit.context_tokens // max(1, unit.requests)
         for k in range(unit.running):
             left = rest_of_output(snapshot, (k + 0.5) / unit.running)
-            decoding.append((mean, left))
+            decoding.append(Decode(left, snapshot.now, mean + left))
         for prompt in unit.prompts:
             drawn += 1
-            waiting.append((max(1, prompt), max(1, prompt), drawn_output(snapshot, drawn)))
+            waiting.append(_job(snapshot, prompt, drawn))
     for request in snapshot.pool:
         drawn += 1
-        prompt = max(1, request.prompt_tokens)
-        waiting.append((prompt, prompt, drawn_output(snapshot, drawn)))
-    return Present(decoding, waiting)
+        job = _job(snapshot, request.prompt_tokens, drawn)
+        waiting.append(job._replace(key=request.request_id))
+    return Present(decoding, waiting, {})
+
+
+def _job(snapshot: Snapshot, prompt: int, drawn: int) -> Job:
+    tokens = max(1, prompt)
+    return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, drawn))
 
 
 def drawn_output(snapshot: Snapshot, serial: int) -> int:
     """Return the tokens that the next request is expected to generate."""
-    known = snapshot.outputs
+    known, share = snapshot.outputs, serial * GOLDEN % 1
     if len(known) < LEAST_OUTPUTS:
-        return max(1, round(snapshot.output_tokens))
-    return max(1, known[int(serial * GOLDEN % 1 * len(known))])
+        return max(1, round(-snapshot.output_tokens * log1p(-share)))
+    return max(1, known[int(share * len(known))])
+
+
+def longer_output(snapshot: Snapshot, serial: int, tokens: int) -> int:
+    """Return the tokens that a request is expected to generate which has generated so many."""
+    known, share = snapshot.outputs, serial * GOLDEN % 1
+    if len(known) < LEAST_OUTPUTS:
+        return tokens + max(1, round(-snapshot.output_tokens * log1p(-share)))
+    longer = known[bisect_right(known, tokens) :]
+    return longer[int(share * len(longer))] if longer else 2 * tokens
 
 
 def rest_of_output(snapshot: Snapshot, share: float) -> int:

@@ -5,11 +5,15 @@ decode. It gets every request that comes, sends it to the unit where it costs le
 does, and computes step after step, in the times of the cost model: chunks of prompts, first come
 first served, with a token for each decoding request. Steps that only decode are taken many at once.
 So the spread of the prompts' lengths, bursts, placement and backlogs count as they come.
+
+How long an output will be is a guess until the request has ended on the node. Then every shadow is
+told (``Shadow.expect``): a request that still decodes there gets its true end, and one that the
+guess has ended too early decodes again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -29,6 +33,8 @@ class Job(NamedTuple):
     """Tokens of its prompt."""
     output: int
     """Tokens that it will generate."""
+    key: str = ""
+    """Its request, while ``output`` is a guess."""
 
 
 class Decode(NamedTuple):
@@ -39,6 +45,20 @@ class Decode(NamedTuple):
     start: float
     tokens: int
     """All its tokens at its end."""
+    output: int = 0
+    """Tokens that it generates until then."""
+    key: str = ""
+    """See ``Job``."""
+
+
+class Guessed(NamedTuple):
+    """A request that has ended in a shadow, and not yet on the node."""
+
+    at: float
+    """When it ended in the shadow, seconds."""
+    start: float
+    tokens: int
+    output: int
 
 
 class Terms(NamedTuple):
@@ -57,6 +77,8 @@ class Terms(NamedTuple):
     chunk: int
     """Most tokens of a step."""
     prices: Prices
+    output: float = 0.0
+    """Tokens of the mean output."""
 
     def prompts(self, tokens: int, context: float, pairs: float) -> float:
         """Return the seconds of a step with prompts."""
@@ -77,6 +99,7 @@ class Queue:
         running: requests that decode; a heap.
         context: tokens whose KV a step of them reads.
         ended: seconds that the requests have spent here that have ended.
+        guessed: those of them of which the node has not said how long they are.
     """
 
     layout: Layout
@@ -88,20 +111,84 @@ class Queue:
     running: list[Decode] = field(default_factory=list)
     context: int = 0
     ended: float = 0.0
+    guessed: dict[str, Guessed] = field(default_factory=dict)
 
     def copy(self) -> "Queue":
         """Return a copy that shares nothing that changes."""
-        return replace(self, waiting=self.waiting.copy(), running=self.running.copy())
+        return replace(
+            self,
+            waiting=self.waiting.copy(),
+            running=self.running.copy(),
+            guessed=self.guessed.copy(),
+        )
 
     def put(self, job: Job) -> None:
         """Take a request whose prompt is to be computed."""
         self.waiting.append(job)
         self.queued += job.new
 
-    def decode(self, start: float, tokens: int, left: int) -> None:
+    def decode(
+        self, start: float, tokens: int, left: int, *, output: int = 0, key: str = ""
+    ) -> None:
         """Take a request that decodes, and that has ``left`` more tokens to generate."""
         self.context += tokens
-        heappush(self.running, Decode(self.steps + left, start, tokens + left))
+        heappush(self.running, Decode(self.steps + left, start, tokens + left, output, key))
+
+    def find_cached(self, key: str, tokens: int) -> None:
+        """Note how much of a prompt was cached, if it is not being computed."""
+        for k, job in enumerate(self.waiting[1 if self.computed else 0 :], bool(self.computed)):
+            if job.key == key:
+                new = max(1, job.prompt - tokens)
+                self.queued += new - job.new
+                self.waiting[k] = job._replace(new=new)
+
+    def expect(self, key: str, output: int, terms: Terms, *, known: bool) -> bool:
+        """Note how many tokens a request will get, or has got; return False if it is not here.
+
+        Args:
+            key: the request.
+            output: its tokens; 0 if it has ended, and nobody knows how many it got.
+            terms: what the unit can do.
+            known: whether this is no guess.
+        """
+        then = "" if known else key
+        for k, job in enumerate(self.waiting):
+            if job.key == key:
+                self.waiting[k] = job._replace(output=max(1, output), key=then)
+                return True
+        for k, one in enumerate(self.running):
+            if one.key == key:
+                self._expect_running(k, output or one.output - one.end + self.steps, then, terms)
+                return True
+        end = self.guessed.pop(key, None)
+        if end is None or not output:
+            return end is not None
+        more = output - end.output
+        if more <= 0:
+            self.ended += more * self._pace(terms)
+        else:
+            # It has not been here since its guessed end, so that time does not count.
+            self.ended -= end.at - end.start
+            start = end.start + self.clock - end.at
+            self.decode(start, end.tokens, more, output=output, key=then)
+        return True
+
+    def _expect_running(self, k: int, output: int, key: str, terms: Terms) -> None:
+        one = self.running[k]
+        more = output - one.output
+        late = self.steps - one.end - more
+        if late < 0:
+            self.running[k] = Decode(one.end + more, one.start, one.tokens + more, output, key)
+        else:
+            self.running[k] = self.running[-1]
+            self.running.pop()
+            self.context -= one.tokens - (one.end - self.steps)
+            self.ended += max(0.0, self.clock - one.start - late * self._pace(terms))
+        heapify(self.running)
+
+    def _pace(self, terms: Terms) -> float:
+        """Return the seconds of a step that decodes what is here, and at least one request."""
+        return terms.decode.step(max(1, len(self.running)), self.context, self.context)
 
     def advance(self, until: float, terms: Terms) -> None:
         """Compute steps until one ends at ``until`` or later."""
@@ -136,9 +223,11 @@ class Queue:
         self.steps += steps
         self.context += steps * len(self.running)
         while self.running and self.running[0].end <= self.steps:
-            _, start, tokens = heappop(self.running)
+            _, start, tokens, output, key = heappop(self.running)
             self.ended += self.clock - start
             self.context -= tokens
+            if key:
+                self.guessed[key] = Guessed(self.clock, start, tokens, output)
 
     def _prompts(self, terms: Terms) -> None:
         """Compute a step that has as many tokens of waiting prompts as find room."""
@@ -164,9 +253,12 @@ class Queue:
         self._step(1, terms.prompts(decodes + tokens, self.context, pairs))
         for job in self.waiting[:done]:
             if job.output > 1:
-                self.decode(job.start, job.prompt + 1, job.output - 1)
-            else:
-                self.ended += self.clock - job.start
+                left = job.output - 1
+                self.decode(job.start, job.prompt + 1, left, output=job.output, key=job.key)
+                continue
+            self.ended += self.clock - job.start
+            if job.key:
+                self.guessed[job.key] = Guessed(self.clock, job.start, job.prompt + 1, 1)
         del self.waiting[:done]
 
     def spent(self, now: float) -> float:
@@ -174,11 +266,17 @@ class Queue:
         here = sum(now - job.start for job in self.waiting)
         return self.ended + here + sum(now - one.start for one in self.running)
 
-    def cost(self, job: Job, prices: Prices) -> float:
-        """Return what a request costs all requests here (``unit_costs.py``)."""
+    def cost(self, job: Job, terms: Terms) -> float:
+        """Return what a request costs all requests here (``unit_costs.py``).
+
+        It also waits for the present step, which may compute prompts of some of ``running``.
+        """
+        prices, output = terms.prices, terms.output
         others = len(self.waiting) + len(self.running)
-        base = self.queued * prices.prompt + job.output * self.context * prices.read
-        read = others * job.output / 2 * prices.read
+        step = max(0.0, self.clock - job.start)
+        base = step + self.queued * prices.prompt
+        base += output * (self.context + self.queued) * prices.read
+        read = others * output / 2 * prices.read
         return base + (1 + others) * job.new * prices.prompt + read * job.prompt
 
 
@@ -202,8 +300,31 @@ class Shadow:
         """Send a request to the unit where it costs least."""
         best = self.queues[0]
         if len(self.queues) > 1:
-            best = min(self.queues, key=lambda one: one.cost(job, terms[one.layout].prices))
+            best = min(self.queues, key=lambda one: one.cost(job, terms[one.layout]))
         best.put(job)
+
+    def expect(self, key: str, output: int, terms: Mapping[Layout, Terms], *, known: bool) -> None:
+        """Note how many tokens a request will get (``Queue.expect``)."""
+        for queue in self.queues:
+            if queue.expect(key, output, terms[queue.layout], known=known):
+                return
+
+    def find_cached(self, key: str, tokens: int) -> None:
+        """Note how much of a prompt was in the node's cache."""
+        for queue in self.queues:
+            queue.find_cached(key, tokens)
+
+    def guesses(self) -> list[tuple[str, int]]:
+        """Return the requests that only a guess has ended here, with the tokens of that guess."""
+        return [(key, one.output) for queue in self.queues for key, one in queue.guessed.items()]
+
+    def end_all(self, terms: Mapping[Layout, Terms]) -> None:
+        """Note that no request is on the node: those that nobody has told the end of are gone."""
+        for queue in self.queues:
+            queue.guessed.clear()
+            keys = [one.key for one in queue.running] + [job.key for job in queue.waiting]
+            for key in filter(None, keys):
+                queue.expect(key, 0, terms[queue.layout], known=True)
 
     def spent(self, now: float) -> float:
         """Return the seconds that requests have spent on all units until now."""
@@ -224,10 +345,11 @@ class Shadow:
 class Present(NamedTuple):
     """The requests that are on a node."""
 
-    decoding: Sequence[tuple[int, int]]
-    """Tokens of each request that decodes, and how many more it will generate."""
-    waiting: Sequence[tuple[int, int, int]]
-    """``new``, ``prompt`` and ``output`` of each job."""
+    decoding: Sequence[Decode]
+    """Requests that decode; ``end`` is how many more tokens each will generate."""
+    waiting: Sequence[Job]
+    guessed: Mapping[str, Guessed]
+    """Requests that seem to have ended."""
 
 
 def fork(
@@ -242,22 +364,26 @@ def fork(
         terms: what units can do.
     """
     shadow = Shadow([Queue(layout, now) for layout in layouts])
-    for tokens, left in sorted(here.decoding, key=lambda one: -one[1]):
+    for one in sorted(here.decoding, key=lambda one: -one.end):
         emptiest = min(shadow.queues, key=lambda one: len(one.running) / one.layout.world_size)
-        emptiest.decode(now, tokens, left)
-    for new, prompt, output in here.waiting:
-        shadow.put(Job(now, new, prompt, output), terms)
+        tokens = one.tokens - one.end
+        emptiest.decode(now, tokens, one.end, output=one.output, key=one.key)
+    for job in here.waiting:
+        shadow.put(job._replace(start=now), terms)
+    # None of their time counts in this shadow, except what comes after their guessed end.
+    shadow.queues[0].guessed.update(
+        (key, one._replace(at=now, start=now)) for key, one in here.guessed.items()
+    )
     return shadow
 
 
 def present(shadow: Shadow) -> Present:
     """Return the requests that are in a shadow."""
-    decoding, waiting = [], []
+    decoding, waiting, guessed = [], [], dict[str, Guessed]()
     for queue in shadow.queues:
-        for one in queue.running:
-            left = one.end - queue.steps
-            decoding.append((one.tokens - left, left))
+        decoding += [one._replace(end=one.end - queue.steps) for one in queue.running]
+        guessed |= queue.guessed
         for k, job in enumerate(queue.waiting):
             computed = 0 if k else queue.computed
-            waiting.append((job.new - computed, job.prompt, job.output))
-    return Present(decoding, waiting)
+            waiting.append(job._replace(new=job.new - computed))
+    return Present(decoding, waiting, guessed)

@@ -100,6 +100,8 @@ class Hardware:
     """Rate at which one engine reads the memory of another; the default is an H200's."""
     kv_bytes_per_second: float | None = None
     """Rate at which attention reads keys and values; None: as fast as weights are read."""
+    request_seconds: float = 0.0
+    """What each request adds to a step that only decodes. In steps with prompts this is little."""
 
 
 def _work(batch: Batch) -> tuple[int, int, int]:
@@ -164,7 +166,7 @@ class CostModel:
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""
         slope, offset = self._nearest(layout, kind, mode).line
-        return replace(self._pace(layout, mode), slope=slope, offset=offset)
+        return replace(self._pace(layout, mode, kind), slope=slope, offset=offset)
 
     def carry_seconds(self, tokens: float, links: int) -> float:
         """Return the predicted time in which the KV of requests is read from other engines.
@@ -208,16 +210,16 @@ class CostModel:
 
     def roofline_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time in seconds, at least the host's time if it runs in SP."""
-        return self._pace(layout, mode).roofline(*_work(batch))
+        return self._pace(layout, mode, batch.kind).roofline(*_work(batch))
 
     def device_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time of devices and links, in seconds.
 
         It includes neither host time nor overhead (Seesaw, A.1, times the number of layers).
         """
-        return self._pace(layout, mode).device(*_work(batch))
+        return self._pace(layout, mode, batch.kind).device(*_work(batch))
 
-    def _pace(self, layout: Layout, mode: Mode) -> Pace:
+    def _pace(self, layout: Layout, mode: Mode, kind: StepKind) -> Pace:
         shape, hardware = self.shape, self.hardware
         sp, degree = self._sp_degree(layout, mode), layout.tp
         tp = degree // sp
@@ -243,6 +245,7 @@ class CostModel:
             host=self._host_seconds(sp),
             fetch=self._fetch_seconds(tp),
             overhead=hardware.overhead_seconds,
+            request=hardware.request_seconds if kind is StepKind.DECODE else 0.0,
             most=MAX_CORRECTION,
         )
 

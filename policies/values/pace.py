@@ -27,6 +27,8 @@ class Pace:
     host: float
     """Least time of the layers, on the host."""
     overhead: float
+    request: float = 0.0
+    """What the host does for each token, in steps that only decode."""
     experts: float = 0.0
     """To read all routed experts."""
     unread: float = 1.0
@@ -66,7 +68,8 @@ class Pace:
     def roofline(self, tokens: float, context: float, pairs: float) -> float:
         """Return the uncorrected time of a step; the arguments are those of ``device``."""
         device = self.device(tokens, context, pairs)
-        return (device if device > self.host else self.host) + self.overhead
+        host = self.overhead + self.request * tokens
+        return (device if device > self.host else self.host) + host
 
     def step(self, tokens: float, context: float, pairs: float) -> float:
         """Return the time of a step; the arguments are those of ``device``."""

@@ -201,6 +201,11 @@ class Snapshot:
     """Tokens of the latest outputs that have ended, ascending."""
     arrived: tuple[PoolRequest, ...] = ()
     """Requests that have come since the policy was last asked."""
+    placed: tuple[tuple[str, int], ...] = ()
+    """Requests that were sent to units since then, each with about how many tokens of its prompt
+    its unit has in the prefix cache."""
+    ended: tuple[tuple[str, int], ...] = ()
+    """Requests that have left the node since then, each with the tokens that it got; 0: unknown."""
     prompt_rate: float = 0.0
     """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``."""
     hit_share: float = 0.0

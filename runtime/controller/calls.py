@@ -185,7 +185,10 @@ class Calls:
         if self._is_switching:
             return 409, "a switch is running: ask again when it is over"
         if self._adviser.policy.decides_layout:
-            return 409, f"the layout is decided by the policy {self._adviser.policy.name!r}"
+            return 409, (
+                f"the layout is decided by the policy {self._adviser.policy.name!r}: "
+                "POST /admin/policy 'manual' first"
+            )
         return layout_view.refusal(self._books, target, self._operations.rejoin.unavailable())
 
     @property

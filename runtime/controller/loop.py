@@ -10,14 +10,14 @@ import time
 import msgspec
 
 from shoal.policies.lane import lane_of
-from shoal.policies.values.snapshot import PoolRequest, Snapshot
+from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import BACKGROUND_PRIORITY, NodeConfig
 from shoal.runtime.controller.adviser import Adviser
 from shoal.runtime.controller.balancing import Balancing
 from shoal.runtime.controller.books.books import open_books
 from shoal.runtime.controller.books.capacity import Capacity
-from shoal.runtime.controller.books.demand import Demand
+from shoal.runtime.controller.books.demand import NO_NEWS, Demand, News
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import continued
@@ -83,7 +83,7 @@ class Controller:
         self._carries = Carries(env, books, self._capacity)
         self._pauses = Pauses(env, books, self._carries)
         self._balancing = Balancing(env, books, self._capacity, self._carries)
-        self._dispatcher = Dispatcher(env, books)
+        self._dispatcher = Dispatcher(env, books, self._demand)
         self._background = Background(env, books, self._capacity)
         self._pulse = Pulse(env, books.engines)
         self._outage = Outage(env, books, self._admission)
@@ -214,13 +214,18 @@ class Controller:
             if request is not None and request.priority < BACKGROUND_PRIORITY:
                 self._demand.arrive(self._clock(), request)
         elif kind == wire.RequestType.ABORT.value:
-            self._admission.abort(wire.decode_abort(frames))
+            self._abort(wire.decode_abort(frames))
         elif kind == wire.RequestType.UNANSWERED.value:
-            self._admission.abort(wire.decode_abort(frames), m.Outcome.UNAVAILABLE)
+            self._abort(wire.decode_abort(frames), m.Outcome.UNAVAILABLE)
         elif kind == wire.RequestType.UTILITY.value:
             self._utility_calls.take(frames)
         else:
             log.error("dropped a front end's message of unknown type %r", kind)
+
+    def _abort(self, request_ids: list[str], outcome: m.Outcome = m.Outcome.ABORTED) -> None:
+        requests = self.books.requests
+        self._demand.end({id_: requests.generated(id_) for id_ in request_ids if id_ in requests})
+        self._admission.abort(request_ids, outcome)
 
     def _take_control(self, peer: str, message: m.ToControllerControl) -> None:
         match message:
@@ -229,7 +234,7 @@ class Controller:
             case m.GoesOn(request_ids):
                 self._migration.clear(request_ids)
             case m.Stopped(request_ids):
-                self._admission.abort(request_ids, m.Outcome.FINISHED)
+                self._abort(request_ids, m.Outcome.FINISHED)
             case m.CountRefused(outcome):
                 self.books.statistics.requests.add(outcome)
             case m.EngineDied(engine, reason, cause):
@@ -316,7 +321,8 @@ class Controller:
         else:
             self._capacity.observe(core, load)
         ended = requests.report(load)
-        self._capacity.see_outputs(core.outputs)
+        self._capacity.see_outputs(core.outputs.values())
+        self._demand.end({request.id: core.outputs.get(request.id, 0) for request in ended})
         for request in ended:
             self.books.statistics.left(request, m.Outcome.FINISHED)
             self._migration.finished(request, load.engine)
@@ -354,7 +360,7 @@ class Controller:
         self._pauses.end_long_ones(manual=manual, may_begin=self._operations.is_idle)
         if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and the members' answers are due
-        snapshot = self.snapshot(self._demand.take_arrived())
+        snapshot = self.snapshot(self._demand.take_news())
         people = self._background.without(snapshot)
         plan = self._adviser.ask(people)
         sent = self._dispatcher.send(plan)
@@ -369,8 +375,8 @@ class Controller:
             self._balancing.look(people if people.requests else snapshot)
         return sent
 
-    def snapshot(self, arrived: tuple[PoolRequest, ...] = ()) -> Snapshot:
-        """Return what policies see now; ``arrived``: see ``Snapshot``."""
+    def snapshot(self, news: News = NO_NEWS) -> Snapshot:
+        """Return what policies see now, with what has become of requests."""
         now, switches = self._clock(), self._operations.switches
         may_switch = self._operations.can_switch and switches.has_budget
         return self._capacity.snapshot(
@@ -381,5 +387,5 @@ class Controller:
             pending=switches.pending,
             since_switch=now - switches.ended_at,
             sp_above=self._shifting.sp_above,
-            arrived=arrived,
+            news=news,
         )

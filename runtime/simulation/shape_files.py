@@ -5,11 +5,13 @@ file has those of a device. The package contains some of both, which have names 
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
+from shoal.policies.cost.correction import Correction
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout
@@ -181,6 +183,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             sp_layer_host_seconds=self.sp_layer_host_seconds,
             peer_bytes_per_second=self.peer_bytes_per_second,
             kv_bytes_per_second=self.kv_bytes_per_second,
+            request_seconds=self.request_seconds,
         )
 
     def num_blocks(self, shape: ShapeFile, share: int = 1) -> int:
@@ -219,22 +222,28 @@ def cost_model(
 
 
 def step_times(
-    shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1, share_weights: int = 1
+    shape: ShapeFile,
+    hardware: HardwareFile,
+    max_sp: int = 1,
+    share_weights: int = 1,
+    corrections: tuple[Correction, ...] = (),
 ) -> StepTimes:
-    """Return how long simulated steps take: the roofline, and the time that requests add.
+    """Return how long simulated steps take: the roofline, and the time that prompts add.
 
-    The policies' cost model knows neither the time that each decoding request adds nor the time
-    that prompts add, so that it has something to learn.
+    The policies' cost model does not know the latter, so that it has something to learn. If a fit
+    has measured a node's steps, they take the time that it says instead.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
     model = cost_model(shape, hardware, max_sp, share_weights)
+    if corrections:
+        return replace(model, corrections=corrections).step_seconds
     each = hardware.request_seconds
 
     def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        prefill = hardware.prefill_seconds if batch.prefill_tokens else 0.0
-        return model.roofline_seconds(layout, batch, mode) + prefill + each * batch.decodes
+        prompts = hardware.prefill_seconds + each * batch.decodes if batch.prefill_tokens else 0.0
+        return model.roofline_seconds(layout, batch, mode) + prompts
 
     return seconds
 

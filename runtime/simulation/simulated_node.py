@@ -6,12 +6,13 @@ due that it waits for, as it would with sockets and clocks. This module makes no
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from shoal.policies.cost.correction import Correction
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.partition import Partition, units_of
@@ -144,6 +145,7 @@ class Node:
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
         prefix_caching: whether units keep the KV of prompts that others may begin with.
         place_by_prefix: see ``NodeConfig``, as ``rebalance``.
+        corrections: what a fit has found of a node's steps; none: those of ``hardware``.
     """
 
     shape: ShapeFile
@@ -166,6 +168,7 @@ class Node:
     prefix_caching: bool = True
     place_by_prefix: bool = True
     rebalance: bool = True
+    corrections: tuple[Correction, ...] = ()
 
     def config(self, policy: str) -> NodeConfig:
         """Return the configuration of the node's processes.
@@ -203,7 +206,10 @@ class Node:
             max_sp=self.max_sp,
             share_weights=self.share_weights,
             shift_threshold=self.shift_threshold,
-            cost_model=cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
+            cost_model=replace(
+                cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
+                corrections=self.corrections,
+            ),
             targets=self.targets,
             urgent_engines=self.urgent_engines,
         )
@@ -253,7 +259,9 @@ class _Simulation:
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
         devices = Devices()
-        times = step_times(node.shape, node.hardware, node.max_sp, node.share_weights)
+        times = step_times(
+            node.shape, node.hardware, node.max_sp, node.share_weights, node.corrections
+        )
         hops = cost_model(node.shape, node.hardware).hop_seconds
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):

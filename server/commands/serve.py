@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.static import MANUAL
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime.clock import process_seconds
 from shoal.runtime.config import FakeSettings, FitSettings, NodeConfig
@@ -29,6 +30,7 @@ from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
 from shoal.server.options.adapter_options import adapters_of, check_adapters_and_layouts
 from shoal.server.options.fit_options import node_fit
+from shoal.server.options.policy_options import policy_of
 from shoal.server.options.promise_options import node_cost_model, promised
 from shoal.server.options.serve_options import (
     add_shoal_options,
@@ -216,18 +218,22 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
 
     args, gpus = asked.args, asked.gpus
     engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
+    on_gpus = gpus > 0 and not args.fake_engine
+    adapts = on_gpus and not asked.demo
+    asked_for, args.policy = args.policy, policy_of(args, max_group, adapts=adapts)
     check_shift(args, [args.policy], max_group)
     check_urgent(args, [args.policy], engines, max_group)
     check_model(args.model)
     engine_args = vllm_options.engine_args(args)
     vllm_config = vllm_options.make_vllm_config(engine_args)
-    on_gpus = gpus > 0 and not args.fake_engine
     settle_share(args, vllm_config, engines, vllm_options.gpu_memory() if on_gpus else 0)
     _settle(args, vllm_config, max_group, on_gpus=on_gpus)
     layouts = _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
     gpu = vllm_options.gpu_name() if gpus else None
     cost_model, fit = _costs(args, vllm_config, engines, gpu, say)
+    if cost_model is None and asked_for is None:
+        args.policy = MANUAL.name  # nothing tells how fast layouts are
     return NodeConfig(
         engines=engines,
         max_group=max_group,

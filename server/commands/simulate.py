@@ -17,11 +17,13 @@ from shoal.loadgen import plot, text_tables
 from shoal.loadgen import summary as figures
 from shoal.loadgen.curves import Timeline
 from shoal.loadgen.workload import Workload
+from shoal.policies.cost.correction import Correction
 from shoal.policies.installed_policies import load_policies
 from shoal.policies.registry import PolicyError
 from shoal.policies.values.layouts import Layout, layouts_up_to
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import ENGINE_COUNTS
+from shoal.runtime.fit_file import FitFileError, read_fit
 from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named
 from shoal.runtime.simulation.shape_files import FileError, built_in, read_shape
 from shoal.runtime.simulation.simulated_node import (
@@ -78,18 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--policy", required=True, metavar="NAME[,NAME]", help="policies to compare")
     _add_layout_options(parser)
-    add(
-        "--model-shape",
-        default="llama-3-70b-fp8",
-        metavar="FILE|NAME",
-        help=f"(default: %(default)s; built in: {', '.join(built_in('shapes'))})",
-    )
-    add(
-        "--hardware",
-        default="h200",
-        metavar="FILE|NAME",
-        help=f"(default: %(default)s; built in: {', '.join(all_hardware())})",
-    )
+    _add_hardware_options(parser)
     add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: %(default)s)")
     add(
         "--max-num-batched-tokens",
@@ -126,6 +117,29 @@ def _parser() -> argparse.ArgumentParser:
     add_urgent_option(parser)
     add_workload_options(parser)
     return parser
+
+
+def _add_hardware_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model-shape",
+        default="llama-3-70b-fp8",
+        metavar="FILE|NAME",
+        help=f"(default: %(default)s; built in: {', '.join(built_in('shapes'))})",
+    )
+    add(
+        "--hardware",
+        default="h200",
+        metavar="FILE|NAME",
+        help=f"(default: %(default)s; built in: {', '.join(all_hardware())})",
+    )
+    add(
+        "--fit-file",
+        type=Path,
+        metavar="FILE",
+        help="what the fit of a node at its start has found (--fit-dir): steps take these times, "
+        "and policies know them from the start",
+    )
 
 
 def _add_layout_options(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +202,21 @@ def _node(
         captured_tokens=args.captured_tokens,
         prefix_caching=args.enable_prefix_caching,
         place_by_prefix=args.place_by_prefix,
+        corrections=_corrections(args.fit_file),
     )
+
+
+def _corrections(path: Path | None) -> tuple[Correction, ...]:
+    """Return what a fit has found."""
+    if path is None:
+        return ()
+    try:
+        found = read_fit(path)
+    except FitFileError as error:
+        raise UserError(f"--fit-file {error}") from error
+    if not found:
+        raise UserError(f"--fit-file {path}: {'it is empty' if found == () else 'no such file'}")
+    return found
 
 
 def _layout(name: str | None, max_group: int, max_pp: int) -> Layout | None:

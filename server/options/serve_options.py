@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.policies.installed_policies import load_policies
-from shoal.policies.registry import POLICIES, PolicyError
-from shoal.policies.static import MANUAL
+from shoal.policies.registry import PolicyError
 from shoal.runtime.config import (
     AGING_SECONDS,
     ENGINE_COUNTS,
@@ -38,6 +37,7 @@ from shoal.server.number_options import add_number, check_at_least, check_positi
 from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
+from shoal.server.options.policy_options import add_policy_option
 from shoal.server.options.promise_options import (
     add_promise_options,
     check_cost_model_files,
@@ -48,7 +48,6 @@ from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options
 
-DEFAULT_POLICY = MANUAL.name
 DEFAULT_HOST = "127.0.0.1"
 LOOPBACK = "lo"
 """The network interface that only this machine can reach."""
@@ -122,13 +121,7 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
         help="most pipeline stages of a group; above 1, operators may ask for groups with stages; "
         "no policy does (default: %(default)s)",
     )
-    group.add_argument(
-        "--policy",
-        default=DEFAULT_POLICY,
-        metavar="NAME",
-        help=f"what decides the layout: {', '.join(POLICIES)}, one of an installed package, or "
-        "module:NAME (default: %(default)s)",
-    )
+    add_policy_option(group)
 
 
 def _add_switch_options(group: argparse._ArgumentGroup) -> None:
@@ -285,7 +278,8 @@ def check_shoal_options(args: Namespace) -> None:
         UserError: the first such option; the message names it.
     """
     try:
-        load_policies(args.policy)
+        if args.policy is not None:
+            load_policies(args.policy)
     except PolicyError as error:
         raise UserError(f"--policy: {error}") from None
     promised(args)

@@ -22,7 +22,7 @@ from shoal.runtime.config import BACKGROUND_PRIORITY, NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.core_book import CoreBook, Uncounted, steps_between
-from shoal.runtime.controller.books.demand import Demand, Lengths, most_urgent
+from shoal.runtime.controller.books.demand import NO_NEWS, Demand, Lengths, News, most_urgent
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 
@@ -77,7 +77,7 @@ class Capacity:
         pending: Partition | None,
         since_switch: float = math.inf,
         sp_above: tuple[tuple[Layout, int], ...] = (),
-        arrived: tuple[PoolRequest, ...] = (),
+        news: News = NO_NEWS,
     ) -> Snapshot:
         """Return what a policy may know.
 
@@ -89,14 +89,14 @@ class Capacity:
             pending: the target of the running switch.
             since_switch: seconds since the last switch ended.
             sp_above: see ``Snapshot``.
-            arrived: see ``Snapshot``.
+            news: what has become of requests.
         """
         self._prefixes.fit()
         engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
         demand.see(now, self._people(units), most_urgent(pool, units))
         return Snapshot(
             now=now,
-            arrived=arrived,
+            **news._asdict(),
             engines=self._config.engines,
             max_group=self._config.max_group,
             dead=engines.gone | engines.in_state(EngineState.SILENT) | engines.drained,
@@ -225,7 +225,7 @@ class Capacity:
             links = min(source.size, copied.unit.size)
             self.cost_model = self.cost_model.observe_carry(copied.bytes, copied.seconds, links)
 
-    def see_outputs(self, outputs: Sequence[int]) -> None:
+    def see_outputs(self, outputs: Collection[int]) -> None:
         """Note the tokens of outputs that have ended."""
         if outputs:
             self._lengths.end(outputs)

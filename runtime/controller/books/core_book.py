@@ -80,7 +80,7 @@ class CoreBook(msgspec.Struct):
     """Most requests that had begun here, in any report."""
     steps: int = 0
     """Steps that the unit has computed, by its last report."""
-    outputs: list[int] = []
+    outputs: dict[str, int] = {}
     """How many tokens the requests got that the last report says have ended."""
     figures: Figures = msgspec.field(default_factory=Figures)
     """Sums over ``requests``."""
@@ -123,7 +123,7 @@ class CoreBook(msgspec.Struct):
         for request in waiting:
             if request.id not in still:
                 self._first.setdefault(request.id, before + 1)
-        self.outputs = [self.generated(id_) for id_ in load.finished if id_ in self._first]
+        self.outputs = {id_: self.generated(id_) for id_ in load.finished if id_ in self._first}
 
     def generated(self, request_id: str) -> int:
         """Return how many tokens a request has got, as far as the number of steps tells.

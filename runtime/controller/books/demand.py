@@ -5,8 +5,9 @@ Everything here is a function of events and of the injected clock.
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.policies.values.snapshot import (
     NORMAL_PRIORITY,
@@ -32,6 +33,17 @@ DEVIATIONS = 2.0
 """A rate may differ by so many standard deviations by chance; twice as many are not chance."""
 
 
+class News(NamedTuple):
+    """What has become of requests since the policy was last asked (``Snapshot``)."""
+
+    arrived: tuple[PoolRequest, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+    ended: tuple[tuple[str, int], ...] = ()
+
+
+NO_NEWS = News()
+
+
 class Demand:
     """Smoothed figures of the load on the node.
 
@@ -49,11 +61,22 @@ class Demand:
         self._seen_at = now
         self._urgent_at = -math.inf
         self._arrived: list[PoolRequest] = []
+        self._placed: dict[str, int] = {}
+        self._ended: dict[str, int] = {}
 
-    def take_arrived(self) -> tuple[PoolRequest, ...]:
-        """Return the requests that have come since the last call."""
-        arrived, self._arrived = tuple(self._arrived), []
-        return arrived
+    def take_news(self) -> News:
+        """Return what has become of requests since the last call."""
+        news = News(tuple(self._arrived), tuple(self._placed.items()), tuple(self._ended.items()))
+        self._arrived, self._placed, self._ended = [], {}, {}
+        return news
+
+    def place(self, request_id: str, cached: int) -> None:
+        """Note that a request was sent to a unit that has so many of its prompt's tokens cached."""
+        self._placed[request_id] = cached
+
+    def end(self, ended: Mapping[str, int]) -> None:
+        """Note requests that have left, with the tokens that they got; 0: unknown."""
+        self._ended |= ended
 
     def arrive(self, now: float, request: PoolRequest) -> None:
         """Count a request that arrives."""

@@ -69,12 +69,16 @@ class RequestBook:
 
     def carry(self, request: Request, unit: Unit) -> None:
         """Note that a request, which was on another unit, is being carried to this one."""
-        before = self._where.get(request.id)
-        generated = 0 if before is None else self._cores[before].generated(request.id)
+        generated = self.generated(request.id)
         self.remove(request.id)
         self.core(unit).put(request, carried=True, generated=generated)
         self._where[request.id] = unit
         self._prefixes.use(request.prompt, unit)
+
+    def generated(self, request_id: str) -> int:
+        """Return how many tokens a request has got on its unit; 0 if it is on none."""
+        unit = self._where.get(request_id)
+        return 0 if unit is None else self._cores[unit].generated(request_id)
 
     def where(self, request_id: str) -> Unit | None:
         """Return the unit that a request was sent to."""

@@ -4,6 +4,7 @@ import msgspec
 
 from shoal.policies.values.plan import Plan
 from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.demand import Demand
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import front_identity
@@ -15,9 +16,11 @@ class Dispatcher:
     Args:
         env: the node, the transport to engines and front ends, and the time.
         books: where every request is; requests that are sent are counted.
+        demand: is told what is cached of requests that are sent.
     """
 
-    def __init__(self, env: Environment, books: Books) -> None:
+    def __init__(self, env: Environment, books: Books, demand: Demand) -> None:
+        self._demand = demand
         self._tracing = env.config.tracing
         self._transport = env.transport
         self._clock = env.clock
@@ -47,6 +50,7 @@ class Dispatcher:
             if request.family is not None:
                 request.family.started = True
             cached = self._requests.place(request, group)
+            self._demand.place(request.id, cached)
             now = self._clock()
             self._statistics.placed(request, group, now, cached)
             add = m.AddRequest(group, request.id, list(request.tokens))

@@ -59,6 +59,32 @@ def test_what_a_policy_notes_is_given_back_until_another_one_decides(
     assert seen[before] is None
 
 
+def test_a_policy_hears_once_what_becomes_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, object]] = []
+
+    def listens(snapshot: Snapshot, /) -> Plan:
+        heard.extend(("arrived", one.request_id) for one in snapshot.arrived)
+        heard.extend(("placed", one) for one in snapshot.placed)
+        heard.extend(("ended", one) for one in snapshot.ended)
+        unit = snapshot.units[0].unit
+        return Plan(tuple(Dispatch(one.request_id, unit) for one in snapshot.pool))
+
+    node = node_under(monkeypatch, listens, settings=TIMED)
+    node.send("a", 10, 5)
+    let_pass(node, 1.0)
+    node.send("b", 10, 50)
+    let_pass(node, 0.5)
+    node.abort("b")
+    node.abort("a")  # has ended already
+    let_pass(node, 1.0)
+    events = [what for what, _ in heard]
+    assert events == ["arrived", "placed", "ended"] * 2
+    assert heard[1][1] == ("a", 0)
+    assert heard[2][1] == ("a", 5)
+    name, tokens = heard[5][1]
+    assert (name, 0 < tokens < 50) == ("b", True)
+
+
 def test_a_mistake_does_not_make_a_policy_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
 

@@ -5,6 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.policies.cost.correction import Correction
+from shoal.policies.values.batch import StepKind
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.fit_file import write_fit
+from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.server.commands import cli
 
 
@@ -58,6 +63,25 @@ def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
     assert off["shift"] == off["static-tp"]
 
 
+def test_steps_take_the_times_that_a_fit_has_found(tmp_path: Path) -> None:
+    """The fit says that all steps with prompts take 40 ms longer than the roofline says."""
+    fit, figures = tmp_path / "fit.json", tmp_path / "figures.json"
+    slow = Correction(Layout(), StepKind.PREFILL, samples=20, roofline=0.03, missed=0.04)
+    write_fit(fit, {"gpu": "mine"}, (slow,))
+    workload = ("--trace", "poisson", "--rate", "0.5", "--requests", "20", "--output-tokens", "20")
+    common = (*workload, "--engines", "1", "--model-shape", "llama-3-8b-bf16")
+
+    def means(*more: str) -> tuple[float, float]:
+        assert run(*common, "--policy", "static-dp", "--json", str(figures), *more) == 0
+        group = json.loads(figures.read_text())["reports"][0]["groups"]["all"]
+        return group["ttft"]["mean"], group["tpot"]["mean"]
+
+    (ttft, tpot), (fitted, same) = means(), means("--fit-file", str(fit))
+    prompts = hardware_named("h200").prefill_seconds
+    assert fitted - ttft == pytest.approx(0.04 - prompts, abs=0.005)
+    assert same == pytest.approx(tpot, rel=0.1)
+
+
 def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text(
@@ -76,6 +100,8 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
         (("--trace", "bursty", "--policy", "static-dp", "--requests", "0"), "--requests 0"),
         (("--trace", "bursty", "--policy", "static-dp", "--model-shape", "x"), "cannot read x"),
         (("--trace", "bursty", "--policy", "static-dp", "--max-num-seqs", "0"), "--max-num-seqs"),
+        (("--trace", "bursty", "--policy", "static-dp", "--fit-file", "no"), "no: no such file"),
+        (("--trace", "bursty", "--policy", "static-dp", "--fit-file", __file__), "Expected"),
         (("--trace", "bursty", "--policy", "shift"), "--policy shift needs --max-sp"),
         (("--trace", "bursty", "--policy", "shift", "--max-sp", "5"), "--max-sp 5"),
         (

@@ -1,0 +1,123 @@
+"""Shadows: what they make of lengths that are guessed first and known later."""
+
+from math import inf
+
+import pytest
+
+from shoal.policies.shadow import Job, Queue, Shadow, Terms, fork, present
+from shoal.policies.unit_costs import Prices
+from shoal.policies.values.layouts import Layout
+from shoal.policies.values.pace import Pace
+
+DP = Layout()
+STEP = 0.01
+PACE = Pace(
+    members=1,
+    weights=STEP,
+    token=0.0,
+    latency=0.0,
+    moved=0.0,
+    read=0.0,
+    attend=0.0,
+    host=0.0,
+    overhead=0.0,
+)
+"""Every step takes 10 ms."""
+TERMS = Terms(PACE, PACE, PACE, inf, 16, 1e6, 8192, Prices(1e-5, 1e-9), 100.0)
+ALL = {DP: TERMS}
+
+
+def shadow(*jobs: Job) -> Shadow:
+    one = Shadow([Queue(DP, 0.0)])
+    for job in jobs:
+        one.put(job, ALL)
+    return one
+
+
+def guessed(output: int, key: str = "a") -> Job:
+    return Job(0.0, 100, 100, output, key)
+
+
+@pytest.mark.parametrize("guess", [5, 50, 100, 400])
+def test_a_request_takes_as_long_as_its_true_length_whatever_the_guess_was(guess: int) -> None:
+    one = shadow(guessed(guess))
+    one.advance(0.5, ALL)
+    one.expect("a", 100, ALL, known=True)
+    assert one.all_in_all(ALL) == pytest.approx(100 * STEP, abs=STEP)
+
+
+@pytest.mark.parametrize("guess", [50, 100, 400])
+def test_nor_does_it_matter_that_the_end_is_known_late(guess: int) -> None:
+    """A shadow may be faster than the node, which tells the end when it comes there."""
+    one = shadow(guessed(guess))
+    one.advance(2.0, ALL)
+    one.expect("a", 100, ALL, known=True)
+    assert one.all_in_all(ALL) == pytest.approx(100 * STEP, abs=2 * STEP)
+    assert one.requests == 0 or guess < 100
+
+
+def test_what_waits_gets_its_true_length_too() -> None:
+    one = shadow(guessed(400))
+    one.expect("a", 10, ALL, known=True)
+    assert one.all_in_all(ALL) == pytest.approx(10 * STEP)
+
+
+def test_a_request_that_is_longer_than_the_guess_decodes_again() -> None:
+    one = shadow(guessed(10))
+    one.advance(1.0, ALL)
+    assert one.guesses() == [("a", 10)]
+    assert one.requests == 0
+    one.expect("a", 60, ALL, known=False)
+    assert one.requests == 1
+    one.advance(1.2, ALL)
+    assert one.requests == 1
+    one.advance(1.6, ALL)
+    assert one.guesses() == [("a", 60)]
+
+
+def test_an_unknown_length_ends_a_request_now() -> None:
+    one = shadow(guessed(400), Job(0.0, 100, 100, 20))
+    one.advance(0.1, ALL)
+    one.expect("a", 0, ALL, known=True)
+    assert one.requests == 1
+    assert one.queues[0].ended == pytest.approx(0.1, abs=STEP)
+    one.expect("of another node", 5, ALL, known=True)
+    assert one.requests == 1
+
+
+def test_an_empty_node_ends_what_nobody_has_told_the_end_of() -> None:
+    one = shadow(guessed(5), guessed(400, "b"), Job(0.0, 100, 100, 300))
+    one.advance(0.2, ALL)
+    one.end_all(ALL)
+    assert one.guesses() == []
+    assert one.requests == 1, "its length is known, so this shadow is slower than the node"
+
+
+def test_prompts_that_the_node_finds_in_its_cache_are_shorter() -> None:
+    one = shadow(guessed(10), guessed(10, "b"))
+    one.find_cached("b", 90)
+    assert one.queues[0].queued == 110
+    # Every prompt has a token to compute.
+    one.find_cached("b", 100)
+    assert one.queues[0].queued == 101
+    one.advance(0.05, ALL)
+    one.find_cached("a", 50)
+    assert one.queues[0].queued == 0
+
+
+def test_a_unit_in_a_long_step_is_avoided() -> None:
+    two = Shadow([Queue(DP, 3.0), Queue(DP, 0.0)])
+    two.put(guessed(10), ALL)
+    assert [queue.queued for queue in two.queues] == [0, 100]
+
+
+def test_guesses_go_along_when_another_shadow_begins_where_this_one_is() -> None:
+    one = shadow(guessed(5), guessed(400, "b"))
+    one.advance(0.2, ALL)
+    other = fork([DP, DP], present(one), 0.2, ALL)
+    assert other.guesses() == [("a", 5)]
+    before = other.all_in_all(ALL)
+    for key in "ab":
+        other.expect(key, 105, ALL, known=True)
+    assert other.all_in_all(ALL) < before, "b was expected to be longer"
+    assert other.all_in_all(ALL) == pytest.approx((100 + 85) * STEP, abs=3 * STEP)
