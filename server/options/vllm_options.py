@@ -142,7 +142,7 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
     check_kv_groups(config)
     check_experts(config)
     check_adapted_model(config)
-    check_quantisation(config.model_config.model, config.quant_config)
+    check_quantisation(config)
     return config
 
 

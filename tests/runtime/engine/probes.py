@@ -439,7 +439,8 @@ def repacked_bytes(runner: ProbedRunner) -> dict[str, int]:
 def damage_repacked(runner: ProbedRunner, layout: Layout) -> None:
     """Put the outputs' scales of a layout's own layers in another order."""
     for layer in filter(owns_weights, runner._workers[layout].model.modules()):
-        layer.scales.data.copy_(layer.scales.data.flip(-1).clone())
+        scales = layer.scales if hasattr(layer, "scales") else layer.weight_scale
+        scales.data.copy_(scales.data.flip(-1).clone())
 
 
 _staged = StagingServer._copied
