@@ -20,8 +20,9 @@ _REFUSED: Mapping[str, Sequence[str]] = {
         *("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "enable_mm_embeds"),
         "mm_encoder_only",
     ),
-    "speculative decoding is not supported": (
-        *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+    "use --speculative-config": ("spec_method", "spec_model", "spec_tokens"),
+    "each unit counts the drafts that it has checked, not those of a whole request": (
+        "per_request_spec_decode_metrics",
     ),
     "diffusion models are not supported": ("diffusion_config",),
     _POOLING: ("convert", "pooler_config", "enable_flash_late_interaction"),

@@ -46,6 +46,7 @@ from shoal.server.options.promise_options import (
 from shoal.server.options.refused_options import check_vllm_options
 from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options
+from shoal.server.options.speculation_options import check_speculation_options
 
 DEFAULT_POLICY = MANUAL.name
 DEFAULT_HOST = "127.0.0.1"
@@ -274,6 +275,7 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
     """
     check_vllm_options(args, default_of)
     check_adapters(args)
+    check_speculation_options(args)
     check_shoal_options(args)
 
 
