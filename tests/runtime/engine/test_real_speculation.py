@@ -2,9 +2,11 @@
 
 vLLM checks drafts in the next step, and takes one only if the model says the same, so greedy tokens
 do not change. One model repeats itself, so that drafts are right at times. The other does not, so
-that nearly all are wrong and what was computed of them is taken back.
+that nearly all are wrong and what was computed of them is taken back. With ``SHOAL_FAMILIES=all``
+there is a third, with routed experts.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
 from tests.looping_checkpoint import write_looping
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.prompts import make_model, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.units import tp
 
@@ -34,12 +36,19 @@ TOKENS = 80
 Expected = list[list[int]]
 
 
-@pytest.fixture(scope="module", params=["looping", "varied"])
+MODELS = ["looping", "varied"]
+if os.environ.get("SHOAL_FAMILIES") == "all":
+    MODELS.append("qwen3-moe")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(
     llama: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Path:
     if request.param == "varied":
         return llama
+    if request.param == "qwen3-moe":
+        return make_model(request.param, tmp_path_factory.mktemp("models"))
     return write_looping(llama, tmp_path_factory.mktemp("looping") / "llama")
 
 
