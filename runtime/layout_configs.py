@@ -41,6 +41,8 @@ OF_THE_SIZE: Mapping[str, str] = {
     "cache_config.block_size": "a member holds fewer heads of more tokens in the same bytes",
     "compilation_config": "vLLM fuses collectives, which DP has none of, and sizes its graphs",
     "kernel_config": "vLLM chooses kernels by the shapes of a member's shard",
+    "speculative_config.target_parallel_config": "says the size again",
+    "speculative_config.draft_parallel_config": "is the same for n-grams",
 }
 """Fields of ``VllmConfig`` (with all their parts) that may differ between a group and DP."""
 

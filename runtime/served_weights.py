@@ -53,10 +53,11 @@ FP8_QUANTISATIONS = frozenset(
 )
 """vLLM's names of quantisations that every layout can serve; see ``is_fp8_scheme``."""
 
-REPACKED_QUANTISATIONS = frozenset({"auto_gptq"})
+REPACKED_QUANTISATIONS = frozenset({"auto_awq", "auto_gptq", "awq"})
 """vLLM's names of quantisations whose loaded weights it repacks, so that no view is possible.
 
-Each layout loads its own shard of such layers.
+Each layout loads its own shard of such layers. ``awq`` is what vLLM's model configuration calls
+``auto_awq`` on CPUs. Of compressed-tensors' schemes, those of ``is_integer_scheme`` are repacked.
 """
 
 _STRATEGIES = ("tensor", "channel", "block")
@@ -73,6 +74,28 @@ def is_fp8_scheme(weights: Any, activations: Any) -> bool:
         activations: the same for the activations.
     """
     return _is_fp8(weights) and weights.strategy in _STRATEGIES and _is_fp8(activations)
+
+
+def is_integer_scheme(weights: Any, activations: Any) -> bool:
+    """Return whether compressed-tensors computes such layers with integers that vLLM repacks.
+
+    These are ``CompressedTensorsWNA16`` (weights alone) and ``CompressedTensorsW8A8Int8``, which
+    each layout loads its own shard of.
+
+    Args:
+        weights: the ``QuantizationArgs`` of the weights; None if they are not quantised.
+        activations: the same for the activations.
+    """
+    if weights is None or weights.type != "int" or weights.dynamic:
+        return False
+    if activations is None:
+        return weights.num_bits in (4, 8) and weights.strategy in ("channel", "group")
+    of_bytes = (weights.num_bits, activations.type, activations.num_bits) == (8, "int", 8)
+    return (
+        of_bytes
+        and weights.strategy in ("tensor", "channel")
+        and activations.strategy in ("tensor", "token")
+    )
 
 
 def _is_fp8(quantised: Any) -> bool:

@@ -20,8 +20,9 @@ _REFUSED: Mapping[str, Sequence[str]] = {
         *("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "enable_mm_embeds"),
         "mm_encoder_only",
     ),
-    "speculative decoding is not supported": (
-        *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+    "use --speculative-config": ("spec_method", "spec_model", "spec_tokens"),
+    "each unit counts the drafts that it has checked, not those of a whole request": (
+        "per_request_spec_decode_metrics",
     ),
     "diffusion models are not supported": ("diffusion_config",),
     _POOLING: ("convert", "pooler_config", "enable_flash_late_interaction"),
@@ -107,8 +108,8 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
             raise UserError(f"{flag_of(name)}: {reason}")
     if args.quantization not in (None, *FP8_QUANTISATIONS):
         raise UserError(
-            f"--quantization {args.quantization}: only FP8 weights can be asked for; GPTQ is "
-            "recognised by its checkpoints"
+            f"--quantization {args.quantization}: only FP8 weights can be asked for; GPTQ, AWQ "
+            "and integers are recognised by their checkpoints"
         )
     if args.runner not in ("auto", "generate"):
         raise UserError(f"--runner {args.runner}: {_POOLING}")

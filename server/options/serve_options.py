@@ -47,6 +47,7 @@ from shoal.server.options.refused_options import check_vllm_options
 from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options
+from shoal.server.options.speculation_options import check_speculation_options
 
 DEFAULT_HOST = "127.0.0.1"
 LOOPBACK = "lo"
@@ -268,6 +269,7 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
     """
     check_vllm_options(args, default_of)
     check_adapters(args)
+    check_speculation_options(args)
     check_shoal_options(args)
 
 

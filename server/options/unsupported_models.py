@@ -5,6 +5,7 @@ The checks use vLLM's configuration, and so the model's ``config.json`` and the 
 when they load, such as which kernel multiplies a layer's weights.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.runtime.served_kv import KV_TYPES
@@ -15,6 +16,7 @@ from shoal.runtime.served_weights import (
     WITHOUT_RULE,
     LayerKind,
     is_fp8_scheme,
+    is_integer_scheme,
 )
 from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import LOADED_BY_NAME
@@ -48,9 +50,6 @@ def check_model_config(model: Any) -> None:
         "a model with latent attention (MLA) of a sparse kind": latent and _reads_sparsely(model),
         f"a model with latent attention (MLA), quantised ({model.quantization})": (
             latent and model.quantization is not None
-        ),
-        f"a mixture-of-experts model, quantised ({model.quantization})": (
-            model.is_moe and model.quantization in REPACKED_QUANTISATIONS
         ),
         f"quantised ({model.quantization})": (
             model.quantization not in (None, *FP8_QUANTISATIONS, *REPACKED_QUANTISATIONS)
@@ -162,7 +161,7 @@ def check_repacked(config: Any, max_group: int, max_sp: int, max_pp: int) -> Non
             checkpoint could not be read again.
     """
     model, load_format = config.model_config, config.load_config.load_format
-    if model.quantization not in REPACKED_QUANTISATIONS:
+    if not repacks(config):
         return
     problems = {
         f"--max-pp {max_pp}": max_pp > 1,
@@ -216,25 +215,56 @@ def check_stages(max_pp: int, config: Any) -> None:
         )
 
 
-def check_quantisation(model: str, quantisation: Any) -> None:
-    """Refuse a compressed-tensors checkpoint with anything but FP8 weights and FP8 activations.
+def check_quantisation(config: Any) -> None:
+    """Refuse weights whose quantisation only the layers' own schemes tell.
+
+    A compressed-tensors checkpoint may have FP8 weights and activations, and integers. What vLLM
+    repacks goes with dense models alone.
 
     Args:
-        model: the model's name.
-        quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
+        config: vLLM's ``VllmConfig``.
 
     Raises:
-        UserError: a group of layers is quantised in another way; the message says how.
+        UserError: a group of layers is quantised in another way, or the model has experts that vLLM
+            repacks; the message says how.
+    """
+    model = config.model_config
+    for target, scheme in _schemes(config.quant_config).items():
+        weights, activations = scheme["weights"], scheme["input_activations"]
+        served = is_fp8_scheme(weights, activations) or is_integer_scheme(weights, activations)
+        if not served:
+            raise UserError(
+                f"{model.model} is quantised (compressed-tensors: {target} has {_words(weights)} "
+                f"weights and {_words(activations)} activations): not supported"
+            )
+    if model.is_moe and repacks(config):
+        raise UserError(
+            f"{model.model} is a mixture-of-experts model, quantised ({model.quantization}) in a "
+            "form that vLLM repacks: not supported"
+        )
+
+
+def repacks(config: Any) -> bool:
+    """Return whether vLLM repacks weights of a model, so that each layout loads its own shard.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+    """
+    return config.model_config.quantization in REPACKED_QUANTISATIONS or any(
+        is_integer_scheme(scheme["weights"], scheme["input_activations"])
+        for scheme in _schemes(config.quant_config).values()
+    )
+
+
+def _schemes(quantisation: Any) -> Mapping[str, Any]:
+    """Return how compressed-tensors has each group of layers, by what it is called.
+
+    Args:
+        quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
     """
     if getattr(quantisation, "online_quantization_config", None) is not None:
-        return  # It is quantised again as it is loaded.
-    for target, scheme in getattr(quantisation, "target_scheme_map", {}).items():
-        weights, activations = scheme["weights"], scheme["input_activations"]
-        if not is_fp8_scheme(weights, activations):
-            raise UserError(
-                f"{model} is quantised (compressed-tensors: {target} has {_words(weights)} weights "
-                f"and {_words(activations)} activations): not supported"
-            )
+        return {}  # It is quantised again as it is loaded.
+    return getattr(quantisation, "target_scheme_map", {})
 
 
 def _words(quantised: Any) -> str:

@@ -20,6 +20,7 @@ from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.server.errors import UserError, one_line
 from shoal.server.options.adapter_options import adapters_of, make_room
+from shoal.server.options.speculation_options import check_speculation
 from shoal.server.options.unsupported_models import (
     check_adapted_model,
     check_experts,
@@ -142,14 +143,13 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
         config = dp_config(engine_args)
     except Exception as error:  # vLLM and transformers raise every kind here
         raise UserError(_said(error, engine_args.model)) from error
-    if config.speculative_config is not None:  # some checkpoints bring it with them
-        raise UserError(f"{config.model_config.model}: speculative decoding is not supported")
     check_model_config(config.model_config)
     check_kv_groups(config)
     check_kv_type(config)
     check_experts(config)
     check_adapted_model(config)
-    check_quantisation(config.model_config.model, config.quant_config)
+    check_quantisation(config)
+    check_speculation(config)
     return config
 
 

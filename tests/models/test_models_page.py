@@ -50,8 +50,10 @@ def scan_others(path: str) -> int:
         outcomes["no rule for experts"] = scan_config(mixtral)
     with patch("shoal.runtime.engine.weights.rules.dense.RowParallelRule.layers", ()):
         outcomes["no rule for o_proj"] = scan_config(llama)
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-    outcomes["awq"] = scan_config(llama | {"quantization_config": awq, "dtype": "float16"})
+    unknown = {"quant_method": "experts_int8"}
+    outcomes["quantised"] = scan_config(
+        llama | {"quantization_config": unknown, "dtype": "float16"}
+    )
     outcomes["no class"] = scan.scan("PanguUltraMoEForCausalLM")
     words = {
         name: "served" if outcome.served else f"{outcome.served}: {outcome.reason}"
@@ -67,7 +69,7 @@ def scan_others(path: str) -> int:
         ("llama", "served"),
         ("mixtral", "served"),
         ("no rule for experts", "False: a mixture-of-experts model"),
-        ("awq", "False: quantised (awq)"),
+        ("quantised", "False: quantised (experts_int8)"),
         ("no class", "None: neither vLLM nor Transformers has its configuration's class"),
     ],
 )

@@ -44,6 +44,8 @@ def unexplained(found: Mapping[str, Any], tables: Sequence[Mapping[str, str]]) -
 
 # --- configurations -------------------------------------------------------------------------------
 
+NGRAMS = '{"method": "ngram", "num_speculative_tokens": 3}'
+
 OPTIONS = [
     pytest.param(argv, id=" ".join(argv) or "none")
     for argv in (
@@ -72,6 +74,7 @@ OPTIONS = [
         ["--optimization-level", "0"],
         ["--stream-interval", "4"],
         ["--block-size", "64"],
+        ["--speculative-config", NGRAMS],
     )
 ]
 
@@ -167,7 +170,6 @@ UNTRIED: Mapping[str, str] = {
     "engram_config": "needs a model with an engram",
     "ray_workers_use_nsight": "needs Ray",
     "collect_detailed_traces": "needs a collector of traces",
-    "per_request_spec_decode_metrics": "needs speculative decoding, which is refused",
     "offload_backend": "needs an option that is refused",
     "api_server_count": "has a test of its own",
 }
@@ -217,6 +219,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "reasoning_config": ["--reasoning-config", '{"reasoning_parser": "qwen3"}'],
     "reasoning_parser": ["--reasoning-parser", "qwen3"],
     "runner": ["--runner", "pooling"],
+    "speculative_config": ["--speculative-config", NGRAMS],
     "ssl_certfile": ["--ssl-certfile", "a", "--ssl-keyfile", "b"],
     "ssl_keyfile": ["--ssl-certfile", "a", "--ssl-keyfile", "b"],
     "structured_outputs_config": ["--structured-outputs-config", '{"backend": "guidance"}'],

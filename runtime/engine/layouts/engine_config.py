@@ -6,6 +6,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs, NodeConfig
+from shoal.runtime.engine.layouts.cpu_speculation import speculate_on_cpus
 from shoal.runtime.engine.weights.rules.rule_registry import WEIGHT_SCHEME
 from shoal.runtime.engine.weights.rules.unquantised import leave_weights_on_cpus
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
@@ -44,6 +45,8 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
     config.model_config.original_max_model_len = -1
     if current_platform.is_cpu():
         leave_weights_on_cpus()
+        if config.speculative_config is not None:
+            speculate_on_cpus()
         # The platform turns it off because its own executors gain nothing; ours supports it.
         config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu and layout.pp == 1
     elif config.model_config.is_moe:

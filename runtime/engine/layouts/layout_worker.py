@@ -167,6 +167,15 @@ class LayoutWorker:
         with self.active(), thrown_away_unseeded(self.model_runner):
             return self._worker.sample_tokens(grammar_output)
 
+    @property
+    def speculates(self) -> bool:
+        """Whether each step proposes tokens that the next one checks."""
+        return self.config.speculative_config is not None
+
+    def take_drafts(self) -> Any:
+        """Return what the sampled step proposes (``Worker.take_draft_token_ids``)."""
+        return self._worker.take_draft_token_ids()
+
     def _available_memory(self) -> int:
         """Return the KV bytes of this layout: the same on every engine and in every layout."""
         if self.layout != DP:

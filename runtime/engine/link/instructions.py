@@ -233,6 +233,16 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """The answer to a ``Step`` of a unit that speculates."""
+
+    output: Any
+    """vLLM's ``ModelRunnerOutput``."""
+    drafts: Any
+    """vLLM's ``DraftTokenIds``: what the next step is to check; None: nothing is proposed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A runner cannot go on; ``error`` is one line."""
 

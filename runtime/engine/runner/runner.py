@@ -220,13 +220,22 @@ class Runner:
 
     def _on_step(self, step: instructions.Step) -> None:
         output = self._worker.execute(step.scheduler_output, step.mode)
-        if output is None and step.sample:
-            output = self._worker.sample(step.grammar_output)
         if output is not None:
             self._answer_step(step.seq, output)
+        elif step.sample:
+            self._sample(step.seq, step.grammar_output)
 
     def _on_sample(self, sample: instructions.Sample) -> None:
-        self._answer_step(sample.seq, self._worker.sample(sample.grammar_output))
+        self._sample(sample.seq, sample.grammar_output)
+
+    def _sample(self, seq: int, grammar_output: Any) -> None:
+        output = self._worker.sample(grammar_output)
+        if output is None:
+            return
+        if self._worker.speculates:
+            # Steps are not scheduled ahead then, so the output does not wait for the device.
+            output = instructions.Drafted(output, self._worker.take_drafts())
+        self._answer_step(seq, output)
 
     def _answer_step(self, seq: int, output: Any) -> None:
         if self._worker.answers:

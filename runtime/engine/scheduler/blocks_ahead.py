@@ -234,7 +234,7 @@ class BlocksAhead:
         """
         if self._unit.is_group:
             return 0
-        whole: int = request.num_tokens // self._carried.block_tokens
+        whole = self._carried.most_tokens(request) // self._carried.block_tokens
         return sum(whole + 1 - max(end, len(table)) for table in tables)
 
     def _has_room(self, tables: Sequence[Table], end: int, rest: int) -> bool:

@@ -91,6 +91,8 @@ class CarriedRequests:
         scheduler.waiting.remove_requests(leaving)
         scheduler.kv_holding_waiting.remove_requests(leaving)
         scheduler.deferred_waiting.difference_update(leaving)
+        for request in leaving:
+            request.spec_token_ids = []  # proposals for a step that does not come
 
     def _describe(self, request: Request) -> CarriedRequest:
         tokens, computed = list(request.output_token_ids), request.num_computed_tokens
@@ -209,8 +211,9 @@ class CarriedRequests:
     def _allocate(self, request: Request, computed: int) -> int | None:
         """Give a request blocks; return how many tokens its unit had cached, None: no room.
 
-        There are blocks for all its tokens, also those that are not computed yet: a request that
-        waits and holds blocks must be able to run, or it would wait for others, and they for it.
+        There are blocks for all its tokens, also those that are not computed yet, and for the
+        drafts that its first step may check: a request that waits and holds blocks must be able to
+        run, or it would wait for others, and they for it.
         """
         manager = self._scheduler.kv_cache_manager
         prefix = self.prefix_of(request.request_id)
@@ -224,13 +227,20 @@ class CarriedRequests:
             0,
             num_new_computed_tokens=cached,
             new_computed_blocks=hits,
-            num_lookahead_tokens=request.num_tokens - max(cached, computed),
+            num_lookahead_tokens=self.most_tokens(request) - max(cached, computed),
             num_external_computed_tokens=max(0, computed - cached),
             has_scheduled_reqs=bool(self._scheduler.running),
             # If vLLM zeroes new blocks, it does so with the next step, which comes after the copy.
             skip_zeroing_group_ids=tuple(range(manager.num_kv_cache_groups)),
         )
         return None if allocated is None else int(cached)
+
+    def most_tokens(self, request: Request) -> int:
+        """Return the tokens of a request after a step that goes on with it, drafts included.
+
+        vLLM gives such a step as many drafts as any has, though nothing is proposed yet.
+        """
+        return int(request.num_tokens + self._scheduler.num_spec_tokens)
 
     def _filled_blocks(self, request: Request, begin: int) -> list[int]:
         """Return the blocks of all KV groups that are to be read into.

@@ -247,7 +247,7 @@ class VllmCore:
         return self._carried.has_ended(self._in_flight[0].copy)
 
     def _collect_one(self, step: InFlight, collected: Collected) -> None:
-        outputs = self._scheduler.update_from_output(step.scheduled, step.future.result())
+        outputs = self._update(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
             collected.steps.append(EndedSteps(step.mode, step.work))
@@ -263,6 +263,16 @@ class VllmCore:
             deferred, self._deferred = self._deferred, None
             grammar = self._scheduler.get_grammar_bitmask(deferred.scheduled)
             self._executor.sample_step(deferred.seq, grammar)
+
+    def _update(self, scheduled: SchedulerOutput, result: Any) -> dict[int, Any]:
+        """Tell the scheduler what a step has made, and what it proposes for the next."""
+        output, drafts = result, None
+        if isinstance(result, instructions.Drafted):
+            output, drafts = result.output, result.drafts
+        outputs: dict[int, Any] = self._scheduler.update_from_output(scheduled, output)
+        if drafts is not None:
+            self._scheduler.update_draft_token_ids(drafts)
+        return outputs
 
     def dispatch(self) -> bool:
         """See ``interface.Core.dispatch``."""
@@ -426,6 +436,9 @@ def work_of(scheduled: SchedulerOutput) -> Work:
     cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    if drafts := scheduled.scheduled_spec_decode_tokens:
+        # A decode that also checks drafts is one decode.
+        tokens = {name: count - len(drafts.get(name, ())) for name, count in tokens.items()}
     return work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
 
 

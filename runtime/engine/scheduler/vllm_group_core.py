@@ -59,7 +59,9 @@ class VllmGroupCore(VllmCore):
     def blocks_lacking(self) -> int:
         """See ``interface.GroupCore.blocks_lacking``."""
         waiting = sum(
-            blocks_for(request.num_tokens + 1, self._block_tokens, self.group_limits)
+            blocks_for(
+                self._carried.most_tokens(request) + 1, self._block_tokens, self.group_limits
+            )
             for request in self._scheduler.waiting
         )
         lacking = self._num_holding + waiting - self._lease.num_free
@@ -67,7 +69,10 @@ class VllmGroupCore(VllmCore):
 
     @property
     def _num_holding(self) -> int:
-        """New blocks that requests may cross into before the next chance to grow."""
+        """New blocks that requests may cross into before the next chance to grow.
+
+        A step's drafts are fewer than a block's tokens (``check_speculation``).
+        """
         requests = len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
         return requests * len(self.group_limits)
 

@@ -161,8 +161,9 @@ class ProbedRunner(PacedRunner):
         super()._on_sample(sample)
 
     def _answer_step(self, seq: int, output: Any) -> None:
-        if not isinstance(output, AsyncModelRunnerOutput):
-            for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+        made = output.output if isinstance(output, instructions.Drafted) else output
+        if not isinstance(made, AsyncModelRunnerOutput):
+            for request_id, tokens in zip(made.req_ids, made.sampled_token_ids, strict=True):
                 self.sampled.setdefault(request_id, []).extend(tokens)
         super()._answer_step(seq, output)
 
@@ -515,7 +516,30 @@ def repacked_bytes(runner: ProbedRunner) -> dict[str, int]:
 def damage_repacked(runner: ProbedRunner, layout: Layout) -> None:
     """Put the outputs' scales of a layout's own layers in another order."""
     for layer in filter(owns_weights, runner._workers[layout].model.modules()):
-        layer.scales.data.copy_(layer.scales.data.flip(-1).clone())
+        scales = layer.scales if hasattr(layer, "scales") else layer.weight_scale
+        scales.data.copy_(scales.data.flip(-1).clone())
+
+
+def accept_all_drafts(runner: ProbedRunner, accept: bool) -> None:
+    """Let the sampler of the current layout take each rejected draft for right."""
+    sampler = runner._worker.model_runner.rejection_sampler
+    sampler.__dict__.pop("forward", None)
+    if not accept:
+        return
+    judge = sampler.forward
+
+    def forward(metadata: Any, *args: Any) -> Any:
+        output = judge(metadata, *args)
+        for row, drafts in zip(
+            output.sampled_token_ids,
+            metadata.draft_token_ids.split(metadata.num_draft_tokens),
+            strict=True,
+        ):
+            rejected = (row[: len(drafts)] < 0).to(row.dtype)
+            row[: len(drafts)] += rejected * (drafts.clamp(min=0) + 1)
+        return output
+
+    sampler.forward = forward
 
 
 _staged = StagingServer._copied

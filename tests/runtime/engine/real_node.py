@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -335,6 +336,9 @@ class RealNode:
         self._skipped = 0.0
         self.tokens: dict[str, list[int]] = {}
         """Tokens received, by request."""
+        self.drafts: Counter[str] = Counter()
+        """How many drafts were accepted and rejected, as vLLM's statistics say, where it makes
+        some."""
         self.logprobs: dict[str, list[dict[int, float]]] = {}
         """Log probabilities by token, for each output token of requests that asked for some."""
         self.prompt_logprobs: dict[str, list[dict[int, float]]] = {}
@@ -482,6 +486,7 @@ class RealNode:
         self.controller.turn(timeout)
         while self._output.poll(0):
             message = self._decoder.decode(self._output.recv_multipart())
+            self._count_drafts(message.scheduler_stats)
             unit = wire.sender_of(message.engine_index)
             admitted = self._interruptions.admit(unit, message.outputs)
             for output in self._order.take(unit, admitted):
@@ -504,6 +509,14 @@ class RealNode:
                 if incarnation == self._incarnations[engine]:
                     self._lose(engine, order.reason)
         self._look_for_ended()
+
+    def _count_drafts(self, statistics: Any) -> None:
+        found = None if statistics is None else statistics.spec_decoding_stats
+        if found is not None:
+            self.drafts += Counter(
+                accepted=found.num_accepted_tokens,
+                rejected=found.num_draft_tokens - found.num_accepted_tokens,
+            )
 
     def _keep_logprobs(self, output: EngineCoreOutput) -> None:
         for kept, new in (

@@ -13,7 +13,7 @@ from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
-from tests.repacked_checkpoint import write_repacked
+from tests.repacked_checkpoint import Form, write_repacked
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
@@ -29,16 +29,24 @@ Expected = list[list[int]]
 
 @pytest.fixture(scope="module")
 def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_repacked(llama, tmp_path_factory.mktemp("repacked") / "gptq")
+    return write_repacked(llama, tmp_path_factory.mktemp("repacked") / "gptq", Form.GPTQ)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Expected:
-    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE)
+    return stock_alone(model)
 
 
 @pytest.fixture(scope="module")
 def expected_of_pair(model: Path) -> Expected:
+    return stock_pair(model)
+
+
+def stock_alone(model: Path) -> Expected:
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE)
+
+
+def stock_pair(model: Path) -> Expected:
     two = {"tensor_parallel_size": 2}
     return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE, vllm_args=two)
 
@@ -110,3 +118,27 @@ def test_a_group_that_is_formed_anew_loads_its_shards_again(
     with node.bound(PAIR):
         assert node.generate(PAIR, PROMPTS, TOKENS) == expected_of_pair
     assert node.audit() == []
+
+
+@pytest.mark.parametrize("form", [Form.AWQ, Form.INTEGERS])
+def test_other_forms_generate_the_tokens_of_stocks_layout(
+    form: Form, llama: Path, tmp_path: Path
+) -> None:
+    """DP and TP2 round differently. Damage to TP2's shards changes its tokens, and not DP's.
+
+    Each member has some scales whole, and vLLM's kernel for 8 bits hides its weights.
+    """
+    model = write_repacked(llama, tmp_path / form, form)
+    alone_tokens, pair_tokens = stock_alone(model), stock_pair(model)
+    assert len({tuple(output) for output in alone_tokens}) == len(PROMPTS)
+    with RealNode(model, 2, dtype=DTYPE) as node:
+        for owned in node.probe_all(probes.repacked_bytes):
+            assert 0 < owned["tp2"] < owned["dp"]
+        assert node.generate_spread(singles(2), PROMPTS, TOKENS) == alone_tokens
+        with node.bound(PAIR):
+            assert node.generate(PAIR, PROMPTS, TOKENS) == pair_tokens
+            node.probe_all(probes.damage_repacked, PAIR.layout)
+            damaged = node.generate(PAIR, PROMPTS[::-1], TOKENS)[::-1]
+        assert all(one != other for one, other in zip(damaged, pair_tokens, strict=True))
+        assert node.generate_spread(singles(2), PROMPTS, TOKENS) == alone_tokens
+        assert node.audit() == []

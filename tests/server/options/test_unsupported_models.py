@@ -19,6 +19,7 @@ from shoal.server.options.unsupported_models import (
     check_kv_groups,
     check_kv_type,
     check_model_config,
+    check_quantisation,
     check_repacked,
     check_stages,
 )
@@ -58,8 +59,7 @@ def test_a_plain_model_is_supported(quantization: str | None) -> None:
         ({"use_mla": True, "hf_text_config": SimpleNamespace(index_topk=2048)}, "MLA.*sparse"),
         ({"use_mla": True, "hf_text_config": SimpleNamespace(compress_ratios=[])}, "MLA.*sparse"),
         ({"quantization": "mxfp4"}, "mxfp4"),
-        ({"quantization": "awq"}, "awq"),
-        ({"quantization": "auto_gptq", "is_moe": True}, r"mixture.*quantised \(auto_gptq\)"),
+        ({"quantization": "modelopt_fp4"}, "modelopt_fp4"),
     ],
 )
 def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: str) -> None:
@@ -230,11 +230,14 @@ def test_a_model_that_cannot_be_divided_into_stages_is_refused(
     check_stages(2, staged(layer_types=[FULL] * 6))
 
 
-def repacked(quantization: str | None = "auto_gptq", load_format: str = "auto") -> Any:
+def repacked(
+    quantization: str | None = "auto_gptq", load_format: str = "auto", *, is_moe: bool = False
+) -> Any:
     """Return the configuration of a model whose weights vLLM repacks."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="m", quantization=quantization),
+        model_config=SimpleNamespace(model="m", quantization=quantization, is_moe=is_moe),
         load_config=SimpleNamespace(load_format=load_format),
+        quant_config=None,
     )
 
 
@@ -253,6 +256,21 @@ def test_layouts_that_cannot_load_a_shard_of_their_own_are_refused(
         check_repacked(config, *limits)
     config.model_config.quantization = "fp8"
     check_repacked(config, *limits)
+
+
+@pytest.mark.parametrize("quantization", ["auto_gptq", "auto_awq", "awq", "fp8"])
+def test_experts_are_not_repacked(quantization: str) -> None:
+    check_quantisation(repacked(quantization))
+    config = repacked(quantization, is_moe=True)
+    if quantization == "fp8":
+        check_quantisation(config)
+        return
+    with pytest.raises(UserError) as caught:
+        check_quantisation(config)
+    assert str(caught.value) == (
+        f"m is a mixture-of-experts model, quantised ({quantization}) in a form that vLLM repacks: "
+        "not supported"
+    )
 
 
 @pytest.mark.parametrize("max_sp", [1, 4])
@@ -322,19 +340,29 @@ def test_fp8_is_supported(tmp_path: Path, group: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("group", "form"),
+    [
+        pytest.param(layers(INT8 | CHANNEL, INT8 | TOKEN), "int-quantized", id="w8a8"),
+        pytest.param(layers(INT8 | TENSOR, INT8 | TENSOR), "int-quantized", id="w8a8-static"),
+        pytest.param(layers(INT4, None), "pack-quantized", id="w4a16"),
+        pytest.param(layers(INT8 | CHANNEL, None), "pack-quantized", id="w8a16"),
+    ],
+)
+def test_integers_are_served_as_what_vllm_repacks(tmp_path: Path, group: Any, form: str) -> None:
+    model = checkpoint(tmp_path, group, form=form)
+    config = vllm_options.make_vllm_config(AsyncEngineArgs(model=str(model)))
+    with pytest.raises(UserError, match=r"^--max-pp 2: .*quantised \(compressed-tensors\), so "):
+        check_repacked(config, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
     ("groups", "form", "named"),
     [
         pytest.param(
-            [layers(INT8 | CHANNEL, INT8 | TOKEN)],
-            "int-quantized",
-            "Linear has 8-bit int (channel) weights and 8-bit int (token) activations",
-            id="int8",
-        ),
-        pytest.param(
-            [layers(INT4, None)],
+            [layers(INT4, INT8 | TOKEN)],
             "pack-quantized",
-            "Linear has 4-bit int (group) weights and plain activations",
-            id="int4",
+            "Linear has 4-bit int (group) weights and 8-bit int (token) activations",
+            id="int4-int8",
         ),
         pytest.param(
             [layers(INT4, FP8 | TOKEN)],
@@ -355,9 +383,9 @@ def test_fp8_is_supported(tmp_path: Path, group: Any) -> None:
             id="fp8-groups",
         ),
         pytest.param(
-            [layers(FP8 | CHANNEL, FP8 | TOKEN), layers(INT8 | CHANNEL, None, "re:.*down_proj")],
+            [layers(FP8 | CHANNEL, FP8 | TOKEN), layers(FP8 | CHANNEL, None, "re:.*down_proj")],
             "mixed-precision",
-            "re:.*down_proj has 8-bit int (channel) weights and plain activations",
+            "re:.*down_proj has 8-bit float (channel) weights and plain activations",
             id="one-group-of-two",
         ),
     ],
@@ -380,7 +408,7 @@ def test_weights_that_are_quantised_again_are_left_to_the_engines(tmp_path: Path
 
 
 def test_no_engine_is_started_for_one(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path, layers(INT4, None), form="pack-quantized")
+    model = checkpoint(tmp_path, layers(INT4, FP8 | TOKEN), form="pack-quantized")
     process = run_shoal(["serve", str(model), "--port", "0"], dict(os.environ))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2

@@ -9,6 +9,10 @@ from typing import Any, Protocol
 
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Int8,
+    CompressedTensorsWNA16,
+)
 
 from shoal.runtime.engine.weights.rules import fp8, unquantised
 from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights
@@ -61,12 +65,15 @@ def owns_weights(layer: nn.Module) -> bool:
     return getattr(layer, "shoal_owned", False)
 
 
-def _is_repacked(method: LinearMethodBase, layer: nn.Module) -> bool:
+REPACKED_SCHEMES = (CompressedTensorsWNA16, CompressedTensorsW8A8Int8)
+"""compressed-tensors' schemes of ``is_integer_scheme``."""
+
+
+def _is_repacked(scheme: Any, layer: nn.Module) -> bool:
     """Return whether vLLM repacks what a linear layer loads, in a quantisation that is served."""
-    config = getattr(method, "quant_config", None)
-    return isinstance(layer, LinearBase) and (
-        config is not None and config.get_name() in REPACKED_QUANTISATIONS
-    )
+    config = getattr(scheme, "quant_config", None)
+    named = config is not None and config.get_name() in REPACKED_QUANTISATIONS
+    return isinstance(layer, LinearBase) and (named or isinstance(scheme, REPACKED_SCHEMES))
 
 
 def quantised_method(
@@ -88,7 +95,7 @@ def quantised_method(
     for known in QUANTISED:
         if known.serves(scheme):
             return known.VIEWED(method) if views else method
-    if _is_repacked(method, layer):
+    if _is_repacked(scheme, layer):
         layer.shoal_owned = True
         return method
     raise UnviewableWeights(f"{name}: {type(scheme).__name__} weights are not supported")

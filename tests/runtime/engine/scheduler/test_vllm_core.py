@@ -33,13 +33,20 @@ from tests.runtime.engine.scheduler.stand_in import StandIn
 from tests.units import pp, tp
 
 
-def schedule(tokens: dict[str, int], *, new: dict[str, int], running: dict[str, int]):
+def schedule(
+    tokens: dict[str, int],
+    *,
+    new: dict[str, int],
+    running: dict[str, int],
+    drafts: dict[str, list[int]] | None = None,
+):
     """Return a step: tokens by request, and how many each has computed before."""
     scheduled = SchedulerOutput.make_empty()
     scheduled.num_scheduled_tokens = tokens
     scheduled.scheduled_new_reqs = [
         SimpleNamespace(req_id=name, num_computed_tokens=done) for name, done in new.items()
     ]
+    scheduled.scheduled_spec_decode_tokens = drafts or {}
     cached = CachedRequestData.make_empty()
     cached.req_ids, cached.num_computed_tokens = list(running), list(running.values())
     scheduled.scheduled_cached_reqs = cached
@@ -68,6 +75,16 @@ def schedule(tokens: dict[str, int], *, new: dict[str, int], running: dict[str, 
             schedule({"a": 1, "b": 2, "c": 3}, new={"b": 32}, running={"a": 7, "c": 6}),
             Work(1, 0.0, 1, 8, 5, (33 + 34) + (7 + 8 + 9)),
             id="decode-cached-prefix-and-chunk",
+        ),
+        pytest.param(
+            schedule(
+                {"a": 4, "b": 1, "c": 3},
+                new={"c": 0},
+                running={"a": 10, "b": 20},
+                drafts={"a": [1, 2, 3]},
+            ),
+            Work(1, 0.0, 2, 11 + 21, 3, 1 + 2 + 3),
+            id="decode-that-checks-drafts",
         ),
     ],
 )

@@ -6,13 +6,15 @@ tokens if one block of its KV is not the right one. A block has the same size in
 keeps both heads of ``TOKENS`` tokens in it, each member of the group one head of twice as many.
 There may be several KV groups. Each has KV of its own, which depends on the number of the group.
 
-The runners do what they are told as soon as it is sent, in vLLM's terms of either model runner.
+The runners do what they are told as soon as it is sent, in vLLM's terms of either model runner. If
+the configuration speculates, they propose what a request will go on with, as far as it is known,
+and now and then something else. What they compute of wrong drafts stays in the blocks.
 """
 
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -32,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit, alone
@@ -56,6 +58,8 @@ VOCABULARY = 1000
 GROUP = tp(0, 1)
 Windows = Sequence[int | None]
 ALL_TOKENS: Windows = (None,)
+Foreseen = Mapping[tuple[int, ...], list[int]]
+"""By prompt, the outputs of a request."""
 
 
 def digest(*values: object) -> int:
@@ -114,6 +118,11 @@ class Runners:
         self.unit = unit
         self.v2 = False
         self.windows: Windows = ALL_TOKENS
+        self.drafts = 0
+        """Tokens that are proposed for each request; 0: the unit does not speculate."""
+        self.foreseen: Foreseen = {}
+        self.accepted = self.rejected = 0
+        """Drafts."""
         self.sent: list[Any] = []
         self.computed = 0
         """Tokens computed since the start."""
@@ -214,13 +223,46 @@ class Runners:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            sampled[request_id] = self._compute(
-                self._known[request_id], computed[request_id], count
-            )
+            known = self._known[request_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            found = self._compute(known, computed[request_id], count - len(drafts))
+            sampled[request_id] = found + self._judge(known, drafts)
         order = list(sampled)
         indices = {request_id: index for index, request_id in enumerate(order)}
-        future.set_result(ModelRunnerOutput(order, indices, [sampled[r] for r in order]))
+        output = ModelRunnerOutput(order, indices, [sampled[r] for r in order])
+        if self.drafts and sampled:
+            proposed = [self._propose(self._known[r]) if sampled[r] else [] for r in order]
+            output = instructions.Drafted(output, DraftTokenIds(order, proposed))
+        future.set_result(output)
         return seq, future
+
+    def _judge(self, known: Known, drafts: list[int]) -> list[int]:
+        """Compute drafts; return the tokens that follow those which are right."""
+        right, begin = 0, len(known.tokens) - 1
+        while right < len(drafts) and drafts[right] == known.outputs[-1]:
+            self._compute(known, begin + right, 1)
+            right += 1
+        for at in range(begin + right, begin + len(drafts)):
+            self._write(known, at, "wrong")
+        self.accepted += right
+        self.rejected += len(drafts) - right
+        return known.outputs[len(known.outputs) - right :] if right else []
+
+    def _propose(self, known: Known) -> list[int]:
+        begin = len(known.outputs)
+        drafts = self.foreseen.get(tuple(known.prompt), [])[begin : begin + self.drafts]
+        if begin % 3 == 0:
+            drafts[-1:] = [VOCABULARY]
+        return drafts
+
+    def _write(self, known: Known, at: int, token: object) -> None:
+        for head, group in itertools.product(HEADS, range(len(self.windows))):
+            before = self._kv(known, group, head, at - 1) if at else 0
+            value = digest(group, head, at, token, before)
+            for engine in self.unit.engines:
+                if head in heads_of(self.unit, engine):
+                    blocks = self._physical(engine, known.blocks[group])
+                    self._memories[engine].write(self.unit, blocks, head, at, value)
 
     def _learn(self, scheduled: SchedulerOutput) -> None:
         for request_id in scheduled.finished_req_ids:
@@ -257,13 +299,7 @@ class Runners:
         self.computed += count
         tokens = known.tokens
         for at in range(begin, begin + count):
-            for head, group in itertools.product(HEADS, range(len(self.windows))):
-                before = self._kv(known, group, head, at - 1) if at else 0
-                value = digest(group, head, at, tokens[at], before)
-                for engine in self.unit.engines:
-                    if head in heads_of(self.unit, engine):
-                        blocks = self._physical(engine, known.blocks[group])
-                        self._memories[engine].write(self.unit, blocks, head, at, value)
+            self._write(known, at, tokens[at])
         if begin + count < len(tokens):
             return []
         read = [
@@ -311,7 +347,9 @@ class ToyEngineCore(EngineCore):  # type: ignore[misc]
         kv_cache = KVCacheConfig(BLOCKS + 1, [], groups)
         cache.num_gpu_blocks = kv_cache.num_blocks
         self.structured_output_manager = SimpleNamespace(
-            accept_tokens=lambda *_: True, clear_backend=lambda: None
+            accept_tokens=lambda *_: True,
+            validate_tokens=lambda _, tokens: tokens,
+            clear_backend=lambda: None,
         )
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
@@ -350,6 +388,7 @@ class ToyEngines:
         v2: whether the model runners are of the second kind.
         windows: of the attention of each KV group, in tokens; None: it sees all.
         caching: whether prefixes are cached.
+        foreseen: where the configurations speculate, what drafts are made of.
     """
 
     def __init__(
@@ -360,7 +399,9 @@ class ToyEngines:
         v2: bool = False,
         windows: Windows = ALL_TOKENS,
         caching: bool = True,
+        foreseen: "Foreseen | None" = None,
     ) -> None:
+        self._foreseen = foreseen or {}
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self.memories = {0: Memory(), 1: Memory()}
@@ -389,6 +430,8 @@ class ToyEngines:
     def _start(self, unit: Unit, config: VllmConfig, v2: bool, windows: Windows) -> None:
         self.runners[unit] = Runners(unit, self.memories)
         self.runners[unit].windows = windows
+        self.runners[unit].drafts = config.num_speculative_tokens
+        self.runners[unit].foreseen = self._foreseen
         made = type("Made", (ToyEngineCore,), {"runners": self.runners[unit], "windows": windows})
         kind = VllmGroupCore if unit.is_group else VllmOwnCore
         with (

@@ -1,0 +1,117 @@
+"""Requests whose steps check drafts go from core to core, on vLLM's schedulers and a toy model."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.runtime.config import LayoutConfigs
+from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.real_node import configs_of
+from tests.runtime.engine.scheduler.toy_engines import (
+    GROUP,
+    Make,
+    ToyEngines,
+    block_tokens,
+    undisturbed,
+)
+
+PROMPTS = random_prompts((5, 21, 32, 50), seed=5)
+DRAFTS = 3
+NGRAMS = {"method": "ngram", "num_speculative_tokens": DRAFTS}
+
+
+@pytest.fixture(scope="module")
+def speculating(llama: Path) -> LayoutConfigs:
+    return configs_of(str(llama), 2, max_num_batched_tokens=32, speculative_config=NGRAMS)
+
+
+@pytest.fixture
+def expected(configs: LayoutConfigs) -> list[list[int]]:
+    """What is generated without speculation."""
+    make: Make = lambda: ToyEngines(configs, asynchronous=False)  # noqa: E731
+    return [undisturbed(make, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def engines(speculating: LayoutConfigs, expected: list[list[int]]) -> ToyEngines:
+    foreseen = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
+    return ToyEngines(speculating, asynchronous=False, foreseen=foreseen)
+
+
+def submit_all(engines: ToyEngines) -> list[str]:
+    return [
+        engines.submit(engines.own[0], f"r{number}", prompt)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def test_tokens_are_those_without_drafts(engines: ToyEngines, expected: list[list[int]]) -> None:
+    requests = submit_all(engines)
+    engines.finish(engines.own[0])
+    assert [engines.tokens[request] for request in requests] == expected
+    (runners, *_) = engines.runners.values()
+    assert runners.accepted > 0
+    assert runners.rejected > 0
+    steps = max(len(engines.outputs[request]) for request in requests)
+    assert steps < len(expected[0]), "a step yields several tokens"
+    assert engines.audit() == []
+
+
+def test_requests_go_on_without_their_drafts(
+    engines: ToyEngines, expected: list[list[int]]
+) -> None:
+    own, group = engines.own, engines.group
+    requests = submit_all(engines)
+    engines.step(own[0], 6)
+    assert any(own[0]._scheduler.requests[request].spec_token_ids for request in requests)
+    engines.bind(60)
+    exported, _ = engines.carry(own[0], group, requests)
+    assert all(carried.computed for carried in exported)
+    engines.step(group, 3)
+    engines.carry(group, own[1], requests)
+    engines.release()
+    engines.step(own[1], 2)
+    assert not any(
+        tokens == full
+        for tokens, full in zip(map(engines.tokens.get, requests), expected, strict=True)
+    )
+    engines.finish(own[1])
+    assert [engines.tokens[request] for request in requests] == expected
+    assert engines.audit() == []
+    assert all(core.num_requests == 0 for core in engines.cores.values())
+
+
+def test_requests_that_are_kept_go_on(engines: ToyEngines, expected: list[list[int]]) -> None:
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 6)
+    engines.own[0].export(requests)
+    scheduler = engines.own[0]._scheduler
+    assert not any(scheduler.requests[request].spec_token_ids for request in requests)
+    engines.own[0].keep(requests)
+    engines.finish(engines.own[0])
+    assert [engines.tokens[request] for request in requests] == expected
+
+
+def test_adopted_requests_have_room_for_the_drafts_of_their_first_step(
+    engines: ToyEngines,
+) -> None:
+    """vLLM schedules them though nobody has proposed any.
+
+    Without room, requests that hold blocks would wait for each other.
+    """
+    own, group = engines.own, engines.group
+    requests = submit_all(engines)
+    engines.step(own[0], 6)
+    engines.bind(60)
+    engines.carry(own[0], group, requests)
+    known = [group._scheduler.requests[request] for request in requests]
+    size = block_tokens(GROUP)
+    assert any(-(-r.num_tokens // size) * size < r.num_tokens + DRAFTS for r in known)
+    free = group.load.free_blocks
+    group.dispatch()
+    scheduled = group._in_flight[0].scheduled.num_scheduled_tokens
+    assert scheduled == dict.fromkeys(requests, 1 + DRAFTS)
+    assert group.load.free_blocks == free
+    engines.step(group)
+    engines.finish(group)
+    assert engines.audit() == []

@@ -1,0 +1,138 @@
+"""Speculative decoding by n-grams on real engines: the tokens are those without it.
+
+vLLM checks drafts in the next step, and takes one only if the model says the same, so greedy tokens
+do not change. One model repeats itself, so that drafts are right at times. The other does not, so
+that nearly all are wrong and what was computed of them is taken back. With ``SHOAL_FAMILIES=all``
+there is a third, with routed experts.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
+from shoal.runtime.protocol import messages as m
+from tests.looping_checkpoint import write_looping
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import make_model, random_prompts
+from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.units import tp
+
+PAIR = tp(0, 1)
+DRAFTS = 4
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": DRAFTS,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+PROMPTS = random_prompts((5, 17, 33, 64, 65, 130), seed=61)
+"""Among them one token more than a block of DP and of TP2: with all but this token in the prefix
+cache, vLLM lets its step check drafts that nobody has proposed."""
+TOKENS = 80
+Expected = list[list[int]]
+
+
+MODELS = ["looping", "varied"]
+if os.environ.get("SHOAL_FAMILIES") == "all":
+    MODELS.append("qwen3-moe")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Path:
+    if request.param == "varied":
+        return llama
+    if request.param == "qwen3-moe":
+        return make_model(request.param, tmp_path_factory.mktemp("models"))
+    return write_looping(llama, tmp_path_factory.mktemp("looping") / "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Expected:
+    """What stock vLLM generates without speculation."""
+    return stock_tokens(model, PROMPTS, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def node(model: Path) -> Iterator[RealNode]:
+    with RealNode(model, 2, speculative_config=SPECULATION, disable_log_stats=False) as node:
+        yield node
+
+
+@pytest.fixture
+def judged(node: RealNode, model: Path) -> Iterator[None]:
+    """Drafts are accepted where the model repeats itself, and rejected in any case."""
+    node.drafts.clear()
+    yield
+    assert node.drafts["rejected"] > 0
+    if model.parent.name.startswith("looping"):
+        assert node.drafts["accepted"] > 0
+
+
+@pytest.mark.usefixtures("judged")
+def test_alone_engines_generate_the_tokens_without_speculation(
+    node: RealNode, expected: Expected
+) -> None:
+    for _ in range(2):  # the second time from the prefix cache
+        assert node.generate_spread(singles(2), PROMPTS, TOKENS) == expected
+    assert node.audit() == []
+
+
+@pytest.mark.usefixtures("judged")
+def test_a_group_generates_the_tokens_without_speculation(
+    node: RealNode, expected: Expected
+) -> None:
+    with node.bound(PAIR):
+        for _ in range(2):
+            assert node.generate(PAIR, PROMPTS, TOKENS) == expected
+    assert node.audit() == []
+
+
+@pytest.mark.usefixtures("judged")
+def test_carried_requests_go_on_without_their_drafts(node: RealNode, expected: Expected) -> None:
+    node.switch()
+    requests = node.submit(alone(0), PROMPTS, TOKENS)
+    node.wait_for_tokens(requests, 16)
+    for partition, tokens in (((PAIR,), 28), (singles(2), 44), ((PAIR,), 56)):
+        view = node.switch(*partition, treatment=m.Treatment.CARRY)
+        assert (view.carried, view.recomputed) == (len(PROMPTS), {})
+        node.wait_for_tokens(requests, tokens)
+    assert node.wait(requests) == expected
+    node.switch()
+    assert node.audit() == []
+
+
+@pytest.mark.usefixtures("judged")
+def test_paused_requests_go_on(node: RealNode, expected: Expected) -> None:
+    requests = node.submit(alone(0), PROMPTS, TOKENS)
+    node.wait_for_tokens(requests, 16)
+    with node.bound(PAIR):
+        assert node.generate(PAIR, PROMPTS[:2], TOKENS) == expected[:2]
+    assert node.wait(requests) == expected
+
+
+def test_members_of_a_group_judge_drafts_alike(node: RealNode) -> None:
+    """Drafts are accepted by chance if requests are sampled, by the same chance on all members."""
+    node.drafts.clear()
+    with node.bound(PAIR):
+        requests = node.submit(PAIR, PROMPTS, TOKENS, temperature=0.7)
+        tokens = node.wait(requests)
+        first, second = (node.probe(engine, probes.sampled) for engine in PAIR.engines)
+    assert [first[request][:TOKENS] for request in requests] == tokens
+    assert [second[request] for request in requests] == [first[request] for request in requests]
+    assert node.drafts["rejected"] > 0
+
+
+def test_tokens_would_differ_if_wrong_drafts_were_accepted(
+    node: RealNode, expected: Expected
+) -> None:
+    node.probe_all(probes.accept_all_drafts, True)
+    found = node.generate_spread(singles(2), PROMPTS, TOKENS)
+    node.probe_all(probes.accept_all_drafts, False)
+    assert found != expected
+    assert node.generate_spread(singles(2), PROMPTS, TOKENS) == expected

@@ -1,0 +1,108 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from shoal.server.errors import UserError
+from shoal.server.options import vllm_options
+from shoal.server.options.serve_options import DEMO_CHECKPOINT
+from shoal.server.options.speculation_options import (
+    check_speculation,
+    check_speculation_and_layouts,
+    check_speculation_options,
+)
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def config(**changes: Any) -> Any:
+    """Return the configuration of a node that speculates, with other values of its parts."""
+    values: dict[str, Any] = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": None,
+        "model": "m",
+        "use_mla": False,
+        "hf_text_config": SimpleNamespace(layer_types=["full_attention"] * 3),
+        "block_size": 16,
+    } | changes
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(**values),
+        model_config=SimpleNamespace(**values),
+        cache_config=SimpleNamespace(**values),
+        use_v2_model_runner=values.get("v2", False),
+    )
+
+
+def test_n_grams_are_served() -> None:
+    check_speculation(config())
+    check_speculation(config(num_speculative_tokens=15))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"v2": True}, "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"),
+        ({"num_speculative_tokens": 16}, "num_speculative_tokens is at most 15 here"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, "per_batch_size is not supported"),
+        ({"use_mla": True}, "not supported for m: it has latent attention"),
+        (
+            {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding"])},
+            "not supported for m: only some of its layers attend to all tokens",
+        ),
+    ],
+)
+def test_other_speculation_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_speculation(config(**changes))
+    assert str(caught.value).startswith("--speculative-config: ")
+    assert said in str(caught.value)
+    check_speculation(
+        SimpleNamespace(speculative_config=None, model_config=config(**changes).model_config)
+    )
+
+
+def test_what_a_checkpoint_brings_with_it_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^m: speculative decoding by eagle3 is not supported$"):
+        check_speculation(config(method="eagle3"))
+
+
+def test_a_node_is_checked_as_it_is_configured() -> None:
+    args = AsyncEngineArgs(model=str(DEMO_CHECKPOINT), block_size=16, speculative_config=NGRAMS)
+    found = vllm_options.make_vllm_config(args)
+    assert found.speculative_config.num_speculative_tokens == 4
+    more = {**NGRAMS, "num_speculative_tokens": 16}
+    args = AsyncEngineArgs(model=str(DEMO_CHECKPOINT), block_size=16, speculative_config=more)
+    with pytest.raises(UserError, match="at most 15 here, as a block of KV has 16 tokens"):
+        vllm_options.make_vllm_config(args)
+
+
+def options(**given: Any) -> Any:
+    defaults = {"max_sp": 1, "max_pp": 1, "share_weights": 1, "enable_lora": False}
+    return SimpleNamespace(**{"speculative_config": NGRAMS, **defaults, **given})
+
+
+@pytest.mark.parametrize("found", [{"num_speculative_tokens": 1}, {"method": "draft_model"}])
+def test_a_method_must_be_named_and_known(found: dict[str, Any]) -> None:
+    check_speculation_options(options())
+    check_speculation_options(options(speculative_config=None))
+    with pytest.raises(UserError, match=r'^--speculative-config: .*; "method": "ngram" is$'):
+        check_speculation_options(options(speculative_config=found))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_sp": 2}, "--max-sp 2: with --speculative-config it is 1"),
+        ({"max_pp": 2}, "--max-pp 2: with --speculative-config it is 1"),
+        ({"share_weights": 4}, "--share-weights 4: with --speculative-config it is 1"),
+        ({"enable_lora": True}, "--enable-lora: not supported with --speculative-config"),
+    ],
+)
+def test_what_was_not_tried_beside_it_is_refused(given: dict[str, Any], said: str) -> None:
+    check_speculation_and_layouts(options())
+    check_speculation_and_layouts(options(**given, speculative_config=None))
+    with pytest.raises(UserError) as caught:
+        check_speculation_and_layouts(options(**given))
+    assert str(caught.value) == said
