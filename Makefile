@@ -10,11 +10,7 @@
 #   PYTEST_ARGS  more arguments for pytest
 #   PYTEST_PROCESSES  processes that run tests (2); one of them runs all with real engines
 #
-# SHOAL_RANDOM_OPERATIONS in the environment says how many random operations a test goes through on
-# real engines (500): more take longer and meet with more. SHOAL_PARITY_CASES says how many different
-# requests the answers of real engines are compared with stock vLLM's on (64): a multiple of 64.
-# SHOAL_REAL_MODELS=all tries each order of modes on all small models, and not on two of them;
-# SHOAL_FAKE_OPERATIONS is how many random operations fake engines go through in one life (1000).
+# docs/contributing.md lists variables of the environment with which tests go deeper.
 #
 # `make chaos` torments a node of fake engines and then one of real ones, for CHAOS_SECONDS (900) each, with
 # events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them. Before that it kills

@@ -35,9 +35,9 @@ DPI = 72
 COLOURS = ("#3274d9", "#e0752d", "#629e51", "#ba43a9", "#e5ac0e", "#65c5db", "#e24d42", "#6d1f62")
 NAMED = {"blue": COLOURS[0], "orange": COLOURS[1], "green": COLOURS[2], "purple": COLOURS[3]}
 NAMED |= {"yellow": COLOURS[4], "red": COLOURS[6], MISSING: MISSING}
-MEASURES = {"s": "s", "bytes": "B", "Bps": "B/s", "hertz": "Hz", "watt": "W"}
+MEASURES = {"s": "s", "bytes": "B", "hertz": "Hz", "watt": "W"}
 """Units that have thousandths; what is counted has none."""
-RATES = {"reqps": " req/s", "ops": " /s"}
+RATES = {"reqps": " req/s", "ops": " /s", "binBps": " B/s"}
 PALETTE = 128
 """Number of colours in a picture's file: few, so that the file is small."""
 

@@ -200,7 +200,8 @@ def _layout_timeline() -> PanelBuilder:
     return timeline(
         "Layout of each engine",
         "Engines of one colour other than DP work in groups of that size, on the same requests; "
-        "DP engines work alone. Many changes in a row, with no change of load, mean that the "
+        "DP engines work alone. A pipeline has the colour of the TP group of its size; the figure "
+        "Units now tells them apart. Many changes in a row, with no change of load, mean that the "
         "policy flaps: see docs/alerts.md, ShoalSwitchesTooOften.",
         Query(series("shoal_engine_layout"), "{{instance}} engine {{engine}}"),
         LAYOUTS,

@@ -189,7 +189,7 @@ def carries() -> list[PanelBuilder]:
             "memory, because the GPU cannot read the other one's.",
             Query(rate("shoal_carried_bytes_total", by="path"), "{{path}}, while stopped"),
             Query(rate("shoal_precopied_bytes_total", by="path"), "{{path}}, ahead"),
-            unit="Bps",
+            unit="binBps",
         ),
         graph(
             "Carried without their KV per minute, by reason",

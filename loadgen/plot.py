@@ -194,7 +194,10 @@ def _name(engines: int) -> str:
 
 
 def _draw_load(requests: "Axes", tokens: "Axes", timelines: Sequence[Timeline], end: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     window = end / _POINTS
+    requests.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
     requests.set_title("requests on the node", loc="left")
     tokens.set_title("output tokens per second", loc="left")
     for number, line in enumerate(timelines):

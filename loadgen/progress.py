@@ -52,5 +52,5 @@ class StatusLine:
         return (
             f"{elapsed:.0f} s  sent {sent}/{run.planned}  running {running}  "
             f"done {sent - running - failed}  failed {failed}  {rate:.0f} chunks/s  "
-            f"latest {lag:.1f} ms"
+            f"sent up to {lag:.1f} ms late"
         )

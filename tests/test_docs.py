@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import module_page
 from tests.sources import PRODUCT, sources
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +80,29 @@ def test_a_difference_is_seen(tmp_path: Path, page: str, problem: str | None) ->
         (tmp_path / name).touch()
     seen = problems(page, tmp_path)
     assert problem in seen if problem else seen == []
+
+
+def test_the_page_of_modules_is_what_the_docstrings_say() -> None:
+    said = module_page.PAGE.read_text("utf-8")
+    assert said == module_page.page(), "run python -m tests.module_page"
+
+
+def test_a_module_is_listed_under_its_folder(tmp_path: Path) -> None:
+    for name, text in (
+        ("runtime/__init__.py", '"""All of it.\n\nMore."""'),
+        ("runtime/one.py", '"""Takes ``a | b``,\nin one line."""'),
+        ("runtime/engine/two.py", '"""Two."""'),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    head, _, rest = module_page.page(tmp_path).partition("\n## ")
+    assert head.startswith("# Modules\n")
+    assert rest.splitlines() == [
+        *("`runtime/`", "", "All of it.", "", "| module | |", "|---|---|"),
+        r"| [one](../../runtime/one.py) | Takes `a \| b`, in one line. |",
+        *("", "## `runtime/engine/`", "", "| module | |", "|---|---|"),
+        "| [two](../../runtime/engine/two.py) | Two. |",
+    ]
 
 
 def reached(folder: Path, page: Path) -> set[Path]:

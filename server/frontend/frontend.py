@@ -200,6 +200,7 @@ class Frontend:
             model=self.vllm_config.model_config.served_model_name,
             engines=self.config.engines,
             max_group=self.config.max_group,
+            max_pp=self.config.max_pp,
             since=time.time(),
         )
 

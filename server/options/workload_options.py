@@ -116,7 +116,10 @@ def _read(args: Namespace) -> Workload:
     for name in (*_shape_options(args), *_LENGTH_OPTIONS):
         if getattr(args, name) is not None:
             raise UserError(f"{flag_of(name)} is for made-up workloads, not for {args.trace}")
-    return read_trace(Path(args.trace))
+    path = Path(args.trace)
+    if not path.exists() and args.trace.isalpha():  # meant a shape
+        raise UserError(f"--trace {path}: there is no such file; made up are {', '.join(SHAPES)}")
+    return read_trace(path)
 
 
 def _shape_options(args: Namespace) -> Iterator[str]:

@@ -14,7 +14,7 @@ from tests.deploy.shoal_help import COMMANDS, options
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md", "grafana/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md", "grafana/*.md")
     for path in ROOT.glob(pattern)
 )
 OTHERS = frozenset(

@@ -119,6 +119,19 @@ def test_counts_are_whole_numbers(page: Page) -> None:
             assert "increase(" not in bare, target["expr"]
 
 
+MILLI = {"s", "watt", "hertz"}
+"""Units of the dashboards that Grafana writes in thousandths: times, and what is never so small."""
+WHOLE = {"", "none", "short", "ops", "reqps", "percentunit", "bytes", "binBps"}
+"""Those that it does not: 0.025 of ``binBps`` is ``0.0250 B/s``, where ``Bps`` is ``25 mB/s``."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_rates_are_not_written_in_thousandths(page: Page) -> None:
+    """A thousandth of a byte reads like a million of them."""
+    units = {panel["fieldConfig"]["defaults"].get("unit", "") for panel in charts(load(page))}
+    assert units <= MILLI | WHOLE
+
+
 def test_every_metric_of_ours_is_documented_and_shown() -> None:
     row = re.compile(r"^\| `(shoal_\w+)` \| (\w+) \|", re.MULTILINE)
     documented = {name for name, _ in row.findall((DOCS / "metrics.md").read_text())}

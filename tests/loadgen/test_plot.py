@@ -72,6 +72,15 @@ def test_requests_on_the_node_are_counted_while_they_run() -> None:
     assert [value for time, value in curve if time < 5.0] == [1]
 
 
+def test_requests_are_counted_in_whole_numbers() -> None:
+    """Matplotlib's own marks would be 0, 2.5, 5 and so on here."""
+    records = [Record(0.0, 0.1, 1.0 + k / 99, 10.0, 5, finished=True) for k in range(10)]
+    axes = panels(Timeline("one", records, COUNTS))[REQUESTS]
+    marks = axes.yaxis.get_ticklocs()
+    assert max(marks) >= 10
+    assert [mark for mark in marks if mark % 1] == []
+
+
 def test_throughput_falls_to_nothing_between_tokens() -> None:
     (curve,) = curves(panels(ONE)[TOKENS])
     assert [value for _, value in curve] == [0.0, 5.0, *[0.0] * 7, 5.0, 5.0]

@@ -154,7 +154,7 @@ def status_line(stream: io.StringIO) -> StatusLine:
 
 def test_the_status_line_tells_what_happens() -> None:
     text = status_line(Terminal()).text()
-    for part in ("sent 2/3", "running 0", "done 1", "failed 1", "latest 1.0 ms"):
+    for part in ("sent 2/3", "running 0", "done 1", "failed 1", "sent up to 1.0 ms late"):
         assert part in text
 
 

@@ -99,6 +99,7 @@ class BlocksAhead:
         self._pinned: dict[int, list[KVCacheBlock]] = {}
         self._reserved: dict[int, _Carry] = {}
         self._copying: list[_Copy] = []
+        carried.prefix_of = self.prefix
 
     @property
     def num_held(self) -> int:

@@ -216,8 +216,7 @@ class CarriedRequests:
         run, or it would wait for others, and they for it.
         """
         manager = self._scheduler.kv_cache_manager
-        prefix = self.prefix_of(request.request_id)
-        cached = len(prefix) * self.block_tokens
+        cached = len(prefix := self.prefix_of(request.request_id)) * self.block_tokens
         if 0 < cached < request.num_tokens:
             hits = manager.create_kv_cache_blocks((prefix,))
         else:

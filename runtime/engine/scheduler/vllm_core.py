@@ -97,7 +97,6 @@ class VllmCore:
         channel = self._executor.channel
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._physical, self._carried)
-        self._carried.prefix_of = self._ahead.prefix
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
         """Return each member's own ids of blocks of this core."""
@@ -266,12 +265,11 @@ class VllmCore:
 
     def _update(self, scheduled: SchedulerOutput, result: Any) -> dict[int, Any]:
         """Tell the scheduler what a step has made, and what it proposes for the next."""
-        output, drafts = result, None
-        if isinstance(result, instructions.Drafted):
-            output, drafts = result.output, result.drafts
-        outputs: dict[int, Any] = self._scheduler.update_from_output(scheduled, output)
-        if drafts is not None:
-            self._scheduler.update_draft_token_ids(drafts)
+        drafted = isinstance(result, instructions.Drafted)
+        made = result.output if drafted else result
+        outputs: dict[int, Any] = self._scheduler.update_from_output(scheduled, made)
+        if drafted:
+            self._scheduler.update_draft_token_ids(result.drafts)
         return outputs
 
     def dispatch(self) -> bool:

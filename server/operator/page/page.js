@@ -50,6 +50,9 @@ function setText(element, text) {
 const enginesText = (engines) =>
   engines.length > 1 ? `${engines[0]}–${engines[engines.length - 1]}` : `${engines[0]}`;
 const parsed = (unit) => unit.split(",").map(Number);
+const isPipeline = (layout) => layout.includes("pp");
+// The class that colours a layout: its name, or one for all pipelines.
+const kindOf = (layout) => (isPipeline(layout) ? "pp" : layout.split("-")[0]);
 const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 function seconds(value) {
@@ -218,7 +221,7 @@ function record({ at, engines, tokens }) {
   for (const band of before.values()) band.end = at;
   state.open = new Map();
   for (const { unit, layout, of, engines: members } of units) {
-    const key = `${unit} ${of} ${members[0]}`;
+    const key = `${unit} ${layout} ${of} ${members[0]}`;
     const band = before.get(key) ?? { unit, layout, of, engines: members, start: at, end: at, seldom: false };
     if (!before.has(key)) state.bands.push(band);
     state.open.set(key, band);
@@ -233,23 +236,21 @@ function record({ at, engines, tokens }) {
 function inferBands(from, until, units) {
   const start = Math.max(from, until - WINDOW);
   let end = until;
-  let there = units.map(({ unit }) => parsed(unit)).filter((unit, k, all) => !k || !same(unit, all[k - 1]));
+  let there = units.map(({ unit, layout }) => [parsed(unit), layout]).filter((each, k, all) => !k || !same(each, all[k - 1]));
   const past = state.switches.filter((done) => done.outcome === "done" && done.at + done.duration_seconds <= until);
   for (const done of past.reverse()) {
     const ended = done.at + done.duration_seconds;
     addInferred(there, Math.max(start, ended), end);
     if (ended <= start) return;
-    [end, there] = [ended, done.before];
+    [end, there] = [ended, done.before.map((engines, k) => [engines, done.before_layouts[k]])];
   }
   addInferred(there, start, end);
 }
 
 function addInferred(units, start, end) {
   if (end - start < 0.5) return;
-  for (const engines of units) {
-    const unit = engines.join(",");
-    const layout = engines.length > 1 ? `tp${engines.length}` : "dp";
-    state.bands.push({ unit, layout, of: "", engines, start, end, seldom: true });
+  for (const [engines, layout] of units) {
+    state.bands.push({ unit: engines.join(","), layout, of: "", engines, start, end, seldom: true });
   }
 }
 
@@ -299,7 +300,7 @@ function bandShape(band, x, y) {
   const start = x(band.start);
   const width = Math.max(1, x(band.end) - start);
   const size = band.engines.length;
-  const classes = ["band", band.layout, band.of, band.seldom ? "seldom" : ""];
+  const classes = ["band", kindOf(band.layout), band.of, band.seldom ? "seldom" : ""];
   const group = draw("g", { class: classes.filter(Boolean).join(" "), "data-unit": band.unit });
   const top = y(band.engines[0]);
   const height = size * ROW + (size - 1) * SPACE;
@@ -370,12 +371,14 @@ function fillRow(body, name, cells, icon, title) {
 
 function begin(about) {
   state.about = about;
+  document.body.dataset.told = "true";
   setText($("model"), about.model);
   document.title = `${about.model} – Shoal`;
   const sizes = [1, 2, 4, 8].filter((size) => size <= about.max_group);
   const layouts = sizes.map((size) => (size > 1 ? `tp${size}` : "dp"));
+  if (about.max_pp > 1) layouts.push("pp");
   $("layout-legend").replaceChildren(
-    ...layouts.map((layout) => make("li", {}, make("i", { class: `swatch ${layout}` }), layout.toUpperCase())),
+    ...layouts.map((layout) => make("li", {}, make("i", { class: `swatch ${layout}` }), layout === "pp" ? "pipeline" : layout.toUpperCase())),
     make("li", {}, make("i", { class: "swatch dead" }), "dead or silent"),
     make("li", {}, "▾ switch"),
   );
@@ -417,10 +420,10 @@ function showUnits({ units }) {
   const dots = new Map([...box.querySelectorAll(".dot")].map((dot) => [dot.dataset.key, dot]));
   const places = new Map([...dots].map(([key, dot]) => [key, dot.getBoundingClientRect()]));
   const homes = new Map([...dots].map(([key, dot]) => [key, dot.parentElement.parentElement.dataset.unit]));
-  const cards = new Map([...box.children].map((card) => [card.dataset.unit, card]));
+  const cards = new Map([...box.children].map((card) => [`${card.dataset.unit} ${card.dataset.layout}`, card]));
   const shown = units.map((unit) => {
     const name = unit.engines.join(",");
-    const card = cards.get(name) ?? unitCard(name, unit);
+    const card = cards.get(`${name} ${unit.layout}`) ?? unitCard(name, unit);
     const told = card.querySelectorAll("p");
     const counts = [[unit.running, "running"], [unit.waiting, "waiting"], [unit.paused, "paused"]];
     const said = counts.filter(([count], k) => count || !k).map(([count, what]) => `${number.format(count)} ${what}`);
@@ -429,14 +432,15 @@ function showUnits({ units }) {
     card.querySelector(".dots").replaceChildren(...unit.requests.map((request) => dotOf(request, dots)));
     return card;
   });
-  if (!same(shown.map((card) => card.dataset.unit), [...cards.keys()])) box.replaceChildren(...shown);
+  if (shown.length !== cards.size || shown.some((card, k) => card !== box.children[k])) box.replaceChildren(...shown);
   for (const card of shown) {
     for (const dot of card.querySelectorAll(".dot")) move(dot, places, homes, card.dataset.unit);
   }
 }
 
 function unitCard(name, unit) {
-  const card = make("div", { class: `unit ${unit.layout} size-${unit.engines.length}`, "data-unit": name });
+  const classes = `unit ${kindOf(unit.layout)} size-${unit.engines.length}`;
+  const card = make("div", { class: classes, "data-unit": name, "data-layout": unit.layout });
   card.append(
     make("h3", {}, `${unit.layout.toUpperCase()} ${enginesText(unit.engines)}`),
     make("div", { class: "dots", "aria-hidden": "true" }),
@@ -492,7 +496,7 @@ function showMemory({ engines }) {
 
 function showSwitches() {
   const items = [...state.switches].reverse().map((done) => {
-    const arrow = `${partitionText(done.before)} → ${partitionText(done.after)}`;
+    const arrow = `${partitionText(done.before, done.before_layouts)} → ${partitionText(done.after, done.after_layouts)}`;
     const why = `${done.reason || "no reason given"}, ${done.preempt}${done.late ? ", late" : ""}`;
     const when = new Date(done.at * 1000).toLocaleTimeString("en-GB");
     return make(
@@ -508,7 +512,10 @@ function showSwitches() {
   $("switches").replaceChildren(...(items.length ? items : [make("li", {}, "None yet.")]));
 }
 
-const partitionText = (units) => units.map((unit) => `[${enginesText(unit)}]`).join(" ");
+function partitionText(units, layouts) {
+  const named = (unit, layout) => `[${enginesText(unit)}]${isPipeline(layout) ? ` ${layout.toUpperCase()}` : ""}`;
+  return units.map((unit, k) => named(unit, layouts[k])).join(" ");
+}
 
 function carried({ requests, carried_bytes, precopied_bytes }) {
   const recomputed = Object.values(requests.recomputed).reduce((sum, count) => sum + count, 0);
@@ -561,9 +568,10 @@ function policyButton(policy) {
 
 function showControls({ policy, units, ready }) {
   const there = units.map((unit) => unit.engines);
+  const pipeline = units.some((unit) => isPipeline(unit.layout)); // no button asks for one
   const decides = state.about.policies[policy];
   for (const button of $("layouts").children) {
-    button.setAttribute("aria-pressed", same(JSON.parse(button.dataset.units), there));
+    button.setAttribute("aria-pressed", !pipeline && same(JSON.parse(button.dataset.units), there));
     button.disabled = decides || !ready;
   }
   for (const button of $("policies").children) {
@@ -589,7 +597,7 @@ async function ask(path, body, asking, said) {
 
 const switchTo = (units) =>
   ask("/admin/layout", { units, preempt: $("treatment").value }, "Switching", (done) => {
-    const took = `Switch to ${partitionText(done.after)} took ${seconds(done.duration_seconds)}`;
+    const took = `Switch to ${partitionText(done.after, done.after_layouts)} took ${seconds(done.duration_seconds)}`;
     return `${took}: ${carried(done)}.`;
   });
 
@@ -607,7 +615,7 @@ $("prompt-form").addEventListener("submit", async (event) => {
   [$("send").disabled, $("stop").disabled] = [true, false];
   $("reply").replaceChildren();
   setText($("ran"), "Waiting for a unit");
-  const began = { layout: "", trail: [], text: null };
+  const began = { kind: "", trail: [], text: null };
   try {
     await stream(began);
     setText($("ran"), `Ended; it ran on ${began.trail.join(", then ") || "no unit"}.`);
@@ -649,18 +657,18 @@ async function stream(began) {
 // The reply names the unit wherever another one goes on with it.
 function onUnit(began, { unit, layout, requests }) {
   const name = `${layout.toUpperCase()} ${enginesText(parsed(unit))}`;
-  began.layout = layout;
+  began.kind = kindOf(layout);
   began.text = null;
   began.trail.push(name);
   state.own = new Set(requests);
-  $("reply").append(make("b", { class: layout, "data-unit": unit }, name));
+  $("reply").append(make("b", { class: began.kind, "data-unit": unit }, name));
   setText($("ran"), `Runs on ${name}${began.trail.length > 1 ? ` (before: ${began.trail.slice(0, -1).join(", ")})` : ""}`);
 }
 
 function addText(began, delta) {
   const text = delta.content ?? delta.reasoning ?? delta.reasoning_content;
   if (!text) return;
-  if (!began.text) $("reply").append((began.text = make("span", { class: began.layout })));
+  if (!began.text) $("reply").append((began.text = make("span", { class: began.kind })));
   const reply = $("reply");
   const atEnd = reply.scrollHeight - reply.scrollTop - reply.clientHeight < 40;
   began.text.append(text);

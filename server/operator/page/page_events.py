@@ -30,6 +30,8 @@ class About(msgspec.Struct, frozen=True):
     """Name to ask for."""
     engines: int
     max_group: int
+    max_pp: int
+    """Most stages of a pipeline; 1: there are none."""
     since: float
     """When the front end started, in seconds since 1970."""
     policies: dict[str, bool] = msgspec.field(

@@ -1,9 +1,11 @@
 """Checkpoints whose weights vLLM repacks, on real engines: each layout loads its own shard.
 
 DP's tokens are those of stock vLLM, and TP2's those of stock vLLM in TP2: there is no fp32 of such
-weights, and in bf16 the two sum in another order.
+weights, and in bf16 the two sum in another order. With ``SHOAL_FAMILIES=all`` a checkpoint with
+integers of compressed-tensors is served, too.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,9 @@ PAIR = tp(0, 1)
 TOKENS = 16
 DTYPE = "bfloat16"
 Expected = list[list[int]]
+OTHERS = [Form.AWQ]
+if os.environ.get("SHOAL_FAMILIES") == "all":
+    OTHERS.append(Form.INTEGERS)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,7 @@ def test_a_group_that_is_formed_anew_loads_its_shards_again(
     assert node.audit() == []
 
 
-@pytest.mark.parametrize("form", [Form.AWQ, Form.INTEGERS])
+@pytest.mark.parametrize("form", OTHERS)
 def test_other_forms_generate_the_tokens_of_stocks_layout(
     form: Form, llama: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,13 @@ def test_a_trace_is_cut_and_scaled(tmp_path: Path) -> None:
     ]
 
 
+def test_a_name_that_is_neither_a_file_nor_a_shape_is_told_the_shapes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--trace poison: there is no such file; .* poisson,"):
+        workload("--trace", "poison")
+    with pytest.raises(UserError, match="cannot read"):
+        workload("--trace", str(tmp_path))
+
+
 def test_a_made_up_workload_lasts_as_long_as_asked_at_any_rate() -> None:
     for scale in ("1", "4"):
         one = workload("--trace", "poisson", "--rate", "9", "--rate-scale", scale, "--duration=30")

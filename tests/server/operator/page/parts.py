@@ -7,7 +7,7 @@ from shoal.runtime.protocol.messages import GetLayout, GetMetrics, LayoutView, N
 from shoal.server.operator.page.page_events import About
 from tests.runtime.loopback_node import LoopbackNode
 
-ABOUT = About(model="demo", engines=2, max_group=2, since=1000.0)
+ABOUT = About(model="demo", engines=2, max_group=2, max_pp=1, since=1000.0)
 
 
 class Control:
