@@ -83,7 +83,11 @@ class OneStep:
         self.scheduled = SchedulerOutput.make_empty()
         self.scheduled.total_num_scheduled_tokens = tokens
         self.scheduled.num_scheduled_tokens = {"r": tokens}
-        self.scheduled.scheduled_new_reqs = [SimpleNamespace(req_id="r", num_computed_tokens=0)]
+        self.scheduled.scheduled_new_reqs = [
+            SimpleNamespace(
+                req_id="r", num_computed_tokens=0, prompt_token_ids=[1], prefill_token_ids=None
+            )
+        ]
         self.scheduled.finished_req_ids = {"gone"}
         managers = [SimpleNamespace(max_admission_blocks_per_request=None)]
         self.kv_cache_manager = SimpleNamespace(
