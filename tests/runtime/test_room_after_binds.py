@@ -20,13 +20,13 @@ def test_no_request_is_preempted_when_memory_is_ample(
     monkeypatch: pytest.MonkeyPatch, prompt: int, seed: int | None
 ) -> None:
     preempted: list[str] = []
-    preempt = FakeScheduler._preempt
+    preempt = FakeScheduler.preempt
 
     def note(scheduler: FakeScheduler, request: FakeRequest) -> None:
         preempted.append(request.id)
         preempt(scheduler, request)
 
-    monkeypatch.setattr(FakeScheduler, "_preempt", note)
+    monkeypatch.setattr(FakeScheduler, "preempt", note)
     node = LoopbackNode(4, seed=seed, settings=SPACIOUS)
     node.settle()
     for k in range(32):

@@ -72,7 +72,7 @@ class Binding:
         self.stale = 0
         """Switch messages dropped because their epoch was over."""
         self.beginning: Core | None = None
-        """The core that has gone on last, until it has all requests that were to come first."""
+        """The engine's own core if it has gone on, until it has all requests that come first."""
         self._backend = backend
         self._transport = transport
         self._watch = watch
@@ -134,9 +134,9 @@ class Binding:
         if bind is None:
             return False
         self._backend.attach(bind.unit, bind.epoch)
+        self.beginning = None
         if self._leads(bind):
-            self.beginning = self._group_core(bind)
-            self.beginning.bind(bind.epoch, message.lease, message.seed)
+            self._group_core(bind).bind(bind.epoch, message.lease, message.seed)
         self.state = State.BOUND
         # Its first step queues up behind its members' steps in flight.
         self._watch.expect_delay(bind.unit)

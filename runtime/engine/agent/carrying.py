@@ -93,9 +93,8 @@ class Carrying:
     def holds(self, core: Core) -> bool:
         """Return whether a core pauses because requests are about to leave it, or to come first.
 
-        A core that has just gone on waits for the requests that it expects. Those that came later
-        would wait for the steps of the others. The steps for which it waits mostly occupy its own
-        members' devices, so it loses no time.
+        An engine that has just gone on alone waits for the requests that it expects: they have run
+        in a group until now, and would wait for the prompts of new ones.
         """
         if core is self._binding.beginning and self.expects(core):
             return True

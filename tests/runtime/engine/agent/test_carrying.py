@@ -260,30 +260,7 @@ def test_a_request_that_is_not_valid_here_ends_with_an_error_when_it_comes(bench
 # --- the first steps of a core that goes on ---
 
 
-def test_a_group_begins_when_all_that_it_expects_has_come(bench: Bench) -> None:
-    expect(bench, "early", unit=GROUP)
-    expect(bench, "late", unit=GROUP, carry=CARRY + 1)
-    bench.bind()
-    only(take_in(bench, carried("early"), unit=GROUP), m.Imported)
-    assert bench.turn(4) == []
-    assert tokens_of(bench, "early", 1) == []
-    only(take_in(bench, carried("late"), unit=GROUP, carry=CARRY + 1), m.Imported)
-    bench.turn(OUTPUT)
-    for request_id in ("early", "late"):
-        assert tokens_of(bench, request_id, 1) == expected_tokens(PROMPT, OUTPUT)[3:]
-
-
-def test_a_group_does_not_wait_for_requests_that_do_not_come(bench: Bench) -> None:
-    expect(bench, "early", unit=GROUP)
-    expect(bench, "lost", unit=GROUP, carry=CARRY + 1)
-    bench.bind()
-    only(take_in(bench, carried("early"), unit=GROUP), m.Imported)
-    take_in(bench, unit=GROUP, carry=CARRY + 1)
-    bench.turn(OUTPUT)
-    assert tokens_of(bench, "early", 1) == expected_tokens(PROMPT, OUTPUT)[3:]
-
-
-def test_an_engine_that_goes_on_alone_waits_too(bench: Bench) -> None:
+def test_an_engine_that_goes_on_alone_waits_for_what_it_expects(bench: Bench) -> None:
     bench.bind()
     expect(bench, "r")
     bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
@@ -291,6 +268,19 @@ def test_an_engine_that_goes_on_alone_waits_too(bench: Bench) -> None:
     bench.tell(m.Resume(5, GROUP, []), turns=4)
     assert tokens_of(bench, "new") == []
     only(take_in(bench, carried("r")), m.Imported)
+    bench.turn(2)
+    assert len(tokens_of(bench, "new")) == 2
+
+
+def test_an_engine_that_goes_on_alone_does_not_wait_for_requests_that_do_not_come(
+    bench: Bench,
+) -> None:
+    bench.bind()
+    expect(bench, "lost")
+    bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    bench.add("new", tokens=2)
+    bench.tell(m.Resume(5, GROUP, []), turns=4)
+    take_in(bench)
     bench.turn(2)
     assert len(tokens_of(bench, "new")) == 2
 
