@@ -34,6 +34,7 @@ VLLM_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(REFUSED),
     "runner": "auto",
     "quantization": None,
+    "speculative_config": None,
     "ssl_keyfile": None,
     "ssl_certfile": None,
     "served_model_name": None,
