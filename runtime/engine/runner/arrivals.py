@@ -9,7 +9,6 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from shoal.runtime.engine.link.instructions import Arrival
 
 
-@torch.inference_mode()
 def introduce(model_runner: Any, arrival: Arrival) -> None:
     """Make a model runner know a request as if it had computed what other units have.
 

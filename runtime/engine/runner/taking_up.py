@@ -123,8 +123,11 @@ class TakingUp:
         Returns:
             Waits until all is read, and says what was done.
         """
-        for arrival in carry.requests:
-            introduce(worker.model_runner, arrival)
+        # A V1 model runner that knows a request from before forgets it first, which writes to
+        # tensors that steps have made.
+        with torch.inference_mode():
+            for arrival in carry.requests:
+                introduce(worker.model_runner, arrival)
         return self._read(carry.source, worker.unit, carry.requests, beside=False)
 
     def copy_ahead(self, ahead: CopyAhead) -> Callable[[], Copied]:
