@@ -93,20 +93,8 @@ def test_memory_moves_beside_switches(seed: int) -> None:
     assert run.memory.done
 
 
-class DyingRun(RestartingRun):
+class DyingRun(MovingRun, RestartingRun):
     """Moves memory while engines hang, die and come back."""
-
-    def __init__(self, node: LoopbackNode) -> None:
-        super().__init__(node)
-        self.memory = MemoryMoves(node)
-
-    def act(self) -> None:
-        super().act()
-        self.memory.act()
-
-    def _read_replies(self) -> None:
-        self.memory.read()
-        super()._read_replies()
 
 
 @pytest.mark.parametrize("seed", range(8))
