@@ -2,10 +2,10 @@
 
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ def helped(tmp_path: Path) -> tuple[Child, int]:
     with signals_held():
         child = Child(choose_context(), "helped", Helped(tmp_path / "pid"))
     while not child.is_ready:
-        assert select.select([child.reports], [], [], 60.0)[0], "it is ready"
+        assert wait([child.reports], 60.0), "it is ready"
         child.read_report()
     return child, os.pidfd_open(int((tmp_path / "pid").read_text()))
 
 
 def has_ended(helper: int) -> bool:
-    return bool(select.select([helper], [], [], 30.0)[0])
+    return bool(wait([helper], 30.0))
 
 
 def test_what_a_process_has_left_is_killed_when_it_is_found_to_have_ended(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_leaves_no_semaphore(tmp_path: Path, method: st
     with signals_held():
         child = Child(multiprocessing.get_context(method), "locked", Locked(tmp_path / "name"))
     while not child.is_ready:
-        assert select.select([child.reports], [], [], 60.0)[0], "it is ready"
+        assert wait([child.reports], 60.0), "it is ready"
         child.read_report()
         assert child.is_ready or child.is_alive, child.cause
     child.kill()

@@ -1,8 +1,8 @@
 """Signals that ask a node to end: counted, and seen by who waits."""
 
 import os
-import select
 import signal
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -10,7 +10,7 @@ from shoal.runtime.node.end_signals import EndSignals
 
 
 def woken(signals: EndSignals) -> bool:
-    return bool(select.select([signals.wakeup], [], [], 0)[0])
+    return bool(wait([signals.wakeup], 0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

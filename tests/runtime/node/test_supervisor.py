@@ -1,10 +1,10 @@
 import os
 import re
-import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path, killed: str | N
     if watcher is not None:
         watcher.join()
     (helper,) = helpers
-    assert select.select([helper], [], [], 30.0)[0] == [helper], "it has ended"
+    assert connection.wait([helper], 30.0) == [helper], "it has ended"
     os.close(helper)
 
 

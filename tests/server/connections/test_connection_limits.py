@@ -1,7 +1,7 @@
 """Slow, dead and too many clients of a real HTTP server, by a clock that the test holds."""
 
 import asyncio
-import select
+import selectors
 import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -257,7 +257,9 @@ def silent_client(site: Site, path: bytes) -> Iterator[socket.socket]:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.setblocking(False)
         silent.connect_ex(("127.0.0.1", site.port))
-        select.select([], [silent], [])
+        with selectors.DefaultSelector() as connected:
+            connected.register(silent, selectors.EVENT_WRITE)
+            connected.select()
         silent.send(GET.replace(b"small", path))
         yield silent
 
