@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -38,6 +38,8 @@ X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
 def config() -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
         yield
+    while SharingEngine.made:
+        SharingEngine.made.pop().mlps._descriptors.close()
 
 
 class Mlp(nn.Module):
@@ -105,6 +107,9 @@ def on_simulated_gpu() -> tuple[ShardMemory, Copier]:
 class SharingEngine:
     """One engine: its DP model, of which it keeps a part."""
 
+    made: ClassVar[list["SharingEngine"]] = []
+    """Those of this test, whose descriptors are closed after it."""
+
     def __init__(
         self,
         directory: Path,
@@ -125,6 +130,7 @@ class SharingEngine:
             load(self.dp)
         self.store = SharedStore(self.dp, self.mlps)
         arrange_weights(self.store, groups)
+        self.made.append(self)
 
     def complete(self) -> None:
         self.mlps.complete(self.dp, dummy=False)
