@@ -12,6 +12,9 @@ from shoal.loadgen.bench.systems import SERVED_NAME
 from shoal.loadgen.bench.vllm_client import LoadFailedError
 from shoal.loadgen.traces import MOONCAKE_BLOCK_TOKENS
 
+REPLAY = (sys.executable, "-m", "shoal.server.commands.cli", "replay")
+"""The command of Shoal's load generator."""
+
 
 def replay_by_vllm(trace: Path) -> tuple[str, ...]:
     """Return the arguments of ``vllm bench serve`` that replay a trace in Mooncake's format."""
@@ -37,9 +40,8 @@ async def replay_by_ours(address: str, trace: Path, seed: int, log: Path) -> dic
     with tempfile.TemporaryDirectory() as directory, log.open("ab") as output:
         path = Path(directory) / "result.json"
         command: Sequence[str] = [
-            *(sys.executable, "-m", "shoal.server.commands.cli", "replay", "--json", str(path)),
-            *("--base-url", address, "--model", SERVED_NAME, "--trace", str(trace)),
-            *("--seed", str(seed)),
+            *(*REPLAY, "--json", str(path), "--base-url", address),
+            *("--model", SERVED_NAME, "--trace", str(trace), "--seed", str(seed)),
         ]
         child = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
         if await child.wait() != 0:

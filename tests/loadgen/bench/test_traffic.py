@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.loadgen.bench import traffic
+from shoal.loadgen.bench import traffic, traffic_clients
 from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_TP
 from shoal.loadgen.bench.traffic import Way, made_up, replays, seed_of, systems, ways
 from shoal.loadgen.bench.traffic_tables import Figures, SystemFigures, markdown
@@ -74,9 +74,12 @@ def use_fake_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fake(engines: int, model: str) -> list[Any]:
         *_, shoal = made(engines, model)
-        return [replace(shoal, command=(*shoal.command, "--fake-engine", "--fake-step-ms", "1"))]
+        return [replace(shoal, command=(*shoal.command, "--fake-engine", "--fake-step-ms", "40"))]
 
     monkeypatch.setattr(traffic, "systems", fake)
+    # A run is not valid if the load generator lags, by so much, or by a tenth of the TTFT.
+    no_limit = (*traffic_clients.REPLAY, "--max-lag-ms", "60000")
+    monkeypatch.setattr(traffic_clients, "REPLAY", no_limit)
 
 
 def test_a_node_is_measured_in_each_layout_and_not_twice(
