@@ -5,8 +5,6 @@ computes what adapters add beside the product of the layer's own weights, which 
 layouts but DP.
 """
 
-from torch import nn
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
 from shoal.runtime.config import NodeConfig
@@ -46,14 +44,3 @@ def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
         except Exception as error:  # vLLM and safetensors raise every kind here
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UnreadableAdapter(f"adapter {request.lora_name}: {reason[0]}") from error
-
-
-def adapter_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's slots for adapters."""
-    wrapped = (layer for layer in model.modules() if isinstance(layer, BaseLayerWithLoRA))
-    return sum(
-        tensor.nbytes
-        for layer in wrapped
-        for name in ("lora_a_stacked", "lora_b_stacked")
-        for tensor in getattr(layer, name, ())
-    )

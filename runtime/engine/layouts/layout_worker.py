@@ -127,10 +127,6 @@ class LayoutWorker:
         if self.layout == DP:
             arrange_weights(ResidentWeights(self.model), groups)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Leave so many more bytes of the device to other layouts than was said at first."""
-        self._reserved_bytes += num_bytes
-
     def close(self) -> None:
         """Let go of what torch would keep for ever: a compiled model, and its graphs with it."""
         for module in self.model.modules() if self._is_loaded else ():

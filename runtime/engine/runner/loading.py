@@ -24,7 +24,7 @@ from shoal.runtime.engine.groups.rendezvous import (
     agreed_minimum,
 )
 from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
-from shoal.runtime.engine.layouts.adapters import adapter_bytes, load_adapters
+from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
@@ -117,16 +117,16 @@ class LayoutLoader:
         for layout in layouts:
             with self._timed("weights" if layout == DP else f"{layout.name} views"):
                 self._load_weights(layout)
-        self._reserve_beside()
+        self._say_what_is_owned()
 
-    def _reserve_beside(self) -> None:
-        """Keep memory from KV for adapters, and say what layouts beyond DP have loaded themselves.
+    def _say_what_is_owned(self) -> None:
+        """Say what layouts beyond DP have loaded themselves.
 
-        vLLM counts the latter when it measures DP: these weights came to the device after DP's
-        worker had been created (``memory_profiling``, ``total_consumed``).
+        Neither this nor their slots for adapters need to be kept from KV: vLLM counts them when it
+        measures DP, as they came to the device after DP's worker had been created
+        (``memory_profiling``, ``total_consumed``).
         """
         beside = [worker for layout, worker in self.workers.items() if layout != DP]
-        self.workers[DP].reserve(sum(adapter_bytes(worker.model) for worker in beside))
         owned = {worker.layout.name: owned_bytes(worker.model) for worker in beside}
         if any(owned.values()):
             log.info(

@@ -1,17 +1,13 @@
-"""What engines do with LoRA adapters beside serving them: numbers, errors and memory."""
+"""What engines do with LoRA adapters beside serving them: numbers and errors."""
 
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 
 from shoal.runtime.config import Adapter, NodeConfig
 from shoal.runtime.engine.layouts.adapters import (
     UnreadableAdapter,
-    adapter_bytes,
     adapter_requests,
     load_adapters,
 )
@@ -46,12 +42,3 @@ def test_an_adapter_that_cannot_be_read_is_named_in_one_line() -> None:
     with pytest.raises(UnreadableAdapter) as caught:
         load_adapters(NODE, worker)
     assert str(caught.value) == "adapter clerk: LoRA rank 64 is greater than max_lora_rank 16."
-
-
-def test_slots_are_counted_though_they_are_no_parameters() -> None:
-    model, layer = nn.Module(), BaseLayerWithLoRA()
-    layer.lora_a_stacked = (torch.zeros(3, 1, 8, 16),)
-    layer.lora_b_stacked = (torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8))
-    layer.base_layer = nn.Linear(16, 8)
-    model.layer, model.norm = layer, nn.LayerNorm(4)
-    assert adapter_bytes(model) == 4 * 3 * 8 * (16 + 4 + 4)

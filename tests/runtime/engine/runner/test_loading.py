@@ -54,15 +54,10 @@ class Loaded:
         self.model = nn.ModuleDict({"plain": nn.Linear(2, 2), "repacked": nn.Module()})
         self.model.repacked.shoal_owned = True
         self.model.repacked.register_buffer("qweight", torch.zeros(elements, dtype=torch.int32))
-        self.reserved: list[int] = []
-
-    def reserve(self, num_bytes: int) -> None:
-        """Remember it."""
-        self.reserved.append(num_bytes)
 
 
 @pytest.mark.parametrize("elements", [0, 500_000])
-def test_weights_that_layouts_loaded_for_themselves_are_said_and_not_counted_twice(
+def test_weights_that_layouts_loaded_for_themselves_are_said(
     elements: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = loader(1)
@@ -71,8 +66,7 @@ def test_weights_that_layouts_loaded_for_themselves_are_said_and_not_counted_twi
     workers = {layout: Loaded(layout, size) for layout, size in sizes.items()}
     node.workers = workers  # type: ignore[assignment]
     with caplog.at_level(logging.INFO, "shoal.engine"):
-        node._reserve_beside()
-    assert sum(workers[DP].reserved) == 0
+        node._say_what_is_owned()
     ours = [record for record in caplog.records if record.name == "shoal.engine"]
     said = [record.getMessage() for record in ours]
     line = (
