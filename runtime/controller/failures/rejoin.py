@@ -57,6 +57,8 @@ class Formation(msgspec.Struct):
     awaiting: set[int]
     deadline: float
     errors: list[str] = []
+    lost: set[int] = set()
+    """Members that have died since it began; they may be back."""
 
 
 class Failures(msgspec.Struct):
@@ -266,6 +268,7 @@ class Rejoin:
         self._go_on(formation)
 
     def _go_on(self, formation: Formation) -> None:
+        self._note_lost(formation)
         if formation.awaiting:
             return
         if formation.errors:
@@ -311,8 +314,16 @@ class Rejoin:
             lost = late if formation.stage is Stage.FORMING else list(formation.unit.engines)
             unit = list(formation.unit.engines)
             self._lose(lost, f"engines {late} did not answer as unit {unit} was formed again")
-        dead = formation.awaiting & self._engines.gone
-        if dead:
-            formation.awaiting -= dead
-            formation.errors.append(f"engines {sorted(dead)} are lost")
-            self._go_on(formation)
+        self._go_on(formation)
+
+    def _note_lost(self, formation: Formation) -> None:
+        """Expect nothing of members that have died. One that had answered is missing as well."""
+        lost = {
+            engine
+            for engine, began_as in zip(formation.unit.engines, formation.members, strict=True)
+            if self._engines[engine].is_gone or self._engines[engine].incarnation != began_as
+        }
+        if new := sorted(lost - formation.lost):
+            formation.lost |= lost
+            formation.awaiting -= lost
+            formation.errors.append(f"engines {new} are lost")

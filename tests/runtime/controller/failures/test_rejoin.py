@@ -334,6 +334,45 @@ def test_a_member_that_dies_while_its_group_forms_takes_nobody_with_it(node: Loo
     serve_everywhere(node, "again")
 
 
+def die_after_the_answer(node: LoopbackNode) -> None:
+    """Have engine 1 die when it has made its part of a group, and engine 0 has not."""
+    kill(node, 1)
+    node.restart(1)
+    node.hung.add(0)
+    node.settle()
+    assert formed(node, 1) == [tp(0, 1)]
+    kill(node, 1)
+
+
+def test_no_group_starts_without_a_member_that_has_answered_and_died(node: LoopbackNode) -> None:
+    die_after_the_answer(node)
+    node.hung.discard(0)
+    node.settle()
+    assert formed(node, 0) == [tp(0, 1)]
+    assert tp(0, 1) not in node.backends[0].groups  # its start would wait for engine 1
+    serve_everywhere(node, "others")
+    node.restart(1)
+    node.run_for(2 * RETRY_SECONDS, tick=1.0)
+    node.switch(*PAIR)
+    serve_everywhere(node, "again")
+
+
+def test_a_member_that_has_died_and_is_back_makes_its_part_again_before_its_group_starts(
+    node: LoopbackNode,
+) -> None:
+    die_after_the_answer(node)
+    node.restart(1)
+    node.settle()
+    assert state(node, 1) is EngineState.SERVING
+    node.hung.discard(0)
+    while node.controller.books.units.starting is None:
+        node.step()
+    assert formed(node, 1) == [tp(0, 1)]
+    node.settle()
+    node.switch(*PAIR)
+    serve_everywhere(node, "again")
+
+
 def test_a_member_that_does_not_answer_in_time_is_lost(node: LoopbackNode) -> None:
     kill(node, 1)
     node.hung.add(0)
