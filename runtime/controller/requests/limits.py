@@ -17,6 +17,7 @@ from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.family import Families, Family, Refusal
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Outcome
 
 KEPT_SHARE = 0.25
@@ -55,13 +56,20 @@ class Limits:
             The requests that were taken out of the pool, and the reasons.
         """
         for request in newcomers:
-            if request.terms.caller is not None and request.terms.max_waiting is not None:
-                self._allowances[request.terms.caller] = request.terms.max_waiting
-        for request in newcomers:
+            self._note_allowance(request.terms)
             self._pool.remove(request.id)
         # The most urgent first: no newcomer is let in only to be pushed out by another.
         parties = sorted(_parties(newcomers), key=lambda party: self._pool.rank(party[0]))
         return [refused for party in parties for refused in self._admit(party)]
+
+    def _note_allowance(self, terms: wire.Terms) -> None:
+        """Note how many requests of a caller may wait: its API key may have changed."""
+        if terms.caller is None:
+            return
+        if terms.max_waiting is None:
+            self._allowances.pop(terms.caller, None)
+        else:
+            self._allowances[terms.caller] = terms.max_waiting
 
     def told(self, retry_after: int) -> m.PoolLimits:
         """Return which requests the front ends must refuse from now on.

@@ -166,6 +166,21 @@ def test_a_caller_over_its_own_limit_is_refused_and_the_others_are_not() -> None
     assert limits_told(node)[-1].callers == {}
 
 
+def test_a_caller_whose_limit_is_taken_away_waits_like_the_others() -> None:
+    node = busy_node()
+    for k in range(3):
+        node.send(f"g{k}", terms=wire.Terms(caller="greedy", max_waiting=2))
+    turns(node)
+    assert list(limits_told(node)[-1].callers) == ["greedy"]
+    node.abort("g0")
+    turns(node)
+    for k in range(3, 6):  # the file of keys has changed meanwhile
+        node.send(f"g{k}", terms=wire.Terms(caller="greedy"))
+    turns(node)
+    assert [r.id for r in node.pool.all()] == ["g1", "g3", "g4", "g5"]
+    assert limits_told(node)[-1].callers == {}
+
+
 def test_what_front_ends_refuse_is_counted() -> None:
     node = LoopbackNode(1)
     node.network.control_sends("front-1", m.CountRefused(Outcome.POOL_FULL))
