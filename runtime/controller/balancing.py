@@ -32,7 +32,7 @@ class Balancing:
 
     Args:
         env: whether to do so, and the time.
-        books: requests and their units.
+        books: the requests of each unit.
         capacity: what each unit holds.
         carries: lets requests go on in other units.
     """
@@ -42,7 +42,7 @@ class Balancing:
     ) -> None:
         self._is_on = env.config.rebalance and env.config.cost_model is not None
         self._clock = env.clock
-        self._requests, self._units = books.requests, books.units
+        self._requests = books.requests
         self._capacity, self._carries = capacity, carries
         self._looked_at = -math.inf
         self._seen: Rebalance | None = None

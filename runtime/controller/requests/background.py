@@ -15,6 +15,7 @@ A request that has waited so long that a person's new request would come after i
 """
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -46,20 +47,21 @@ CONSIDERED = 32
 """Background requests that are considered at once, in the order of the pool."""
 RETURN_SECONDS = 2.0
 """How long a request that was taken out waits for the unit that has its KV."""
+TRIED = 8
+"""Requests by which the time that one adds to a step is estimated."""
 
 
 class Background:
     """Starts background requests, and takes them out of units that others need.
 
     Args:
-        env: the transport to engines, and the time.
+        env: the transport to engines, and how fast requests age.
         books: where every request is.
         capacity: has the cost model.
     """
 
     def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
         self._transport = env.transport
-        self._clock = env.clock
         self._aging = env.config.aging_seconds
         self._requests = books.requests
         self._pool = books.requests.pool
@@ -75,7 +77,7 @@ class Background:
         """Return the node as it is without background requests: what policies see."""
         pool = tuple(r for r in snapshot.pool if not self._is_ours(r, snapshot))
         units = tuple(self._without(unit, snapshot) for unit in snapshot.units)
-        if len(pool) == len(snapshot.pool) and all(map(_is, units, snapshot.units)):
+        if len(pool) == len(snapshot.pool) and all(map(operator.is_, units, snapshot.units)):
             return snapshot
         return replace(
             snapshot,
@@ -264,9 +266,9 @@ class _Room:
         layout, alone = self.unit.unit.layout, self._batch_of_others
         tokens = sum(seen.prompt_tokens for seen in self.staying)
         mean = tokens // len(self.staying) if self.staying else PROMPT_TOKENS
-        more = Batch(alone.decodes + _TRIED, alone.context_tokens + _TRIED * mean)
+        more = Batch(alone.decodes + TRIED, alone.context_tokens + TRIED * mean)
         step = self._model.step_seconds(layout, alone)
-        added = (self._model.step_seconds(layout, more) - step) / _TRIED
+        added = (self._model.step_seconds(layout, more) - step) / TRIED
         most = self.unit.free_slots + len(self.staying)
         return most if added <= 0 else min(most, int(step * SLOWDOWN / added))
 
@@ -311,11 +313,3 @@ class _Room:
 
     def _blocks(self, seen: PoolRequest) -> int:
         return -(-seen.total_tokens // self.unit.block_tokens)
-
-
-_TRIED = 8
-"""Requests by which the time that one adds to a step is estimated."""
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
