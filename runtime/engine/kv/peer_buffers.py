@@ -7,11 +7,11 @@ it stays allocated while anybody has it mapped, and the restarted runner needs r
 
 import json
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,7 +155,7 @@ class PeerBuffers:
 
     def _watch(self, engine: int, peer: _Peer, process: int) -> None:
         """Unmap a peer's buffer once its process has ended."""
-        select.select([process], [], [])
+        wait([process])
         os.close(process)
         with self._lock:
             if self._peers.get(engine) is peer:
@@ -176,7 +176,7 @@ class PeerBuffers:
             process = os.pidfd_open(told["pid"])
         except OSError:
             return False
-        ended, _, _ = select.select([process], [], [], 0)
+        ended = wait([process], 0)
         os.close(process)
         return not ended
 

@@ -1,7 +1,9 @@
 """How engines map each other's KV buffers, and let go of them when an engine ends."""
 
+import fcntl
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -99,6 +101,28 @@ def test_a_peer_is_read_and_let_go_of_when_it_is_killed(
     wait_until(lambda: mapped() == 0)
     with pytest.raises(NotSharedError, match="the runner of engine 1 has ended"):
         read(own)
+
+
+def test_a_runner_with_many_files_lets_go_of_a_peer_as_well(
+    own: PeerBuffers, start: Callable[[int], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_process = os.pidfd_open
+
+    def open_beyond_select(pid: int) -> int:
+        low = open_process(pid)
+        high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024)
+        os.close(low)
+        return high
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    monkeypatch.setattr(os, "pidfd_open", open_beyond_select)
+    peer = start(7)
+    assert own.open_all(2, 0.0) == {}
+    assert mapped() == 1
+    peer.kill()
+    wait_until(lambda: mapped() == 0)
+    assert own.open_all(2, 0.0) == {}  # it has ended
 
 
 def test_the_buffer_of_a_restarted_engine_is_mapped_anew(
