@@ -9,7 +9,7 @@ of each.
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from itertools import count
 from typing import Any
@@ -72,6 +72,8 @@ class Placement:
         logprobs: how many log probabilities it may ask for; None while that is not known.
         refused: why the front end refused it without an engine; None: it did not.
         unit: the unit that was last given one of its engine requests; None: none was.
+        running: its engine requests that have not ended.
+        is_closed: whether its response has ended.
     """
 
     def __init__(self, arrival: float = 0.0, number: int = 0) -> None:
@@ -88,6 +90,8 @@ class Placement:
         self.logprobs: LogprobBudget | None = None
         self.refused: Refused | None = None
         self.unit: Unit | None = None
+        self.running: set[str] = set()
+        self.is_closed = False
         self._units: list[Unit] = []
         self._awaited: set[str] = set()
         self._noted = asyncio.Event()
@@ -153,6 +157,9 @@ def _spend_nothing(tokens: int) -> None:
 class Placements(Observer):
     """The placements of the HTTP requests in progress, by engine request.
 
+    The engine requests of a response in the background go on when it has ended, and may even be
+    sent after that. Each of these is known until it ends itself.
+
     Args:
         clock: monotonic seconds.
     """
@@ -201,8 +208,10 @@ class Placements(Observer):
         return placement
 
     def close(self, placement: Placement) -> None:
-        """Forget a placement whose response has ended."""
-        for request_id in placement.request_ids:
+        """Forget a placement whose response has ended, but for what goes on in the background."""
+        placement.is_closed = True
+        goes_on = placement.running if placement.in_background else frozenset()
+        for request_id in placement.request_ids - goes_on:
             self._by_request.pop(request_id, None)
 
     def count_in(self, request: Any) -> None:
@@ -230,6 +239,7 @@ class Placements(Observer):
         if placement is None:
             return Terms()
         placement.expect(request_id)
+        placement.running.add(request_id)
         self._by_request[request_id] = placement
         if placement.is_placed:
             return msgspec.structs.replace(placement.terms, begun=True)
@@ -278,7 +288,25 @@ class Placements(Observer):
             placement.take(note)
 
     placed = take
-    ended = take
+
+    def ended(self, note: Ended) -> None:
+        """Take a note of the controller on a request that has ended."""
+        self.take(note)
+        self._end(note.request_id)
+
+    def finished(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have ended, if the response has ended before them."""
+        for request_id in request_ids:
+            self._end(request_id)
+
+    aborted = finished
+
+    def _end(self, request_id: str) -> None:
+        placement = self._by_request.get(request_id)
+        if placement is not None:
+            placement.running.discard(request_id)
+            if placement.is_closed:
+                del self._by_request[request_id]
 
     def outputs(self, unit: Unit | None, outputs: Sequence[Any]) -> None:
         """Count the tokens of outputs, and await the controller's notes on requests that it ends.
@@ -291,6 +319,8 @@ class Placements(Observer):
                 placement.spend_tokens(len(output.new_token_ids))
                 if unit is None and placement.ended is None:
                     placement.expect(output.request_id)
+                if output.finish_reason is not None:
+                    self._end(output.request_id)
 
 
 def route_path(scope: Scope) -> str:

@@ -253,7 +253,8 @@ class Echo:
         self.reached += 1
         self.terms = self.placements.expect("r1")
         self.holder, self.key_name = self.placements.holder, self.placements.key_name
-        output = SimpleNamespace(request_id="r1", new_token_ids=[7] * self.tokens)
+        tokens = [7] * self.tokens
+        output = SimpleNamespace(request_id="r1", new_token_ids=tokens, finish_reason=None)
         self.placements.outputs(alone(0), [output])
         self.salt, self.own_salt = self.placements.salt(None), self.placements.salt("mine")
         self.placements.give_up("r1")

@@ -1,4 +1,5 @@
 import asyncio
+import contextvars
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,12 @@ def head() -> Message:
 
 def body(data: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def output(request_id: str, finish_reason: str | None = None, tokens: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=request_id, new_token_ids=[7] * tokens, finish_reason=finish_reason
+    )
 
 
 async def never(*_: Any) -> Any:
@@ -108,7 +115,7 @@ async def test_a_request_that_is_handed_back_while_it_runs_waits_for_the_word_on
         await send({**head(), "status": 500})
         if note_first:
             placements.take(note)
-        placements.outputs(None, [SimpleNamespace(request_id="r1", new_token_ids=[])])
+        placements.outputs(None, [output("r1", "error")])
         if not note_first:
             asyncio.get_running_loop().call_soon(placements.take, note)
         await send(body(b"what vLLM says", more=False))
@@ -340,6 +347,47 @@ async def test_a_background_response_waits_for_nothing() -> None:
         await send(body(b"queued", more=False))
 
     assert (await respond(app, placements))[1]["body"] == b"queued"
+
+
+@pytest.mark.parametrize("sent_late", [False, True])
+@pytest.mark.parametrize("end", ["output", "note", "stop string", "abort"])
+async def test_a_background_response_is_followed_until_its_requests_end(
+    end: str, sent_late: bool
+) -> None:
+    placements, spent = Placements(), list[int]()
+    context = contextvars.copy_context()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal context
+        current = placements.current
+        assert current is not None
+        current.in_background, current.spend_tokens = True, spent.append
+        placements.expect("over")
+        placements.outputs(alone(0), [output("over", "stop")])
+        if not sent_late:
+            placements.expect("r1")
+        context = contextvars.copy_context()  # of the task that goes on
+        await send(head())
+        await send(body(b"queued", more=False))
+
+    await respond(app, placements)
+    if sent_late:
+        assert not len(placements)
+        context.run(placements.expect, "r1")
+    assert placements.awaiting() == ["r1"]
+    placements.take(Placed("r1", alone(0)))
+    spent.clear()
+    placements.outputs(alone(0), [output("r1", tokens=3)])
+    assert spent == [3]
+    if end == "output":
+        placements.outputs(alone(0), [output("r1", "length")])
+    elif end == "note":
+        placements.ended(Ended("r1", Outcome.LOST, 500, "its engine died"))
+    elif end == "stop string":
+        placements.finished(["r1"])
+    else:
+        placements.aborted(["r1"])
+    assert not len(placements)
 
 
 async def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
