@@ -1,5 +1,6 @@
 """What the routes of files and batches have in common: who asks, and how lists are shown."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from shoal.server.batch.batch_objects import Batch, StoredFile
 from shoal.server.batch.batch_options import DEFAULTS, BatchLimits
 from shoal.server.batch.batch_store import BatchStore
 from shoal.server.gate.middleware import tenant_of
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+"""Integers of a form or a query that are worth a look: Python refuses those of many digits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def limit_of(request: Request, default: int, most: int) -> int:
         RefusedError: it asks for none, or for too many.
     """
     text = request.query_params.get("limit", str(default))
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:9]) <= most:
+    if not _DIGITS.fullmatch(text) or not 1 <= int(text) <= most:
         raise RefusedError(400, f"limit: it must be from 1 to {most}", "limit")
     return int(text)
 
@@ -74,7 +78,8 @@ def lifetime_of(seconds: object, anchor: object, param: str) -> int:
     """
     if anchor != "created_at":
         raise RefusedError(400, f"{param}.anchor: it must be created_at", f"{param}.anchor")
-    count = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() else seconds
+    is_text = isinstance(seconds, str) and _DIGITS.fullmatch(seconds)
+    count = int(seconds) if is_text else seconds
     if not isinstance(count, int) or not 3600 <= count <= 2_592_000:
         raise RefusedError(
             400, f"{param}.seconds: it must be from 3600 to 2592000", f"{param}.seconds"
