@@ -4,6 +4,7 @@ Several processes use it at once: front ends, and the worker. Every change is on
 (SQLite in WAL mode, synchronised to the disk), so a process may be killed at any moment.
 """
 
+import errno
 import os
 import sqlite3
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.server.batch.batch_objects import UNFINISHED, Batch, Status, StoredFile
+from shoal.server.batch.batch_objects import UNFINISHED, Batch, StoredFile
 
 _BUSY_SECONDS = 30.0
 """How long a transaction waits for another one."""
@@ -55,6 +56,8 @@ class BatchStore:
     Raises:
         OSError: the directory cannot be made or written.
         sqlite3.Error: the database cannot be used.
+
+    Whatever changes something raises ``OSError`` if that cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -84,14 +87,23 @@ class BatchStore:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
+        """Do what follows in one transaction.
+
+        Raises:
+            OSError: it cannot be written, as with any other file.
+        """
         db = self._db
-        db.execute("BEGIN IMMEDIATE")
         try:
+            db.execute("BEGIN IMMEDIATE")
             yield db
-        except BaseException:
-            db.execute("ROLLBACK")
+            db.execute("COMMIT")
+        except BaseException as error:
+            if db.in_transaction:  # after some errors SQLite has undone all itself
+                db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                is_full = error.sqlite_errorcode == sqlite3.SQLITE_FULL
+                raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error)) from error
             raise
-        db.execute("COMMIT")
 
     @property
     def version(self) -> int:
@@ -245,11 +257,6 @@ class BatchStore:
         """Return the unfinished batches of all owners, the oldest first."""
         sql = f"SELECT record FROM batches WHERE {_IS_UNFINISHED} ORDER BY number"
         return [_batch.decode(row[0]) for row in self._db.execute(sql)]
-
-    def counts(self) -> dict[Status, int]:
-        """Return the number of batches in each state."""
-        found = dict(self._db.execute("SELECT status, count(*) FROM batches GROUP BY status"))
-        return {status: found.get(status, 0) for status in Status}
 
     def change(self, batch_id: str, change: Callable[[Batch], Batch]) -> Batch:
         """Change a batch in one transaction, and return it.

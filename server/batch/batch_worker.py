@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -44,6 +45,8 @@ _UNSENT = {
     Status.CANCELLED: ("batch_cancelled", "the batch was cancelled before this request was done"),
     Status.EXPIRED: ("batch_expired", "the batch expired before this request was done"),
 }
+
+T = TypeVar("T")
 
 WallClock = Callable[[], float]
 """Returns seconds since the epoch."""
@@ -164,11 +167,14 @@ class BatchWorker:
             except NoAnswerError:
                 running = None
             self._window.see(running)
-            for job in self._jobs.values():
-                self._note_progress(job)
-            if self._clock() >= swept + SWEEP_SECONDS:
-                swept = self._clock()
-                await asyncio.to_thread(self._store.sweep, swept, self._limits.keep_seconds)
+            try:
+                for job in list(self._jobs.values()):
+                    await asyncio.to_thread(self._note_progress, job)
+                if self._clock() >= swept + SWEEP_SECONDS:
+                    swept = self._clock()
+                    await asyncio.to_thread(self._store.sweep, swept, self._limits.keep_seconds)
+            except OSError as error:
+                log.error("the store of batches cannot be written: %s", error.strerror)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _note_progress(self, job: _Job) -> None:
@@ -215,17 +221,13 @@ class BatchWorker:
                 checked = await asyncio.to_thread(check_lines, path, rules, job.end.is_set)
         ended = job.end.is_set()
         change = partial(_after_check, checked=checked, ended=ended, now=int(self._clock()))
-        job.batch = self._store.change(batch.id, change)
+        job.batch = await self._persist(job, partial(self._store.change, batch.id, change))
         log.info("%s: %s, %d requests", batch.id, job.batch.status, job.batch.total)
 
     async def _answer(self, job: _Job) -> None:
         """Send all lines that have no result yet, until they have one or the batch is to end."""
         batch = job.batch
-        paths = self._store.path(batch.answers_id), self._store.path(batch.failures_id)
-        results = AnswerLog(*paths)
-        await asyncio.to_thread(results.recover)
-        results.open()
-        sync_directory(paths[0].parent)
+        results = await self._persist(job, partial(self._results_of, batch))
         source = self._store.path(batch.input_file_id)
         job.run = run = BatchRun(batch.id, batch.owner, source, self._limits.line_bytes, results)
         self._room.set()
@@ -233,22 +235,29 @@ class BatchWorker:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             await run.stop()
-            await self._persist(self._finish, job)
+            await self._persist(job, partial(self._finish, job))
         finally:
             for wait in waits:
                 wait.cancel()
             await run.close()
 
-    async def _persist(self, act: Callable[[_Job], None], job: _Job) -> None:
+    def _results_of(self, batch: Batch) -> AnswerLog:
+        """Return the results that a batch has, open for more. Blocks."""
+        paths = self._store.path(batch.answers_id), self._store.path(batch.failures_id)
+        results = AnswerLog(*paths)
+        results.recover()
+        results.open()
+        sync_directory(paths[0].parent)
+        return results
+
+    async def _persist(self, job: _Job, act: Callable[[], T]) -> T:
         """Do something in a thread, again and again while the disk is full."""
         while True:
             try:
-                await asyncio.to_thread(act, job)
+                return await asyncio.to_thread(act)
             except OSError as error:
                 log.error("%s: the disk cannot be written: %s", job.batch.id, error.strerror)
                 await asyncio.sleep(DISK_SECONDS)
-            else:
-                return
 
     def _finish(self, job: _Job) -> None:
         """Give the lines that have no result one, and make the output files exist."""

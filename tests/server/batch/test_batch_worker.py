@@ -4,12 +4,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.runtime.clock import ManualClock
-from shoal.server.batch import batch_run
+from shoal.server.batch import batch_run, batch_worker
 from shoal.server.batch.answer_log import AnswerLog, Result
 from shoal.server.batch.batch_objects import Batch, Status, Usage
 from shoal.server.batch.batch_store import BatchStore
@@ -214,6 +215,47 @@ async def test_a_full_disk_is_waited_for(
     assert (done.status, done.completed) == ("completed", 4)
     assert "No space left" in caplog.text
     assert not failures
+
+
+async def test_a_full_disk_of_the_store_is_waited_for(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batch_worker, "DISK_SECONDS", 0.01)
+    monkeypatch.setattr(batch_worker, "LOOK_SECONDS", 0.01)
+    rest = asyncio.Event()
+    fails = {
+        # After the check of the input come counts, as the batch cannot end before ``rest``.
+        "change": iter([True, True, False, True, True, True]),
+        "finish": iter([True]),
+        "sweep": iter([True]),
+    }
+
+    def fail_at_first(name: str) -> None:
+        act = getattr(BatchStore, name)
+
+        def failing(*args: Any) -> Any:
+            if next(fails[name], False):
+                raise OSError(28, "database or disk is full")
+            return act(*args)
+
+        monkeypatch.setattr(BatchStore, name, failing)
+
+    async def send(owner: str, sent: InputLine) -> Answer:
+        if sent.custom_id != "line 1":
+            await rest.wait()
+        return await answer(owner, sent)
+
+    for name in fails:
+        fail_at_first(name)
+    batch = batch_of(store, jsonl(named(4)))
+    async with working(store, send):
+        await until(store, batch, lambda batch: batch.completed == 1)
+        rest.set()
+        done = await ended(store, batch)
+    assert (done.status, done.completed) == ("completed", 4)
+    assert set(results(store, done).values()) == {1}
+    assert not [name for name, left in fails.items() if next(left, False)]
+    assert "disk is full" in caplog.text
 
 
 async def test_another_worker_goes_on_where_one_has_stopped(store: BatchStore) -> None:
