@@ -116,6 +116,8 @@ def _key(args: Namespace, vllm_config: Any, model: CostModel) -> dict[str, str]:
         "quantization": config.quantization,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "enforce_eager": config.enforce_eager,
+        "adapters": vllm_config.lora_config,
+        "speculation": vllm_config.speculative_config,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,
     }

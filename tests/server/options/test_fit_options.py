@@ -41,9 +41,11 @@ def arguments(directory: Path, **fields: Any) -> Namespace:
     return Namespace(**{**fixed, **fields})
 
 
-def config(dtype: str = "bfloat16") -> SimpleNamespace:
+def config(dtype: str = "bfloat16", **parts: str) -> SimpleNamespace:
     """Return what a key is made of, of vLLM's configuration."""
     return SimpleNamespace(
+        lora_config=parts.get("lora"),
+        speculative_config=parts.get("speculation"),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(to_json_string=lambda **_: "{}"),
             dtype=dtype,
@@ -64,11 +66,11 @@ def fit(
     dtype: str = "bfloat16",
     vllm: str = "0.32.0",
     said: list[str] | None = None,
+    **parts: str,
 ) -> tuple[CostModel | None, FitSettings]:
     lines = [] if said is None else said
-    return node_fit(
-        args, config(dtype), model, engines=engines, gpu=gpu, vllm=vllm, say=lines.append
-    )
+    of = config(dtype, **parts)
+    return node_fit(args, of, model, engines=engines, gpu=gpu, vllm=vllm, say=lines.append)
 
 
 def test_gpus_are_timed_by_default_and_nothing_else(tmp_path: Path) -> None:
@@ -99,8 +101,10 @@ def test_the_result_of_an_equal_start_is_taken_and_of_no_other(tmp_path: Path) -
         fit(args, vllm="0.33.0"),
         fit(args, replace(MODEL, max_sp=2)),
         fit(arguments(tmp_path, max_pp=2)),
+        fit(args, lora="8 adapters of rank 16"),
+        fit(args, speculation="3 tokens by n-grams"),
     )
-    assert [settings.seconds for _, settings in others] == [FIT_SECONDS] * 6
+    assert [settings.seconds for _, settings in others] == [FIT_SECONDS] * len(others)
     assert not any(model is None or model.corrections for model, _ in others)
 
 
