@@ -17,6 +17,7 @@ from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed, Switching
 from shoal.runtime.protocol.messages.views import SwitchTrace, SwitchView
 from shoal.runtime.protocol.wire import EventType, FinishReason
+from shoal.server.gate.placement import route_path
 from shoal.server.observers import Observer
 from shoal.server.operator.spans import Life, Spans, Stay, Switch, Trace, waited
 
@@ -187,10 +188,11 @@ class TracingMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
-        if scope["type"] != "http" or scope["path"] not in self._paths:
+        path = route_path(scope) if scope["type"] == "http" else None
+        if path not in self._paths:
             await self._app(scope, receive, send)
             return
-        trace = self._traces.open(scope["method"], scope["path"], Headers(scope=scope))
+        trace = self._traces.open(scope["method"], path, Headers(scope=scope))
 
         async def send_and_see(message: Message) -> None:
             if message["type"] == "http.response.start":

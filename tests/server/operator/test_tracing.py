@@ -494,6 +494,18 @@ async def test_the_middleware_traces_generating_routes_only(bench: Bench) -> Non
     ]
 
 
+async def test_a_route_is_traced_behind_a_root_path_as_well(bench: Bench) -> None:
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    traced = TracingMiddleware(app, bench.traces, (PATH,))
+    transport = httpx.ASGITransport(traced, root_path="/models")
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        await http.post(f"/models{PATH}")
+    assert attributes(bench.span(f"POST {PATH}"))["http.route"] == PATH
+
+
 async def test_concurrent_requests_keep_their_traces_apart(bench: Bench) -> None:
     async def serve(name: str) -> None:
         trace = bench.open()
