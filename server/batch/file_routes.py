@@ -1,8 +1,6 @@
 """``/v1/files``, as OpenAI documents it, for the files of batches."""
 
 import asyncio
-import errno
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -25,7 +23,6 @@ from shoal.server.gate.middleware import key_of
 FILES_PATH = "/v1/files"
 _LISTED = 10_000
 _NAME_CHARS = 256
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def files_router(batches: Batches) -> APIRouter:
@@ -116,10 +113,6 @@ async def _create(request: Request, batches: Batches) -> dict[str, Any]:
         raise RefusedError(error.status, str(error), error.param) from None
     except NoRoomError as error:
         raise RefusedError(413, str(error), "file") from None
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise RefusedError(HTTPStatus.INSUFFICIENT_STORAGE, "the disk is full") from None
     return file.shown()
 
 

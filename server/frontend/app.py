@@ -5,10 +5,12 @@ are listed here, so that a new version of vLLM adds none by itself.
 """
 
 import asyncio
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -155,6 +157,7 @@ def build_app(
         app.include_router(files_router(backstage.batches))
         app.include_router(batches_router(backstage.batches))
         app.add_exception_handler(RefusedError, _refused)
+        app.add_exception_handler(OSError, _not_written)
     _add_middleware(app, backstage, options)
     http_error = partial(_http_error, takes_batches=backstage.batches is not None)
     app.add_exception_handler(HTTPException, http_error)  # vLLM's handles a subclass of it
@@ -229,6 +232,15 @@ async def _refused(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, RefusedError)
     return error_response(error.status, str(error), param=error.param)
+
+
+async def _not_written(request: Request, error: Exception) -> Response:
+    """Answer a request about a file or a batch for which the disk has no room."""
+    del request
+    assert isinstance(error, OSError)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    return error_response(HTTPStatus.INSUFFICIENT_STORAGE, "the disk of the files is full")
 
 
 async def _failure(request: Request, error: Exception) -> Response:
