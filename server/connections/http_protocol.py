@@ -10,6 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from shoal.server.connections.request_parser import RequestParser
 from shoal.server.errors import error_body
 
 UNWANTED_BYTES = 64 << 10
@@ -30,6 +31,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Bytes received since the last piece of a request that the application can see."""
     _in_body = False
     """Whether the latest request's head is complete, and its body is not."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.parser = RequestParser(self)
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""

@@ -206,3 +206,38 @@ async def test_a_web_socket_is_no_way_in(port: int) -> None:
     )
     head = await answer(port, upgrade, until_closed=False)
     assert not head.startswith(b"HTTP/1.1 101")
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+"""What Java's ``HttpClient`` adds to its first request."""
+POST = b"POST /x HTTP/1.1\r\nHost: a\r\n%bContent-Length: %d\r\n\r\n"
+CHUNKED = b"POST /x HTTP/1.1\r\nHost: a\r\n%bTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
+NEXT = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
+LAST = b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 7\r\n\r\n1234567"
+
+
+@pytest.mark.parametrize(
+    ("sent", "lengths"),
+    [
+        (POST % (UPGRADE, 3) + b"abc", [3]),
+        (POST % (UPGRADE, len(NEXT)) + NEXT, [len(NEXT)]),  # a body is never a request
+        (CHUNKED % UPGRADE, [2]),
+        (NEXT.replace(b"Host", UPGRADE + b"Host"), [0]),
+        (CHUNKED % UPGRADE + POST % (UPGRADE, 5) + b"abcde" + NEXT, [2, 5, 0]),
+        (POST % (b"", 3) + b"abc", [3]),
+    ],
+)
+async def test_a_wish_for_another_protocol_is_passed_over(
+    port: int, sent: bytes, lengths: list[int]
+) -> None:
+    sent += LAST
+    for size in (1, len(sent)):
+        pieces = [sent[start : start + size] for start in range(0, len(sent), size)]
+        told = await answer(port, *pieces)
+        bodies = [each.partition(b"\r\n\r\n")[2] for each in told.split(b"HTTP/1.1 200 OK")[1:]]
+        assert [int(body) for body in bodies] == [*lengths, 7]
+
+
+async def test_after_a_wish_a_wrong_chunk_is_no_http_either(port: int) -> None:
+    wrong = (CHUNKED % UPGRADE).replace(b"ab", b"abc")
+    assert (await answer(port, wrong)).startswith(b"HTTP/1.1 400")
