@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from shoal.policies.registry import UnknownPolicyError
 from shoal.policies.shift import ShiftThresholdError
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
@@ -68,7 +70,8 @@ class Calls:
             case m.GetMetrics(call):
                 self._env.transport.to_control(peer, self._metrics(call))
             case m.SetLayout() if not self._is_switching:
-                self._operations.when_idle(partial(self._set_layout, peer, message))
+                asked = self._env.clock()
+                self._operations.when_idle(partial(self._set_layout_now, peer, message, asked))
             case m.SetLayout():
                 self._set_layout(peer, message)
             case m.DrainEngines():
@@ -154,6 +157,15 @@ class Calls:
             self._fail(peer, message.call, status, error)
         else:
             self._env.transport.to_control(peer, self._layout(message.call))
+
+    def _set_layout_now(self, peer: str, message: m.SetLayout, asked: float) -> None:
+        """Switch in the time that the caller has left, which other operations may have taken."""
+        left = message.timeout_seconds - (self._env.clock() - asked)
+        if left > 0:
+            self._set_layout(peer, msgspec.structs.replace(message, timeout_seconds=left))
+            return
+        error = f"other operations took longer than {message.timeout_seconds:g} s"
+        self._fail(peer, message.call, 504, error)
 
     def _set_layout(self, peer: str, message: m.SetLayout) -> None:
         config = self._env.config

@@ -86,3 +86,22 @@ def test_those_who_wait_begin_in_the_order_they_came(node: LoopbackNode) -> None
     while node.reply(audit) is None:
         node.turns(1)
     assert isinstance(node.reply(together), m.SwitchDone), "the switch came first"
+
+
+def test_a_switch_has_the_time_that_is_left_when_its_turn_comes(node: LoopbackNode) -> None:
+    took = node.config.prepare_timeout_seconds
+    node.hung = {1}
+    node.call(m.AuditNode)  # engine 1 does not answer it
+    late = node.set_layout((0, 1), timeout=took - 1)
+    waits = node.set_layout((0, 1), treatment=m.Treatment.SEQUENTIAL, timeout=took + 10)
+    node.run_for(took + 9, tick=1.0)
+    reply = node.reply(late)
+    assert isinstance(reply, m.CallFailed)
+    assert (reply.status, reply.error) == (504, "other operations took longer than 4 s")
+    assert node.reply(waits) is None
+    node.run_for(2.0, tick=1.0)
+    node.hung = set()  # so that the switch, which has been given up, can end
+    node.settle()
+    reply = node.reply(waits)
+    assert isinstance(reply, m.CallFailed)
+    assert reply.status == 504
