@@ -40,7 +40,7 @@ def check_adapters_and_layouts(args: Namespace) -> None:
         ("--share-weights", args.share_weights),
     ):
         if args.enable_lora and value > 1:
-            raise UserError(f"{flag} {value}: with --enable-lora it is 1")
+            raise UserError(f"{flag} {value}: it must be 1 with --enable-lora")
 
 
 def make_room(engine_args: Any, adapters: int, *, on_cpu: bool) -> None:

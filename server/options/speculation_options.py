@@ -76,6 +76,6 @@ def check_speculation_and_layouts(args: Namespace) -> None:
         ("--share-weights", args.share_weights),
     ):
         if value > 1:
-            raise UserError(f"{flag} {value}: with --speculative-config it is 1")
+            raise UserError(f"{flag} {value}: it must be 1 with --speculative-config")
     if args.enable_lora:
         raise UserError("--enable-lora: not supported with --speculative-config")

@@ -118,7 +118,8 @@ def _read(args: Namespace) -> Workload:
             raise UserError(f"{flag_of(name)} is for made-up workloads, not for {args.trace}")
     path = Path(args.trace)
     if not path.exists() and args.trace.isalpha():  # meant a shape
-        raise UserError(f"--trace {path}: there is no such file; made up are {', '.join(SHAPES)}")
+        shapes = ", ".join(SHAPES)
+        raise UserError(f"--trace {path}: there is no such file; made-up traces are {shapes}")
     return read_trace(path)
 
 

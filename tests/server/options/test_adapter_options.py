@@ -57,7 +57,7 @@ def test_layouts_that_have_no_adapters_are_refused_beside_them(name: str) -> Non
     check_adapters_and_layouts(options("poet"))
     check_adapters_and_layouts(options(enable_lora=False, **{name: 4}))
     flag = name.replace("_", "-")
-    with pytest.raises(UserError, match=rf"^--{flag} 4: with --enable-lora it is 1$"):
+    with pytest.raises(UserError, match=rf"^--{flag} 4: it must be 1 with --enable-lora$"):
         check_adapters_and_layouts(options("poet", **{name: 4}))
 
 

@@ -94,9 +94,9 @@ def test_a_method_must_be_named_and_known(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"max_sp": 2}, "--max-sp 2: with --speculative-config it is 1"),
-        ({"max_pp": 2}, "--max-pp 2: with --speculative-config it is 1"),
-        ({"share_weights": 4}, "--share-weights 4: with --speculative-config it is 1"),
+        ({"max_sp": 2}, "--max-sp 2: it must be 1 with --speculative-config"),
+        ({"max_pp": 2}, "--max-pp 2: it must be 1 with --speculative-config"),
+        ({"share_weights": 4}, "--share-weights 4: it must be 1 with --speculative-config"),
         ({"enable_lora": True}, "--enable-lora: not supported with --speculative-config"),
     ],
 )
