@@ -78,8 +78,7 @@ def lifetime_of(seconds: object, anchor: object, param: str) -> int:
     """
     if anchor != "created_at":
         raise RefusedError(400, f"{param}.anchor: it must be created_at", f"{param}.anchor")
-    is_text = isinstance(seconds, str) and _DIGITS.fullmatch(seconds)
-    count = int(seconds) if is_text else seconds
+    count = int(seconds) if isinstance(seconds, str) and _DIGITS.fullmatch(seconds) else seconds
     if not isinstance(count, int) or not 3600 <= count <= 2_592_000:
         raise RefusedError(
             400, f"{param}.seconds: it must be from 3600 to 2592000", f"{param}.seconds"
