@@ -34,7 +34,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.parser = RequestParser(self)
+        self.parser = RequestParser(self)  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""

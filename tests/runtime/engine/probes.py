@@ -18,6 +18,7 @@ import numpy
 import torch
 import zmq
 from vllm.forward_context import BatchDescriptor
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -29,7 +30,6 @@ from shoal.runtime.engine.kv import carry_plan
 from shoal.runtime.engine.kv.carry_plan import Strip
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.staging_server import StagingServer
-from shoal.runtime.engine.layouts.adapters import adapter_bytes as bytes_of_slots
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.runner import recorder, taking_up
 from shoal.runtime.engine.runner import runner as runner_module
@@ -505,7 +505,17 @@ def forget_adapters(runner: ProbedRunner, forget: bool) -> None:
 
 def adapter_bytes(runner: ProbedRunner) -> dict[str, int]:
     """Return the bytes of each layout's slots for adapters."""
-    return {of.name: bytes_of_slots(worker.model) for of, worker in runner._workers.items()}
+    return {of.name: _bytes_of_slots(worker.model) for of, worker in runner._workers.items()}
+
+
+def _bytes_of_slots(model: Any) -> int:
+    wrapped = (layer for layer in model.modules() if isinstance(layer, BaseLayerWithLoRA))
+    return sum(
+        tensor.nbytes
+        for layer in wrapped
+        for name in ("lora_a_stacked", "lora_b_stacked")
+        for tensor in getattr(layer, name, ())
+    )
 
 
 def repacked_bytes(runner: ProbedRunner) -> dict[str, int]:
