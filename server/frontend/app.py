@@ -38,11 +38,12 @@ from shoal.server.gate.body_checks import check_body
 from shoal.server.gate.bounds import DEFAULTS as BOUNDS
 from shoal.server.gate.bounds import Bounds
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, SameOriginMiddleware
+from shoal.server.gate.held_responses import PlacementMiddleware
 from shoal.server.gate.json_objects import decode_object
 from shoal.server.gate.key_ring import KeyRing
 from shoal.server.gate.logprob_bounds import check_logprobs
 from shoal.server.gate.middleware import ApiKeyMiddleware, TermsMiddleware
-from shoal.server.gate.placement import PlacementMiddleware, Placements, route_path
+from shoal.server.gate.placement import Placements, route_path
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
 from shoal.server.operator.admin import add_admin_api

@@ -16,10 +16,11 @@ from shoal.runtime.clock import ManualClock
 from shoal.runtime.protocol.messages import Outcome, PoolLimits
 from shoal.runtime.protocol.wire import Terms
 from shoal.server.gate.guard import BodyMiddleware
+from shoal.server.gate.held_responses import PlacementMiddleware
 from shoal.server.gate.key_ring import KeyRing
 from shoal.server.gate.keys import ApiKey, digest_of, plain_key
 from shoal.server.gate.middleware import BATCH_OWNER, ApiKeyMiddleware, TermsMiddleware
-from shoal.server.gate.placement import PlacementMiddleware, Placements
+from shoal.server.gate.placement import Placements
 from shoal.server.gate.pool_door import PoolDoor
 from shoal.server.gate.quotas import Quotas
 from shoal.server.rejections import Rejection

@@ -10,7 +10,8 @@ from starlette.types import Message, Receive, Scope, Send
 from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
 from shoal.runtime.protocol.wire import Terms
-from shoal.server.gate.placement import PlacementMiddleware, Placements
+from shoal.server.gate.held_responses import PlacementMiddleware
+from shoal.server.gate.placement import Placements
 from shoal.server.rejections import Refused, Rejection
 from tests.units import tp
 

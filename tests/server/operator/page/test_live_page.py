@@ -16,8 +16,9 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.protocol.messages import Placed
 from shoal.server.frontend.app import Backstage, build_admin_app
 from shoal.server.gate.access import Access
+from shoal.server.gate.held_responses import PlacementMiddleware
 from shoal.server.gate.middleware import CALLER, ApiKeyMiddleware
-from shoal.server.gate.placement import PlacementMiddleware, Placements
+from shoal.server.gate.placement import Placements
 from shoal.server.operator import page as page_package
 from shoal.server.operator.page.live_page import PAGE_PATHS
 from shoal.server.operator.page.page_feed import MOST_VIEWERS, Feed
