@@ -27,7 +27,7 @@ from vllm.usage.usage_lib import UsageContext
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import Facts, LayoutConfigs
-from shoal.runtime.served_weights import widest_share
+from shoal.runtime.served_weights import MXFP4_QUANTISATIONS, widest_share
 
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
@@ -169,6 +169,8 @@ def _divides_experts(dp: VllmConfig, layout: Layout) -> bool:
     text = dp.model_config.hf_text_config
     if not dp.model_config.is_moe:
         return False
+    if dp.model_config.quantization in MXFP4_QUANTISATIONS:
+        return layout.tp > 1
     size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     return widest_share(size, _block_rows(dp), layout.tp) < layout.tp
 

@@ -53,6 +53,19 @@ FP8_QUANTISATIONS = frozenset(
 )
 """vLLM's names of quantisations that every layout can serve; see ``is_fp8_scheme``."""
 
+MXFP4_QUANTISATIONS = frozenset({"gpt_oss_mxfp4"})
+"""vLLM's names of quantisations whose experts it packs one by one, and nothing else.
+
+A layout beyond DP has ranges of whole experts (expert parallel), which are views of what is packed.
+"""
+
+MXFP4_BACKENDS = ("triton", "marlin", "flashinfer_trtllm")
+"""vLLM's names of kernels that read such experts from a range of what was packed for all.
+
+vLLM chooses among them by the GPU: it takes the first on Hopper, the second on older GPUs, and the
+last on Blackwell.
+"""
+
 REPACKED_QUANTISATIONS = frozenset({"auto_awq", "auto_gptq", "awq"})
 """vLLM's names of quantisations whose loaded weights it repacks, so that no view is possible.
 

@@ -58,6 +58,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.kernels.fp8_methods",
         "shoal.runtime.engine.kernels.library_gemms",
         "shoal.runtime.engine.kernels.linear_candidates",
+        "shoal.runtime.engine.kernels.mxfp4_experts",
         "shoal.runtime.engine.kernels.partitioned_linear",
         "shoal.runtime.engine.kernels.partitioned_linear_kernel",
         "shoal.runtime.engine.kernels.words_in_memory",

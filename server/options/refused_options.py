@@ -108,8 +108,8 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
             raise UserError(f"{flag_of(name)}: {reason}")
     if args.quantization not in (None, *FP8_QUANTISATIONS):
         raise UserError(
-            f"--quantization {args.quantization}: only FP8 weights can be asked for; GPTQ, AWQ "
-            "and integers are recognised by their checkpoints"
+            f"--quantization {args.quantization}: only FP8 weights can be asked for; GPTQ, "
+            "AWQ, MXFP4 and integers are recognised by their checkpoints"
         )
     if args.runner not in ("auto", "generate"):
         raise UserError(f"--runner {args.runner}: {_POOLING}")

@@ -12,6 +12,8 @@ from shoal.runtime.served_kv import KV_TYPES
 from shoal.runtime.served_weights import (
     EXPERTS_BACKEND,
     FP8_QUANTISATIONS,
+    MXFP4_BACKENDS,
+    MXFP4_QUANTISATIONS,
     REPACKED_QUANTISATIONS,
     WITHOUT_RULE,
     LayerKind,
@@ -21,6 +23,7 @@ from shoal.runtime.served_weights import (
 from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import LOADED_BY_NAME
 
+SERVED_QUANTISATIONS = FP8_QUANTISATIONS | MXFP4_QUANTISATIONS | REPACKED_QUANTISATIONS
 TEXT_ALONE = "--language-model-only"
 """vLLM's option to load the language model of a multimodal model, and to take only text."""
 ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
@@ -52,7 +55,7 @@ def check_model_config(model: Any) -> None:
             latent and model.quantization is not None
         ),
         f"quantised ({model.quantization})": (
-            model.quantization not in (None, *FP8_QUANTISATIONS, *REPACKED_QUANTISATIONS)
+            model.quantization is not None and model.quantization not in SERVED_QUANTISATIONS
         ),
     }
     for kind, applies in kinds.items():
@@ -74,11 +77,12 @@ def check_experts(config: Any) -> None:
     Raises:
         UserError: the model has experts, and another kernel was asked for.
     """
-    backend = config.kernel_config.moe_backend
-    if config.model_config.is_moe and backend not in ("auto", EXPERTS_BACKEND):
+    backend, model = config.kernel_config.moe_backend, config.model_config
+    served = MXFP4_BACKENDS if model.quantization in MXFP4_QUANTISATIONS else (EXPERTS_BACKEND,)
+    if model.is_moe and backend not in ("auto", *served):
         raise UserError(
             f"--moe-backend {backend}: not supported; experts of all layouts are one set of "
-            f"weights, which only {EXPERTS_BACKEND} reads in place"
+            f"weights, which only {' or '.join(served)} reads in place"
         )
 
 

@@ -7,7 +7,11 @@ node makes at its start, and from the tables that the tests are run on.
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from shoal.runtime.served_weights import FP8_QUANTISATIONS, REPACKED_QUANTISATIONS
+from shoal.runtime.served_weights import (
+    FP8_QUANTISATIONS,
+    MXFP4_QUANTISATIONS,
+    REPACKED_QUANTISATIONS,
+)
 from tests.models.architectures import OF_TRANSFORMERS, OWN
 from tests.models.scan import Outcome, prepare, scan
 from tests.models.tested import TokenTest, token_tests
@@ -35,9 +39,14 @@ def page() -> str:
         of_transformers=_lines(_served(of_transformers, tests)),
         refused=_lines(_others(everything, served=False)),
         not_tried=_lines(_others(everything, served=None)),
-        fp8=", ".join(f"`{name}`" for name in sorted(FP8_QUANTISATIONS)),
-        repacked=", ".join(f"`{name}`" for name in sorted(REPACKED_QUANTISATIONS)),
+        fp8=_names(FP8_QUANTISATIONS),
+        mxfp4=_names(MXFP4_QUANTISATIONS),
+        repacked=_names(REPACKED_QUANTISATIONS),
     )
+
+
+def _names(quantisations: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(quantisations))
 
 
 def _lines(rows: Iterable[str]) -> str:

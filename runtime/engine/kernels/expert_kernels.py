@@ -17,8 +17,15 @@ from vllm.model_executor.layers.fused_moe.activation import (
 )
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
 _OPERATOR = "shoal::plain_experts"
+MXFP4_BLOCK = 32
+"""Inputs of a row that share a scale in MXFP4."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of four bits in MXFP4 (OCP Microscaling Formats, section 5.3.3)."""
+_E8M0_BIAS = 127
+"""What is subtracted from a scale in MXFP4 to get its exponent (section 5.4.1)."""
 
 
 class GroupedTritonExperts(TritonExperts):  # type: ignore[misc]
@@ -50,7 +57,7 @@ def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
-    """Experts on CPUs by plain GEMMs, one expert after the other.
+    """Experts on CPUs by plain GEMMs, one expert after the other, in 16 or 32 bits or MXFP4.
 
     vLLM's kernels for CPUs take packed weights, which no other layout could view. This class is
     for tests of layouts, which have no GPU; it is slower than they are.
@@ -65,6 +72,10 @@ class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leave the weights as they are: views need their bytes in place."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key in (None, kMxfp4Static) and activation_key is None
 
     def apply(
         self,
@@ -93,7 +104,7 @@ class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
         output.copy_(
             plain_experts(
                 *(hidden_states, w1, w2, topk_weights, topk_ids, expert_map, self.groups),
-                *(self.w1_bias, self.w2_bias),
+                *(self.w1_bias, self.w2_bias, self.w1_scale, self.w2_scale),
                 in_turn=activation == MoEActivation.SWIGLUOAI,
             )
         )
@@ -102,7 +113,8 @@ class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
 torch.library.define(
     _OPERATOR,
     "(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, Tensor? expert_map, int groups,"
-    " Tensor? w13_bias, Tensor? w2_bias, bool in_turn) -> Tensor",
+    " Tensor? w13_bias, Tensor? w2_bias, Tensor? w13_scale, Tensor? w2_scale, bool in_turn)"
+    " -> Tensor",
 )
 
 
@@ -116,6 +128,8 @@ def plain_experts(
     groups: int = 1,
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
     *,
     in_turn: bool = False,
 ) -> torch.Tensor:
@@ -132,12 +146,29 @@ def plain_experts(
         groups: number of groups of gate and up rows.
         w13_bias: ``[experts, 2 * intermediate]``, in the order of ``w13``'s rows.
         w2_bias: ``[experts, hidden]``.
+        w13_scale: ``[experts, 2 * intermediate, hidden / 32]`` if the weights are in MXFP4: then
+            the last dimension of ``w13`` and ``w2`` is half as long (see ``of_mxfp4``).
+        w2_scale: ``[experts, hidden, intermediate / 32]``.
         in_turn: gate and up rows alternate, and the activation is GPT-OSS's (``SwigluOAIAndMul``).
     """
     output: torch.Tensor = torch.ops.shoal.plain_experts(
-        x, w13, w2, weights, ids, expert_map, groups, w13_bias, w2_bias, in_turn
+        *(x, w13, w2, weights, ids, expert_map, groups),
+        *(w13_bias, w2_bias, w13_scale, w2_scale, in_turn),
     )
     return output
+
+
+def of_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return what weights in MXFP4 stand for, in fp32: ``[rows, inputs]``.
+
+    Args:
+        packed: ``[rows, inputs / 2]`` of ``uint8``: two values in a byte, the first in its low
+            half.
+        scales: ``[rows, inputs / 32]`` of ``uint8``: the exponents of 32 values each.
+    """
+    pairs = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
+    values = torch.tensor(_E2M1)[pairs.int()].unflatten(1, (-1, MXFP4_BLOCK))
+    return torch.ldexp(values, scales.int()[..., None] - _E8M0_BIAS).flatten(1)
 
 
 @torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
@@ -156,18 +187,31 @@ def _compute(
     groups: int,
     w13_bias: torch.Tensor | None,
     w2_bias: torch.Tensor | None,
+    w13_scale: torch.Tensor | None,
+    w2_scale: torch.Tensor | None,
     in_turn: bool,
 ) -> torch.Tensor:
     local = ids if expert_map is None else expert_map[ids.long()]
     output = torch.zeros_like(x, dtype=torch.float32)
     for expert in set(local.flatten().tolist()) - {-1}:
         tokens, slots = (local == expert).nonzero(as_tuple=True)
-        biases = [None if bias is None else bias[expert] for bias in (w13_bias, w2_bias)]
-        gate_up = functional.linear(x[tokens], w13[expert], biases[0])
+        gate_up = _linear(x[tokens], w13, w13_scale, w13_bias, expert)
         inner = _clamped(gate_up) if in_turn else _swiglu(gate_up, groups)
-        hidden = functional.linear(inner, w2[expert], biases[1])
+        hidden = _linear(inner, w2, w2_scale, w2_bias, expert)
         output.index_add_(0, tokens, hidden.float() * weights[tokens, slots, None])
     return output.to(x.dtype)
+
+
+def _linear(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+    expert: int,
+) -> torch.Tensor:
+    weight = weights[expert] if scales is None else of_mxfp4(weights[expert], scales[expert])
+    bias = None if biases is None else biases[expert].to(x.dtype)
+    return functional.linear(x, weight.to(x.dtype), bias)
 
 
 def _swiglu(gate_up: torch.Tensor, groups: int) -> torch.Tensor:

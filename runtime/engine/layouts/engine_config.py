@@ -13,7 +13,7 @@ from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing.slots import OPERATOR
 from shoal.runtime.engine.weights.view_loader import VIEW_LOAD_FORMAT
 from shoal.runtime.layout_configs import take
-from shoal.runtime.served_weights import EXPERTS_BACKEND
+from shoal.runtime.served_weights import EXPERTS_BACKEND, MXFP4_QUANTISATIONS
 
 HEAD_MAJOR_ONLY = 10
 """GPUs of this generation (Blackwell) have attention kernels that read head-major pages alone."""
@@ -49,6 +49,8 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
             speculate_on_cpus()
         # The platform turns it off because its own executors gain nothing; ours supports it.
         config.scheduler_config.async_scheduling = configs.asynchronous_on_cpu and layout.pp == 1
+    elif config.model_config.quantization in MXFP4_QUANTISATIONS:
+        pass  # its kernels read ranges of what vLLM packs, so vLLM's choice for the GPU is right
     elif config.model_config.is_moe:
         config.kernel_config.moe_backend = EXPERTS_BACKEND
     if layout.tp < node.share_weights:

@@ -135,6 +135,14 @@ SEAMS = (
     ),
     Seam(f"{_LAYERS}.fused_moe.experts.triton_moe", "TritonExperts.activation", "expert_kernels"),
     Seam(f"{_LAYERS}.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts", "expert_kernels"),
+    Seam(f"{_LAYERS}.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel", "mxfp4_experts"),
+    Seam(
+        f"{_LAYERS}.quantization.mxfp4",
+        "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format",
+        "mxfp4_experts",
+    ),
+    Seam(f"{_LAYERS}.quantization.mxfp4", "make_mxfp4_moe_kernel", "mxfp4_experts"),
+    Seam(f"{_LAYERS}.quantization.utils.mxfp4_utils", "weight_mx_scale", "mxfp4_experts"),
     Seam("vllm.config.kernel", "KernelConfig.moe_backend", "engine_config"),
     Seam("vllm.model_executor.model_loader", "register_model_loader", "view_loader"),
     Seam(
@@ -158,7 +166,7 @@ SEAMS = (
     Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "capture_sizes"),
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
     Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
-    Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "shared_weights"),
+    Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "shard_rule"),
     Seam(f"{_LAYERS}.quantization.fp8", "Fp8LinearMethod.apply", "fp8_methods"),
     Seam(
         f"{_LAYERS}.quantization.compressed_tensors.schemes",

@@ -8,7 +8,6 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
-    resolve_quant_method,
 )
 
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
@@ -71,12 +70,13 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
         """
         if (method := self.shared(layer, prefix)) is not None:
             return method
-        stock = resolve_quant_method(self._inner, layer, prefix) if self._inner else None
-        return rule_of(layer).quant_method(layer, stock, prefix, views=self._views)
+        rule = rule_of(layer)
+        stock = rule.stock_method(self._inner, layer, prefix)
+        return rule.quant_method(layer, stock, prefix, views=self._views)
 
     def get_name(self) -> str:
-        """Return the name vLLM logs."""
-        return "shoal"
+        """Return the checkpoint's quantisation, by which vLLM loads experts, or what it logs."""
+        return "shoal" if self._inner is None else str(self._inner.get_name())
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return the activation types that plain GEMMs take."""

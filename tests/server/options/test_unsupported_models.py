@@ -85,10 +85,17 @@ def test_of_a_multimodal_model_the_text_alone_is_served(text_alone: bool) -> Non
     )
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "fp8_per_block"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "fp8_per_block", "gpt_oss_mxfp4"])
 def test_a_model_with_experts_is_supported(quantization: str | None) -> None:
     check_model_config(
         SimpleNamespace(**SUPPORTED | {"is_moe": True, "quantization": quantization})
+    )
+
+
+def with_experts(backend: str, quantization: str | None = None, *, is_moe: bool = True) -> Any:
+    return SimpleNamespace(
+        kernel_config=SimpleNamespace(moe_backend=backend),
+        model_config=SimpleNamespace(is_moe=is_moe, quantization=quantization),
     )
 
 
@@ -97,15 +104,30 @@ def test_a_model_with_experts_is_supported(quantization: str | None) -> None:
 def test_another_kernel_for_experts_is_refused_where_there_are_some(
     backend: str, is_moe: bool
 ) -> None:
-    config = SimpleNamespace(
-        kernel_config=SimpleNamespace(moe_backend=backend),
-        model_config=SimpleNamespace(is_moe=is_moe),
-    )
+    config = with_experts(backend, is_moe=is_moe)
     if not is_moe or backend != "flashinfer_cutlass":
         check_experts(config)
         return
     with pytest.raises(UserError, match=r"^--moe-backend flashinfer_cutlass: not supported; "):
         check_experts(config)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "gpt_oss_mxfp4"])
+@pytest.mark.parametrize("backend", ["marlin", "flashinfer_trtllm"])
+def test_kernels_that_pack_experts_one_by_one_are_for_those_that_vllm_packs(
+    quantization: str | None, backend: str
+) -> None:
+    config = with_experts(backend, quantization)
+    if quantization == "gpt_oss_mxfp4":
+        check_experts(config)
+        return
+    with pytest.raises(UserError, match=r"weights, which only triton reads in place$"):
+        check_experts(config)
+
+
+def test_other_kernels_for_packed_experts_are_refused() -> None:
+    with pytest.raises(UserError, match="which only triton or marlin or flashinfer_trtllm reads"):
+        check_experts(with_experts("humming", "gpt_oss_mxfp4"))
 
 
 @pytest.mark.parametrize("chosen", get_args(CacheDType))

@@ -3,8 +3,12 @@
 A tensor parallel member has the same share of every expert: one range of the rows of ``w13``, which
 are grouped once as those of ``gate_up_proj`` are, and a strided range of the columns of ``w2``. An
 expert parallel member has a range of whole experts. Scales of rows or blocks go with their weights.
-GPT-OSS has the gate and up rows in turn, so that a range needs no groups, and biases.
+GPT-OSS has the gate and up rows in turn, so that a range needs no groups, and biases. Its experts
+in MXFP4 are packed (``mxfp4_experts``): a member of any group has a range of whole experts.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,9 +19,14 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from shoal.runtime.engine.kernels.expert_methods import InPlaceExperts, fp8_experts
+from shoal.runtime.engine.kernels.mxfp4_experts import Mxfp4Experts, mxfp4_experts
 from shoal.runtime.engine.weights.rules.fused import regroup
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer, ShardRule
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights, named
@@ -31,6 +40,19 @@ class ExpertsRule(ShardRule):
     layers = (RoutedExperts,)
     scheme = "experts=grouped"
 
+    def stock_method(
+        self, inner: QuantizationConfig | None, layer: nn.Module, name: str
+    ) -> QuantizeMethodBase | None:
+        """Return vLLM's method, or ours of experts in MXFP4: vLLM has none for most CPUs.
+
+        Raises:
+            UnviewableWeights: vLLM's kernel for experts in MXFP4 is not served.
+        """
+        if not isinstance(inner, GptOssMxfp4Config):
+            return super().stock_method(inner, layer, name)
+        with named(name), _unviewable():
+            return mxfp4_experts(layer.moe_config)
+
     def quant_method(
         self, layer: nn.Module, stock: QuantizeMethodBase | None, name: str, *, views: bool
     ) -> QuantizeMethodBase:
@@ -39,16 +61,16 @@ class ExpertsRule(ShardRule):
         Raises:
             UnviewableWeights: the experts are of a kind that no layout but DP could compute.
         """
-        with named(name):
+        with named(name), _unviewable():
             _check(layer)
-            try:
-                if isinstance(stock, type(None) | UnquantizedFusedMoEMethod):
-                    return InPlaceExperts(layer.moe_config, meta=views)
-                if layer.moe_config.has_bias:
-                    raise UnviewableWeights("quantised experts with biases are not supported")
-                return fp8_experts(stock, views=views)
-            except NotImplementedError as error:
-                raise UnviewableWeights(str(error)) from error
+            if isinstance(stock, type(None) | UnquantizedFusedMoEMethod):
+                return InPlaceExperts(layer.moe_config, meta=views)
+            if isinstance(stock, Mxfp4Experts):
+                stock.views = views
+                return stock
+            if layer.moe_config.has_bias:
+                raise UnviewableWeights("quantised experts with biases are not supported")
+            return fp8_experts(stock, views=views)
 
     def arrange(self, full: FullLayer, groups: int) -> None:
         """Group the rows of every expert's ``w13`` in place, for as many members as can share."""
@@ -70,6 +92,10 @@ class ExpertsRule(ShardRule):
         Raises:
             UnviewableWeights: vLLM divides the experts in another way.
         """
+        if isinstance(layer.quant_method, Mxfp4Experts):
+            with named(full.name), _unviewable():
+                layer.quant_method.view(layer, full.module, _whole_experts(layer, shard))
+            return
         groups = getattr(full.module, "shoal_groups", 1)
         by_expert = layer.moe_config.moe_parallel_config.use_ep
         shapes = {key: parameter.shape for key, parameter in layer._parameters.items()}
@@ -167,6 +193,26 @@ def _own_experts(layer: nn.Module) -> slice:
     if own != list(range(own[0], own[0] + len(own))):
         raise UnviewableWeights(f"{layer.layer_name}: a member's experts are no neighbours")
     return slice(own[0], own[-1] + 1)
+
+
+def _whole_experts(layer: nn.Module, shard: Shard) -> slice:
+    """Return the experts of a member which cannot have shares of them.
+
+    Raises:
+        UnviewableWeights: vLLM gives it shares.
+    """
+    if shard.of > 1 and not layer.moe_config.moe_parallel_config.use_ep:
+        raise UnviewableWeights("vLLM divides each expert, and a share of a packed one is no view")
+    return _own_experts(layer) if shard.of > 1 else slice(0, layer.local_num_experts)
+
+
+@contextmanager
+def _unviewable() -> Iterator[None]:
+    """Name what a method cannot do as the rules do."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UnviewableWeights(str(error)) from error
 
 
 def _of_experts(tensor: torch.Tensor, own: slice) -> torch.Tensor:

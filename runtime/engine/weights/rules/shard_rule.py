@@ -7,7 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import Parameter
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+    resolve_quant_method,
+)
 
 from shoal.runtime.engine.weights.rules.formats import format_of, quantised_method
 from shoal.runtime.engine.weights.rules.shards import Axes, Shard, UnviewableWeights
@@ -52,6 +56,18 @@ class ShardRule:
     def matches(self, layer: nn.Module) -> bool:
         """Return whether this rule is for a layer; the first such rule in ``RULES`` applies."""
         return isinstance(layer, self.layers)
+
+    def stock_method(
+        self, inner: QuantizationConfig | None, layer: nn.Module, name: str
+    ) -> QuantizeMethodBase | None:
+        """Return what vLLM would take for a layer of the checkpoint.
+
+        Args:
+            inner: vLLM's own configuration of a quantised checkpoint.
+            layer: the layer, which is being made.
+            name: what the layer is called in the model.
+        """
+        return resolve_quant_method(inner, layer, name) if inner else None
 
     def quant_method(
         self, layer: nn.Module, stock: QuantizeMethodBase | None, name: str, *, views: bool

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -10,6 +11,7 @@ from vllm.platforms import current_platform
 
 from shoal.runtime.engine.kernels.expert_kernels import (
     GroupedTritonExperts,
+    of_mxfp4,
     plain_experts,
 )
 from shoal.runtime.engine.weights.rules.fused import regroup_rows
@@ -136,3 +138,12 @@ def test_experts_with_rows_in_turn_and_biases(of: int) -> None:
             in_turn=True,
         )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_values_in_mxfp4_are_those_of_transformers() -> None:
+    draw = torch.Generator().manual_seed(5)
+    packed = torch.randint(0, 256, (4, 48), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(100, 150, (4, 3), dtype=torch.uint8, generator=draw)
+    blocks = packed.view(1, 4, 3, 16)
+    expected = convert_moe_packed_tensors(blocks, scales[None], dtype=torch.float32)
+    assert torch.equal(of_mxfp4(packed, scales), expected[0].T)

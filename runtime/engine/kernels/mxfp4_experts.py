@@ -1,0 +1,257 @@
+"""GPT-OSS's experts in MXFP4: vLLM packs DP's for its kernel, other layouts read ranges of these.
+
+What an expert is packed to depends on that expert alone, and experts follow each other in memory.
+So a member of a group has a range of whole experts (expert parallel), whose bytes are DP's own. A
+share of every expert would be no view. Whether all of this holds depends on the kernel, the GPU and
+the shape, so each start makes sure: vLLM packs two experts alone as well, and each byte of these
+must be where the range of these two is in what was packed for all.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization import mxfp4
+from vllm.model_executor.layers.quantization.utils.mxfp4_utils import (
+    mx_scale_kwargs,
+    weight_mx_scale,
+)
+from vllm.platforms import current_platform
+
+from shoal.runtime.engine.kernels.expert_kernels import PlainExperts
+from shoal.runtime.served_weights import MXFP4_BACKENDS
+
+KERNELS = (
+    Mxfp4MoeBackend.TRITON,
+    Mxfp4MoeBackend.MARLIN,
+    Mxfp4MoeBackend.FLASHINFER_TRTLLM_MXFP4_BF16,
+    Mxfp4MoeBackend.FLASHINFER_TRTLLM_MXFP4_MXFP8,
+)
+"""Those for which vLLM packs each expert by itself: ``MXFP4_BACKENDS`` names them."""
+ALIGNMENT = 16
+"""Bytes. A range begins at a multiple: kernels and the GPU's copies (TMA) read so much at once."""
+
+_OTHERS = f"--moe-backend can name another: {', '.join(MXFP4_BACKENDS)}"
+"""What to do where vLLM's choice of a kernel is not served."""
+
+Packed = Any
+"""A tensor of all experts of a layer, or a ``triton_kernels.tensor.Tensor`` around one."""
+
+_TENSORS = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+"""What a layer has, in the order in which vLLM's conversion takes and returns it."""
+_CONFIGS = {"w13_weight_scale": "w13_precision_config", "w2_weight_scale": "w2_precision_config"}
+"""Attributes of vLLM's method that hold the scales which are packed for ``triton_kernels``."""
+
+
+class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
+    """vLLM's method of GPT-OSS's experts, for DP and, with ``views``, for every other layout.
+
+    Args:
+        moe: vLLM's configuration of the layer.
+
+    Attributes:
+        views: whether the layer will have a range of DP's experts (``view``), and no bytes.
+
+    Raises:
+        NotImplementedError: vLLM would compute the experts by a kernel that is not served.
+    """
+
+    views = False
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        if self.mxfp4_backend not in KERNELS:
+            raise NotImplementedError(
+                f"{self.mxfp4_backend.value}, vLLM's kernel for these experts, may not pack each "
+                f"by itself; {_OTHERS}"
+            )
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Create the tensors as a checkpoint has them."""
+        where: AbstractContextManager[Any] = torch.device("meta") if self.views else nullcontext()
+        with where:
+            super().create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack DP's experts, or make the kernel that reads a range of these.
+
+        Raises:
+            NotImplementedError: what an expert is packed to depends on the others.
+        """
+        if self.views:
+            self._make_kernel(layer)
+            return
+        experts = layer.w13_weight.shape[0]
+        two = slice(experts - 2, experts)
+        alone = self._pack(layer, two)
+        super().process_weights_after_loading(layer)
+        packed = packed_experts(layer)
+        for key, expected in alone.items():
+            if not _are_equal(range_of(packed[key], two, experts), expected):
+                raise NotImplementedError(
+                    f"{self.mxfp4_backend.value}, vLLM's kernel for these experts, packs the {key} "
+                    f"of two experts unlike their range in that of all; {_OTHERS}"
+                )
+        _show(layer, packed)
+
+    def _pack(self, layer: nn.Module, own: slice) -> dict[str, Packed]:
+        """Return what vLLM packs for its kernel if a layer has no other experts than these."""
+        part = nn.Module()
+        part.params_dtype = layer.params_dtype
+        for key in _TENSORS:
+            tensor = layer._parameters.get(key)
+            copy = None if tensor is None else Parameter(tensor.data[own].clone(), False)
+            part.register_parameter(key, copy)
+        packed = mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(
+            mxfp4_backend=self.mxfp4_backend,
+            layer=part,
+            _cache_permute_indices=self._cache_permute_indices,
+            **{key: getattr(part, key) for key in _TENSORS},
+        )
+        found = zip(_TENSORS, packed, strict=True)
+        return {key: _unwrapped(value) for key, value in found if value is not None}
+
+    def view(self, layer: nn.Module, full: nn.Module, own: slice) -> None:
+        """Let a layer of this method have the experts ``own`` of DP's layer ``full``.
+
+        Raises:
+            NotImplementedError: they cannot be read in place, or vLLM has chosen another kernel for
+                this layout than for DP.
+        """
+        whole = full.quant_method
+        if whole.mxfp4_backend != self.mxfp4_backend:
+            raise NotImplementedError(
+                f"vLLM's kernel for these experts is {self.mxfp4_backend.value} in this layout, "
+                f"and {whole.mxfp4_backend.value} in DP"
+            )
+        packed = packed_experts(full)
+        views = {key: range_of(packed[key], own, full.local_num_experts) for key in packed}
+        for key in _TENSORS:
+            layer._parameters.pop(key, None)
+        for key, view in views.items():
+            if key not in _CONFIGS or isinstance(view, torch.Tensor):
+                setattr(layer, key, view)
+            else:
+                config = getattr(whole, _CONFIGS[key])
+                setattr(self, _CONFIGS[key], replace(config, **mx_scale_kwargs(view)))
+        _show(layer, views)
+
+    def _make_kernel(self, layer: nn.Module) -> None:
+        """Make the kernel, as vLLM's method does when it has packed the weights."""
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = mxfp4.make_mxfp4_moe_kernel(
+            moe_quant_config=self.moe_quant_config,
+            moe_config=self.moe,
+            mxfp4_backend=self.mxfp4_backend,
+            experts_cls=self.experts_cls,
+            routing_tables=layer._expert_routing_tables(),
+        )
+
+
+class PlainMxfp4Experts(Mxfp4Experts):
+    """The same on CPUs, where the experts stay as the checkpoint has them.
+
+    vLLM's own kernel for CPUs needs AMX. This class is for tests of layouts, which have no GPU; it
+    computes experts by ``plain_experts``, in any type of activations.
+    """
+
+    def __init__(self, moe: Any) -> None:
+        FusedMoEMethodBase.__init__(self, moe)
+        self.weight_dtype = "gpt_oss_mxfp4"
+        self.mxfp4_backend = Mxfp4MoeBackend.XPU  # which packs nothing
+        self.experts_cls = PlainExperts
+        self.w13_precision_config = self.w2_precision_config = None
+        self._cache_permute_indices: dict[Any, Any] = {}
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+        """Return the scales and biases, which are the layer's."""
+        scales = layer.w13_weight_scale, layer.w2_weight_scale
+        return mxfp4_w4a16_moe_quant_config(*scales, layer.w13_bias, layer.w2_bias)
+
+
+def mxfp4_experts(moe: Any) -> Mxfp4Experts:
+    """Return the method of a layer of GPT-OSS's experts on this device.
+
+    Raises:
+        NotImplementedError: vLLM would compute them by a kernel that is not served.
+    """
+    return PlainMxfp4Experts(moe) if current_platform.is_cpu() else Mxfp4Experts(moe)
+
+
+# --- what is packed -------------------------------------------------------------------------------
+
+
+def packed_experts(layer: nn.Module) -> dict[str, Packed]:
+    """Return what vLLM has packed of a layer's experts, by the names of the layer's tensors."""
+    found = {key: getattr(layer, key, None) for key in _TENSORS}
+    for key, attribute in _CONFIGS.items():
+        config = getattr(layer.quant_method, attribute)
+        found[key] = found[key] if config is None else _unwrapped(config)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def range_of(packed: Packed, own: slice, experts: int) -> Packed:
+    """Return the experts ``own`` of what was packed for all ``experts``, in place.
+
+    Raises:
+        NotImplementedError: experts do not follow each other in memory, or the range begins where
+            kernels cannot read.
+    """
+    data = _data(packed)
+    each = data.stride(0)
+    if data.shape[0] != experts or each * experts != data.numel():
+        raise NotImplementedError(
+            f"experts are packed to {tuple(data.shape)} with strides {data.stride()}, which has no "
+            f"ranges of experts, for vLLM's kernel; {_OTHERS}"
+        )
+    if each * data.itemsize * own.start % ALIGNMENT:
+        raise NotImplementedError(
+            f"an expert of {each * data.itemsize} bytes, as it is packed, is no multiple of "
+            f"{ALIGNMENT}"
+        )
+    view = data[own]
+    if isinstance(packed, torch.Tensor):
+        return Parameter(view, requires_grad=False)
+    shape, shape_max = ([len(view), *sizes[1:]] for sizes in (packed.shape, packed.shape_max))
+    storage = replace(packed.storage, data=view)
+    return replace(packed, storage=storage, shape=shape, shape_max=shape_max)
+
+
+def _unwrapped(packed: Any) -> Packed:
+    """Return the scales of a ``triton_kernels`` ``PrecisionConfig``, and all else as it is."""
+    return weight_mx_scale(packed) if hasattr(packed, "flex_ctx") else packed
+
+
+def _data(packed: Packed) -> torch.Tensor:
+    tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.storage.data
+    return tensor.data
+
+
+def _show(layer: nn.Module, packed: dict[str, Packed]) -> None:
+    """Register what is in no parameter, so that whoever counts a layer's bytes finds it."""
+    for key, value in packed.items():
+        if not isinstance(value, torch.Tensor):
+            layer.register_buffer(f"{key}_packed", _data(value), persistent=False)
+
+
+def _are_equal(one: Packed, other: Packed) -> bool:
+    """Return whether both have the same bytes in the same places, for the same kernel."""
+    first, second = _data(one), _data(other)
+    layouts = [type(getattr(getattr(of, "storage", None), "layout", None)) for of in (one, other)]
+    return (
+        layouts[0] is layouts[1]
+        and (first.shape, first.stride(), first.dtype)
+        == (second.shape, second.stride(), second.dtype)
+        and torch.equal(_bytes(first), _bytes(second))
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, in which NaN equals NaN."""
+    return tensor.contiguous().view(torch.uint8)

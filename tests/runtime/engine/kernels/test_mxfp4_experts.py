@@ -1,0 +1,315 @@
+"""Experts in MXFP4: ranges of what vLLM packs for DP, and the proof at start that they are ranges.
+
+vLLM packs nothing on CPUs, so a stand-in packs as its Triton kernel on Hopper wants it: in another
+order, without the tensors of the checkpoint, inside values of ``triton_kernels``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization import mxfp4
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.kernels import mxfp4_experts
+from shoal.runtime.engine.kernels.expert_kernels import PlainExperts, of_mxfp4
+from shoal.runtime.engine.kernels.mxfp4_experts import range_of
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
+from tests.runtime.engine.expert_layers import (
+    EXPERTS,
+    LARGEST,
+    ExpertsLayer,
+    make_experts,
+    without_groups,
+)
+from tests.runtime.engine.one_rank import ranks
+from tests.runtime.engine.owned_bytes import owned_bytes
+
+HIDDEN, INTERMEDIATE = 64, 128
+GPT_OSS: dict[str, Any] = {"activation": "swigluoai", "has_bias": True}
+TRITON = Mxfp4MoeBackend.TRITON
+SCALES = ("w13_weight_scale", "w2_weight_scale")
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_groups(monkeypatch)
+
+
+def make(rank: int, degree: int, *, views: bool, by_expert: bool = True) -> ExpertsLayer:
+    config = SharedWeights(views=views, inner=GptOssMxfp4Config())
+    shape = (rank, degree, HIDDEN, INTERMEDIATE)
+    return make_experts(config, *shape, by_expert=by_expert, **GPT_OSS)
+
+
+def loaded() -> ExpertsLayer:
+    """Return the DP layer with a random checkpoint, which vLLM has not processed yet."""
+    layer = make(0, 1, views=False)
+    draw = torch.Generator().manual_seed(8)
+    layer.gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=draw)
+    for key, parameter in layer.routed.named_parameters():
+        if "bias" in key:
+            parameter.data = torch.randn(parameter.shape, generator=draw).bfloat16()
+            continue
+        least, most = (122, 126) if key in SCALES else (0, 256)
+        drawn = torch.randint(least, most, parameter.shape, generator=draw)
+        parameter.data = drawn.to(torch.uint8)
+    return layer
+
+
+def full() -> ExpertsLayer:
+    layer = loaded()
+    layer.routed.quant_method.process_weights_after_loading(layer.routed)
+    arrange_weights(ResidentWeights(layer), LARGEST)
+    return layer
+
+
+def view(dp: ExpertsLayer, rank: int, degree: int) -> ExpertsLayer:
+    layer = make(rank, degree, views=True)
+    view_weights(layer, ResidentWeights(dp), Layout(tp=degree), rank)
+    layer.routed.quant_method.process_weights_after_loading(layer.routed)
+    return layer
+
+
+def output(layer: ExpertsLayer) -> torch.Tensor:
+    """Return what a member computes of some tokens, before the members add up."""
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(9))
+    with set_forward_context(None, VllmConfig()):
+        computed: torch.Tensor = layer.experts._forward_impl(x, x, None)
+    return computed
+
+
+# --- on CPUs, as a checkpoint has them ------------------------------------------------------------
+
+
+def test_dp_computes_what_the_same_values_give() -> None:
+    dp = full()
+    plain = make_experts(SharedWeights(views=False), 0, 1, HIDDEN, INTERMEDIATE, **GPT_OSS)
+    plain.gate.weight.data = dp.gate.weight.data
+    for key, parameter in plain.routed.named_parameters():
+        packed = getattr(dp.routed, key)
+        if "bias" in key:
+            parameter.data = packed.float()
+            continue
+        scales = getattr(dp.routed, f"{key}_scale")
+        parameter.data = torch.stack(list(map(of_mxfp4, packed, scales)))
+    plain.routed.quant_method.process_weights_after_loading(plain.routed)
+    torch.testing.assert_close(output(dp), output(plain), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_members_with_ranges_of_experts_add_up_to_dp(degree: int) -> None:
+    dp = full()
+    members = [view(dp, rank, degree) for rank in range(degree)]
+    torch.testing.assert_close(sum(map(output, members)), output(dp), rtol=1e-5, atol=1e-3)
+    assert [owned_bytes(member, dp) for member in members] == [0] * degree
+
+
+@pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))
+def test_a_member_has_its_experts_with_scales_and_biases(rank: int, degree: int) -> None:
+    dp = full().routed
+    member = view(full(), rank, degree).routed
+    assert dict(member.named_parameters()).keys() == dict(dp.named_parameters()).keys()
+    for key, tensor in member.named_parameters():
+        assert torch.equal(tensor, getattr(dp, key).chunk(degree)[rank]), key
+
+
+def test_the_experts_of_another_member_give_another_result() -> None:
+    dp = full()
+    right, wrong = view(dp, 1, 2), view(dp, 1, 2)
+    wrong.routed.w2_weight = view(dp, 0, 2).routed.w2_weight
+    assert not torch.allclose(output(right), output(wrong), rtol=0.1, atol=1.0)
+
+
+def test_shares_of_each_expert_are_refused() -> None:
+    dp = full()
+    member = make(1, 2, views=True, by_expert=False)
+    with pytest.raises(UnviewableWeights, match=r"^experts\.routed_experts: vLLM divides each exp"):
+        view_weights(member, ResidentWeights(dp), Layout(tp=2), 1)
+
+
+# --- as GPUs have them ----------------------------------------------------------------------------
+
+
+@dataclass
+class Storage:
+    """As in ``triton_kernels``, which vLLM's build for CPUs lacks."""
+
+    data: torch.Tensor
+    layout: object
+
+
+@dataclass
+class Tensor:
+    """As in ``triton_kernels``."""
+
+    storage: Storage
+    dtype: object
+    shape: list[int]
+    shape_max: list[int]
+
+
+@dataclass
+class PrecisionConfig:
+    """As in ``triton_kernels``."""
+
+    weight_scale: Tensor | None = None
+    flex_ctx: object = None
+
+
+class Hopper:
+    """How ``triton_kernels`` orders the bytes of an expert."""
+
+
+def packed(tensor: torch.Tensor) -> Tensor:
+    """Pack each expert of ``[experts, rows, bytes]`` by itself: by columns, the last row first."""
+    data = tensor.flip(1).mT.contiguous().mT
+    return Tensor(Storage(data, Hopper()), "fp4", list(data.shape), list(data.shape))
+
+
+Pack = Callable[[torch.Tensor], Any]
+Choose = Callable[[Mxfp4MoeBackend, Pack], None]
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Return what lets vLLM choose a kernel, as on a GPU, and pack each tensor for it in a way."""
+
+    def choose(kernel: Mxfp4MoeBackend, pack: Pack) -> None:
+        def convert(mxfp4_backend: Any, layer: nn.Module, **of: Any) -> tuple[Any, ...]:
+            for key in ("w13_weight", "w2_weight", *SCALES):
+                delattr(layer, key)
+            configs = [PrecisionConfig(pack(of[key])) for key in SCALES]
+            biases = [of[key].float() for key in ("w13_bias", "w2_bias")]
+            return (pack(of["w13_weight"]), pack(of["w2_weight"]), *configs, *biases)
+
+        made = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=id))
+        converter = "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format"
+        monkeypatch.setattr(mxfp4, "select_mxfp4_moe_backend", lambda _: (kernel, PlainExperts))
+        monkeypatch.setattr(mxfp4, converter, convert)
+        monkeypatch.setattr(mxfp4, "make_mxfp4_moe_kernel", lambda **_: made)
+
+    on_gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(mxfp4_experts, "current_platform", on_gpu)
+    return choose
+
+
+@pytest.fixture
+def hopper(choose: Choose) -> None:
+    choose(TRITON, packed)
+
+
+def packed_of(layer: ExpertsLayer) -> dict[str, torch.Tensor]:
+    """Return the tensors inside of what a layer's kernel gets."""
+    routed, config = layer.routed, layer.routed.quant_method.moe_quant_config
+    return {
+        "w13_weight": routed.w13_weight.storage.data,
+        "w2_weight": routed.w2_weight.storage.data,
+        "w13_weight_scale": config._w1.scale.weight_scale.storage.data,
+        "w2_weight_scale": config._w2.scale.weight_scale.storage.data,
+        "w13_bias": routed.w13_bias,
+        "w2_bias": routed.w2_bias,
+    }
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))
+def test_a_member_reads_a_range_of_what_is_packed_for_dp(rank: int, degree: int) -> None:
+    dp = full()
+    member = view(dp, rank, degree)
+    whole, found = packed_of(dp), packed_of(member)
+    for key, tensor in found.items():
+        expected = whole[key].chunk(degree)[rank]
+        assert tensor.data_ptr() == expected.data_ptr()
+        assert (tensor.shape, tensor.stride()) == (expected.shape, expected.stride())
+    for key in ("w13_weight", "w2_weight"):
+        of_all, of_member = getattr(dp.routed, key), getattr(member.routed, key)
+        share = [EXPERTS // degree, *of_all.shape[1:]]
+        assert (of_member.shape, of_member.shape_max) == (share, share)
+        assert of_all.shape[0] == of_all.shape_max[0] == EXPERTS
+
+
+@pytest.mark.usefixtures("hopper")
+def test_packed_bytes_are_counted_once() -> None:
+    """Though none of them is in a parameter."""
+    dp = full()
+    expected = sum(tensor.nbytes for tensor in packed_of(dp).values())
+    assert ResidentWeights(dp.routed).resident_bytes == expected
+    member = view(dp, 1, 2)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in dp.routed.buffers()}
+    inside = [buffer for key, buffer in member.routed.named_buffers() if "packed" in key]
+    assert len(inside) == len(storages) == 4
+    assert all(tensor.untyped_storage().data_ptr() in storages for tensor in inside)
+
+
+def of_others(tensor: torch.Tensor) -> Tensor:
+    """Pack each expert so that its bytes depend on the first."""
+    return packed(tensor ^ tensor[:1])
+
+
+def backwards(tensor: torch.Tensor) -> Tensor:
+    """Pack the experts from the last to the first."""
+    return packed(tensor.flip(0))
+
+
+def inside_out(tensor: torch.Tensor) -> Tensor:
+    """Pack the experts' rows in turn."""
+    found = packed(tensor)
+    found.storage.data = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    return found
+
+
+def flat(tensor: torch.Tensor) -> Tensor:
+    """Pack all experts into one dimension, as for Blackwell."""
+    found = packed(tensor)
+    found.storage.data = found.storage.data.flatten(0, 1)[None]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pack", "why"),
+    [
+        (of_others, "TRITON, vLLM's kernel for these experts, packs the w13_weight of two experts"),
+        (backwards, "packs the w13_weight of two experts unlike their range in that of all"),
+        (inside_out, r"packed to \(8, 256, 32\) with strides \(32, 256, 1\), which has no ranges"),
+        (flat, r"packed to \(1, 2048, 32\) .* no ranges of experts, .*; --moe-backend can name"),
+    ],
+)
+def test_experts_that_are_packed_together_end_the_start(
+    choose: Choose, pack: Pack, why: str
+) -> None:
+    choose(TRITON, pack)
+    with pytest.raises(NotImplementedError, match=why):
+        full()
+
+
+def test_a_range_begins_where_kernels_can_read() -> None:
+    tensor = torch.zeros(8, 3, 4, dtype=torch.uint8)
+    assert len(range_of(tensor, slice(4, 6), 8)) == 2
+    with pytest.raises(NotImplementedError, match="an expert of 12 bytes, as it is packed, is no"):
+        range_of(tensor, slice(2, 4), 8)
+
+
+def test_kernels_that_may_pack_experts_together_are_refused_by_name(choose: Choose) -> None:
+    choose(Mxfp4MoeBackend.HUMMING, packed)
+    with pytest.raises(UnviewableWeights, match=r"^experts: HUMMING, .* name another: triton, mar"):
+        make(0, 1, views=False)
+
+
+def test_another_kernel_than_dps_is_refused(choose: Choose) -> None:
+    choose(TRITON, packed)
+    dp = full()
+    choose(Mxfp4MoeBackend.MARLIN, packed)
+    with pytest.raises(UnviewableWeights, match=r"is MARLIN in this layout, and TRITON in DP$"):
+        view(dp, 0, 2)
