@@ -63,6 +63,8 @@ class ModelShape:
     experts_per_token: int = 0
     expert_parameters: float = 0.0
     """Parameters of all routed experts of all layers, which no token passes through all of."""
+    expert_bytes: float = 0.0
+    """Bytes of one of these, scales included; 0: as many as of every other parameter."""
     mlp_parameters: float = 0.0
     """Parameters of the MLPs that engines may share (``CostModel.share_weights``)."""
 
@@ -227,6 +229,7 @@ class CostModel:
         kv_share = min(degree, shape.kv_heads)
         attend = 4 * shape.layers * shape.heads * shape.head_dim
         parameter = shape.weight_bytes / hardware.memory_bytes_per_second
+        of_expert = (shape.expert_bytes or shape.weight_bytes) / hardware.memory_bytes_per_second
         kv_rate = hardware.kv_bytes_per_second or hardware.memory_bytes_per_second
         empty, one = (
             self._network_seconds(sp, tp, tokens) + (layout.pp - 1) * self._hop_seconds(tokens)
@@ -235,7 +238,7 @@ class CostModel:
         return Pace(
             members=sp,
             weights=shape.shared_parameters * parameter / tp,
-            experts=shape.expert_parameters * parameter / tp,
+            experts=shape.expert_parameters * of_expert / tp,
             unread=1 - shape.expert_share,
             token=2 * shape.parameters / hardware.flops_per_second / tp,
             latency=empty,

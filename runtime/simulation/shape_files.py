@@ -18,7 +18,8 @@ from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import PEER_BYTES_PER_SECOND
 from shoal.runtime.engine.fake.step_times import StepTimes
 
-DTYPE_BYTES = {"fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+DTYPE_BYTES = {"mxfp4": 17 / 32, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+"""Bytes of one weight. In MXFP4 32 of them share a scale of one byte."""
 ACTIVATION_BYTES = 2.0
 BLOCK_TOKENS = 16
 """Tokens of one KV block of a single engine."""
@@ -70,6 +71,8 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same for the shared experts of a layer together."""
     dense_layers: int = 0
     """Layers that have a gated MLP of ``intermediate`` in place of experts."""
+    expert_dtype: Literal["", "mxfp4"] = ""
+    """Type of the routed experts' weights; empty: ``weight_dtype``."""
     attention_parameters: int = 0
     """Parameters of a layer's projections around attention; 0: those that the heads say."""
 
@@ -113,8 +116,13 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def weight_bytes(self) -> float:
         """Bytes of all weights on one engine."""
         width = DTYPE_BYTES[self.weight_dtype]
-        linear = self.common_parameters + self.expert_parameters
-        return linear * width + self.hidden * self.vocab * max(width, ACTIVATION_BYTES)
+        linear = self.common_parameters * width + self.expert_parameters * self.expert_width
+        return linear + self.hidden * self.vocab * max(width, ACTIVATION_BYTES)
+
+    @property
+    def expert_width(self) -> float:
+        """Bytes of one parameter of a routed expert."""
+        return DTYPE_BYTES[self.expert_dtype or self.weight_dtype]
 
     def model_shape(self) -> ModelShape:
         """Return what the cost model knows about the model."""
@@ -131,6 +139,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             experts=self.experts,
             experts_per_token=self.experts_per_token,
             expert_parameters=self.expert_parameters,
+            expert_bytes=self.expert_width if self.expert_dtype else 0.0,
             mlp_parameters=0 if self.experts else self.mlp_parameters,
         )
 

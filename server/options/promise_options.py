@@ -8,7 +8,7 @@ from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import ShiftRule
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.node.supervisor import Say
-from shoal.runtime.served_weights import FP8_QUANTISATIONS
+from shoal.runtime.served_weights import FP8_QUANTISATIONS, MXFP4_QUANTISATIONS
 from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named, name_of
 from shoal.runtime.simulation.shape_files import (
     FileError,
@@ -121,8 +121,8 @@ _SIZES = ("num_attention_heads", "intermediate_size")
 def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
     """Return the shape of a model that vLLM has read.
 
-    Weights are FP8 in every format that Shoal serves, whether the checkpoint or the user asks for
-    it; a model in another format is refused elsewhere.
+    Quantised weights are FP8, whether the checkpoint or the user asks for it, except that GPT-OSS
+    has experts in MXFP4, and that what vLLM repacks counts as what it is computed in.
 
     Args:
         model: vLLM's ``ModelConfig``.
@@ -154,11 +154,11 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
     )
 
 
-def _attention(model: Any, _text: Any) -> dict[str, int]:
+def _attention(model: Any, _text: Any) -> dict[str, Any]:
     return {"kv_heads": model.get_total_num_kv_heads(), "head_dim": model.get_head_size()}
 
 
-def _latent_attention(model: Any, text: Any) -> dict[str, int]:
+def _latent_attention(model: Any, text: Any) -> dict[str, Any]:
     """Return what a shape says of latent attention (MLA), whose heads share one latent.
 
     A shape counts a key and a value of ``head_dim`` for each token, so each is half a latent.
@@ -176,7 +176,7 @@ def _latent_attention(model: Any, text: Any) -> dict[str, int]:
     }
 
 
-def _experts_of(model: Any, text: Any) -> dict[str, int]:
+def _experts_of(model: Any, text: Any) -> dict[str, Any]:
     """Return what a shape says of routed experts; configurations name it in several ways."""
     if not model.is_moe:
         return {}
@@ -193,4 +193,5 @@ def _experts_of(model: Any, text: Any) -> dict[str, int]:
         "expert_intermediate": expert,
         "shared_intermediate": shared,
         "dense_layers": len(dense & set(range(layers))),
+        "expert_dtype": "mxfp4" if model.quantization in MXFP4_QUANTISATIONS else "",
     }

@@ -80,6 +80,15 @@ def test_more_tokens_read_more_experts_until_all_are_read(tokens: int, parameter
     assert plain == pytest.approx(2 * 1e6 / 1e9, rel=0.001), "without experts, all are read"
 
 
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_experts_with_fewer_bytes_are_read_faster(tokens: int) -> None:
+    model = replace(MODEL, shape=replace(EXPERTS, expert_bytes=0.5))
+    read = 6e5 if tokens == 1 else 4.8e6
+    assert model.step_seconds(Layout(tp=1), Batch(decodes=tokens)) == pytest.approx(
+        (2 * 4e5 + 0.5 * read) / 1e9, rel=0.001
+    )
+
+
 def test_a_token_computes_with_its_own_experts_alone() -> None:
     model = replace(MODEL, shape=EXPERTS)
     tokens = Batch(prefill_tokens=100_000)

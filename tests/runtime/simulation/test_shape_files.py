@@ -93,6 +93,16 @@ def test_a_model_with_experts_has_more_parameters_than_a_token_passes_through() 
     assert every == pytest.approx(shape.weight_bytes / 2 - embeddings)
 
 
+def test_experts_may_have_another_type_than_all_other_weights() -> None:
+    """As of GPT-OSS-20B, whose checkpoint has 13.76 GB."""
+    shape = read_shape("gpt-oss-20b-mxfp4")
+    assert shape.weight_bytes == pytest.approx(13.76e9, rel=0.005)
+    assert shape.model_shape().expert_bytes == 17 / 32
+    plain = msgspec.structs.replace(shape, expert_dtype="")
+    less = shape.expert_parameters * (2 - 17 / 32)
+    assert plain.weight_bytes - shape.weight_bytes == pytest.approx(less)
+
+
 def test_layers_without_experts_and_shared_experts_count_as_they_are() -> None:
     experts = {"experts": 4, "experts_per_token": 1, "expert_intermediate": 100}
     routed = msgspec.structs.replace(SHAPE, **experts)

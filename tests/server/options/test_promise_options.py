@@ -108,10 +108,16 @@ def test_the_model_knows_how_far_sp_goes() -> None:
     assert model == cost_model(LLAMA, read_hardware("h200"), 4)
 
 
-def test_the_shape_of_a_model_with_experts_is_read_of_its_configuration(tmp_path: Path) -> None:
-    dummy_model.write_model(tmp_path, dummy_model.read_shape("qwen3-30b-a3b"))
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("qwen3-30b-a3b", "qwen3-30b-a3b-bf16"), ("gpt-oss-20b", "gpt-oss-20b-mxfp4")],
+)
+def test_the_shape_of_a_model_with_experts_is_read_of_its_configuration(
+    name: str, shape: str, tmp_path: Path
+) -> None:
+    dummy_model.write_model(tmp_path, dummy_model.read_shape(name))
     model = make_vllm_config(AsyncEngineArgs(model=str(tmp_path))).model_config
-    assert shape_of(model, "auto") == read_shape("qwen3-30b-a3b-bf16")
+    assert shape_of(model, "auto") == read_shape(shape)
 
 
 def test_the_shape_of_a_model_with_latent_attention_counts_one_latent_for_all_heads() -> None:
