@@ -8,6 +8,7 @@ a runner that was restarted gets the memory back that its former process filled.
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 ANSWER_SECONDS = 5.0
@@ -66,14 +67,15 @@ class Descriptors:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection:
-                connection.settimeout(ANSWER_SECONDS)
-                try:
-                    self._answer(connection)
-                except OSError:  # the asking process has ended
-                    continue
+            # A thread of its own: an asking process that is stopped holds up no other.
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(ANSWER_SECONDS)
+        with connection, suppress(OSError):  # the asking process has ended
+            self._answer_to(connection)
+
+    def _answer_to(self, connection: socket.socket) -> None:
         asked = connection.recv(1)
         file = self._held.get(asked[0]) if asked else None
         if file is None:

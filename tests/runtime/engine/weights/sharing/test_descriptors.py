@@ -1,6 +1,7 @@
 """Descriptors go from runner to runner, and back to one that was started again."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -56,3 +57,15 @@ def test_a_runner_gets_its_memory_back_from_a_peer(own: Descriptors, tmp_path: P
         assert found is not None
         assert os.pread(found, 100, 0) == b"kept"
         os.close(found)
+
+
+def test_processes_that_ask_and_say_nothing_hold_up_no_other(
+    own: Descriptors, tmp_path: Path
+) -> None:
+    own.hold(0, file_with(b"weights"))
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        for stopped in (one, other):
+            stopped.connect(str(tmp_path / "weights-0"))
+        file = own.ask(0, 0)
+        assert file is not None
+        os.close(file)
