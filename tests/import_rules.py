@@ -90,6 +90,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.carried_requests",
         "shoal.runtime.engine.scheduler.grammar_replay",
         "shoal.runtime.engine.scheduler.kv_groups",
+        "shoal.runtime.engine.scheduler.packed_tokens",
         "shoal.runtime.engine.scheduler.vllm_backend",
         "shoal.runtime.engine.scheduler.vllm_core",
         "shoal.runtime.engine.scheduler.vllm_group_core",

@@ -19,6 +19,7 @@ from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.engine.groups.communicators import Communicators
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
+from shoal.runtime.engine.layouts.token_table import take_arrays
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights
 from shoal.runtime.protocol.messages import Mode
@@ -114,6 +115,7 @@ class LayoutWorker:
                 ]
             )
             self._worker.init_device()
+        take_arrays(self.model_runner)
 
     def load(self, groups: int) -> None:
         """Load (DP) or view (other layouts) the weights.

@@ -6,7 +6,6 @@ first out, so a step that was queued before a switch always runs before it.
 """
 
 import pickle
-from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,29 +247,6 @@ class Failure:
 
     engine: int
     error: str
-
-
-class TokenIds(list[int]):
-    """Token ids that are sent as one string of bytes, and arrive as a list.
-
-    Pickle writes and reads a list number by number, which takes milliseconds for the tokens of
-    eight requests of 4,000 tokens.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _token_ids, (array("i", self).tobytes(),)
-
-
-def _token_ids(data: bytes) -> list[int]:
-    return array("i", data).tolist()
-
-
-def pack_tokens(scheduler_output: Any) -> None:
-    """Make vLLM's ``SchedulerOutput`` have the tokens of requests that begin as ``TokenIds``."""
-    for new in scheduler_output.scheduled_new_reqs:
-        for name in ("prompt_token_ids", "prefill_token_ids"):
-            if (tokens := getattr(new, name)) is not None:
-                setattr(new, name, TokenIds(tokens))
 
 
 def core_phase(layout: Layout) -> str:

@@ -162,6 +162,7 @@ SEAMS = (
     Seam("vllm.utils.cpu_triton_utils", "_expand_kernel_impl", "cpu_speculation"),
     Seam(_V1_RUNNER, "GPUModelRunner.capture_model", "capture_sizes"),
     Seam(_V1_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "capture_sizes"),
+    Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.clear_staged_writes", "token_table"),
     Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "capture_sizes"),
     Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "capture_sizes"),
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),

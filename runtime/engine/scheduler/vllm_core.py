@@ -35,6 +35,7 @@ from shoal.runtime.engine.scheduler.block_holders import holders, preempt
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
+from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
 
@@ -94,6 +95,7 @@ class VllmCore:
         self._stalled = False
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
+        self._tokens = PackedTokens(self._scheduler)
         channel = self._executor.channel
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._physical, self._carried)
@@ -164,7 +166,8 @@ class VllmCore:
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
         """See ``interface.Core.expect``."""
-        self._carried.expect(self._decoded(frames))
+        self._tokens.expect(request := self._decoded(frames))
+        self._carried.expect(request)
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""
@@ -334,16 +337,17 @@ class VllmCore:
             return False
         self._carried.copy()
         scheduled = self._scheduler.schedule()
-        if not scheduled.total_num_scheduled_tokens:
+        tokens = scheduled.total_num_scheduled_tokens
+        if not tokens:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
             self._stalled = True
             # A request whose grammar is wrong ends with the output of a step, even an empty one.
             if not _tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
                 return False
-        sample = not (scheduled.total_num_scheduled_tokens and _awaits_tokens(scheduled))
+        sample = not (tokens and scheduled.pending_structured_output_tokens)
         grammar = self._grammar(scheduled) if sample else None
-        mode = self.shift.mode(scheduled.total_num_scheduled_tokens)
-        instructions.pack_tokens(scheduled)
+        mode = self.shift.mode(tokens)
+        self._tokens.pack(scheduled)
         seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
@@ -444,7 +448,3 @@ def _beginning(scheduled: SchedulerOutput) -> Iterator[str]:
     """Yield the requests that begin, or begin again, with a step."""
     yield from (new.req_id for new in scheduled.scheduled_new_reqs)
     yield from scheduled.scheduled_cached_reqs.resumed_req_ids
-
-
-def _awaits_tokens(scheduled: SchedulerOutput) -> bool:
-    return bool(scheduled.pending_structured_output_tokens)

@@ -6,6 +6,7 @@ A probe is one more instruction in the queue that the runner reads: never in the
 import hashlib
 import os
 import pickle
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -634,6 +635,12 @@ def collapse_block_map(runner: ProbedRunner, request_id: str) -> None:
     table = block_map._physical
     first = table[runner.blocks[request_id][0]]
     table.update((virtual, first) for virtual in table if virtual)
+
+
+def takes_arrays(runner: ProbedRunner) -> bool:
+    """Return whether the V2 model runners of all layouts take tokens as arrays."""
+    tables = [w.model_runner.req_states.all_token_ids for w in runner._workers.values()]
+    return all(isinstance(table._staged_write_contents, array) for table in tables)
 
 
 def model_runner_module(runner: ProbedRunner) -> str:

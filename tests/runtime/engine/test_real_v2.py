@@ -35,6 +35,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_layout_generates_stocks_tokens(result: dict[str, Any]) -> None:
     assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
+    assert result["takes arrays"] == [True, True]
     tokens = result["tokens"]
     assert len({tuple(output) for output in tokens["stock"]}) == 4
     assert min(len(set(output)) for output in tokens["stock"]) >= 10

@@ -146,6 +146,7 @@ def main(directory: Path, operations: int) -> None:
     sampled = {"stock": real_node.tokens_of(expected[len(PROMPTS) : both])}
     with real_node.RealNode(model, 2, patience=PATIENCE_SECONDS, max_sp=2, environment=V2) as node:
         runners = sorted(set(node.probe_all(probes.model_runner_module)))
+        takes_arrays = node.probe_all(probes.takes_arrays)
         tokens["dp"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
         paused = node.submit(alone(1), PROMPTS, TOKENS)
         node.wait_for_tokens(paused, 2)
@@ -176,6 +177,7 @@ def main(directory: Path, operations: int) -> None:
             "log probabilities differ": differ,
             "switches": switches,
             "runners": runners,
+            "takes arrays": takes_arrays,
             "owned": owned,
             "modes": sorted(mode for mode, steps in modes.items() if steps),
             "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),

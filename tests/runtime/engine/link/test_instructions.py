@@ -1,7 +1,6 @@
 """What scheduler and runner processes say to each other survives the way."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 
@@ -35,19 +34,3 @@ def test_calls_do_not_share_their_arguments() -> None:
 def test_half_a_message_is_an_error() -> None:
     with pytest.raises((pickle.UnpicklingError, EOFError)):
         instructions.loads(instructions.dumps(MESSAGES[0])[:-5])
-
-
-def test_the_tokens_of_requests_that_begin_are_sent_as_bytes_and_arrive_as_lists() -> None:
-    tokens = [*range(100_000, 104_000), -1]
-    begins = SimpleNamespace(prompt_token_ids=tokens[:3000], prefill_token_ids=tokens)
-    embeds = SimpleNamespace(prompt_token_ids=None, prefill_token_ids=None)
-    scheduled = SimpleNamespace(scheduled_new_reqs=[begins, embeds])
-    plain = len(instructions.dumps(instructions.Step(1, scheduled, None, sample=True)))
-    instructions.pack_tokens(scheduled)
-    assert begins.prefill_token_ids == tokens
-    data = instructions.dumps(instructions.Step(1, scheduled, None, sample=True))
-    assert len(data) < plain
-    one, other = instructions.loads(data).scheduler_output.scheduled_new_reqs
-    assert (one.prompt_token_ids, one.prefill_token_ids) == (tokens[:3000], tokens)
-    assert type(one.prefill_token_ids) is list
-    assert other.prefill_token_ids is None
