@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -11,7 +11,7 @@ from vllm.v1.executor.abstract import Executor
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import Addresses
-from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.interface import Copied, RunnerDied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.messages import Mode
 
@@ -69,6 +69,27 @@ class UnitChannel:
         """Resolve every answer that is due with this error."""
         for seq in list(self._due):
             self._due.pop(seq)[0].set_exception(error)
+
+
+def copied_by_all(request_ids: Sequence[str], future: "Future[Any]") -> Copied:
+    """Return what all members together answered to a ``Carry`` or ``CopyAhead``.
+
+    Args:
+        request_ids: the requests whose KV they were to read.
+        future: has ended.
+
+    Raises:
+        RunnerDied: a member cannot answer.
+    """
+    answer = future.result()
+    members: list[instructions.Copied] = answer if isinstance(answer, list) else [answer]
+    return Copied(
+        list(request_ids),
+        sum(member.bytes for member in members),
+        max(member.seconds for member in members),
+        next((member.problem for member in members if member.problem), ""),
+        sum(member.host_bytes for member in members),
+    )
 
 
 class Answers(Protocol):

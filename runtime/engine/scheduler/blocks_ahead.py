@@ -24,12 +24,8 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Copied, RunnerDied
 from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
 from shoal.runtime.engine.link import instructions
-from shoal.runtime.engine.link.executor import UnitChannel
-from shoal.runtime.engine.scheduler.carried_requests import (
-    CarriedRequests,
-    PhysicalBlocks,
-    copied_by_all,
-)
+from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
+from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests, PhysicalBlocks
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
 
 Table = list[KVCacheBlock]

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Adoption, Copied, RunnerDied
 from shoal.runtime.engine.link import instructions
-from shoal.runtime.engine.link.executor import UnitChannel
+from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
 from shoal.runtime.engine.scheduler.grammar_replay import GrammarReplay
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
 
@@ -101,16 +101,20 @@ class CarriedRequests:
             request.request_id,
             tokens,
             computed,
-            self._blocks(request) if computed else {},
+            self._by_member(self._computed_blocks(request)) if computed else {},
             request.num_tokens,
             stats.num_local_cached_tokens if stats is not None and not tokens else 0,
         )
 
-    def _blocks(self, request: Request) -> dict[int, list[list[int]]]:
-        """Return the blocks of its computed tokens, by member, for each group of KV blocks."""
-        groups = self._scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(
+    def _computed_blocks(self, request: Request) -> Sequence[list[int]]:
+        """Return the blocks of its computed tokens, for each group of KV blocks."""
+        manager = self._scheduler.kv_cache_manager
+        groups: Sequence[list[int]] = manager.get_block_ids_for_computed_tokens(
             request.request_id, request.num_computed_tokens
         )
+        return groups
+
+    def _by_member(self, groups: Sequence[list[int]]) -> dict[int, list[list[int]]]:
         mapped = [self._physical(group) for group in groups]
         return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
 
@@ -198,9 +202,10 @@ class CarriedRequests:
                 # Its unit sent no output, so the front end has not heard of this yet.
                 request.record_event(EngineCoreEventType.QUEUED)
         # What is in the prefix cache, or outside every window, is not read.
-        begin = max(begin, min(self._unneeded(request)))
-        self._filled[request.request_id] = self._filled_blocks(request, begin)
-        self._tell(source, self._arrival(request, begin, carried.blocks))
+        unneeded, groups = self._unneeded(request), self._computed_blocks(request)
+        begin = max(begin, min(unneeded))
+        self._filled[request.request_id] = self._filled_blocks(groups, unneeded, begin)
+        self._tell(source, self._arrival(request, begin, carried.blocks, self._by_member(groups)))
         return True
 
     def _unneeded(self, request: Request) -> list[int]:
@@ -241,18 +246,17 @@ class CarriedRequests:
         """
         return int(request.num_tokens + self._scheduler.num_spec_tokens)
 
-    def _filled_blocks(self, request: Request, begin: int) -> list[int]:
+    def _filled_blocks(
+        self, groups: Sequence[list[int]], unneeded: Sequence[int], begin: int
+    ) -> list[int]:
         """Return the blocks of all KV groups that are to be read into.
 
         Where a window begins inside a block, the source may not have the block's first tokens any
         more. So nobody else may take the block for complete.
         """
-        groups = self._scheduler.kv_cache_manager.get_block_ids_for_computed_tokens(
-            request.request_id, request.num_computed_tokens
-        )
         filled = list[int]()
-        for group, unneeded in zip(groups, self._unneeded(request), strict=True):
-            first, within = divmod(max(begin, unneeded), self.block_tokens)
+        for group, first_needed in zip(groups, unneeded, strict=True):
+            first, within = divmod(max(begin, first_needed), self.block_tokens)
             blocks = group[first:]
             if within:
                 self._block_pool.evict_blocks(set(blocks[:1]))
@@ -264,19 +268,20 @@ class CarriedRequests:
         request: Request,
         begin: int = 0,
         source: dict[int, list[list[int]]] | None = None,
+        target: dict[int, list[list[int]]] | None = None,
     ) -> instructions.Arrival:
-        # A V2 model runner learns the tokens from the step that resumes the request.
+        # A V2 model runner learns the rest from the step that resumes the request.
         learns = not self._scheduler.use_v2_model_runner
         return instructions.Arrival(
             request.request_id,
             list(request.prompt_token_ids or ()) if learns else [],
             list(request.output_token_ids) if learns else [],
             request.num_computed_tokens,
-            request.sampling_params,
+            request.sampling_params if learns else None,
             begin,
             source or {},
-            self._blocks(request) if source else {},
-            request.lora_request,
+            target or {},
+            request.lora_request if learns else None,
         )
 
     def _take(self, request: Request) -> None:
@@ -427,24 +432,3 @@ class CarriedRequests:
 
 def _arrival_time(request: Request) -> float:
     return float(request.arrival_time)
-
-
-def copied_by_all(request_ids: Sequence[str], future: "Future[Any]") -> Copied:
-    """Return what all members together answered to a ``Carry`` or ``CopyAhead``.
-
-    Args:
-        request_ids: the requests whose KV they were to read.
-        future: has ended.
-
-    Raises:
-        RunnerDied: a member cannot answer.
-    """
-    answer = future.result()
-    members: list[instructions.Copied] = answer if isinstance(answer, list) else [answer]
-    return Copied(
-        list(request_ids),
-        sum(member.bytes for member in members),
-        max(member.seconds for member in members),
-        next((member.problem for member in members if member.problem), ""),
-        sum(member.host_bytes for member in members),
-    )
