@@ -330,6 +330,14 @@ class Capacity:
         """Return how many blocks each of these engines could lend now."""
         return min(self._free_blocks(self._requests.core(alone(engine))) for engine in engines)
 
+    def lacks_room(self, group: Unit) -> bool:
+        """Return whether a bound group's lease is too small for all that is carried to it.
+
+        A lease begins with blocks for that if the members have them (``lease_for``).
+        """
+        opened = self._leases.opened.get(group)
+        return opened is not None and opened < self._carried_blocks(group)
+
     def _carried_blocks(self, unit: Unit) -> int:
         """Return how many blocks a unit needs for the requests that are carried to it."""
         limits = self._engines.limits(unit)

@@ -254,12 +254,27 @@ class Carries:
         return True
 
     def settle(self) -> None:
-        """Go on with the carries whose destinations are bound. Call it when units have changed."""
-        for carry in self._book:
-            if carry.stage is CarryStage.EXPORTED and carry.destination in self._units.partition:
-                self._import(carry)
+        """Go on with the carries whose destinations are bound. Call it when units have changed.
 
-    def _import(self, carry: Carry) -> None:
+        Where a new group has too few blocks, its carries begin together, so that their requests can
+        take turns. None comes later for that: a group's first copy queues up behind the last steps
+        of all its members anyway.
+        """
+        ready = dict[Unit, list[Carry]]()
+        for carry in self._book:
+            if carry.destination in self._units.partition:
+                ready.setdefault(carry.destination, []).append(carry)
+        for unit, carries in ready.items():
+            exported = [carry for carry in carries if carry.stage is CarryStage.EXPORTED]
+            members = set(unit.engines)
+            are_own = all(members.issuperset(carry.source.engines) for carry in carries)
+            together = len(carries) > 1 and are_own and self._capacity.lacks_room(unit)
+            if together and any(carry.stage is CarryStage.EXPORTING for carry in carries):
+                continue
+            for carry in exported:
+                self._import(carry, more=together and carry is not exported[-1])
+
+    def _import(self, carry: Carry, *, more: bool) -> None:
         taken: list[m.CarriedRequest] = []
         for described in carry.exported:
             request = self._requests.find(described.request_id)
@@ -275,7 +290,7 @@ class Carries:
         self._keep(carry, kept)
         carry.ids -= kept
         carry.exported = []
-        message = m.Import(carry.number, carry.destination, carry.source, taken)
+        message = m.Import(carry.number, carry.destination, carry.source, taken, more)
         self._send(carry.destination, message)
         self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)
         if not taken:
@@ -369,6 +384,7 @@ class Carries:
             else:
                 self._send(carry.source, m.Drop(carry.source, sorted(carry.ids)))
                 self._end(carry)
+        self.settle()  # others may have waited for one that has ended
         return broken
 
     def lost(self, gone: Collection[int]) -> set[str]:

@@ -14,7 +14,7 @@ into cannot be used again before the last reader has answered (STOPPED).
 import enum
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -144,17 +144,32 @@ class PreCopies:
         for ahead in pinned:
             self._enter(ahead, AheadStage.LENDING)
         if destination.is_group and destination not in self._units.bound:
-            limits = self._engines.limits(destination)
-            filled = [r.computed // limits.block_tokens for ahead in pinned for r in ahead.pinned]
-            blocks = sum(limits.blocks(rows * limits.block_tokens) for rows in filled)
-            self._leases.grow_ahead(destination, blocks)
+            self._leases.grow_ahead(destination, self._filled(destination, pinned))
         self._reserve(destination)
 
+    def _filled(self, destination: Unit, aheads: Sequence[PreCopy]) -> int:
+        """Return how many blocks of a unit the requests of its pre-copies have filled."""
+        limits = self._engines.limits(destination)
+        rows = [r.computed // limits.block_tokens for ahead in aheads for r in ahead.pinned]
+        return sum(limits.blocks(count * limits.block_tokens) for count in rows)
+
     def _reserve(self, destination: Unit) -> None:
-        """Go on with the carries to a unit that has been lent blocks, or needs none."""
+        """Go on with the carries to a unit that has been lent blocks, or needs none.
+
+        Requests of several sources that find no room together take turns (``carries.py``). They are
+        not copied ahead, because what one source has ahead would take the room of all.
+        """
         if self._leases.grows(destination) and destination not in self._units.bound:
             return
-        for ahead in list(self._to(destination, AheadStage.LENDING)):
+        lending = list(self._to(destination, AheadStage.LENDING))
+        is_new = destination.is_group and destination not in self._units.bound
+        if is_new and len(lending) > 1:
+            opened = self._leases.opened.get(destination, 0)
+            if opened < self._filled(destination, lending):
+                for ahead in lending:
+                    self._end(ahead, "nothing")
+                return
+        for ahead in lending:
             carry = ahead.carry
             self._enter(ahead, AheadStage.RESERVING)
             reserve = m.Reserve(carry.number, destination, carry.source, ahead.pinned)

@@ -5,9 +5,14 @@ blocks until it is told to drop or to keep them. As the destination, a core prep
 they come, and adopts them in portions: as many as find room, the smallest first. Dropped requests
 make room at the source, so that the rest may find room too. What finds none for ``ROOM_SECONDS`` is
 computed again.
+
+A group takes blocks of all its members at once. So where blocks are short, requests of several
+sources take turns: the next one comes from the engines that hold most. Otherwise the first source
+would have free blocks, and the others, which have none, would keep the group from using them.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -44,6 +49,8 @@ class Arrivals(msgspec.Struct):
     """Those that have least to read first."""
     deadline: float
     """When the rest is computed again if nothing changes."""
+    sharers: list[int]
+    """The carries whose requests take turns: this one, and others to the same unit."""
     tried: int = -1
     """Free blocks with which there was no room for the first."""
 
@@ -81,6 +88,8 @@ class Carrying:
         self._refused: dict[str, tuple[Frames, ValueError]] = {}
         """Expected requests that are not valid for their unit, and why."""
         self._arrivals: dict[int, Arrivals] = {}
+        self._gathering: dict[Unit, list[int]] = {}
+        """Carries that take turns with one whose ``Import`` is still to come."""
         self._copying: dict[Unit, list[Portion]] = {}
         """What each core's copies bring, in the order in which they end."""
 
@@ -156,9 +165,13 @@ class Carrying:
             message.requests,
             key=lambda request: request.computed - copied.get(request.request_id, 0),
         )
-        arrivals = Arrivals(message, waiting, self._clock() + ROOM_SECONDS)
+        sharers = self._gathering.setdefault(message.unit, [])
+        arrivals = Arrivals(message, waiting, self._clock() + ROOM_SECONDS, sharers)
+        sharers.append(message.carry)
         self._arrivals[message.carry] = arrivals
-        self._admit(arrivals)
+        if not message.more:
+            del self._gathering[message.unit]
+            self._admit_all()
 
     def forget(self, unit: Unit, request_ids: Sequence[str]) -> None:
         """Forget requests that wait for room in a unit, because their clients have gone."""
@@ -176,8 +189,7 @@ class Carrying:
             for copied in self._backend.cores[unit].copied():
                 self._end(unit, self._copying[unit].pop(0), copied)
                 ended = True
-        for arrivals in list(self._arrivals.values()):
-            self._admit(arrivals)
+        self._admit_all()
         return ended
 
     def _end(self, unit: Unit, portion: Portion, copied: Copied) -> None:
@@ -193,11 +205,19 @@ class Carrying:
         lost = self._arrivals.pop(portion.carry)
         self._backend.cores[unit].abort([request.request_id for request in lost.waiting])
 
-    def _admit(self, arrivals: Arrivals) -> None:
+    def _admit_all(self) -> None:
+        """Adopt more of all that have come."""
+        now, every = self._clock(), list(self._arrivals.values())
+        overdue = [now >= self._deadline(arrivals) for arrivals in every]
+        for arrivals, is_overdue in zip(every, overdue, strict=True):
+            if self._gathering.get(arrivals.message.unit) != arrivals.sharers:
+                self._admit(arrivals, gives_up=is_overdue)
+
+    def _admit(self, arrivals: Arrivals, *, gives_up: bool) -> None:
         """Adopt the requests that find room, and begin to copy their KV."""
         message = arrivals.message
         core = self._backend.cores[message.unit]
-        portion = self._adopt(core, arrivals)
+        portion = self._adopt(core, arrivals, gives_up=gives_up)
         if portion.carried or portion.recomputed:
             arrivals.deadline = self._clock() + ROOM_SECONDS
             before = core.copies
@@ -210,36 +230,85 @@ class Carrying:
             return
         self._answer(portion, Copied([], 0, 0.0))
 
-    def _adopt(self, core: Core, arrivals: Arrivals) -> Portion:
-        message, portion = arrivals.message, Portion(arrivals.message.carry)
-        with_kv = not self._gives_up(core, arrivals)
-        if with_kv and core.load.free_blocks == arrivals.tried:
+    def _adopt(self, core: Core, arrivals: Arrivals, *, gives_up: bool) -> Portion:
+        portion, serves = Portion(arrivals.message.carry), core in self._binding.serving
+        if serves and not gives_up and core.load.free_blocks == arrivals.tried:
             return portion
-        while arrivals.waiting:
-            request = arrivals.waiting[0]
-            try:
-                adoption = core.adopt(message.source, request, with_kv=with_kv)
-            except KeyError:  # it is not valid for this unit
-                del arrivals.waiting[0]
-                continue
-            if adoption is None:
-                arrivals.tried = core.load.free_blocks
-                break
-            del arrivals.waiting[0]
-            fallback = adoption.fallback
-            if not with_kv and request.computed:
-                fallback = m.Fallback.NO_ROOM
-            if fallback is None:
-                portion.carried.append(request.request_id)
-            else:
-                portion.recomputed[request.request_id] = fallback
+        share = self._share(core, arrivals) if serves else 0
+        while share and arrivals.waiting and self._take(core, arrivals, 0, portion):
+            share -= 1
+        arrivals.tried = core.load.free_blocks
+        if not serves or (gives_up and not portion.carried):
+            # If others take turns with these, the blocks of one are a beginning. The last request
+            # has the most, so they are enough for any other.
+            alone = not serves or len(self._sharers(arrivals)) == 1
+            for _ in range(len(arrivals.waiting) if alone else 1):
+                self._take(core, arrivals, -1, portion, with_kv=False)
         return portion
 
-    def _gives_up(self, core: Core, arrivals: Arrivals) -> bool:
-        """Return whether the requests that wait cannot have blocks, or not soon."""
-        if core not in self._binding.serving:
+    def _take(
+        self, core: Core, arrivals: Arrivals, index: int, portion: Portion, *, with_kv: bool = True
+    ) -> bool:
+        """Adopt a request that waits; return False if it goes on waiting."""
+        request = arrivals.waiting[index]
+        try:
+            adoption = core.adopt(arrivals.message.source, request, with_kv=with_kv)
+        except KeyError:  # it is not valid for this unit
+            del arrivals.waiting[index]
             return True
-        return self._clock() >= arrivals.deadline and not self._portions(arrivals.message)
+        if adoption is None:
+            return False
+        del arrivals.waiting[index]
+        fallback = adoption.fallback
+        if not with_kv and request.computed:
+            fallback = m.Fallback.NO_ROOM
+        if fallback is None:
+            portion.carried.append(request.request_id)
+        else:
+            portion.recomputed[request.request_id] = fallback
+        return True
+
+    def _share(self, core: Core, arrivals: Arrivals) -> int:
+        """Return for how many requests of a carry there is room now, or may be.
+
+        Where carries take turns, the next request is always one of the source that then has the
+        most blocks on each of its engines.
+        """
+        sharers = self._sharers(arrivals)
+        if len(sharers) == 1:
+            return len(arrivals.waiting)
+        turns = list[tuple[float, int, bool]]()
+        for sharer in sharers:
+            left = 0.0
+            for request in reversed(sharer.waiting):
+                blocks = self._blocks(core, request) if request.computed else 0
+                left += blocks / sharer.message.source.size
+                turns.append((left, blocks, sharer is arrivals))
+        free, share = core.load.free_blocks, 0
+        for turn, (_, blocks, is_own) in enumerate(sorted(turns, reverse=True)):
+            free -= blocks
+            # The first is tried in any case: it may find some of its blocks in the prefix cache.
+            if free < 0 and turn:
+                break
+            share += is_own
+        return share
+
+    def _blocks(self, core: Core, request: m.CarriedRequest) -> int:
+        """Return how many blocks a request takes that finds nothing of it in the prefix cache."""
+        layout = core.unit.layout
+        (limits,) = (of for of in self._backend.layouts if of.layout == layout)
+        return limits.blocks(request.length + 1)
+
+    def _sharers(self, arrivals: Arrivals) -> list[Arrivals]:
+        """Return all arrivals that take turns with some, and these."""
+        return [self._arrivals[number] for number in arrivals.sharers if number in self._arrivals]
+
+    def _deadline(self, arrivals: Arrivals) -> float:
+        """Return when it is given up to wait for room; infinite while something is copied."""
+        sharers = self._sharers(arrivals)
+        if not arrivals.waiting or any(self._portions(each.message) for each in sharers):
+            return math.inf
+        return max(each.deadline for each in sharers)
 
     def _portions(self, message: m.Import) -> list[Portion]:
         """Return the portions of a carry that are being copied."""
@@ -280,19 +349,13 @@ class Carrying:
         ]
         if not waiting:
             return 0
-        layout = core.unit.layout
-        (limits,) = (of for of in self._backend.layouts if of.layout == layout)
-        needed = sum(limits.blocks(request.length + 1) for request in waiting)
+        needed = sum(self._blocks(core, request) for request in waiting)
         return max(1, needed - core.load.free_blocks)
 
     def due_in(self) -> float | None:
         """Return seconds until requests have waited long enough for room; None: none waits."""
-        deadlines = [
-            arrivals.deadline
-            for arrivals in self._arrivals.values()
-            if arrivals.waiting and not self._portions(arrivals.message)
-        ]
-        return max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
+        return None if due == math.inf else max(0.0, due - self._clock())
 
 
 def _rests(core: Core) -> bool:

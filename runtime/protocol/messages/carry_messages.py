@@ -138,6 +138,9 @@ class Import(Message, frozen=True):
     unit: Unit
     source: Unit
     requests: list[CarriedRequest]
+    more: bool = False
+    """Whether the next ``Import`` of this unit shares the room with this one, because the room does
+    not suffice for both: their requests take turns."""
 
 
 class Drop(Message, frozen=True):

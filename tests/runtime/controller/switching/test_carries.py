@@ -141,6 +141,40 @@ def test_portions_are_dropped_as_they_come() -> None:
     assert node.take() == [(0, m.Drop(alone(0), ["a"]))]
 
 
+def full_and_exporting() -> tuple[ScriptedNode, int]:
+    """Return what ``exporting`` does, with engines that have few blocks for the pair."""
+    node = node_with(a=alone(0), b=alone(1))
+    for unit in SINGLES[:2]:
+        node.load(unit, 4)
+    call = node.switch(PAIR)
+    node.answer(0, m.Exported(1, 0, alone(0), described("a")))
+    assert node.take(m.Import) == []
+    return node, call
+
+
+def test_where_blocks_are_short_all_sources_begin_together() -> None:
+    node, _ = full_and_exporting()
+    node.answer(1, m.Exported(2, 1, alone(1), described("b")))
+    assert [(told.carry, told.more) for _, told in node.take(m.Import)] == [(1, True), (2, False)]
+
+
+def test_where_there_are_enough_nobody_waits() -> None:
+    node, _ = exporting()
+    node.answer(0, m.Exported(1, 0, alone(0), described("a")))
+    assert [(told.carry, told.more) for _, told in node.take(m.Import)] == [(1, False)]
+
+
+def test_nobody_waits_for_a_source_that_is_late() -> None:
+    node, _ = full_and_exporting()
+    node.clock.advance(5.0)
+    node.turn()
+    told = [each for _, each in node.take(m.Import)]
+    assert [(each.carry, each.more, len(each.requests)) for each in told] == [
+        (2, False, 0),
+        (1, False, 1),
+    ]
+
+
 def test_new_requests_start_while_only_carries_are_left() -> None:
     node, call = importing()
     node.load(PAIR, 8)

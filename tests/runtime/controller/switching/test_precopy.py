@@ -63,7 +63,7 @@ class Ahead:
         pinned = [m.CarriedRequest(r, [7], computed, blocks, 60) for r in sorted(carry.ids)]
         self.node.answer(leader, m.Pinned(carry.number, leader, source, pinned))
 
-    def lend(self, destination: Unit, *engines: int, blocks: int = 6) -> None:
+    def lend(self, destination: Unit, *engines: int, blocks: int = 12) -> None:
         for engine in engines or destination.engines:
             lent = list(range(20, 20 + blocks))
             self.node.answer(engine, m.Lent(m.AHEAD, engine, destination, lent))
@@ -171,13 +171,13 @@ def test_one_growth_for_all_sources_once_all_have_pinned() -> None:
 
 def test_what_all_members_lend_is_reserved() -> None:
     switch = Ahead().reach("lending")
-    switch.lend(PAIR, 0, blocks=6)
+    switch.lend(PAIR, 0, blocks=13)
     assert switch.told() == []
-    switch.lend(PAIR, 1, blocks=5)
+    switch.lend(PAIR, 1, blocks=12)
     told = switch.node.take()
-    assert told[0] == (0, m.TakeBack(0, PAIR, [25]))
-    lease = {0: [20, 21, 22, 23, 24], 1: [20, 21, 22, 23, 24]}
-    assert told[1] == (0, m.Grow(m.AHEAD, PAIR, lease))
+    assert told[0] == (0, m.TakeBack(0, PAIR, [32]))
+    lent = list(range(20, 32))
+    assert told[1] == (0, m.Grow(m.AHEAD, PAIR, {0: lent, 1: lent}))
     reserved = {message.source: message.requests for _, message in told[2:]}
     assert {source: [r.computed for r in requests] for source, requests in reserved.items()} == {
         alone(0): [COMPUTED],
@@ -279,13 +279,22 @@ def test_what_has_no_full_block_is_carried_as_ever() -> None:
 
 
 def test_where_there_is_no_room_requests_are_carried_as_ever() -> None:
-    switch = Ahead().reach("lending")
+    switch = Ahead(a=alone(0))
+    switch.pin(alone(0))
     switch.lend(PAIR, blocks=0)
-    for source in switch.carries:
-        number = switch.carries[source].number
-        switch.node.answer(0, m.Reserved(number, 0, PAIR, []))
+    switch.node.answer(0, m.Reserved(switch.carries[alone(0)].number, 0, PAIR, []))
     settled = [message.copied for _, message in switch.node.take(m.Settle)]
-    assert settled == [True, True], "it may have all of it in its cache"
+    assert settled == [True], "it may have all of it in its cache"
+    assert switch.finish().carried == 1
+
+
+def test_of_several_sources_none_takes_the_room_of_all_ahead() -> None:
+    switch = Ahead().reach("lending")
+    switch.lend(PAIR, blocks=11)
+    assert switch.told(m.Reserve, m.Unpin, m.Export) == [
+        *((0, "Unpin"), (0, "Export"), (1, "Unpin"), (1, "Export"))
+    ]
+    assert switch.node.value("shoal_precopies_total", "nothing") == 2
     assert switch.finish().carried == 2
 
 

@@ -193,6 +193,36 @@ def test_what_finds_no_room_comes_when_blocks_come_back(bench: Bench) -> None:
     assert (imported.carried, imported.recomputed, imported.left) == (["long"], {}, 0)
 
 
+def test_requests_of_several_sources_take_turns(bench: Bench) -> None:
+    """The next one is always of the source that has most; all answer when the last has come."""
+    own = bench.backend.own
+    lent = own.lend(200 - 3 * 3)
+    for carry, ids in ((CARRY, ["a", "b"]), (CARRY + 1, ["c", "d", "e", "f"])):
+        expect(bench, *ids, carry=carry)
+    first = m.Import(CARRY, OWN, OTHER, [carried("a"), carried("b")], more=True)
+    assert bench.tell(first, turns=3) == []
+    came = take_in(bench, *map(carried, "cdef"), carry=CARRY + 1)
+    assert [(each.carried, each.left) for each in came] == [(["a"], 1), (["c", "d"], 2)]
+    own.take_back(lent)
+    assert [each.carried for each in bench.turn(2)] == [["b"], ["e", "f"]]
+
+
+def test_each_of_several_sources_gives_up_its_longest_request(bench: Bench) -> None:
+    own = bench.backend.own
+    own.lend(200 - 1)
+    for carry, ids in ((CARRY, ["a", "b"]), (CARRY + 1, ["c", "d"])):
+        expect(bench, *ids, carry=carry)
+    bench.tell(m.Import(CARRY, OWN, OTHER, [carried("a", 8), carried("b")], more=True))
+    assert take_in(bench, carried("c"), carried("d", 8), carry=CARRY + 1) == []
+    assert bench.agent.next_wakeup() == pytest.approx(ROOM_SECONDS)
+    bench.clock.advance(ROOM_SECONDS)
+    again = m.Fallback.NO_ROOM
+    assert [(each.recomputed, each.left) for each in bench.turn(2)] == [
+        ({"a": again}, 1),
+        ({"d": again}, 1),
+    ]
+
+
 def test_what_finds_no_room_for_long_is_computed_again(bench: Bench) -> None:
     bench.backend.own.lend(200 - 1)
     expect(bench, "r")
