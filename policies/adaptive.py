@@ -62,8 +62,6 @@ LEAST_SECONDS = 0.5
 """Least time between two switches, unless the current units are too small for a request."""
 LOOK_SECONDS = 0.25
 """How often it is foreseen what a switch would bring, which takes as long as many judgements."""
-WARNED_SECONDS = 5.0
-"""Time constant with which it is forgotten that a switch to wider units was foreseen to lose."""
 FORGET_SECONDS = 10.0
 """Time constant with which it is forgotten what a candidate would have saved."""
 ASIDE_SECONDS = 30.0
@@ -121,8 +119,6 @@ class Memory:
     agreed: Partition | None = None
     """To which partition a switch seemed to pay then. To a wider one it must do so twice, because
     that is never urgent."""
-    warned: tuple[tuple[Partition, tuple[float, float]], ...] = ()
-    """When it was last foreseen what each wider partition would lose, and how much."""
     terms: TermsOf | None = None
     """What the units of shadows can do, by the cost model of ``terms_at``."""
     terms_at: float = 0.0
@@ -223,15 +219,11 @@ def _by_hindsight(
     if not near or early:
         return Plan(dispatches, memory=memory)
     stops = {c: forecast.whole_stop(c) for c in near}
-    worth, warned = {}, dict(memory.warned)
-    for c in near:
-        worth[c] = foreseen(seen, c, stops[c], terms)
-        if len(c) < len(here):
-            at, loss = warned.get(c, (snapshot.now, 0.0))
-            worth[c] += loss * math.exp((at - snapshot.now) / WARNED_SECONDS)
-            warned[c] = snapshot.now, min(0.0, worth[c])
-    memory = replace(memory, looked=snapshot.now, warned=tuple(warned.items()))
-    worth = {c: seconds - max(0.0, prices[c] - lead[c]) for c, seconds in worth.items()}
+    memory = replace(memory, looked=snapshot.now)
+    worth = {
+        c: foreseen(seen, c, stop, terms) - max(0.0, prices[c] - lead[c])
+        for c, stop in stops.items()
+    }
     best = max(worth, key=worth.__getitem__)
     pays, wider = worth[best] > 0.0, len(best) < len(here)
     sure = not wider or memory.agreed == best
