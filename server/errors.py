@@ -112,8 +112,9 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-MESSAGES_ERROR_EVENT = b"event: error\n"
-"""The beginning of the event that ends a failed stream of Anthropic's Messages API."""
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
+"""The beginnings of events that end a failed stream: vLLM's for completions and chats, and that of
+Anthropic's Messages API and of the Responses API."""
 
 
 def messages_error_body(error: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +126,23 @@ def messages_error_body(error: dict[str, Any]) -> dict[str, Any]:
 def messages_error_event(error: dict[str, Any]) -> str:
     """Return the event that ends a stream of that API with this ``error_body``."""
     return f"event: error\ndata: {json.dumps(messages_error_body(error))}\n\n"
+
+
+def retold_event(event: bytes, error: dict[str, Any]) -> bytes:
+    """Return the event that ends a failed stream, with another reason and in the same shape.
+
+    Args:
+        event: the event, without the empty line at its end.
+        error: the reason, as ``error_body`` has it.
+    """
+    _, named, text = event.partition(b"event: error\ndata: ")
+    if not named:
+        return f"data: {json.dumps(error)}\n\n".encode()
+    said, inner = json.loads(text), error["error"]
+    if "sequence_number" not in said:
+        return messages_error_event(error).encode()
+    said |= {"code": str(inner["code"]), "message": inner["message"]}  # the Responses API's
+    return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
 
 
 def error_response(

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 from vllm.entrypoints.anthropic.api_router import router as messages_router
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -15,6 +16,7 @@ from vllm.entrypoints.openai.chat_completion.api_router import router as chat_ro
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.models.api_router import router as models_router
 from vllm.entrypoints.openai.responses.api_router import router as responses_router
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator.basic import router as basic_router
@@ -28,6 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from shoal.server.errors import error_response, invalid_body
 from shoal.server.frontend.anthropic_messages import tell_errors
 from shoal.server.frontend.app import AppOptions, Backstage, build_app
+from shoal.server.frontend.response_streams import tell_failures
 from shoal.server.gate.logprob_answers import encode_large_answers
 
 VLLM_ROUTERS = (
@@ -51,11 +54,20 @@ attach_tokenize_router(_attached)
 def _is_ours(record: logging.LogRecord) -> bool:
     """Return whether a log record is about anything but the refusal of a wrong request."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, Exception) or create_error_response(error).error.code >= 500
+    told = [create_error_response(error)] if isinstance(error, Exception) else record.args or ()
+    return not any(isinstance(each, ErrorResponse) and each.error.code < 500 for each in told)
 
 
-# This logger writes a traceback for every refused request: any client could fill the log.
-logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_ours)
+# These loggers tell of refused requests, most with a traceback: any client could fill the log.
+for _name in (
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.openai.chat_completion.batch_serving",
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.openai.responses.serving",
+):
+    logging.getLogger(_name).addFilter(_is_ours)
 
 
 async def build_vllm_app(
@@ -74,12 +86,15 @@ async def build_vllm_app(
         app.add_middleware(XRequestIdMiddleware)
     init_exception_handler(app)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ValidationError, _invalid_part)
     await init_app_state(llm, app.state, args, _TASKS)
     _hide_directory(app.state.openai_serving_models, args.model)
     _hide_directories_of_adapters(app.state.openai_serving_models)
     encode_large_answers(app.state)
     messages = app.state.anthropic_serving_messages
     messages.message_stream_converter = tell_errors(messages.message_stream_converter)
+    responses = app.state.openai_serving_responses
+    responses.responses_stream_generator = tell_failures(responses.responses_stream_generator)
     _leave_out_of_the_access_log(args.disable_access_log_for_endpoints)
     return app
 
@@ -96,9 +111,28 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if not all(isinstance(complaint, dict) for complaint in errors):
         return error_response(400, "the header Content-Type must be application/json")
     causes = (complaint.get("ctx", {}).get("error") for complaint in errors)
-    return invalid_body(
-        errors, next((c.parameter for c in causes if isinstance(c, VLLMValidationError)), None)
-    )
+    parameter = next((c.parameter for c in causes if isinstance(c, VLLMValidationError)), None)
+    return invalid_body([_in_messages(complaint) for complaint in errors], parameter)
+
+
+async def _invalid_part(request: Request, error: Exception) -> Response:
+    """Answer a message with a wrong part, which pydantic checks only once vLLM reads the part."""
+    del request
+    assert isinstance(error, ValidationError)
+    complaints = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+    return invalid_body([_in_messages(complaint) for complaint in complaints], "messages")
+
+
+def _in_messages(complaint: dict[str, Any]) -> dict[str, Any]:
+    """Name the field of a complaint about a part of a message.
+
+    Its place begins with the part's number, but nothing tells in which message the part is.
+    """
+    steps = complaint["loc"][1:]
+    if not steps or isinstance(steps[0], str):
+        return complaint
+    names = (step for step in steps if isinstance(step, str))
+    return {**complaint, "loc": ("body", "messages", *names)}
 
 
 def log_no_refusals() -> None:

@@ -3,25 +3,17 @@
 ``placement.py`` has what is known of the engine requests of an HTTP request.
 """
 
-import json
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.runtime.protocol.messages import Outcome
-from shoal.server.errors import (
-    MESSAGES_ERROR_EVENT,
-    error_body,
-    messages_error_event,
-    refusal_response,
-)
+from shoal.server.errors import ERROR_EVENTS, error_body, refusal_response, retold_event
 from shoal.server.gate.placement import Placement, Placements, route_path
 from shoal.server.rejections import CountRejection, Refused, Rejection
 
 _STREAM = "text/event-stream"
-_ERROR_EVENT = b'data: {"error"'
-"""The beginning of the event with which vLLM ends a stream whose request has failed."""
 _AT_ANY_TIME = (Outcome.HANDED_BACK, Outcome.UNAVAILABLE)
 """Outcomes that a request can have both before and after a unit has had it."""
 _TOO_MANY = 429
@@ -69,9 +61,12 @@ class PlacementMiddleware:
             await self._app(scope, receive, send)
             return
         placement = self._placements.open()
+        held = _HeldHead(scope, receive, send, placement)
         try:
-            held = _HeldHead(scope, receive, send, placement)
             await self._app(scope, receive, held)
+        except Exception:
+            if not await held.end_with_reason():
+                raise
         finally:
             self._placements.close(placement)
         reason = _rejection(held.status, placement)
@@ -127,18 +122,15 @@ class _HeldHead:
     async def _explained(self, message: Message) -> Message:
         """Put the controller's reason into an error in the middle of a stream."""
         body = message.get("body", b"")
-        if not body.startswith((_ERROR_EVENT, MESSAGES_ERROR_EVENT)):
+        if not body.startswith(ERROR_EVENTS):
             return message
         await self._placement.wait(for_all=True)
         ended = self._placement.ended
         if ended is None or ended.status is None:
             return message
+        event, _, rest = body.partition(b"\n\n")
         error = error_body(ended.status, ended.message)
-        if body.startswith(MESSAGES_ERROR_EVENT):
-            event = messages_error_event(error).encode()
-        else:
-            event = f"data: {json.dumps(error)}\n\n".encode()
-        return {**message, "body": event + body.partition(b"\n\n")[2]}
+        return {**message, "body": retold_event(event, error) + rest}
 
     async def _release(self) -> None:
         """Once the notes have come, send the messages held back, or an error in their place."""
@@ -146,17 +138,37 @@ class _HeldHead:
         streams = self._streams
         if not placement.in_background:
             await placement.wait(for_all=not streams)
-        ended, held, self._held = placement.ended, self._held, []
-        if ended is not None and ended.status is not None:
-            await self._replace(Refused(ended.status, ended.message, ended.retry_after))
-            return
-        refused, self.status = placement.refused, held[0]["status"]
-        if refused is not None and not placement.request_ids and refused.status != self.status:
-            await self._replace(refused)
+        reason, held, self._held = self._reason, self._held, []
+        self.status = held[0]["status"]
+        # vLLM's own answer to what the front end refused names the field, too.
+        if reason is not None and (placement.ended is not None or reason.status != self.status):
+            await self._replace(reason)
             return
         MutableHeaders(raw=held[0]["headers"]).update(placement.headers)
         for message in held:
             await self._send(message)
+
+    async def end_with_reason(self) -> bool:
+        """End a response that broke off before its head was sent; return False without a reason.
+
+        vLLM's stream of the Responses API begins before its request is checked.
+        """
+        if not self._held:
+            return False
+        await self._placement.wait(for_all=False)
+        if (reason := self._reason) is None:
+            return False
+        self._held = []
+        await self._replace(reason)
+        return True
+
+    @property
+    def _reason(self) -> Refused | None:
+        """Why the controller, or else the front end, refused the request; None: neither did."""
+        ended, refused = self._placement.ended, self._placement.refused
+        if ended is not None and ended.status is not None:
+            return Refused(ended.status, ended.message, ended.retry_after)
+        return None if self._placement.request_ids else refused
 
     async def _replace(self, refused: Refused) -> None:
         """Send an error in place of the response."""

@@ -101,12 +101,17 @@ async def test_a_client_that_reads_nothing_holds_no_blocks_and_a_drain_takes_not
 
 
 async def test_what_cannot_be_done_in_time_is_handed_back(tmp_path: Path) -> None:
-    options = ("--engines", "1", "--max-num-seqs", "1", "--fake-step-ms", "100")
+    options = ("--engines", "1", "--max-num-seqs", "2", "--fake-step-ms", "100")
+    response = {"model": MODEL, "input": "x", "max_output_tokens": LONG, "stream": True}
     with served(tmp_path, *options, "--shutdown-timeout", "2", last_line="try it:") as node:
         async with node.async_client() as http:
-            async with http.stream("POST", "/v1/completions", json=ask(LONG, **STREAM)) as stream:
-                lines = stream.aiter_lines()
+            async with (
+                http.stream("POST", "/v1/completions", json=ask(LONG, **STREAM)) as stream,
+                http.stream("POST", "/v1/responses", json=response) as other,
+            ):
+                lines, others = stream.aiter_lines(), other.aiter_lines()
                 await anext(lines)
+                await anext(others)
                 rest = [
                     asyncio.create_task(http.post("/v1/completions", json=ask(LONG, **more)))
                     for more in ({}, {}, STREAM)
@@ -114,9 +119,13 @@ async def test_what_cannot_be_done_in_time_is_handed_back(tmp_path: Path) -> Non
                 await until(http, lambda view: view["waiting"] == 2)
                 node.process.send_signal(signal.SIGTERM)
                 chunks = events(iter([line async for line in lines]))
-            # It had begun: what it has must not be taken for the whole.
+                told = events(iter([line async for line in others]))
+            # They had begun: what they have must not be taken for the whole.
             assert chunks[-1]["error"]["code"] == 503
             assert "shutting down" in chunks[-1]["error"]["message"]
+            assert (told[-1]["type"], told[-1]["code"]) == ("error", "503")
+            assert "shutting down" in told[-1]["message"]
+            assert told[-1]["sequence_number"] == len(told) - 1
             # The first of these was on its engine, and the others in the task pool.
             for answer in await asyncio.gather(*rest):
                 assert answer.status_code == 503
@@ -126,7 +135,7 @@ async def test_what_cannot_be_done_in_time_is_handed_back(tmp_path: Path) -> Non
         assert node.process.returncode == 0
     assert [line.partition(": the node")[0] for line in said] == [
         "controller: handed 2 requests back that waited",
-        "controller: handed 2 requests back that ran",
+        "controller: handed 3 requests back that ran",
     ]
     assert node.leftovers() == []
 

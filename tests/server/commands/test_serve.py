@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -161,6 +162,25 @@ def test_errors_of_a_request_are_the_callers(http: httpx.Client, body: bytes, st
     assert response.status_code == status
     assert error_of(response)
     assert "x-shoal-unit" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.text: it is missing"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages.id: it is missing"),
+        ({"role": "assistant", "tool_calls": [5]}, "messages: Input should be "),
+    ],
+)
+def test_a_wrong_part_of_a_message_is_named_on_one_line(
+    http: httpx.Client, path: str, message: dict[str, Any], told: str
+) -> None:
+    response = http.post(path, json={"model": MODEL, "messages": [message]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert told in error["message"]
+    assert "\n" not in error["message"]
 
 
 @pytest.mark.parametrize(("priority", "status"), [("-5", 200), ("soon", 400)])

@@ -171,6 +171,16 @@ def test_a_stream_that_fails_ends_with_the_reason_and_the_log_has_no_clients_mis
         client = anthropic.Anthropic(base_url=node.url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.BadRequestError, match="empty conversation"):
             client.messages.create(model=MODEL, messages=[], max_tokens=1)
+        grammar = {"model": MODEL, "structured_outputs": {"regex": "a("}, "stream": True}
+        for path, field in (
+            ("chat/completions", "messages"),
+            ("completions", "prompt"),
+            ("responses", "input"),
+        ):
+            for mistake, status in (({"model": "none"}, 404), (grammar, 400)):
+                body = {field: HELLO if field == "messages" else "x", **mistake}
+                asked = httpx.post(f"{node.url}/v1/{path}", json=body, timeout=60)
+                assert asked.status_code == status, path
         seen: list[str] = []
 
         def read() -> None:
@@ -184,7 +194,9 @@ def test_a_stream_that_fails_ends_with_the_reason_and_the_log_has_no_clients_mis
             read()
         assert "shutting down" in shape_of(failed.value)
         assert "message_stop" not in seen
-        assert "Traceback" not in "\n".join(node.wait())
+        printed = "\n".join(node.wait())
+        assert "Traceback" not in printed
+        assert "Error with model" not in printed
 
 
 # --- bodies ---
@@ -211,7 +223,7 @@ def result(*blocks: Any) -> dict[str, Any]:
         {"messages": said(result({"type": "text", "text": "x"})), "tools": [TOOL, TOOL]},
         {"messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "depth"}},
         {"messages": HELLO, "tools": [{**TOOL, "type": "custom"}], "metadata": {"user_id": "x"}},
-        {"messages": 7, "system": 7, "tools": 7, "stop_sequences": 7},
+        {"messages": [], "system": 7, "tools": None, "stop_sequences": 7},
         {"messages": [7, {"content": [7]}], "system": [7]},
     ],
 )

@@ -10,6 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
 from shoal.runtime.protocol.wire import Terms
+from shoal.server.errors import error_body, messages_error_body, retold_event
 from shoal.server.gate.held_responses import PlacementMiddleware
 from shoal.server.gate.placement import Placements
 from shoal.server.rejections import Refused, Rejection
@@ -213,6 +214,20 @@ async def test_an_error_in_a_stream_says_why(late: bool) -> None:
     assert chunks[0] == b"data: one\n\n"
 
 
+def test_an_error_is_told_anew_in_the_shape_of_its_api() -> None:
+    error = error_body(503, "the node ends")
+    chat = retold_event(b'data: {"error": {"message": "x"}}', error)
+    assert json.loads(chat.removeprefix(b"data: ")) == error
+    named = b"event: error\ndata: "
+    message = retold_event(named + b'{"type": "error", "error": {}}', error)
+    assert json.loads(message.removeprefix(named)) == messages_error_body(error)
+    said = {"type": "error", "code": "500", "message": "x", "param": None, "sequence_number": 7}
+    response = retold_event(named + json.dumps(said).encode(), error)
+    told = {**said, "code": "503", "message": "the node ends"}
+    assert json.loads(response.removeprefix(named)) == told
+    assert response.endswith(b"\n\n")
+
+
 async def test_an_error_that_the_controller_knows_nothing_of_stays_as_it_is() -> None:
     chunks = await stream_that_fails(None, late=False)
     assert chunks[1] == ERROR_EVENT + b"data: [DONE]\n\n"
@@ -281,6 +296,50 @@ async def test_what_is_refused_is_counted_once_by_its_reason(
 
     await respond(app, placements, rejected=rejected)
     assert rejected == counted
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "reason"),
+    [(None, 400, Rejection.INVALID), (Outcome.EXPIRED, 504, Rejection.EXPIRED)],
+)
+async def test_a_stream_that_breaks_off_before_it_is_there_says_why(
+    ended: Outcome | None, status: int, reason: Rejection
+) -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({**head(), "headers": [(b"content-type", b"text/event-stream")]})
+        await send(body(b"event: response.created\n\n"))
+        if ended is None:
+            placements.refuse(Refused(400, "no grammar"))
+        else:
+            placements.expect("r1")
+            note = Ended("r1", ended, 504, "too late")
+            asyncio.get_running_loop().call_soon(placements.take, note)
+        raise RuntimeError("response already started")
+
+    rejected: list[Rejection] = []
+    sent = await respond(app, placements, rejected=rejected)
+    assert [message.get("status") for message in sent] == [status, None]
+    assert json.loads(sent[1]["body"])["error"]["message"] in ("no grammar", "too late")
+    assert rejected == [reason]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_failure_that_nobody_explains_stays_one(begun: bool) -> None:
+    placements = Placements()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if begun:
+            placements.refuse(Refused(400, "no grammar"))
+            await send(head())
+            await send(body(b"text"))
+        else:
+            await send(head())
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        await respond(app, placements)
 
 
 async def test_an_aborted_request_ends_as_vllm_says() -> None:
