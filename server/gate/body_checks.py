@@ -76,6 +76,7 @@ def check_body(
         if value is not None:
             check(name, value, bounds)
     _check_integers(fields)
+    _check_lists(fields)
     if others is None:
         _check_named_tool(fields)
     _check_choices(fields, bounds)
@@ -93,10 +94,12 @@ def _at_most(param: str, count: int, limit: int, what: str) -> None:
 
 
 def _integer(limit: str) -> Check:
-    """Bound an integer; vLLM refuses values of other types."""
+    """Bound an integer, and refuse what vLLM would read as one; it refuses all other types."""
 
     def check(param: str, value: Any, bounds: Bounds) -> None:
         most = getattr(bounds, limit)
+        if isinstance(value, str | float):
+            raise BoundsError(param, "it must be an integer")
         if isinstance(value, int) and not isinstance(value, bool) and value > most:
             raise BoundsError(param, f"{value} is more than {most}, the most that is allowed")
 
@@ -135,6 +138,8 @@ def _texts(limit: str, what: str) -> Check:
 
 def _exponent(param: str, value: Any, bounds: Bounds) -> None:
     """Bound an exponent: vLLM divides by that power of the number of tokens."""
+    if isinstance(value, str):  # vLLM would read it as a number
+        raise BoundsError(param, "it must be a number")
     if isinstance(value, int | float) and abs(value) > bounds.length_penalty:
         most = f"from {-bounds.length_penalty:g} to {bounds.length_penalty:g}"
         raise BoundsError(param, f"it must be {most}")
@@ -167,6 +172,8 @@ def _messages(param: str, value: Any, bounds: Bounds) -> None:
             _messages(param, message, bounds)
         if isinstance(message, dict):
             _check_parts(param, [message])
+            if not isinstance(message.get("tool_calls"), list | None):
+                raise BoundsError(param, "tool_calls must be a list")
             for name in ("content", "output"):
                 parts = message.get(name)
                 if isinstance(parts, dict | list):
@@ -294,6 +301,14 @@ def _check_integers(fields: Mapping[str, Any]) -> None:
         for number in value.values() if isinstance(value, dict) else (value,):
             if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
                 raise BoundsError(name, "an integer has more than 64 bits")
+
+
+def _check_lists(fields: Mapping[str, Any]) -> None:
+    """Refuse what vLLM would walk through before it looks at its type."""
+    for name, or_null in (("messages", False), ("tools", True)):
+        value = fields.get(name, [])
+        if not (isinstance(value, list) or (or_null and value is None)):
+            raise BoundsError(name, "it must be a list")
 
 
 def _check_named_tool(fields: Mapping[str, Any]) -> None:

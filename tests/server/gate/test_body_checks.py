@@ -82,7 +82,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
         {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "x"}]}]},
         {"messages": said("x"), "tools": [TOOL], "tool_choice": TOOL},
         {"input": "x", "tools": [{"type": "function", "name": "f"}], "tool_choice": TOOL},
-        {"prompt": 7, "n": "two", "stop": 3, "messages": "no list", "tools": {}, "logit_bias": []},
+        {"prompt": 7, "n": [2], "stop": 3, "tools": None, "logit_bias": []},
     ],
 )
 def test_what_is_within_bounds_or_vllms_to_judge_passes(fields: dict[str, Any]) -> None:
@@ -94,6 +94,15 @@ def test_what_is_within_bounds_or_vllms_to_judge_passes(fields: dict[str, Any]) 
     [
         ("n", {"n": 5}),
         ("n", {"n": 10**100}),
+        ("n", {"n": "2"}),  # what vLLM would read as a number, no bound would see
+        ("n", {"n": 2.0}),
+        ("best_of", {"best_of": "2"}),
+        ("top_logprobs", {"top_logprobs": "2"}),
+        ("length_penalty", {"length_penalty": "1e9"}),
+        ("messages", {"messages": None}),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
+        ("messages", {"messages": "x"}),
+        ("tools", {"tools": 0}),
         ("best_of", {"best_of": 5}),
         ("n", {"prompt": "x", "n": 5}),
         ("prompt", {"prompt": ["x"] * 5}),
