@@ -47,8 +47,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start to work on a request."""
         self._pending = 0
+        super().on_headers_complete()  # it raises if the URL is none
         self._in_body = True
-        super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         async def answer(scope: Any, receive: Any, send: Any) -> None:

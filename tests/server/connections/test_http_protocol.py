@@ -208,6 +208,12 @@ async def test_a_web_socket_is_no_way_in(port: int) -> None:
     assert not head.startswith(b"HTTP/1.1 101")
 
 
+async def test_a_target_that_is_no_url_is_refused_like_what_is_no_http(port: int) -> None:
+    told = await answer(port, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert told.startswith(b"HTTP/1.1 400")
+    assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
+
+
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 """What Java's ``HttpClient`` adds to its first request."""
 POST = b"POST /x HTTP/1.1\r\nHost: a\r\n%bContent-Length: %d\r\n\r\n"
