@@ -62,6 +62,8 @@ def check_batch_options(args: Namespace) -> None:
         return
     try:
         args.batch_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"--batch-dir {args.batch_dir}: it is no directory") from None
     except OSError as error:
         raise UserError(f"--batch-dir {args.batch_dir}: {error.strerror}") from None
     if not os.access(args.batch_dir, os.R_OK | os.W_OK | os.X_OK):

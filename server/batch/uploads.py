@@ -4,6 +4,7 @@ Starlette would keep the whole form in a temporary file of its own first.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+
+# This logger writes a line for every wrong form: any client could fill the log.
+logging.getLogger("python_multipart.multipart").setLevel(logging.ERROR)
 
 _WRITE_BYTES = 1 << 20
 _FIELD_BYTES = 1024

@@ -41,6 +41,7 @@ from shoal.server.options.workload_options import (
     read_objectives,
     read_workload,
 )
+from shoal.server.word_options import one_of
 
 INVALID_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
@@ -122,7 +123,7 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--endpoint",
-        type=Endpoint,
+        type=one_of(Endpoint),
         choices=list(Endpoint),
         default=Endpoint.COMPLETIONS,
         help="(default: %(default)s)",

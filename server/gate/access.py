@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shoal.server.errors import UserError
 from shoal.server.gate.keys import ApiKey, plain_key
+from shoal.server.word_options import one_of
 
 ADMIN_HOST = "127.0.0.1"
 NO_PORT = "off"
@@ -129,7 +130,7 @@ def add_access_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--metrics",
-        type=MetricsAccess,
+        type=one_of(MetricsAccess),
         choices=tuple(MetricsAccess),
         default=MetricsAccess.KEY,
         help="who may read /metrics on the API's port: who has an API key, everyone, or no one "

@@ -48,6 +48,7 @@ from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_option, check_share
 from shoal.server.options.shift_options import add_shift_options
 from shoal.server.options.speculation_options import check_speculation_options
+from shoal.server.word_options import one_of
 
 DEFAULT_HOST = "127.0.0.1"
 LOOPBACK = "lo"
@@ -144,7 +145,7 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--carry-path",
-        type=CarryPath,
+        type=one_of(CarryPath),
         choices=tuple(CarryPath),
         default=CarryPath.AUTO,
         help="how KV goes between GPUs: auto: straight where a GPU can read the other one's "
@@ -176,7 +177,7 @@ def _add_pool_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--log-format",
-        type=LogFormat,
+        type=one_of(LogFormat),
         choices=tuple(LogFormat),
         default=LogFormat.TEXT,
         help="lines for people, or one JSON object per line (default: %(default)s)",

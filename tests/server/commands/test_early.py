@@ -166,6 +166,9 @@ def check_late(parser: ArgumentParser, argv: list[str]) -> None:
     [
         (["--policy", "module:"], "--policy: 'module:' is not module:NAME"),
         (["--policy", ":NAME"], "--policy: ':NAME' is not module:NAME"),
+        (["--log-format", "xml"], "--log-format: 'xml': choose one of text, json"),
+        (["--carry-path", "air"], "--carry-path: 'air': choose one of auto, host"),
+        (["--metrics", "no"], "--metrics: 'no': choose one of key, open, off"),
         (["--cost-model-hardware", "nosuch"], "--cost-model-hardware: cannot read nosuch: No such"),
         (["--cost-model-hardware", "nosuch"], "built-in ones: a10,"),  # also those of data sheets
     ],
