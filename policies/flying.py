@@ -17,13 +17,14 @@ Where prompts are most of the work, groups that run long steps in SP can do near
 and are much faster until they are full. Such a node keeps the widest layout until the arriving
 requests, by their rate and lengths, would take nearly all of its time. Even then it changes to DP
 only if DP is clearly faster; otherwise it would interrupt all running requests for little gain.
+The same holds where engines share weights: DP, which reads the rest from others, must hide this.
 """
 
 from dataclasses import dataclass
 
 from shoal.policies.forecast import usual_prompt
 from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
-from shoal.policies.values.batch import Batch
+from shoal.policies.values.batch import Batch, StepKind
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, SwitchReason, TreatmentName
@@ -143,7 +144,7 @@ def _is_loaded(snapshot: Snapshot, settings: FlyingSettings) -> bool:
     requests = snapshot.requests / _alive(snapshot)
     full = any(not any(_has_room(u, r) for u in snapshot.units) for r in snapshot.pool[:1])
     rising = requests > settings.dp_above and _grows(snapshot, settings.growth)
-    model = _sp_model(snapshot)
+    model = _compared_by(snapshot)
     if model is not None:
         above = settings.sp_filling_above if rising else settings.sp_full_above
         filled = full or _fullness(snapshot, model) > above
@@ -159,7 +160,7 @@ def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
     settled = snapshot.since_switch > settings.settle_seconds
     if not (few and settled):
         return False
-    model = _sp_model(snapshot)
+    model = _compared_by(snapshot)
     if model is not None:
         idle = _fullness(snapshot, model) < settings.sp_full_below
         return idle or not _dp_is_better(snapshot, model, settings)
@@ -185,9 +186,12 @@ def _busy(snapshot: Snapshot) -> float:
     return snapshot.prompt_rate * seconds
 
 
-def _sp_model(snapshot: Snapshot) -> StepPredictor | None:
-    """Return the cost model if the widest layout runs steps in SP, otherwise None."""
-    return snapshot.cost_model if snapshot.widest in dict(snapshot.sp_above) else None
+def _compared_by(snapshot: Snapshot) -> StepPredictor | None:
+    """Return the cost model if DP must be compared with the widest layout, otherwise None."""
+    model = snapshot.cost_model
+    if snapshot.widest in dict(snapshot.sp_above):
+        return model
+    return model if model is not None and model.pace(DP, StepKind.DECODE).fetch else None
 
 
 def _fullness(snapshot: Snapshot, model: StepPredictor) -> float:

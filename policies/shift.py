@@ -9,6 +9,9 @@ The time of the host does not count either, because the model knows it only for 
 replay CUDA graphs between the attention of two layers, while steps in TP with as many tokens have
 no graphs and wait longer for the host. If graphs are turned off, SP may need more tokens to be
 faster, so set a number in that case.
+
+Where engines share weights, a member reads more of them from others in SP than in TP. Until a step
+hides this, SP is slower, so the cost model then also bounds a fixed number from below.
 """
 
 import enum
@@ -69,7 +72,7 @@ def tokens_for(
 
     Args:
         threshold: the node's setting.
-        model: the cost model that ``AUTO`` needs.
+        model: the cost model that ``AUTO`` needs, and that knows what steps read from others.
         layouts: the layouts that can run SP.
 
     Raises:
@@ -77,12 +80,16 @@ def tokens_for(
     """
     if threshold is ShiftRule.OFF:
         return {}
-    if not isinstance(threshold, ShiftRule):
-        return dict.fromkeys(layouts, threshold)
-    if model is None:
-        raise ShiftThresholdError("auto needs a cost model, and this node has none")
-    found = {layout: _crossover(model, layout) for layout in layouts}
-    return {layout: tokens for layout, tokens in found.items() if tokens is not None}
+    if isinstance(threshold, ShiftRule):
+        if model is None:
+            raise ShiftThresholdError("auto needs a cost model, and this node has none")
+        found = {layout: _crossover(model, layout) for layout in layouts}
+        return {layout: tokens for layout, tokens in found.items() if tokens is not None}
+    least = {
+        layout: _crossover(model, layout) if model and model.streams(layout, Mode.SP) else 0
+        for layout in layouts
+    }
+    return {layout: max(threshold, above) for layout, above in least.items() if above is not None}
 
 
 def _crossover(model: CostModel, layout: Layout) -> int | None:

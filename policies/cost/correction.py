@@ -46,6 +46,9 @@ class Correction:
     """Smoothed variance of the roofline's seconds."""
     covariance: float = 0.0
     """Smoothed covariance of the roofline's seconds and the difference."""
+    streams: bool = False
+    """Whether the steps read weights from other engines. Then what counts as their roofline is the
+    longer of the corrected computing and the reading."""
 
     @property
     def line(self) -> tuple[float, float]:

@@ -13,7 +13,9 @@ with the degree, while an all-reduce carries all tokens through every member.
 
 Where engines share weights (SiDP, 4.2), a member reads from others, during the step, what it does
 not keep of the MLPs that it computes. The step takes the longer of this and of all the above. So
-DP is slow for steps of few tokens, and as fast as ever for steps of many.
+DP is slow for steps of few tokens, and as fast as ever for steps of many (``hidden_above``). Steps
+that read weights have corrections of their own, on top of those of the computing: they say little
+of the same layout with whole weights.
 
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
 or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. The time
@@ -30,6 +32,7 @@ modelled. So ``shoal.policies.shift`` compares the modes by ``device_seconds``, 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +41,8 @@ from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
 
+MOST_TOKENS = 1 << 20
+"""No step has so many."""
 LEAST_COPY_BYTES = 16 << 20
 """Bytes of a copy from which on its rate is learned."""
 
@@ -100,6 +105,9 @@ class Hardware:
     """Host time of one layer of a step in SP; a step's layers take at least this time each."""
     peer_bytes_per_second: float = 390e9
     """Rate at which one engine reads the memory of another; the default is an H200's."""
+    fetch_bytes_per_second: float | None = None
+    """Rate at which copy engines read weights from the memory of another engine, beside what is
+    computed; None: ``peer_bytes_per_second``."""
     kv_bytes_per_second: float | None = None
     """Rate at which attention reads keys and values; None: as fast as weights are read."""
     request_seconds: float = 0.0
@@ -137,10 +145,27 @@ class CostModel:
 
     def correction(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
         """Return the correction of these steps; before any measurement it changes nothing."""
-        for known in self.corrections:
-            if (known.layout, known.kind, known.mode) == (layout, kind, mode):
-                return known
-        return Correction(layout, kind, mode)
+        new = Correction(layout, kind, mode, streams=self.streams(layout, mode))
+        return next((known for known in self.corrections if _steps(known) == _steps(new)), new)
+
+    def streams(self, layout: Layout, mode: Mode = Mode.TP) -> bool:
+        """Return whether a step reads weights from other engines."""
+        return self._fetch_seconds(layout.tp // self._sp_degree(layout, mode)) > 0
+
+    def hidden_above(self, layout: Layout, mode: Mode = Mode.TP) -> int:
+        """Return from how many tokens on a step computes for longer than it reads from others.
+
+        This is the threshold B_th of SiDP (4.3). The KV of a context, which also takes time, is
+        left out. Where nothing is read from others it is 0.
+        """
+        pace = self.pace(layout, StepKind.PREFILL, mode)
+        if not pace.fetch:
+            return 0
+
+        def is_hidden(tokens: int) -> bool:
+            return pace.computed(tokens, 0, 0) >= pace.fetch + pace.overhead
+
+        return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time of a step of a unit in this layout."""
@@ -167,8 +192,12 @@ class CostModel:
 
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""
-        slope, offset = self._nearest(layout, kind, mode).line
-        return replace(self._pace(layout, mode, kind), slope=slope, offset=offset)
+        slope, offset = self._nearest(Correction(layout, kind, mode)).line
+        pace = replace(self._pace(layout, mode, kind), slope=slope, offset=offset)
+        if not pace.fetch:
+            return pace
+        slope, offset = self._nearest(Correction(layout, kind, mode, streams=True)).line
+        return replace(pace, fetch_slope=slope, fetch_offset=offset)
 
     def carry_seconds(self, tokens: float, links: int) -> float:
         """Return the predicted time in which the KV of requests is read from other engines.
@@ -192,9 +221,12 @@ class CostModel:
             return self
         before = self.hardware.peer_bytes_per_second
         rate = math.sqrt(before * size / (seconds * links))
-        return replace(self, hardware=replace(self.hardware, peer_bytes_per_second=rate))
+        # KV may go through the host. Weights never do, so this says nothing of them.
+        fetch = self.hardware.fetch_bytes_per_second or before
+        known = replace(self.hardware, peer_bytes_per_second=rate, fetch_bytes_per_second=fetch)
+        return replace(self, hardware=known)
 
-    def _nearest(self, layout: Layout, kind: StepKind, mode: Mode, samples: int = 1) -> Correction:
+    def _nearest(self, new: Correction, samples: int = 1) -> Correction:
         """Return the correction of these steps, or of the most similar ones measured so often.
 
         Policies compare layouts. If only the running layout were corrected, the others would seem
@@ -203,12 +235,16 @@ class CostModel:
 
         def distance(known: Correction) -> float:
             return (
-                abs(math.log2(known.layout.world_size / layout.world_size))
-                + (known.mode is not mode) / 2
+                abs(math.log2(known.layout.world_size / new.layout.world_size))
+                + (known.mode is not new.mode) / 2
             )
 
-        same = [c for c in self.corrections if c.kind is kind and c.samples >= samples]
-        return min(same, key=distance, default=Correction(layout, kind, mode))
+        alike = [
+            known
+            for known in self.corrections
+            if (known.kind, known.streams) == (new.kind, new.streams) and known.samples >= samples
+        ]
+        return min(alike, key=distance, default=new)
 
     def roofline_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time in seconds, at least the host's time if it runs in SP."""
@@ -259,7 +295,8 @@ class CostModel:
         """
         missing = max(0.0, 1 / tp - 1 / self.share_weights)
         size = self.shape.mlp_parameters * self.shape.weight_bytes
-        return missing * size / self.hardware.peer_bytes_per_second
+        hardware = self.hardware
+        return missing * size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
 
     def _network_seconds(self, sp: int, tp: int, tokens: int) -> float:
         return self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
@@ -312,10 +349,8 @@ class CostModel:
         if layout.pp > 1:
             return self  # steps overlap: this is no step's time
         old = self.correction(layout, batch.kind, mode)
-        roofline = self.roofline_seconds(layout, batch, mode)
-        known = old
-        if batch.kind is StepKind.PREFILL:
-            known = self._nearest(layout, batch.kind, mode, KNOWN)
+        roofline = self._uncorrected(layout, batch, mode)
+        known = self._nearest(old, KNOWN) if batch.kind is StepKind.PREFILL else old
         expected = known.apply(roofline) if known.samples >= KNOWN else None
         return self._with(old.learn(roofline, seconds, expected))
 
@@ -330,12 +365,21 @@ class CostModel:
             kind: their kind.
             measured: the work of each and its seconds; at least one.
         """
-        pairs = [
-            (self.roofline_seconds(layout, batch, mode), seconds) for batch, seconds in measured
-        ]
-        return self._with(Correction(layout, kind, mode).fit(pairs))
+        pairs = [(self._uncorrected(layout, batch, mode), seconds) for batch, seconds in measured]
+        new = Correction(layout, kind, mode, streams=self.streams(layout, mode))
+        return self._with(new.fit(pairs))
+
+    def _uncorrected(self, layout: Layout, batch: Batch, mode: Mode) -> float:
+        """Return the time that the correction of these steps changes."""
+        if self.streams(layout, mode):
+            return self.pace(layout, batch.kind, mode).overlapped(*_work(batch))
+        return self.roofline_seconds(layout, batch, mode)
 
     def _with(self, new: Correction) -> "CostModel":
-        same = (new.layout, new.kind, new.mode)
-        rest = tuple(c for c in self.corrections if (c.layout, c.kind, c.mode) != same)
+        rest = tuple(known for known in self.corrections if _steps(known) != _steps(new))
         return replace(self, corrections=(*rest, new))
+
+
+def _steps(correction: Correction) -> tuple[Layout, StepKind, Mode, bool]:
+    """Return which steps a correction is of."""
+    return correction.layout, correction.kind, correction.mode, correction.streams

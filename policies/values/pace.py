@@ -37,9 +37,13 @@ class Pace:
     fetch: float = 0.0
     """To read the weights that other engines keep, while the step is computed."""
     slope: float = 1.0
-    """The correction's factor."""
+    """The factor by which the computing is corrected."""
     offset: float = 0.0
-    """What the correction adds."""
+    """What is added to it."""
+    fetch_slope: float = 1.0
+    """The factor by which a step is corrected that reads weights of others meanwhile."""
+    fetch_offset: float = 0.0
+    """What is added to it."""
     most: float = 10.0
     """Largest factor by which the correction changes a step; its inverse is the smallest."""
 
@@ -51,19 +55,21 @@ class Pace:
             context: tokens whose KV the decodes read.
             pairs: pairs of a token and one that it attends to.
         """
+        return max(self.fetch, self._computing(tokens, context, pairs))
+
+    def _computing(self, tokens: float, context: float, pairs: float) -> float:
         own = -(-tokens // self.members)
         linear, attention = self.token * own, self.read * context
         arithmetic = self.attend * pairs
         weights = self.weights
         if self.experts:
             weights += self.experts * (1 - self.unread**own)
-        computed = (
+        return (
             (linear if linear > weights else weights)
             + (attention if attention > arithmetic else arithmetic)
             + self.latency
             + self.moved * own
         )
-        return computed if computed > self.fetch else self.fetch
 
     def roofline(self, tokens: float, context: float, pairs: float) -> float:
         """Return the uncorrected time of a step; the arguments are those of ``device``."""
@@ -71,8 +77,23 @@ class Pace:
         host = self.overhead + self.request * tokens
         return (device if device > self.host else self.host) + host
 
-    def step(self, tokens: float, context: float, pairs: float) -> float:
-        """Return the time of a step; the arguments are those of ``device``."""
-        roofline = self.roofline(tokens, context, pairs)
+    def computed(self, tokens: float, context: float, pairs: float) -> float:
+        """Return the corrected time of a step that has all weights in its own memory."""
+        device = self._computing(tokens, context, pairs)
+        host = self.overhead + self.request * tokens
+        roofline = (device if device > self.host else self.host) + host
         corrected = self.slope * roofline + self.offset
         return min(self.most * roofline, max(roofline / self.most, corrected))
+
+    def overlapped(self, tokens: float, context: float, pairs: float) -> float:
+        """Return the longer of the corrected computing and the uncorrected reading from others."""
+        computed = self.computed(tokens, context, pairs)
+        return max(computed, self.fetch + self.overhead + self.request * tokens)
+
+    def step(self, tokens: float, context: float, pairs: float) -> float:
+        """Return the time of a step; the arguments are those of ``device``."""
+        if not self.fetch:
+            return self.computed(tokens, context, pairs)
+        both = self.overlapped(tokens, context, pairs)
+        corrected = self.fetch_slope * both + self.fetch_offset
+        return min(self.most * both, max(both / self.most, corrected))

@@ -106,7 +106,7 @@ class Calls:
             switches_total=books.statistics.switches.ended,
             policy_errors=int(books.statistics.policy_errors.total()),
             moves_total=int(books.statistics.moved.total()),
-            step_errors=self._capacity.step_errors,
+            step_errors=self._capacity.costs.errors,
             costs=self._costs,
             shift=self._shifting.view,
             unavailable=layout_view.unavailable_views(
@@ -114,12 +114,13 @@ class Calls:
             ),
             lengths=layout_view.lengths(books.engines),
             share_weights=self._operations.memory.shown,
+            hidden_above=self._capacity.costs.hidden_above,
             memory_changes=list(self._operations.memory.past),
         )
 
     @property
     def _costs(self) -> str:
-        return "" if self._capacity.cost_model is None else self._fitting.costs
+        return "" if self._capacity.costs.model is None else self._fitting.costs
 
     @property
     def _not_ready_reason(self) -> str | None:
@@ -134,7 +135,7 @@ class Calls:
             policy=self._adviser.policy.name,
             busy=self._operations.busy,
             unavailable=self._operations.rejoin.unavailable().keys(),
-            step_errors=self._capacity.step_errors,
+            step_errors=self._capacity.costs.errors,
             now=self._env.clock(),
         )
         families = gauges.families() + self._books.statistics.families()

@@ -74,7 +74,7 @@ class Fitting:
         self._capacity = capacity
         self._operations = operations
         self._course: Iterator[None] | None = None
-        if self._settings.seconds > 0 and capacity.cost_model is not None:
+        if self._settings.seconds > 0 and capacity.costs.model is not None:
             self._course = self._run()
         self._measured: dict[_Steps, list[tuple[Batch, float]]] = defaultdict(list)
         self._wave: tuple[int, int] | None = None
@@ -199,15 +199,16 @@ class Fitting:
     # --- the result ---------------------------------------------------------------------------
 
     def _conclude(self, seconds: float) -> None:
-        before = self._capacity.cost_model
+        before = self._capacity.costs.model
         assert before is not None
         points = defaultdict[tuple[Layout, Mode, StepKind], list[tuple[Batch, float]]](list)
         for steps, measured in self._measured.items():
             points[steps.layout, steps.mode, steps.kind].append(_median(measured))
         model = before
-        for (layout, mode, kind), known in sorted(points.items()):
-            model = model.fit(layout, mode, kind, known)
-        self._capacity.cost_model = model
+        # What steps that read weights from peers add is on top of what others say of computing.
+        for layout, mode, kind in sorted(points, key=lambda at: (before.streams(*at[:2]), at)):
+            model = model.fit(layout, mode, kind, points[layout, mode, kind])
+        self._capacity.costs.model = model
         if not points:
             log.warning("no steps could be timed: their times are assumed")
             return

@@ -97,6 +97,7 @@ class Controller:
             Losses(env, books, self._migration, self._carries),
             greet=self._shifting.greet,
             give_up=self._admission.give_up_unholdable,
+            share_followers=(self._capacity.costs.share_weights, self._shifting.share_weights),
         )
         self.switches = self._operations.switches.past
         self._fitting = Fitting(env, books, self._capacity, self._operations)

@@ -12,7 +12,7 @@ Before USING a change to whole weights is undone if anything else fails.
 
 import enum
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -82,6 +82,7 @@ class MemoryChanges:
         capacity: what units hold, which a change changes.
         lose: takes engines down.
         give_up: ends the requests that the node can no longer hold.
+        followers: called with every new level of the node.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class MemoryChanges:
         *,
         lose: LoseEngines,
         give_up: Callable[[], None],
+        followers: Sequence[Callable[[int], None]],
     ) -> None:
         self._env = env
         self._transport: ControllerTransport = env.transport
@@ -100,6 +102,7 @@ class MemoryChanges:
         self._capacity = capacity
         self._lose = lose
         self._give_up = give_up
+        self._followers = followers
         self._most = env.config.share_weights
         """The level at the start."""
         self.share = self._most
@@ -297,7 +300,8 @@ class MemoryChanges:
             self._retry_at = self._env.clock() + RETRY_SECONDS
             self.share = change.otherwise
         self._resize(change.left, self.share)
-        self._capacity.share_weights(self.share)
+        for follow in self._followers:
+            follow(self.share)
         self._report(change)
 
     # --- failures -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ death may concern any of the operations, so each is told of it.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from shoal.runtime.controller.books.audit import Audit
 from shoal.runtime.controller.books.books import Books
@@ -38,6 +38,7 @@ class Operations:
         losses: removes dead engines, and what depends on them, from the books.
         greet: tells an engine what engines must know about the node.
         give_up: ends the requests that the node can no longer hold.
+        share_followers: called with every new share level of the node.
     """
 
     def __init__(
@@ -50,9 +51,12 @@ class Operations:
         *,
         greet: Callable[[int], None],
         give_up: Callable[[], None],
+        share_followers: Sequence[Callable[[int], None]],
     ) -> None:
         self.switches = Switches(env, books, capacity, carries, lose=self.lose)
-        self.memory = MemoryChanges(env, books, capacity, lose=self.lose, give_up=give_up)
+        self.memory = MemoryChanges(
+            env, books, capacity, lose=self.lose, give_up=give_up, followers=share_followers
+        )
         self.rejoin = Rejoin(env, books, lose=self.lose, greet=self._greet, give_up=give_up)
         self._greet_by = greet
         self.drains = Drains(env, books, capacity, carries, self.switches)

@@ -100,6 +100,7 @@ def projected(name: str) -> HardwareFile:
         rates["fp8"] = sheet.fp8_tflops / H200.fp8_tflops * measured.flops_per_second["fp8"]
     latency = measured.allreduce_seconds if sheet.nvlink else PCIE_ALLREDUCE_SECONDS
     kv_rate = measured.kv_bytes_per_second or measured.memory_bytes_per_second
+    fetch_rate = measured.fetch_bytes_per_second or measured.peer_bytes_per_second
     return msgspec.structs.replace(
         measured,
         memory_bytes=float(sheet.memory_mib << 20),
@@ -108,5 +109,6 @@ def projected(name: str) -> HardwareFile:
         flops_per_second=rates,
         link_bytes_per_second=link * measured.link_bytes_per_second,
         peer_bytes_per_second=link * measured.peer_bytes_per_second,
+        fetch_bytes_per_second=link * fetch_rate,
         allreduce_seconds=latency,
     )

@@ -168,6 +168,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured, it is the time of the two exchanges."""
     peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
     """Rate at which one engine reads the memory of another."""
+    fetch_bytes_per_second: float | None = None
+    """Rate at which copy engines read weights from another engine's memory, beside what is
+    computed; null: as ``peer_bytes_per_second``."""
     copy_seconds: float = 0.001
     """Time of a copy of KV beyond that of its bytes: the host plans the copy and launches it."""
     kv_bytes_per_second: float | None = None
@@ -191,6 +194,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             overhead_seconds=self.step_seconds,
             sp_layer_host_seconds=self.sp_layer_host_seconds,
             peer_bytes_per_second=self.peer_bytes_per_second,
+            fetch_bytes_per_second=self.fetch_bytes_per_second,
             kv_bytes_per_second=self.kv_bytes_per_second,
             request_seconds=self.request_seconds,
         )

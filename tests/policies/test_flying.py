@@ -218,6 +218,15 @@ def test_they_are_kept_where_dp_is_hardly_faster() -> None:
     assert target(node(TP, BUSY, **{**full, "sp_above": ()})) == DP
 
 
+def test_they_are_kept_where_dp_would_wait_for_weights_of_others() -> None:
+    """A full batch of DP has 32 tokens a step, and reading half of the MLPs takes longer."""
+    shared = replace(MODEL, shape=replace(MODEL.shape, mlp_parameters=5.6e10), share_weights=2)
+    in_tp = {"sp_above": ()}
+    assert target(answers(TP, BUSY, 1.0, **in_tp)) == DP
+    assert target(answers(TP, BUSY, 1.0, cost_model=shared, **in_tp)) is None
+    assert target(answers(DP, BUSY, 1.0, cost_model=shared, **in_tp)) is None, "not quiet"
+
+
 def test_a_layout_is_as_full_as_its_kv_allows() -> None:
     few = tuple(replace(seats, total_blocks=540) for seats in SEATS)
     assert target(answers(TP, BUSY, 1.0, layouts=few)) is None, "one seat in DP, eight in TP8"

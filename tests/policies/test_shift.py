@@ -78,6 +78,25 @@ def test_auto_is_never_where_sp_is_never_faster() -> None:
     assert tokens_for(ShiftRule.AUTO, free, GROUPS) == {}
 
 
+SHARED = replace(SP, shape=replace(SP.shape, mlp_parameters=5.6e10), share_weights=2)
+
+
+@pytest.mark.parametrize("threshold", [256, ShiftRule.AUTO])
+def test_steps_that_read_weights_of_others_run_in_sp_only_where_this_is_hidden(
+    threshold: int | ShiftRule,
+) -> None:
+    shared, whole = (tokens_for(threshold, model, GROUPS) for model in (SHARED, SP))
+    for layout, above in shared.items():
+        steps = [Batch(prefill_tokens=tokens) for tokens in (above, above + 1)]
+        faster = [
+            SHARED.device_seconds(layout, step, Mode.SP) < SHARED.device_seconds(layout, step)
+            for step in steps
+        ]
+        assert faster == [False, True]
+        assert above > 2 * whole[layout]
+    assert tokens_for(MOST_TOKENS, SHARED, GROUPS) == dict.fromkeys(GROUPS, MOST_TOKENS)
+
+
 def waiting_for_host(layer_seconds: float) -> CostModel:
     hardware = replace(SP.hardware, sp_layer_host_seconds=layer_seconds)
     return replace(SP, hardware=hardware)
@@ -98,13 +117,14 @@ def test_the_host_does_not_move_auto(layout: Layout, layer_seconds: float) -> No
 @given(
     degree=st.sampled_from((2, 4, 8)),
     max_sp=st.sampled_from((2, 4, 8)),
+    level=st.sampled_from((1, 2, 4, 8)),
     shares=st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)),
 )
 def test_what_sp_saves_never_shrinks_as_a_step_gets_longer(
-    degree: int, max_sp: int, shares: tuple[int, int]
+    degree: int, max_sp: int, level: int, shares: tuple[int, int]
 ) -> None:
     """The search for the threshold relies on it. Steps that need no padding."""
-    model = replace(SP, max_sp=max_sp)
+    model = replace(SHARED, max_sp=max_sp, share_weights=level)
 
     def saved(tokens: int) -> float:
         tp, sp = (

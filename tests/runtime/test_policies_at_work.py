@@ -88,7 +88,7 @@ def test_measured_steps_correct_the_cost_model() -> None:
     for k in range(12):
         node.send(f"r{k}", 8, 60)
     let_pass(node, 5.0)
-    correction = node.controller._capacity.cost_model.correction(Layout(tp=1), StepKind.DECODE)
+    correction = node.controller._capacity.costs.model.correction(Layout(tp=1), StepKind.DECODE)
     assert correction.samples > 10
     predicted = MODEL.step_seconds(Layout(tp=1), Batch(decodes=3, context_tokens=3 * 8))
     assert correction.apply(predicted) == pytest.approx(0.02, rel=0.3)

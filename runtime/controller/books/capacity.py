@@ -5,9 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from shoal.policies.cost.correction import Correction
-from shoal.policies.cost.cost_model import CostModel
-from shoal.policies.values.batch import Mode
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Policy
@@ -21,9 +18,10 @@ from shoal.policies.values.snapshot import (
 from shoal.runtime.config import BACKGROUND_PRIORITY, NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import Carry
-from shoal.runtime.controller.books.core_book import CoreBook, Uncounted, steps_between
+from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
 from shoal.runtime.controller.books.demand import NO_NEWS, Demand, Lengths, News, most_urgent
 from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.books.step_costs import StepCosts
 from shoal.runtime.protocol import messages as m
 
 POOL_HEAD = 256
@@ -39,6 +37,9 @@ LEASE_BLOCKS = 64
 class Capacity:
     """Computes what the engines' last reports, and the requests sent since then, leave free.
 
+    Attributes:
+        costs: how long steps take.
+
     Args:
         config: the node.
         books: engines, units and requests.
@@ -53,11 +54,7 @@ class Capacity:
         self._leases = books.leases
         self._carries = books.carries
         self._prefixes = books.prefixes
-        self.cost_model: CostModel | None = config.cost_model
-        """The cost model, corrected by measured steps (``observe``)."""
-        self._partition = self._units.partition
-        self._begun: set[Unit] = set()
-        """Units that a switch has made, and that have not reported a step since."""
+        self.costs = StepCosts(config, books)
         self._forms_groups = True
         self._lengths = Lengths()
         self._states: dict[Unit, tuple[Uncounted, UnitState]] = {}
@@ -120,7 +117,7 @@ class Capacity:
             since_switch=since_switch,
             since_urgent=demand.since_urgent(now),
             layouts=self._layouts,
-            cost_model=self.cost_model,
+            cost_model=self.costs.model,
             targets=self._config.targets,
             schedules_ahead=self._config.schedules_ahead,
             urgent_engines=self._config.urgent_engines,
@@ -182,59 +179,16 @@ class Capacity:
         self.__dict__.pop("_layouts", None)
         self._states.clear()
 
-    def share_weights(self, share: int) -> None:
-        """Take note that so many engines share weights, on which step times depend."""
-        if self.cost_model is not None:
-            self.cost_model = replace(self.cost_model, share_weights=share)
-
     def observe(self, core: CoreBook, load: m.Load) -> None:
         """Learn from the steps between a core's last report and this one."""
-        before, layout = core.load, core.unit.layout
-        if before is None:
-            return
-        learns = self.cost_model is not None and not self._begins(core, load)
-        known = m.Work()
-        for mode, news in steps_between(before, load):
-            known += news
-            if learns and self.cost_model is not None:
-                seconds = news.seconds / news.steps
-                self.cost_model = self.cost_model.observe(layout, news.mean, seconds, mode)
-        self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
-
-    def _begins(self, core: CoreBook, load: m.Load) -> bool:
-        """Return whether a report has the first steps of a unit that a switch has made.
-
-        They also waited for what its devices still computed for other units, and say little.
-        """
-        partition = self._units.partition
-        if partition != self._partition:
-            self._begun |= set(partition).difference(self._partition)
-            self._begun &= set(partition)
-            self._partition = partition
-        if core.unit not in self._begun or core.load is None or load.steps == core.load.steps:
-            return False
-        self._begun.discard(core.unit)
-        return True
-
-    def observe_copy(self, source: Unit, copied: m.Imported) -> None:
-        """Learn how fast KV goes through the host, which nobody knows before.
-
-        How fast GPUs read each other is known, and copies by both ways say little of either.
-        """
-        if self.cost_model is not None and copied.host_bytes * 2 > copied.bytes:
-            links = min(source.size, copied.unit.size)
-            self.cost_model = self.cost_model.observe_carry(copied.bytes, copied.seconds, links)
+        if core.load is not None:
+            known = self.costs.observe(core, load)
+            self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
 
     def see_outputs(self, outputs: Collection[int]) -> None:
         """Note the tokens of outputs that have ended."""
         if outputs:
             self._lengths.end(outputs)
-
-    @property
-    def step_errors(self) -> dict[str, float]:
-        """Smoothed relative error of the cost model's predictions (``messages.LayoutView``)."""
-        corrections = () if self.cost_model is None else self.cost_model.corrections
-        return {_steps_name(c): c.error for c in corrections}
 
     def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:
         paused = self._requests.paused
@@ -437,8 +391,3 @@ def _layout_state(limits: m.LayoutLimits, blocks: int) -> LayoutState:
         limits.max_model_len,
         limits.group_limits,
     )
-
-
-def _steps_name(steps: Correction) -> str:
-    name = steps.layout.name
-    return f"{name} {steps.kind}" if steps.mode is Mode.TP else f"{name} sp {steps.kind}"

@@ -147,7 +147,7 @@ class Background:
     @property
     def cost_model(self) -> CostModel | None:
         """Predicts steps."""
-        return self._capacity.cost_model
+        return self._capacity.costs.model
 
     def is_leaving(self, seen: PoolRequest) -> bool:
         """Return whether a request is being taken out of its unit."""

@@ -303,7 +303,7 @@ class Carries:
             # ``Import`` without requests has such an answer, but nothing awaits it.
             return not (message.carried or message.recomputed)
         self._count(message)
-        self._capacity.observe_copy(carry.source, message)
+        self._capacity.costs.observe_copy(carry.source, message)
         settled = {*message.carried, *message.recomputed}
         if message.left == 0:
             self._observe(carry, "import")

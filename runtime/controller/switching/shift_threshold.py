@@ -1,5 +1,6 @@
 """The node's threshold for SP, which every engine is told: larger steps run in SP."""
 
+from dataclasses import replace
 from functools import cached_property
 
 from shoal.policies.shift import ShiftThreshold, ShiftThresholdError, tokens_for
@@ -24,6 +25,7 @@ class Shifting:
 
     def __init__(self, env: Environment, engines: EngineBook) -> None:
         self._config = env.config
+        self._model = env.config.cost_model
         self._transport = env.transport
         self._engines = engines
         self._shifts = True
@@ -47,6 +49,13 @@ class Shifting:
         self._shifts = policy.shifts
         self._tell_all()
 
+    def share_weights(self, share: int) -> None:
+        """Take note that so many engines share weights: steps in SP may read some of others."""
+        if self._model is not None:
+            self._model = replace(self._model, share_weights=share)
+            self._take(self._threshold)
+            self._tell_all()
+
     def greet(self, engine: int) -> None:
         """Send an engine the threshold; before it has one, the engine runs no step in SP."""
         if self._config.max_sp > 1:
@@ -55,7 +64,7 @@ class Shifting:
     def _take(self, threshold: ShiftThreshold) -> None:
         config = self._config
         layouts = config.layouts[1:] if config.max_sp > 1 else ()
-        self._tokens = tokens_for(threshold, config.cost_model, layouts)
+        self._tokens = tokens_for(threshold, self._model, layouts)
         self._threshold = threshold
 
     def _tell_all(self) -> None:

@@ -208,6 +208,9 @@ class LayoutView(Message, frozen=True):
     """Tokens of the longest request that each layout holds; empty until the engines are ready."""
     share_weights: int = 1
     """How many engines share weights now, or will when a change has ended that is under way."""
+    hidden_above: dict[str, int] = msgspec.field(default_factory=dict)
+    """Layouts whose steps read weights from other engines, each with the tokens of a step from
+    which on its computing hides that (``CostModel.hidden_above``)."""
     memory_changes: list[MemoryView] = msgspec.field(default_factory=list)
     """The last changes of memory between weights and KV."""
 

@@ -58,6 +58,54 @@ def test_a_long_step_hides_what_it_reads_from_others() -> None:
     assert SHARED.step_seconds(DP, long) == MODEL.step_seconds(DP, long)
 
 
+def test_streaming_is_hidden_above_a_number_of_tokens() -> None:
+    """Three quarters of the MLPs take 12 ms to read, and a token takes 2 us to compute."""
+    assert SHARED.hidden_above(DP) == 6000
+    fast = replace(SHARED, hardware=replace(SHARED.hardware, link_bytes_per_second=1e30))
+    assert [fast.hidden_above(Layout(tp=tp)) for tp in (2, 4)] == [4000, 0]
+    assert replace(SHARED, share_weights=1).hidden_above(DP) == 0
+    slow = SHARED.fit(Layout(tp=4), Mode.TP, StepKind.PREFILL, slower(SHARED, Layout(tp=4), 2.0))
+    assert slow.hidden_above(DP) == pytest.approx(3000, rel=1e-3)
+
+
+def slower(model: CostModel, layout: Layout, factor: float) -> list[tuple[Batch, float]]:
+    """Return steps that take so many times as long as the roofline says."""
+    batches = [Batch(prefill_tokens=tokens) for tokens in (10, 100, 1000, 20_000)]
+    return [(batch, factor * model.roofline_seconds(layout, batch)) for batch in batches]
+
+
+def test_steps_that_read_weights_of_others_say_nothing_of_those_that_do_not() -> None:
+    short, long = Batch(prefill_tokens=100), Batch(prefill_tokens=20_000)
+    model = SHARED.fit(DP, Mode.TP, StepKind.PREFILL, slower(SHARED, DP, 1.5))
+    assert model.step_seconds(DP, short) == pytest.approx(1.5 * 12e-3)
+    assert model.step_seconds(DP, long) == pytest.approx(1.5 * 40e-3)
+    whole = replace(model, share_weights=1)
+    for layout in (DP, Layout(tp=4)):
+        assert whole.step_seconds(layout, short) == MODEL.step_seconds(layout, short)
+        assert whole.step_seconds(layout, long) == MODEL.step_seconds(layout, long)
+    learned = whole
+    for _ in range(30):
+        learned = learned.observe(DP, short, 3 * MODEL.step_seconds(DP, short))
+    assert learned.step_seconds(DP, short) == pytest.approx(3 * 2e-3, rel=0.05)
+    again = replace(learned, share_weights=4)
+    assert again.step_seconds(DP, short) == pytest.approx(1.5 * 12e-3), "reading took all the time"
+
+
+def test_a_step_that_reads_weights_takes_at_least_its_corrected_computing() -> None:
+    long = Batch(prefill_tokens=20_000)
+    whole = replace(SHARED, share_weights=1)
+    slow = whole.fit(DP, Mode.TP, StepKind.PREFILL, slower(whole, DP, 2.0))
+    shared = replace(slow, share_weights=4)
+    assert shared.step_seconds(DP, long) == pytest.approx(slow.step_seconds(DP, long))
+    assert shared.step_seconds(DP, Batch(prefill_tokens=1)) == pytest.approx(12e-3)
+
+
+def test_copies_of_kv_through_the_host_say_nothing_of_weights() -> None:
+    slow = SHARED.observe_carry(LEAST_COPY_BYTES, 10.0, links=1)
+    assert slow.carry_seconds(1e6, 1) > 2 * SHARED.carry_seconds(1e6, 1)
+    assert slow.step_seconds(DP, ONE) == SHARED.step_seconds(DP, ONE)
+
+
 def test_a_step_by_sequence_reads_what_its_base_computes_with() -> None:
     model = replace(SHARED, max_sp=2)
     assert model.device_seconds(Layout(tp=4), ONE, Mode.SP) == pytest.approx(1.6e6 / 4 / 1e8)

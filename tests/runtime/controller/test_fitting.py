@@ -1,5 +1,7 @@
 """The fit at start: what policies predict from then on, and what may go wrong meanwhile."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import pytest
 
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.values.batch import Batch, Mode
-from shoal.policies.values.layouts import DP, Layout
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.policies.values.partition import singles
 from shoal.runtime.config import FakeSettings, FitSettings
+from shoal.runtime.engine.fake.step_times import StepTimes
 from shoal.runtime.fit_file import read_fit
 from shoal.runtime.protocol import messages as m
 from tests.policies.snapshots import MODEL
@@ -20,6 +23,7 @@ SETTINGS = FakeSettings(
 )
 FACTORS = {1: 1.8, 2: 2.5, 4: 0.6}
 """How much longer steps take than the roofline says, by the number of engines of a unit."""
+LAYOUTS = layouts_up_to(4)
 BATCHES = (
     Batch(decodes=1, context_tokens=2000),
     Batch(decodes=32, context_tokens=32 * 500),
@@ -39,16 +43,34 @@ def errors(model: CostModel | None, size: int) -> list[float]:
     return [abs(model.step_seconds(layout, b) / truth(layout, b) - 1) for b in BATCHES]
 
 
+SHARED = replace(MODEL, shape=replace(MODEL.shape, mlp_parameters=5.6e10), share_weights=2)
+
+
+def shared_truth(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
+    """Return the longer of computing, as in groups of two, and reading half of the MLPs."""
+    whole = replace(SHARED, share_weights=1)
+    computing = FACTORS[2] * whole.roofline_seconds(layout, batch, mode)
+    return max(computing, SHARED.roofline_seconds(layout, batch, mode))
+
+
 class Start:
     """The start of a node of four engines, whose time goes from event to event."""
 
-    def __init__(self, seconds: float = 600.0, policy: str = "manual", **fields: Any) -> None:
+    def __init__(
+        self,
+        seconds: float = 600.0,
+        policy: str = "manual",
+        times: StepTimes = truth,
+        model: CostModel = MODEL,
+        **fields: Any,
+    ) -> None:
         self.node = LoopbackNode(
             4,
             policy=policy,
             settings=SETTINGS,
-            step_times=truth,
-            cost_model=MODEL,
+            step_times=times,
+            cost_model=model,
+            share_weights=model.share_weights,
             fit=FitSettings(seconds=seconds, **fields),
         )
 
@@ -58,7 +80,7 @@ class Start:
 
     @property
     def model(self) -> CostModel | None:
-        return self.node.controller._capacity.cost_model
+        return self.node.controller._capacity.costs.model
 
     @property
     def costs(self) -> str:
@@ -92,6 +114,20 @@ def test_predictions_are_right_after_the_start() -> None:
     assert start.node.outcomes == {}
     assert not start.node.tokens
     assert start.node.audit() == []
+
+
+def test_steps_that_read_weights_of_others_do_not_mislead_it() -> None:
+    start = Start(times=shared_truth, model=SHARED)
+    start.until_ready()
+    shared = start.model
+    assert shared is not None
+    for model, layout in itertools.product((shared, replace(shared, share_weights=1)), LAYOUTS):
+        for batch in BATCHES:
+            expected, error = shared_truth(layout, batch), 0.05
+            if model.share_weights == 1:
+                expected = FACTORS[2] * MODEL.roofline_seconds(layout, batch)
+                error = 0.25 if layout == DP else 0.05  # only groups computed without reading
+            assert model.step_seconds(layout, batch) == pytest.approx(expected, rel=error)
 
 
 def test_without_it_they_are_not() -> None:

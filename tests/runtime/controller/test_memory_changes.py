@@ -1,14 +1,21 @@
 """Changes of memory between weights and KV: the protocol, with fake engines and their deaths."""
 
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.values.layouts import DP, alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.memory_changes import FILL_SECONDS, RETRY_SECONDS, USE_SECONDS
 from shoal.runtime.engine.fake.fake_backend import WHOLE_BYTES
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import MemoryView
+from tests.policies.snapshots import MODEL as UNSHARED
 from tests.runtime.loopback_node import LoopbackNode, problems
 from tests.units import tp
 
@@ -17,13 +24,25 @@ SETTINGS = FakeSettings(
     num_blocks=ALL, whole_blocks=LEFT, block_tokens=4, max_num_seqs=8, max_model_len=150
 )
 PAIR = tp(0, 1)
+MODEL = replace(
+    UNSHARED, shape=replace(UNSHARED.shape, mlp_parameters=5.6e10), share_weights=2, max_sp=2
+)
 
 
 def node_of(
-    faults: dict[int, Faults] | None = None, settings: FakeSettings = SETTINGS, share: int = 2
+    faults: dict[int, Faults] | None = None,
+    settings: FakeSettings = SETTINGS,
+    share: int = 2,
+    **fields: Any,
 ) -> LoopbackNode:
     node = LoopbackNode(
-        2, settings=settings, faults=faults, share_weights=share, restart_limit=9, max_retries=9
+        2,
+        settings=settings,
+        faults=faults,
+        share_weights=share,
+        restart_limit=9,
+        max_retries=9,
+        **fields,
     )
     node.settle()
     return node
@@ -172,6 +191,50 @@ def _hold(node: LoopbackNode, kind: type, held: list) -> None:  # type: ignore[t
     node.controller._operations.memory.handle = hold  # type: ignore[method-assign]
 
 
+def test_the_steps_of_each_level_are_learned_apart() -> None:
+    settings = msgspec.structs.replace(SETTINGS, step_seconds=0.01)
+    node = node_of(settings=settings, cost_model=MODEL)
+    for level, streams in ((2, [True]), (1, [False, True])):
+        change(node, level)
+        model = _model_after(node, f"at {level}")
+        assert model.share_weights == level
+        assert sorted({correction.streams for correction in model.corrections}) == streams
+
+
+def test_an_engine_that_has_not_followed_teaches_what_its_own_level_takes() -> None:
+    settings = msgspec.structs.replace(SETTINGS, step_seconds=0.01)
+    node = node_of(settings=settings, cost_model=MODEL)
+    change(node, 1)
+    node.controller.books.engines.share(0, 2, WHOLE_BYTES)
+    node.controller._operations.memory._retry_at = math.inf
+    assert all(correction.streams for correction in _model_after(node, "early").corrections)
+
+
+def _model_after(node: LoopbackNode, request_id: str) -> CostModel:
+    """Return the cost model after a request whose steps take 10 ms each."""
+    node.send(request_id, prompt_tokens=10, max_tokens=30)
+    for _ in range(60):
+        node.turns(4)
+        node.collect()
+        node.clock.advance(0.01)
+    assert node.missing == []
+    model = node.controller._capacity.costs.model
+    assert model is not None
+    return model
+
+
+def test_the_shift_follows_what_steps_in_sp_read_from_others() -> None:
+    node = node_of(cost_model=MODEL, max_sp=2, shift_threshold=4)
+    (shared,) = node.view().shift.sp_above.values()
+    assert node.view().hidden_above == {"dp": MODEL.hidden_above(DP)}
+    change(node, 1)
+    (whole,) = node.view().shift.sp_above.values()
+    assert node.view().hidden_above == {}
+    assert (shared > 100, whole) == (True, 4)
+    change(node, 2)
+    assert list(node.view().shift.sp_above.values()) == [shared]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -315,8 +378,6 @@ def test_a_change_to_shared_weights_goes_on_without_an_engine_that_dies(seam: Se
 
 
 def _with_faults(node: LoopbackNode, engine: int, seam: Seam):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
     return replace(node.backends[engine].own._around, faults=Faults(die_at=seam))
 
 

@@ -95,6 +95,7 @@ NODE = LayoutView(
     shift=ShiftView(ShiftRule.AUTO, 2, {"tp2": 512}),
     unavailable=[UnavailableView((2, 3), "engine 2 died", "tp2")],
     share_weights=2,
+    hidden_above={"dp": 774},
     memory_changes=[MEMORY],
 )
 SWITCH_ANSWER = {
@@ -455,6 +456,7 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
         "unavailable": [{"engines": [2, 3], "layout": "tp2", "reason": "engine 2 died"}],
         "shift": SHIFT_ANSWER,
         "share_weights": 2,
+        "hidden_above": {"dp": 774},
         "memory_changes": [MEMORY_ANSWER],
         "switches": [SWITCH_ANSWER],
     }

@@ -46,8 +46,8 @@ def test_copies_through_the_host_say_how_fast_these_are(through_host: int) -> No
     node.settle()
     capacity = node.controller._capacity
     imported = m.Imported(1, 0, tp(0, 1), ["r"], {}, 0, 100 << 20, 0.01, through_host)
-    capacity.observe_copy(alone(0), imported)
-    (before, after) = (of.carry_seconds(1000, 1) for of in (model, capacity.cost_model))
+    capacity.costs.observe_copy(alone(0), imported)
+    (before, after) = (of.carry_seconds(1000, 1) for of in (model, capacity.costs.model))
     assert (after > 2 * before) == bool(through_host)
 
 
@@ -139,8 +139,8 @@ def test_the_first_steps_after_a_switch_say_nothing_of_how_fast_a_unit_is() -> N
         seen = m.Load(0, group, 4, 0, 100, 0, [], done)
         capacity.observe(core, seen)
         core.load = seen
-        assert capacity.cost_model is not None
-        return tuple(known.layout.name for known in capacity.cost_model.corrections)
+        assert capacity.costs.model is not None
+        return tuple(known.layout.name for known in capacity.costs.model.corrections)
 
     before = report(0)
     controller.books.units.bind(group, 1)

@@ -1,0 +1,108 @@
+"""What is known of the times of steps and copies: the cost model, as measured ones correct it."""
+
+from dataclasses import replace
+
+from shoal.policies.cost.correction import Correction
+from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.config import NodeConfig
+from shoal.runtime.controller.books.books import Books
+from shoal.runtime.controller.books.core_book import CoreBook, steps_between
+from shoal.runtime.protocol import messages as m
+
+
+class StepCosts:
+    """Keeps the cost model.
+
+    Attributes:
+        model: the cost model; None: the node has none.
+
+    Args:
+        config: the node.
+        books: engines and units.
+    """
+
+    def __init__(self, config: NodeConfig, books: Books) -> None:
+        self.model: CostModel | None = config.cost_model
+        self._layouts = config.layouts
+        self._engines = books.engines
+        self._units = books.units
+        self._partition = self._units.partition
+        self._begun: set[Unit] = set()
+        """Units that a switch has made, and that have not reported a step since."""
+
+    def share_weights(self, share: int) -> None:
+        """Take note that so many engines share weights, on which step times depend."""
+        if self.model is not None:
+            self.model = replace(self.model, share_weights=share)
+
+    def observe(self, core: CoreBook, load: m.Load) -> m.Work:
+        """Learn from the steps between a core's last report and this one; return their work."""
+        known = m.Work()
+        if core.load is None:
+            return known
+        learns = self.model is not None and not self._begins(core, load)
+        for mode, news in steps_between(core.load, load):
+            known += news
+            if learns:
+                self._learn(core.unit, news.mean, news.seconds / news.steps, mode)
+        return known
+
+    def _learn(self, unit: Unit, mean: Batch, seconds: float, mode: Mode) -> None:
+        """Correct the model by a step of a unit, whose engines may not have followed yet.
+
+        A step waits for the member that reads most weights from others.
+        """
+        assert self.model is not None
+        level = self.model.share_weights
+        there = replace(self.model, share_weights=max(self._engines[e].share for e in unit.engines))
+        seen = there.observe(unit.layout, mean, seconds, mode)
+        self.model = replace(seen, share_weights=level)
+
+    def _begins(self, core: CoreBook, load: m.Load) -> bool:
+        """Return whether a report has the first steps of a unit that a switch has made.
+
+        They also waited for what its devices still computed for other units, and say little.
+        """
+        partition = self._units.partition
+        if partition != self._partition:
+            self._begun |= set(partition).difference(self._partition)
+            self._begun &= set(partition)
+            self._partition = partition
+        if core.unit not in self._begun or core.load is None or load.steps == core.load.steps:
+            return False
+        self._begun.discard(core.unit)
+        return True
+
+    def observe_copy(self, source: Unit, copied: m.Imported) -> None:
+        """Learn how fast KV goes through the host, which nobody knows before.
+
+        How fast GPUs read each other is known, and copies by both ways say little of either.
+        """
+        if self.model is not None and copied.host_bytes * 2 > copied.bytes:
+            links = min(source.size, copied.unit.size)
+            self.model = self.model.observe_carry(copied.bytes, copied.seconds, links)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Smoothed relative error of the predictions of steps (``messages.LayoutView``)."""
+        model = self.model
+        if model is None:
+            return {}
+        now = (c for c in model.corrections if c.streams == model.streams(c.layout, c.mode))
+        return {_name(correction): correction.error for correction in now}
+
+    @property
+    def hidden_above(self) -> dict[str, int]:
+        """From how many tokens on steps hide what they read from others (``LayoutView``)."""
+        model = self.model
+        if model is None:
+            return {}
+        streaming = filter(model.streams, self._layouts)
+        return {layout.name: model.hidden_above(layout) for layout in streaming}
+
+
+def _name(steps: Correction) -> str:
+    name = steps.layout.name
+    return f"{name} {steps.kind}" if steps.mode is Mode.TP else f"{name} sp {steps.kind}"
