@@ -58,7 +58,8 @@ def open_books(env: Environment) -> Books:
 def _tokens_of(books: Books, unit: Unit) -> int:
     """Return how many tokens the blocks hold that a unit has, or gets before it evicts anything.
 
-    A bound group is lent all blocks that its members have free. It is 0 if an engine is gone.
+    A bound group is lent all blocks that its members have free. It is 0 if an engine is gone, or if
+    groups still have more of its blocks than it will keep (``MemoryChanges``).
     """
     engines, leases = books.engines, books.leases
     if engines.gone.intersection(unit.engines):
@@ -70,4 +71,4 @@ def _tokens_of(books: Books, unit: Unit) -> int:
     if unit in books.units.bound:
         loads = [books.requests.core(alone(engine)).load for engine in unit.engines]
         blocks += min(0 if load is None else load.free_blocks for load in loads)
-    return engines.limits(unit).tokens(blocks)
+    return engines.limits(unit).tokens(max(0, blocks))

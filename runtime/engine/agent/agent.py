@@ -174,7 +174,7 @@ class Agent:
             case m.Shrink():
                 self._lending.shrink(message)
             case m.TakeBack(blocks=blocks):
-                self._backend.own.take_back(blocks)
+                self._resizing.take_back(blocks)
             case m.SetShift(thresholds):
                 above = dict(thresholds)
                 for unit, core in self._backend.cores.items():

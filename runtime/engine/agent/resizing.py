@@ -5,6 +5,7 @@ collected; then these requests lose their blocks. Blocks come back from groups a
 What runners do next is a task of theirs, beside which, or behind which, steps go on.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -94,6 +95,13 @@ class Resizing:
                     self._task = _Task(message, backend.use_weights(unit, share))
                 else:
                     self._transport.to_controller(m.WeightsUsed(epoch, backend.engine, {}))
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """Take back blocks that were lent: those that are given up are lent to nobody again."""
+        own = self._backend.own
+        own.take_back(blocks)
+        if self._closing is not None:
+            own.withhold(self._closing.blocks)
 
     def tend(self) -> bool:
         """Do what is due; return whether a core that was paused goes on."""

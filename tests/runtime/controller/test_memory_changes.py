@@ -10,13 +10,15 @@ import pytest
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.values.layouts import DP, alone
 from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.books.prompt_hashes import prompt_hashes
 from shoal.runtime.controller.memory_changes import FILL_SECONDS, RETRY_SECONDS, USE_SECONDS
 from shoal.runtime.engine.fake.fake_backend import WHOLE_BYTES
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import MemoryView
 from tests.policies.snapshots import MODEL as UNSHARED
-from tests.runtime.loopback_node import LoopbackNode, problems
+from tests.runtime.loopback_node import LoopbackNode, problems, request_payload
 from tests.units import tp
 
 ALL, LEFT = 64, 40
@@ -149,6 +151,23 @@ def test_a_groups_requests_lose_blocks_of_its_members() -> None:
     assert_whole(node)
     change(node, 2)
     assert_shared(node)
+
+
+def test_an_engine_may_have_lent_more_than_it_keeps() -> None:
+    node = node_of()
+    books = node.controller.books
+    node.switch(PAIR)
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=60, max_tokens=60)
+    while books.leases.lent_by(0).get(PAIR, 0) <= LEFT:
+        node.turns(1)
+    (frame,) = request_payload("cached", [1000] * 300, 1)
+    books.prefixes.use(prompt_hashes(wire.decode_request([frame])), alone(0))
+    call = node.call(m.ChangeMemory, 1)
+    assert isinstance(reply(node, call), m.MemoryChanged)
+    assert books.prefixes.tokens(alone(0)) == 0
+    assert node.missing == []
+    node.assert_exact()
 
 
 def test_paused_requests_lose_blocks_too() -> None:
@@ -454,6 +473,25 @@ def test_an_engine_that_goes_on_to_use_what_it_gave_up_is_found() -> None:
 
 
 # --- an engine's part -----------------------------------------------------------------------------
+
+
+def test_blocks_that_go_are_not_lent_again_when_they_come_back() -> None:
+    """Otherwise a group that wants blocks gets those that it has just returned, for ever."""
+    node = node_of()
+    node.switch(PAIR)
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=60, max_tokens=60)
+    node.turns(12)
+    own, send = node.backends[1].own, node.controller._transport.to_engine
+    send(1, m.CloseBlocks(99, LEFT))
+    node.turn_agent(1)
+    lent = sorted(own.lent)
+    assert lent[-1] > LEFT
+    send(1, m.TakeBack(m.AHEAD, PAIR, lent))
+    send(1, m.Lend(m.AHEAD, PAIR, ALL, urgent=False))
+    node.turn_agent(1)
+    assert own.lent
+    assert max(own.lent) <= LEFT
 
 
 def test_blocks_that_go_hold_nothing_any_more() -> None:
