@@ -138,8 +138,9 @@ def memory() -> list[PanelBuilder]:
         ),
         graph(
             "Changes between weights and KV",
-            "Changes of memory that operators asked for (`POST /admin/memory`), or with which "
-            "engines that are back follow the others; and the requests that lost KV for that.",
+            "Changes of memory that the policy wanted (`kv`: more KV; `steps`: whole weights), "
+            "that operators asked for (`POST /admin/memory`), or with which engines that are back "
+            "follow the others; and the requests that lost KV for that.",
             Query(
                 events("shoal_memory_changes_total", by="reason, outcome", window=WINDOW),
                 "{{reason}} {{outcome}}",

@@ -73,6 +73,8 @@ class Forecast:
         model: predicts the times of steps and copies.
         urgent: share of the requests that are urgent.
         lane: the group that these have to themselves.
+        later: the partitions that the node may have after the next seconds; None: all that have one
+            layout for all engines.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Forecast:
         model: StepPredictor,
         urgent: float = 0.0,
         lane: Unit | None = None,
+        later: Sequence[Partition] | None = None,
     ) -> None:
         self._snapshot = snapshot
         self._lane = lane
@@ -88,14 +91,14 @@ class Forecast:
         self._work = work_of(snapshot)
         self._classes = _classes(snapshot, urgent)
         self._paces: dict[Layout, UnitPace] = {}
-        self._uniform = uniform(snapshot)
+        self._later_ones = uniform(snapshot) if later is None else later
 
     def cost(self, candidate: Partition, stall: float = 0.0) -> float:
         """Return what it costs to have a partition for the next seconds.
 
         It is the seconds that requests spend on the node. If there are targets, it is the broken
         promises, and ``TIE`` for each of these seconds. What is left after the next seconds costs
-        what it does in the best layout for all engines, because the node may change by then.
+        what it does in the best partition of ``later``, because the node may change by then.
 
         Args:
             candidate: the partition.
@@ -112,7 +115,7 @@ class Forecast:
                 waiting=left.waiting + count * end.waiting,
                 tokens=left.tokens + count * end.tokens,
             )
-        return cost + min(self._later(partition, left) for partition in self._uniform)
+        return cost + min(self._later(partition, left) for partition in self._later_ones)
 
     def _later(self, partition: Partition, left: Work) -> float:
         """Return what a partition costs from ``NEAR_SECONDS`` on."""

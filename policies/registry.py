@@ -2,12 +2,22 @@
 
 from shoal.policies.adaptive import ADAPTIVE
 from shoal.policies.flying import FLYING
+from shoal.policies.forecast import uniform
+from shoal.policies.share_level import with_share_level
 from shoal.policies.shift import SHIFT
 from shoal.policies.static import MANUAL, STATIC_DP, STATIC_TP
 from shoal.policies.values.plan import Policy
 
 POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (ADAPTIVE, FLYING, SHIFT, STATIC_DP, STATIC_TP, MANUAL)
+    policy.name: policy
+    for policy in (
+        with_share_level(ADAPTIVE, uniform),
+        with_share_level(FLYING, uniform),
+        with_share_level(SHIFT),
+        with_share_level(STATIC_DP),
+        with_share_level(STATIC_TP),
+        MANUAL,
+    )
 }
 """The built-in policies, and those of others that ``installed_policies`` has added."""
 

@@ -68,6 +68,10 @@ class FakeSettings(msgspec.Struct, frozen=True):
     whole_blocks: int = 0
     """Blocks that are left when an engine has whole weights instead of sharing them; 0: it
     cannot."""
+    fill_seconds: float = 0.0
+    """Time in which an engine copies what its peers keep of the weights, beside its steps."""
+    use_seconds: float = 0.0
+    """Time for which an engine computes nothing when it goes on with other memory."""
     max_num_seqs: int = 64
     max_model_len: int = 4096
     kv_heads: int = 8
@@ -189,6 +193,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """How many adjacent engines share the MLPs' weights at the start, each keeping one part of so
     many. Layouts of fewer members stream what their engines do not keep. While the node serves,
     engines may get whole weights (``controller.memory_changes``)."""
+    move_memory: bool = False
+    """Whether the policy may let engines have whole weights, and share them again."""
     queued_ahead: int = QUEUED_AHEAD
     place_by_prefix: bool = True
     """Whether policies see where a request's prefix is cached."""

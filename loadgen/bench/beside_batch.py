@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from shoal.loadgen.workload import Arrival
 from shoal.runtime.config import BACKGROUND_PRIORITY
 from shoal.runtime.simulation.data_sheets import hardware_named
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_shape
-from shoal.runtime.simulation.simulated_node import Node, Run, simulate
+from shoal.runtime.simulation.simulated_node import Run, simulate
 
 BATCH_PER_SECOND = 25
 """Background requests for each engine and second: as many as an engine does alone."""

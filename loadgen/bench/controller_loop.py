@@ -25,8 +25,9 @@ from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.loopback import LoopbackNetwork
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node, Run, simulate
+from shoal.runtime.simulation.simulated_node import Run, simulate
 from shoal.runtime.simulation.simulated_prompts import SimulatedPrompts, wire_request
 
 ENGINES = 8

@@ -22,8 +22,8 @@ from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation import calibration
 from shoal.runtime.simulation.calibration import Copy, Sample, predicted
+from shoal.runtime.simulation.node_settings import CAPTURED_TOKENS
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile, read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import CAPTURED_TOKENS
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 

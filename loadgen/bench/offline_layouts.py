@@ -19,8 +19,9 @@ import msgspec
 from shoal.loadgen.workload import Arrival
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.data_sheets import hardware_named
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_shape
-from shoal.runtime.simulation.simulated_node import Node, simulate
+from shoal.runtime.simulation.simulated_node import simulate
 
 WHOLE_PROMPTS = 8192
 """Tokens of the steps of a cycle."""

@@ -51,9 +51,9 @@ from shoal.loadgen.bench.traffic_workloads import TraceWriter, Traffic, read_tra
 from shoal.loadgen.bench.vllm_client import LoadFailedError, VllmClient
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.simulation.data_sheets import hardware_named
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import FileError
 from shoal.runtime.simulation.shape_files import read_shape as read_simulated
-from shoal.runtime.simulation.simulated_node import Node
 from shoal.server.errors import UserError
 
 SYSTEMS = (STOCK_DP, STOCK_TP, SHOAL)

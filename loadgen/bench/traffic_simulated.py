@@ -8,7 +8,8 @@ from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_TP
 from shoal.loadgen.replay_results import milliseconds
 from shoal.loadgen.summary import report
 from shoal.loadgen.workload import Workload
-from shoal.runtime.simulation.simulated_node import Node, simulate
+from shoal.runtime.simulation.node_settings import Node
+from shoal.runtime.simulation.simulated_node import simulate
 from shoal.server.commands.simulate import records_of
 
 STOCK_SEQS = 1024

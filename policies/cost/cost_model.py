@@ -148,9 +148,21 @@ class CostModel:
         new = Correction(layout, kind, mode, streams=self.streams(layout, mode))
         return next((known for known in self.corrections if _steps(known) == _steps(new)), new)
 
+    def fetch_seconds(self, layout: Layout, mode: Mode = Mode.TP) -> float:
+        """Return the time in which a step reads what other engines keep of its weights.
+
+        The MLPs are divided among the members that do not divide tokens. What an engine keeps lies
+        within its member's part.
+        """
+        degree = layout.tp // self._sp_degree(layout, mode)
+        missing = max(0.0, 1 / degree - 1 / self.share_weights)
+        size = missing * self.shape.mlp_parameters * self.shape.weight_bytes
+        hardware = self.hardware
+        return size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
+
     def streams(self, layout: Layout, mode: Mode = Mode.TP) -> bool:
         """Return whether a step reads weights from other engines."""
-        return self._fetch_seconds(layout.tp // self._sp_degree(layout, mode)) > 0
+        return self.fetch_seconds(layout, mode) > 0
 
     def hidden_above(self, layout: Layout, mode: Mode = Mode.TP) -> int:
         """Return from how many tokens on a step computes for longer than it reads from others.
@@ -282,21 +294,11 @@ class CostModel:
             read=shape.kv_bytes_per_token / kv_share / kv_rate,
             attend=attend / degree / hardware.flops_per_second,
             host=self._host_seconds(sp),
-            fetch=self._fetch_seconds(tp),
+            fetch=self.fetch_seconds(layout, mode),
             overhead=hardware.overhead_seconds,
             request=hardware.request_seconds if kind is StepKind.DECODE else 0.0,
             most=MAX_CORRECTION,
         )
-
-    def _fetch_seconds(self, tp: int) -> float:
-        """Return the time in which a member reads what other engines keep of its weights.
-
-        The whole of the MLPs is divided among ``tp`` members; what an engine keeps lies within.
-        """
-        missing = max(0.0, 1 / tp - 1 / self.share_weights)
-        size = self.shape.mlp_parameters * self.shape.weight_bytes
-        hardware = self.hardware
-        return missing * size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
 
     def _network_seconds(self, sp: int, tp: int, tokens: int) -> float:
         return self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)

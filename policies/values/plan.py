@@ -23,6 +23,11 @@ SwitchReason = Literal["", "load", "quiet", "urgent", "long", "slo", "start"]
 a long request, a promise at risk, or the policy's first layout."""
 
 
+ShareReason = Literal["", "kv", "steps"]
+"""Why a policy wants another number of engines to share weights: requests need more KV, or steps
+are faster with whole weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Hand a request of the pool to a unit, which starts it now."""
@@ -43,6 +48,10 @@ class Plan:
     """Why the policy wants the target."""
     memory: object = None
     """A frozen value of the policy's own, which the next snapshot gives back to it."""
+    share_weights: int | None = None
+    """How many engines are to share weights (``Snapshot.share_levels``); None: as many as now. It
+    is done if the plan has no target."""
+    share_reason: ShareReason = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,9 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
         raise PlanError(f"no treatment {plan.treatment!r}")
     if plan.target is not None:
         _check_target(plan.target, snapshot)
+    shares = {snapshot.share_weights, *(level.share for level in snapshot.share_levels)}
+    if plan.share_weights is not None and plan.share_weights not in shares:
+        raise PlanError(f"weights cannot be shared by {plan.share_weights} engines now")
 
 
 def _check_target(target: Partition, snapshot: Snapshot) -> None:

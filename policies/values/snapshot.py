@@ -152,6 +152,20 @@ class StepPredictor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ShareLevel:
+    """What a node would be like if another number of engines shared weights."""
+
+    share: int
+    """How many engines share the MLPs' weights; 1: each has whole weights."""
+    layouts: tuple[LayoutState, ...]
+    """See ``Snapshot.layouts``."""
+    cost_model: StepPredictor
+    """Knows what steps read from other engines at this level."""
+    sp_above: tuple[tuple[Layout, int], ...] = ()
+    """See ``Snapshot.sp_above``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """The promise to a priority class."""
 
@@ -228,6 +242,10 @@ class Snapshot:
     """Layouts that run steps in SP, ascending, each with the tokens above which a step does."""
     urgent_engines: int = 0
     """Engines of the group that urgent requests have to themselves while such come; 0: none."""
+    share_weights: int = 1
+    """How many engines share the MLPs' weights now."""
+    share_levels: tuple[ShareLevel, ...] = ()
+    """The levels to which the policy may change that now."""
     memory: object = None
     """What the policy's last plan noted (``Plan.memory``); None before its first plan."""
 

@@ -114,6 +114,7 @@ class Calls:
             ),
             lengths=layout_view.lengths(books.engines),
             share_weights=self._operations.memory.shown,
+            share_decided_by="operator" if self._operations.memory.is_held else "policy",
             hidden_above=self._capacity.costs.hidden_above,
             memory_changes=list(self._operations.memory.past),
         )
@@ -209,7 +210,10 @@ class Calls:
         return self._operations.switches.running is not None
 
     def _change_memory(self, peer: str, message: m.ChangeMemory) -> None:
-        status, error = self._memory_refusal(message.share_weights)
+        share = message.share_weights
+        status, error = self._memory_refusal(
+            self._operations.memory.share if share == m.POLICY_DECIDES else share
+        )
         if error:
             self._fail(peer, message.call, status, error)
         else:

@@ -6,6 +6,7 @@ and the supervisor, and the engines' reports. After each batch the loop asks the
 
 import logging
 import time
+from dataclasses import replace
 
 import msgspec
 
@@ -33,6 +34,7 @@ from shoal.runtime.controller.requests.background import Background
 from shoal.runtime.controller.requests.closing import Closing
 from shoal.runtime.controller.requests.dispatcher import Dispatcher
 from shoal.runtime.controller.requests.pauses import Pauses
+from shoal.runtime.controller.share_levels import ShareLevels
 from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.shift_threshold import Shifting
 from shoal.runtime.controller.utility_calls import UtilityCalls
@@ -100,6 +102,10 @@ class Controller:
             share_followers=(self._capacity.costs.share_weights, self._shifting.share_weights),
         )
         self.switches = self._operations.switches.past
+        self.memory_changes = self._operations.memory.past
+        self._share_levels = ShareLevels(
+            clock, self._capacity, self._shifting, self._operations.memory
+        )
         self._fitting = Fitting(env, books, self._capacity, self._operations)
         self._adviser = Adviser(
             config.policy,
@@ -111,15 +117,8 @@ class Controller:
                 lambda _: self._admission.give_up_unholdable(),
             ),
         )
-        self._calls = Calls(
-            env,
-            books,
-            self._capacity,
-            self._adviser,
-            self._shifting,
-            self._operations,
-            self._fitting,
-        )
+        parts = self._capacity, self._adviser, self._shifting, self._operations, self._fitting
+        self._calls = Calls(env, books, *parts)
 
     # --- loop ---------------------------------------------------------------------------------
 
@@ -371,6 +370,8 @@ class Controller:
         target = None if snapshot.switching else plan.target
         if target is not None and target != self.books.units.partition:
             switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)
+        elif plan.share_weights is not None and self._operations.can_switch:
+            self._operations.memory.start_for_policy(plan.share_weights, plan.share_reason)
         elif self._operations.can_switch:
             # Background requests leave where people's come, so only people's count beside these.
             self._balancing.look(people if people.requests else snapshot)
@@ -380,7 +381,7 @@ class Controller:
         """Return what policies see now, with what has become of requests."""
         now, switches = self._clock(), self._operations.switches
         may_switch = self._operations.can_switch and switches.has_budget
-        return self._capacity.snapshot(
+        seen = self._capacity.snapshot(
             now,
             self._demand,
             switching=not may_switch,
@@ -390,3 +391,7 @@ class Controller:
             sp_above=self._shifting.sp_above,
             news=news,
         )
+        if self._config.share_weights == 1:
+            return seen
+        levels = self._share_levels.offered()
+        return replace(seen, share_weights=self._operations.memory.share, share_levels=levels)

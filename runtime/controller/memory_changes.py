@@ -12,6 +12,7 @@ Before USING a change to whole weights is undone if anything else fails.
 
 import enum
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
@@ -107,9 +108,12 @@ class MemoryChanges:
         """The level at the start."""
         self.share = self._most
         """The level of the node: that of engines that serve, apart from those that follow."""
+        self.is_held = not env.config.move_memory
+        """Whether the policy may not change it: by the configuration, or because an operator did.
+        """
         self._change: Change | None = None
         self._retry_at = 0.0
-        self.past: list[MemoryView] = []
+        self.past: deque[MemoryView] = deque(maxlen=CHANGES_KEPT)
 
     # --- what others see ----------------------------------------------------------------------
 
@@ -129,6 +133,21 @@ class MemoryChanges:
         if self._change is not None:
             return self._change.deadline
         return self._retry_at if self._behind() else None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the policy may change the level now, if no other operation runs."""
+        waits = self._change is not None or self._env.clock() < self._retry_at
+        return not (self.is_held or self._most == WHOLE or waits or self._behind())
+
+    def offers(self) -> dict[int, int]:
+        """Return the other levels to which the node can change, each with an engine's KV blocks."""
+        levels = {WHOLE, self._most} - {self.share}
+        return {
+            share: min(engine.shares.blocks[share] for engine in self._engines)
+            for share in levels
+            if self.refusal(share) == (200, "")
+        }
 
     def refusal(self, share: int) -> tuple[int, str]:
         """Return the HTTP status and the reason why the level cannot be changed; 200: it can."""
@@ -172,9 +191,26 @@ class MemoryChanges:
     # --- start --------------------------------------------------------------------------------
 
     def start_for_operator(self, peer: str, message: m.ChangeMemory) -> None:
-        """Start a change that the admin API asked for; no other operation may be running."""
-        self.share, before = message.share_weights, self.share
+        """Start a change that the admin API asked for; no other operation may be running.
+
+        The policy then leaves the level alone, until the API says that it may decide again.
+        """
+        decides = message.share_weights == m.POLICY_DECIDES
+        self.is_held = not (decides and self._env.config.move_memory)
+        before = self.share
+        self.share = self.share if decides else message.share_weights
         self._begin(MANUAL, before, (peer, message.call))
+
+    def start_for_policy(self, share: int, reason: str) -> None:
+        """Start a change that the policy asked for, if it is possible; no operation may be running.
+
+        Args:
+            share: the level.
+            reason: see ``Plan.share_reason``.
+        """
+        if share != self.share and self.is_free and self.refusal(share) == (200, ""):
+            self.share, before = share, self.share
+            self._begin(reason, before)
 
     def tick_idle(self) -> None:
         """Let engines follow that have come back at another level; no operation is running."""
@@ -346,7 +382,7 @@ class MemoryChanges:
             error=change.error,
         )
         if change.engines:
-            self.past = [*self.past, view][-CHANGES_KEPT:]
+            self.past.append(view)
             self._books.statistics.memory.changed(view)
             level = logging.INFO if change.error is None else logging.ERROR
             log.log(level, "%s", view.line(), extra={"fields": {"memory": view}})

@@ -6,41 +6,28 @@ due that it waits for, as it would with sockets and clocks. This module makes no
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from shoal.policies.cost.correction import Correction
-from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
-from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition, units_of
-from shoal.policies.values.snapshot import Target
 from shoal.runtime.clock import ManualClock
-from shoal.runtime.config import PRECOPY_TOKENS, QUEUED_AHEAD, FakeSettings, NodeConfig
 from shoal.runtime.controller.loop import Controller
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.step_times import Devices
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages.views import SwitchView
+from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 from shoal.runtime.protocol.transport import Frames, front_identity
-from shoal.runtime.simulation.shape_files import (
-    BLOCK_TOKENS,
-    HardwareFile,
-    ShapeFile,
-    cost_model,
-    step_times,
-)
+from shoal.runtime.simulation.node_settings import Node
+from shoal.runtime.simulation.shape_files import cost_model
 from shoal.runtime.simulation.simulated_network import CONTROLLER, Events, SimulatedNetwork
 from shoal.runtime.simulation.simulated_prompts import Block, SimulatedPrompts, wire_request
 
-CAPTURED_TOKENS = 512
-"""Tokens of the largest CUDA graph that vLLM captures by default."""
-STEPS_AT_ONCE = 64
-"""Up to so many steps that decode the same requests are simulated as one."""
 LEAD_SECONDS = 1.0
 """Time for the node to switch to its policy's first layout before the workload starts."""
 PATIENCE_SECONDS = 3600.0
@@ -113,6 +100,8 @@ class Run:
     spread evenly over its time."""
     switches: list[SwitchView] = field(default_factory=list)
     """All switches since the workload's start; the policy's first layout comes before that."""
+    memory_changes: list[MemoryView] = field(default_factory=list)
+    """All changes of memory between weights and KV."""
     layouts: list[tuple[float, Partition]] = field(default_factory=list)
     """Every partition, with the time from which on it was in effect."""
     moves: int = 0
@@ -120,99 +109,6 @@ class Run:
     policy_errors: int = 0
     step_errors: dict[str, float] = field(default_factory=dict)
     """Smoothed relative error of the cost model at the end (``messages.LayoutView``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """The node that is simulated.
-
-    Attributes:
-        engines: number of engines.
-        max_group: size of the largest group.
-        max_pp: most stages of a pipeline.
-        layout: what an operator asks for at the start, for all engines; None: nothing. The policy
-            must be one that leaves the layout to operators.
-        max_num_seqs: most requests in one unit's batch.
-        max_num_batched_tokens: most tokens of one step.
-        targets: the targets of the priority classes.
-        urgent_engines: see ``NodeConfig``.
-        seed: the node's seed.
-        queued_ahead: requests that a unit gets beyond its full batch.
-        precopy_tokens: see ``NodeConfig``.
-        max_sp: largest degree of SP.
-        share_weights: how many engines share the MLPs' weights.
-        shift_threshold: decides which steps run in SP.
-        captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
-        prefix_caching: whether units keep the KV of prompts that others may begin with.
-        place_by_prefix: see ``NodeConfig``, as ``rebalance``.
-        corrections: what a fit has found of a node's steps; none: those of ``hardware``.
-    """
-
-    shape: ShapeFile
-    hardware: HardwareFile
-    engines: int = 8
-    max_group: int = 8
-    max_pp: int = 1
-    layout: Layout | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    targets: tuple[Target, ...] = ()
-    urgent_engines: int = 0
-    seed: int = 0
-    queued_ahead: int = QUEUED_AHEAD
-    precopy_tokens: int = PRECOPY_TOKENS
-    max_sp: int = 1
-    share_weights: int = 1
-    shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
-    captured_tokens: int = CAPTURED_TOKENS
-    prefix_caching: bool = True
-    place_by_prefix: bool = True
-    rebalance: bool = True
-    corrections: tuple[Correction, ...] = ()
-
-    def config(self, policy: str) -> NodeConfig:
-        """Return the configuration of the node's processes.
-
-        Raises:
-            FileError: the model does not fit the hardware.
-        """
-        return NodeConfig(
-            engines=self.engines,
-            max_group=self.max_group,
-            max_pp=self.max_pp,
-            policy=policy,
-            runtime_dir="",
-            fake=FakeSettings(
-                num_blocks=self.hardware.num_blocks(self.shape, self.share_weights),
-                block_tokens=BLOCK_TOKENS,
-                max_num_seqs=self.max_num_seqs,
-                max_model_len=self.shape.max_model_len,
-                layers=self.shape.layers,
-                kv_heads=self.shape.kv_heads,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                captured_tokens=self.captured_tokens,
-                steps_at_once=STEPS_AT_ONCE,
-                asynchronous=True,
-                token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
-                peer_bytes_per_second=self.hardware.peer_bytes_per_second,
-                copy_seconds=self.hardware.copy_seconds,
-                prefix_caching=self.prefix_caching,
-            ),
-            place_by_prefix=self.place_by_prefix,
-            rebalance=self.rebalance,
-            seed=self.seed,
-            queued_ahead=self.queued_ahead,
-            precopy_tokens=self.precopy_tokens,
-            max_sp=self.max_sp,
-            share_weights=self.share_weights,
-            shift_threshold=self.shift_threshold,
-            cost_model=replace(
-                cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
-                corrections=self.corrections,
-            ),
-            targets=self.targets,
-            urgent_engines=self.urgent_engines,
-        )
 
 
 def simulate(
@@ -259,9 +155,7 @@ class _Simulation:
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
         devices = Devices()
-        times = step_times(
-            node.shape, node.hardware, node.max_sp, node.share_weights, node.corrections
-        )
+        times = {share: node.step_times(share) for share in (1, node.share_weights)}
         hops = cost_model(node.shape, node.hardware).hop_seconds
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
@@ -269,7 +163,7 @@ class _Simulation:
                 config,
                 engine,
                 clock=self._clock,
-                step_times=times,
+                share_times=times,
                 hop_times=hops,
                 devices=devices,
                 on_start=self._started,
@@ -349,6 +243,9 @@ class _Simulation:
         if latest is not self._latest_switch and latest is not None and self._now >= 0.0:
             run.switches.append(latest)
         self._latest_switch = latest
+        changes = controller.memory_changes
+        if changes and (not run.memory_changes or changes[-1] is not run.memory_changes[-1]):
+            run.memory_changes.append(changes[-1])
 
     # --- the front end ------------------------------------------------------------------------
 

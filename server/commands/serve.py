@@ -219,8 +219,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
 
     args, gpus = asked.args, asked.gpus
     engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
-    on_gpus = gpus > 0 and not args.fake_engine
-    adapts = on_gpus and not asked.demo
+    adapts = (on_gpus := gpus > 0 and not args.fake_engine) and not asked.demo
     asked_for, args.policy = args.policy, policy_of(args, max_group, adapts=adapts)
     check_shift(args, [args.policy], max_group)
     check_urgent(args, [args.policy], engines, max_group)
@@ -266,6 +265,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         max_pp=args.max_pp,
         max_sp=args.max_sp,
         share_weights=args.share_weights,
+        move_memory=args.move_memory,
         shift_threshold=args.shift_threshold,
         recording_dir=args.recording_dir,
         log_format=args.log_format,

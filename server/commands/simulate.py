@@ -25,19 +25,14 @@ from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.fit_file import FitFileError, read_fit
 from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named
+from shoal.runtime.simulation.node_settings import CAPTURED_TOKENS, Node
 from shoal.runtime.simulation.shape_files import FileError, built_in, read_shape
-from shoal.runtime.simulation.simulated_node import (
-    CAPTURED_TOKENS,
-    Node,
-    Run,
-    SimulationError,
-    simulate,
-)
+from shoal.runtime.simulation.simulated_node import Run, SimulationError, simulate
 from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
-from shoal.server.options.sharing_options import add_sharing_option, check_share
+from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
 from shoal.server.options.urgent_options import add_urgent_option, check_urgent
 from shoal.server.options.workload_options import (
@@ -112,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "threshold (default: %(default)s)",
     )
     add_shift_options(parser, automatic=False)
-    add_sharing_option(parser, automatic=False)
+    add_sharing_options(parser, automatic=False)
     add_target_option(parser)
     add_urgent_option(parser)
     add_workload_options(parser)
@@ -198,6 +193,7 @@ def _node(
         seed=args.seed,
         max_sp=args.max_sp,
         share_weights=args.share_weights,
+        move_memory=args.move_memory,
         shift_threshold=args.shift_threshold,
         captured_tokens=args.captured_tokens,
         prefix_caching=args.enable_prefix_caching,
@@ -245,6 +241,8 @@ def _simulate(
     last = max((r.ended for r in records if r.ended is not None), default=0.0)
     took = time.monotonic() - begin
     print(f"{policy}: {last:.0f} s simulated in {took:.1f} s", file=sys.stderr)
+    for change in run.memory_changes:
+        print(f"{policy}: {change.line()}", file=sys.stderr)
     if run.policy_errors:
         print(f"{policy}: {run.policy_errors} plans could not be done", file=sys.stderr)
     return run, records, one

@@ -1,7 +1,7 @@
 """The admin API: shows and changes the layout and the memory, and checks the node's books."""
 
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import MOST_TOKENS, ShiftRule, ShiftThreshold, parse_threshold
 from shoal.runtime.protocol.controller_client import CallError, ControlClient
-from shoal.runtime.protocol.messages import LayoutView, Treatment
+from shoal.runtime.protocol.messages import POLICY_DECIDES, LayoutView, Treatment
 from shoal.runtime.protocol.messages.views import MemoryView, ShiftView, SwitchView
 from shoal.server.error_models import refusals
 from shoal.server.errors import error_response, invalid_body
@@ -82,9 +82,9 @@ class ShiftRequest(_Body):
 
 
 class MemoryRequest(_Body):
-    """Body of ``POST /admin/memory``: how many engines share weights."""
+    """Body of ``POST /admin/memory``: how many engines share weights; ``auto``: ask the policy."""
 
-    share_weights: Annotated[int, Field(ge=1, lt=1 << 31)]
+    share_weights: Annotated[int, Field(ge=1, lt=1 << 31)] | Literal["auto"]
     """The controller refuses levels that the node cannot have."""
 
 
@@ -161,7 +161,8 @@ async def set_shift(wanted: ShiftRequest, control: Control) -> ShiftView:
 @router.post("/memory", response_model=MemoryAnswer, responses=refusals(400, 409, 500))
 async def change_memory(wanted: MemoryRequest, control: Control) -> MemoryView:
     """Move memory between weights and KV, and answer when that is done."""
-    return await control.change_memory(wanted.share_weights)
+    share = wanted.share_weights
+    return await control.change_memory(POLICY_DECIDES if share == "auto" else share)
 
 
 @router.post("/audit")

@@ -139,6 +139,7 @@ class LayoutAnswer(_Answer):
     unavailable: list[UnavailableAnswer]
     shift: ShiftAnswer
     share_weights: int
+    share_decided_by: str
     hidden_above: dict[str, int]
     memory_changes: list[MemoryAnswer]
     switches: list[SwitchAnswer]

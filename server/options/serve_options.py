@@ -45,7 +45,7 @@ from shoal.server.options.promise_options import (
 )
 from shoal.server.options.refused_options import check_vllm_options
 from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
-from shoal.server.options.sharing_options import add_sharing_option, check_share
+from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options
 from shoal.server.options.speculation_options import check_speculation_options
 from shoal.server.word_options import one_of
@@ -89,7 +89,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     _add_pool_options(group)
     add_access_options(group)
     add_shift_options(group, automatic=True)
-    add_sharing_option(group, automatic=True)
+    add_sharing_options(group, automatic=True)
     add_bounds_options(group)
     add_batch_options(group)
     add_connection_options(group)

@@ -1,6 +1,6 @@
-"""The option of how many engines share weights, of ``shoal serve`` and ``shoal simulate``."""
+"""The options of engines that share weights, of ``shoal serve`` and ``shoal simulate``."""
 
-from argparse import ArgumentTypeError, Namespace, _ActionsContainer
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace, _ActionsContainer
 from typing import Any
 
 from shoal.runtime.config import ENGINE_COUNTS
@@ -19,8 +19,8 @@ MOST_FOR_WEIGHTS = 0.9
 step computes and for graphs."""
 
 
-def add_sharing_option(group: _ActionsContainer, *, automatic: bool) -> None:
-    """Add ``--share-weights``.
+def add_sharing_options(group: _ActionsContainer, *, automatic: bool) -> None:
+    """Add ``--share-weights`` and ``--move-memory``.
 
     Args:
         group: the group that gets the option.
@@ -35,6 +35,13 @@ def add_sharing_option(group: _ActionsContainer, *, automatic: bool) -> None:
         help="how many engines share the weights of the MLPs: each keeps one part of so many, and "
         f"reads the others' parts while it computes{rule if automatic else ''} "
         "(default: %(default)s: each keeps all)",
+    )
+    group.add_argument(
+        "--move-memory",
+        action=BooleanOptionalAction,
+        default=False,
+        help="let the policy give engines that share weights whole ones and less KV, and share "
+        "them again, by what requests need (default: off)",
     )
 
 

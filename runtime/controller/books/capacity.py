@@ -160,6 +160,10 @@ class Capacity:
     def _layouts(self) -> tuple[LayoutState, ...]:
         """What every layout holds on idle engines; computed again when they are resized."""
         blocks = min(self._engines.num_blocks(engine.number) for engine in self._engines)
+        return self.layouts_with(blocks)
+
+    def layouts_with(self, blocks: int) -> tuple[LayoutState, ...]:
+        """Return what every layout holds if engines have so many KV blocks each."""
         limits = map(self._engines.limits_of, self._config.layouts)
         return tuple(_layout_state(each, blocks) for each in limits)
 

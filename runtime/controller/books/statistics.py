@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from shoal.policies.values.layouts import Layout, Unit
-from shoal.policies.values.plan import SwitchReason
+from shoal.policies.values.plan import ShareReason, SwitchReason
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol.messages import DeathCause, Fallback, Outcome, Treatment
 from shoal.runtime.protocol.messages.metrics import (
@@ -24,13 +24,13 @@ FIT = "fit"
 """Reason of a switch to a layout whose steps are timed before the node is ready."""
 REJOIN = "rejoin"
 """Reason of a change of memory with which engines that are back follow the others."""
-MEMORY_REASONS = (MANUAL, REJOIN)
 SWITCH, PAUSE, BALANCE = "switch", "pause", "balance"
 DEPARTURES = (SWITCH, DRAIN, PAUSE, BALANCE)
 """Why requests are to leave their unit with their KV: the unit is regrouped; its engines are
 drained; it has paused them for too long; or another one has less to do."""
 OTHER = "other"
 """Reason, in metrics, of a switch whose policy named no known reason."""
+MEMORY_REASONS = (*filter(None, get_args(ShareReason)), MANUAL, REJOIN, OTHER)
 REASONS = (*filter(None, get_args(SwitchReason)), MANUAL, DRAIN, FIT, OTHER)
 
 SWITCH_OUTCOMES = ("done", "failed")
@@ -215,7 +215,8 @@ class MemoryStatistics:
 
     def changed(self, view: MemoryView) -> None:
         """Count a change that has ended."""
-        self._ended.add(view.outcome, view.reason)
+        reason = view.reason if view.reason in MEMORY_REASONS else OTHER
+        self._ended.add(view.outcome, reason)
         self._durations.observe(view.duration_seconds)
         self._preempted.add(amount=view.preempted)
 

@@ -1,8 +1,10 @@
 """The node's threshold for SP, which every engine is told: larger steps run in SP."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import ShiftThreshold, ShiftThresholdError, tokens_for
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Policy
@@ -62,10 +64,12 @@ class Shifting:
             self._transport.to_engine(engine, SetShift(list(self._wanted.items())))
 
     def _take(self, threshold: ShiftThreshold) -> None:
-        config = self._config
-        layouts = config.layouts[1:] if config.max_sp > 1 else ()
-        self._tokens = tokens_for(threshold, self._model, layouts)
+        self._tokens = self._tokens_for(threshold, self._model)
         self._threshold = threshold
+
+    def _tokens_for(self, threshold: ShiftThreshold, model: CostModel | None) -> dict[Layout, int]:
+        layouts = self._config.layouts[1:] if self._config.max_sp > 1 else ()
+        return tokens_for(threshold, model, layouts)
 
     def _tell_all(self) -> None:
         for engine in sorted(self._engines.in_state(EngineState.SERVING, EngineState.SILENT)):
@@ -78,7 +82,16 @@ class Shifting:
     @property
     def sp_above(self) -> tuple[tuple[Layout, int], ...]:
         """See ``Snapshot.sp_above``."""
-        wanted = self._wanted
+        return self._above(self._wanted)
+
+    def sp_above_with(self, share: int) -> tuple[tuple[Layout, int], ...]:
+        """Return what it would be if so many engines shared weights."""
+        if self._model is None:
+            return self.sp_above
+        model = replace(self._model, share_weights=share)
+        return self._above(self._tokens_for(self._threshold, model) if self._shifts else {})
+
+    def _above(self, wanted: Mapping[Layout, int]) -> tuple[tuple[Layout, int], ...]:
         return tuple(
             (layout, max(floor, wanted[layout]))
             for layout, floor in self._floors.items()

@@ -129,6 +129,7 @@ class Resizing:
                 closing.preempted += len(holders)
                 goes_on, holders = True, []
             if holders:
+                core.pause()
                 self._holders[unit] = holders
             else:
                 self._holders.pop(unit, None)

@@ -22,6 +22,7 @@ from shoal.runtime.engine.fake.fake_own_core import FakeOwnCore
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.engine.fake.step_times import (
     Devices,
+    DeviceStep,
     HopTimes,
     StepTimes,
     constant,
@@ -43,6 +44,7 @@ class FakeBackend:
         clock: seconds; steps take their time on it.
         faults: damage on purpose.
         step_times: how long steps take; None: the settings say it.
+        share_times: the same by how many engines share weights, where this matters.
         hop_times: which part of that is the way from stage to stage.
         devices: the node's, if engines share a process.
         on_start: see ``Surroundings``.
@@ -57,6 +59,7 @@ class FakeBackend:
         clock: Clock = monotonic,
         faults: Faults = NO_FAULTS,
         step_times: StepTimes | None = None,
+        share_times: Mapping[int, StepTimes] | None = None,
         hop_times: HopTimes = no_hops,
         devices: Devices | None = None,
         on_start: OnStart | None = None,
@@ -64,11 +67,14 @@ class FakeBackend:
         settings = config.fake or FakeSettings()
         self._devices = devices or Devices()
         self._devices.renew(engine)
+        self._devices.share_weights([engine], config.share_weights)
         self._clock = clock
         self.faults = faults
+        self._any_times = step_times or constant(settings.step_seconds)
+        self._share_times = share_times or {}
         self._surroundings = Surroundings(
             settings=settings,
-            step_times=step_times or constant(settings.step_seconds),
+            step_times=self._step_times,
             hop_times=hop_times,
             devices=self._devices,
             clock=clock,
@@ -86,8 +92,7 @@ class FakeBackend:
         """The group that this engine's runner was last sent to."""
         self.formed: list[tuple[Unit, int]] = []
         """Groups that this engine was told to form anew, and how often they were made before."""
-        self.share = config.share_weights
-        """How many engines share weights now."""
+        self._settings = settings
         self.filled = False
         """Whether there are copies of what peers keep."""
         self.shares = _shares(settings, config.share_weights)
@@ -96,6 +101,9 @@ class FakeBackend:
         for unit in config.units if incarnation == 0 else ():
             if unit.is_group and unit.leader == engine:
                 self._open_group(unit)
+
+    def _step_times(self, unit: Unit) -> StepTimes:
+        return self._share_times.get(self._devices.share(unit), self._any_times)
 
     def _lead(self, groups: Mapping[Unit, FakeGroupCore]) -> None:
         self.groups = groups
@@ -128,14 +136,20 @@ class FakeBackend:
         """See ``EngineBackend.fill_weights``."""
         self.faults.strike(Seam.FILL)
         self.filled = True
-        return _done("a copy was damaged on purpose" if self.faults.wrong_copy else "")
+        error = "a copy was damaged on purpose" if self.faults.wrong_copy else ""
+        return _Later(error, self._clock() + self._settings.fill_seconds, self._clock)
 
     def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
         """See ``EngineBackend.use_weights``."""
         self.faults.strike(Seam.USE)
         assert share > 1 or self.filled, "there are no copies"
-        self.share, self.filled = share, self.filled and share == 1
-        return _done(dict.fromkeys(unit.engines, WHOLE_BYTES // share))
+        self.filled = self.filled and share == 1
+        now, move = self._clock(), DeviceStep(seconds=self._settings.use_seconds)
+        self._devices.cut(unit, now)
+        self._devices.queue(unit, move, now)
+        self._devices.share_weights(unit.engines, share)
+        used = dict.fromkeys(unit.engines, WHOLE_BYTES // share)
+        return _Later(used, move.due, self._clock)
 
     # --- the rest -----------------------------------------------------------------------------
 
@@ -164,6 +178,19 @@ class FakeBackend:
 
     def close(self) -> None:
         """See ``EngineBackend.close``: nothing to free."""
+
+
+class _Later(Future[T]):
+    """Is done when a time has come; ``done`` has to be asked."""
+
+    def __init__(self, value: T, at: float, clock: Clock) -> None:
+        super().__init__()
+        self._value, self._at, self._clock = value, at, clock
+
+    def done(self) -> bool:
+        if not super().done() and self._clock() >= self._at:
+            self.set_result(self._value)
+        return super().done()
 
 
 def _done(value: T) -> "Future[T]":

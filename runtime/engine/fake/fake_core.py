@@ -44,8 +44,8 @@ class Surroundings:
     """What the cores of a fake engine have in common."""
 
     settings: FakeSettings
-    step_times: StepTimes
-    """How long steps take."""
+    step_times: Callable[[Unit], StepTimes]
+    """How long the steps of a unit take now."""
     hop_times: HopTimes
     """How long what they compute takes from stage to stage."""
     devices: Devices
@@ -296,7 +296,7 @@ class FakeCore:
             batch=batch,
             work=work,
             mode=mode,
-            seconds=self._around.step_times(layout, mean, mode),
+            seconds=self._around.step_times(self.unit)(layout, mean, mode),
             count=count,
             hop=self._around.hop_times(layout, mean),
         )

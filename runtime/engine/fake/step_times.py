@@ -1,6 +1,7 @@
 """How long the fake engine's steps take, and when its devices are free for them."""
 
 import math
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -75,6 +76,16 @@ class Devices:
         self._latest: dict[Unit, DeviceStep] = {}
         self._link_free_at: dict[int, float] = {}
         """When what is sent to a stage has arrived, by its first engine."""
+        self._shares: dict[int, int] = {}
+        """How many engines share the weights of each."""
+
+    def share_weights(self, engines: Iterable[int], share: int) -> None:
+        """Take note that the weights of engines are shared by so many from now on."""
+        self._shares.update(dict.fromkeys(engines, share))
+
+    def share(self, unit: Unit) -> int:
+        """Return by how many engines a unit's weights are shared: those of its slowest member."""
+        return max(self._shares.get(engine, 1) for engine in unit.engines)
 
     def queue(self, unit: Unit, step: DeviceStep, now: float) -> None:
         """Queue a step: it starts when the unit's devices are free.

@@ -25,6 +25,7 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Unpin,
 )
 from shoal.runtime.protocol.messages.control import (
+    POLICY_DECIDES,
     AuditDone,
     AuditNode,
     CallFailed,
@@ -130,6 +131,7 @@ from shoal.runtime.protocol.messages.values import (
 
 __all__ = [
     "AHEAD",
+    "POLICY_DECIDES",
     "RETRY_SECONDS",
     "SHUTTING_DOWN",
     "UNAVAILABLE_RETRY_SECONDS",

@@ -74,6 +74,10 @@ class SetShiftThreshold(Message, frozen=True):
     threshold: ShiftThreshold
 
 
+POLICY_DECIDES = 0
+"""As a share level: the present one, until the policy wants another."""
+
+
 class ChangeMemory(Message, frozen=True):
     """Ask for another share level; the answer is ``MemoryChanged`` or ``CallFailed``, at its end.
 
@@ -82,6 +86,7 @@ class ChangeMemory(Message, frozen=True):
 
     call: int
     share_weights: int
+    """The level, or ``POLICY_DECIDES``."""
 
 
 class AuditNode(Message, frozen=True):
@@ -208,6 +213,8 @@ class LayoutView(Message, frozen=True):
     """Tokens of the longest request that each layout holds; empty until the engines are ready."""
     share_weights: int = 1
     """How many engines share weights now, or will when a change has ended that is under way."""
+    share_decided_by: str = "operator"
+    """Who may change this number: ``policy``, or only the ``operator``."""
     hidden_above: dict[str, int] = msgspec.field(default_factory=dict)
     """Layouts whose steps read weights from other engines, each with the tokens of a step from
     which on its computing hides that (``CostModel.hidden_above``)."""

@@ -404,6 +404,7 @@ function show(moment) {
   showControls(moment);
   showUnits(moment);
   showMemory(moment);
+  setText($("sharing"), moment.sharing);
   for (const name of PRIORITIES) {
     const waiting = moment.trace.waiting[name];
     fillRow($("pool-rows"), name, [number.format(waiting), waiting ? seconds(moment.oldest[name]) : "–"], null, name);

@@ -90,6 +90,8 @@ class Moment(msgspec.Struct, frozen=True):
     engines: list[EngineNow]
     oldest: dict[str, float]
     """Seconds that the oldest request in the task pool has waited, by class of priority."""
+    sharing: str
+    """How many engines share weights, and the last change of that, for people; empty if none do."""
 
 
 class Rates:
@@ -174,7 +176,20 @@ def moment(
         units=[_unit_now(unit) for unit in layout.units],
         engines=[_engine_now(engine, blocks) for engine in layout.engines],
         oldest={name: round(oldest[name,], 1) for name in PRIORITY_CLASSES},
+        sharing=_sharing(layout),
     )
+
+
+def _sharing(layout: LayoutView) -> str:
+    if layout.share_weights == 1 and not layout.memory_changes:
+        return ""
+    share = layout.share_weights
+    text = "whole weights" if share == 1 else f"weights shared by {share} engines"
+    if not layout.memory_changes:
+        return text
+    last = layout.memory_changes[-1]
+    end = last.error or f"{last.duration_seconds:.1f} s"
+    return f"{text}; last change {last.before} → {last.after} ({last.reason}): {end}"
 
 
 def _tokens(counts: Values) -> dict[str, Tokens]:

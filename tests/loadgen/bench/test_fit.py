@@ -15,8 +15,8 @@ from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation import calibration
 from shoal.runtime.simulation.calibration import Copy, Sample, predicted
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import HardwareFile, read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node
 from shoal.server.errors import UserError
 
 SHAPE, TRUTH = read_shape("llama-3-8b-bf16"), read_hardware("h200")

@@ -15,8 +15,8 @@ from shoal.loadgen.bench.offline_layouts import (
 )
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.data_sheets import hardware_named
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_shape
-from shoal.runtime.simulation.simulated_node import Node
 
 NODE = Node(
     read_shape("llama-3-8b-bf16"),

@@ -5,8 +5,8 @@ import pytest
 from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_TP
 from shoal.loadgen.bench.traffic_simulated import COMPARED, Simulated, errors, simulate_way
 from shoal.loadgen.workload import Arrival, Workload
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node
 
 NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max_group=2, max_sp=2)
 

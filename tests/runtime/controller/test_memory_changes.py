@@ -8,10 +8,15 @@ import msgspec
 import pytest
 
 from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.static import dispatch_least_loaded
+from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, alone
+from shoal.policies.values.plan import Plan, Policy, ShareReason
+from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller.books.prompt_hashes import prompt_hashes
 from shoal.runtime.controller.memory_changes import FILL_SECONDS, RETRY_SECONDS, USE_SECONDS
+from shoal.runtime.controller.share_levels import LOOK_SECONDS
 from shoal.runtime.engine.fake.fake_backend import WHOLE_BYTES
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.protocol import messages as m
@@ -252,6 +257,106 @@ def test_the_shift_follows_what_steps_in_sp_read_from_others() -> None:
     assert (shared > 100, whole) == (True, 4)
     change(node, 2)
     assert list(node.view().shift.sp_above.values()) == [shared]
+
+
+# --- what the policy decides ---
+
+
+def asking(share: int, reason: ShareReason = "steps") -> Policy:
+    """Return a policy that wants a level whenever it can."""
+
+    def plan(seen: Snapshot, /) -> Plan:
+        can = share in [level.share for level in seen.share_levels]
+        found = Plan(dispatch_least_loaded(seen))
+        return replace(found, share_weights=share, share_reason=reason) if can else found
+
+    return Policy(f"asks for {share}", plan, decides_layout=False)
+
+
+def decided(policy: Policy, faults: dict[int, Faults] | None = None, **fields: Any) -> LoopbackNode:
+    """Return a node whose policy this is from now on."""
+    node = node_of(faults, cost_model=MODEL, **{"move_memory": True} | fields)
+    node.controller._adviser.policy = policy
+    node.send("first")
+    node.settle()
+    return node
+
+
+def test_a_policy_gets_the_level_that_it_wants() -> None:
+    node = decided(asking(1))
+    assert_whole(node)
+    (past,) = node.view().memory_changes
+    assert (past.reason, past.before, past.after, past.outcome) == ("steps", 2, 1, "done")
+    assert node.view().share_decided_by == "policy"
+    assert node.value("shoal_memory_changes_total", outcome="done", reason="steps") == 1
+    node.controller._adviser.policy = asking(2, "kv")
+    node.clock.advance(LOOK_SECONDS)
+    node.settle()
+    assert_shared(node)
+    assert [past.reason for past in node.view().memory_changes] == ["steps", "kv"]
+    assert node.missing == []
+
+
+def test_what_policies_are_told_of_levels() -> None:
+    seen: list[Snapshot] = []
+
+    def look(snapshot: Snapshot, /) -> Plan:
+        seen.append(snapshot)
+        return Plan(dispatch_least_loaded(snapshot))
+
+    node = decided(Policy("looks", look, decides_layout=True))
+    (level,) = seen[-1].share_levels
+    assert (seen[-1].share_weights, level.share) == (2, 1)
+    assert [state.total_blocks for state in level.layouts] == [LEFT, LEFT]
+    assert [state.total_blocks for state in seen[-1].layouts] == [ALL, ALL]
+    step = Batch(decodes=1)
+    now = seen[-1].cost_model
+    assert now is not None
+    assert level.cost_model.step_seconds(DP, step) < now.step_seconds(DP, step)
+    assert node.missing == []
+
+
+@pytest.mark.parametrize("fields", [{"move_memory": False}, {"share": 1}])
+def test_policies_decide_nothing_unless_they_may(fields: dict[str, Any]) -> None:
+    node = decided(asking(1), **fields)
+    assert node.view().memory_changes == []
+
+
+def test_what_an_operator_asks_for_counts_until_the_policy_may_decide_again() -> None:
+    node = decided(asking(1))
+    assert_whole(node)
+    change(node, 2)
+    node.run_for(60.0, tick=1.0)
+    assert_shared(node)
+    assert node.view().share_decided_by == "operator"
+    assert change(node, m.POLICY_DECIDES).engines == []
+    assert node.view().share_decided_by == "policy"
+    node.clock.advance(LOOK_SECONDS)
+    node.settle()
+    assert_whole(node)
+
+
+def test_the_policy_waits_after_a_change_that_failed() -> None:
+    node = decided(asking(1), {1: Faults(wrong_copy=True)})
+    assert [past.outcome for past in node.view().memory_changes] == ["failed"]
+    node.run_for(RETRY_SECONDS - 1.0, tick=0.5)
+    assert len(node.view().memory_changes) == 1
+    node.run_for(2.0, tick=0.5)
+    assert len(node.view().memory_changes) == 2
+    assert_shared(node)
+
+
+@pytest.mark.parametrize("seam", [Seam.CLOSE, Seam.FILL, Seam.USE])
+def test_a_policys_change_goes_on_without_an_engine_that_dies(seam: Seam) -> None:
+    node = decided(asking(1), {1: Faults(die_at=seam)})
+    node.kill(1)
+    node.settle()
+    (past,) = node.view().memory_changes
+    assert (past.outcome, past.reason) == ("done", "steps")
+    _bring_back(node)
+    assert node.missing == []
+    node.assert_exact()
+    assert_whole(node)
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from shoal.loadgen.bench.beside_batch import (
     serve,
 )
 from shoal.runtime.config import BACKGROUND_PRIORITY
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node, simulate
+from shoal.runtime.simulation.simulated_node import simulate
 
 NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=4, max_group=4)
 SECONDS = 20.0

@@ -6,8 +6,9 @@ from statistics import mean
 import pytest
 
 from shoal.loadgen.shapes import Lengths, poisson
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node, simulate
+from shoal.runtime.simulation.simulated_node import simulate
 
 NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max_group=2, max_sp=2)
 STATIC = ("static-dp", "static-tp", "shift")

@@ -7,8 +7,9 @@ from statistics import mean
 import pytest
 
 from shoal.loadgen.workload import Arrival
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node, Run, simulate
+from shoal.runtime.simulation.simulated_node import Run, simulate
 
 NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max_group=2)
 

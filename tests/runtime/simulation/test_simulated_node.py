@@ -15,7 +15,8 @@ from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Plan, Policy
 from shoal.policies.values.snapshot import Snapshot, Target
 from shoal.runtime.protocol.messages import Outcome
-from shoal.runtime.simulation import simulated_node as module
+from shoal.runtime.simulation import node_settings as module
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import (
     MEMORY_SHARE,
     cost_model,
@@ -23,7 +24,7 @@ from shoal.runtime.simulation.shape_files import (
     read_shape,
     step_times,
 )
-from shoal.runtime.simulation.simulated_node import Node, Run, SimulationError, simulate
+from shoal.runtime.simulation.simulated_node import Run, SimulationError, simulate
 from tests.units import tp
 
 SHAPE = read_shape("llama-3-70b-fp8")

@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from shoal.loadgen.workload import Arrival
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import Node, simulate
+from shoal.runtime.simulation.simulated_node import simulate
 from tests.server.node import ServedNode, served_node
 
 MODEL = "shoal-demo"

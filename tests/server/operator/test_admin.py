@@ -10,7 +10,7 @@ import pytest
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftRule, ShiftThreshold
 from shoal.runtime.protocol.controller_client import CallError
-from shoal.runtime.protocol.messages import LayoutView, Treatment
+from shoal.runtime.protocol.messages import POLICY_DECIDES, LayoutView, Treatment
 from shoal.runtime.protocol.messages.views import (
     EngineView,
     MemoryView,
@@ -456,6 +456,7 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
         "unavailable": [{"engines": [2, 3], "layout": "tp2", "reason": "engine 2 died"}],
         "shift": SHIFT_ANSWER,
         "share_weights": 2,
+        "share_decided_by": "operator",
         "hidden_above": {"dp": 774},
         "memory_changes": [MEMORY_ANSWER],
         "switches": [SWITCH_ANSWER],
@@ -470,12 +471,20 @@ async def test_a_change_of_memory_is_asked_for_and_told(
     assert controller.asked == [1]
 
 
+async def test_the_policy_is_told_to_decide_about_memory_again(
+    controller: Controller, admin: httpx.AsyncClient
+) -> None:
+    assert (await admin.post("/admin/memory", json={"share_weights": "auto"})).status_code == 200
+    assert controller.asked == [POLICY_DECIDES]
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         ({}, "share_weights"),
         ({"share_weights": 0}, "share_weights"),
         ({"share_weights": "1"}, "share_weights"),
+        ({"share_weights": "policy"}, "share_weights"),
         ({"share_weights": 1 << 40}, "share_weights"),
         ({"share_weights": 1, "wait": 3}, "wait"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import (
     AUTO,
-    add_sharing_option,
+    add_sharing_options,
     check_share,
     check_shared_model,
     settle_share,
@@ -28,7 +28,7 @@ def config(load_format: str = "auto", size: int = 512, **model: Any) -> SimpleNa
 
 def test_engines_share_nothing_unless_asked_for() -> None:
     parser = ArgumentParser()
-    add_sharing_option(parser, automatic=True)
+    add_sharing_options(parser, automatic=True)
     assert parser.parse_args([]).share_weights == 1
     assert parser.parse_args(["--share-weights", "4"]).share_weights == 4
 
@@ -36,7 +36,7 @@ def test_engines_share_nothing_unless_asked_for() -> None:
 def test_only_a_node_that_starts_chooses_itself(capsys: pytest.CaptureFixture[str]) -> None:
     parsers = {automatic: ArgumentParser() for automatic in (True, False)}
     for automatic, parser in parsers.items():
-        add_sharing_option(parser, automatic=automatic)
+        add_sharing_options(parser, automatic=automatic)
     assert parsers[True].parse_args(["--share-weights", "auto"]).share_weights == AUTO
     for automatic, value in ((False, "auto"), (True, "3"), (True, "all")):
         with pytest.raises(SystemExit):

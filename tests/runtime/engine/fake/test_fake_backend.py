@@ -14,7 +14,7 @@ from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.fake_core import FakeCore
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
-from shoal.runtime.engine.fake.step_times import Devices
+from shoal.runtime.engine.fake.step_times import Devices, constant
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import CarriedRequest, Work
 from tests.runtime.loopback_node import problems, request_payload
@@ -428,3 +428,31 @@ def test_starts_are_told_once(clock: ManualClock) -> None:
     backend.own.add("a", request_payload("a", [1], 3))
     run(backend.own, clock)
     assert started == [("a", 2.5)]
+
+
+def test_a_change_of_memory_takes_its_time_and_then_steps_take_another() -> None:
+    settings = FakeSettings(whole_blocks=8, fill_seconds=2.0, use_seconds=0.5)
+    config = NodeConfig(2, 2, "manual", "", fake=settings, share_weights=2)
+    clock, devices = ManualClock(), Devices()
+    times = {1: constant(1.0), 2: constant(3.0)}
+    backend = FakeBackend(config, 0, clock=clock, share_times=times, devices=devices)
+    unit, core = alone(0), backend.own
+
+    def step() -> float:
+        core.add(f"at {clock.now}", request_payload(f"at {clock.now}", [1], 1))
+        assert core.dispatch()
+        return core.due - clock.now if core.due else 0.0
+
+    assert step() == 3.0
+    filled = backend.fill_weights(unit, 8)
+    assert not filled.done()
+    clock.advance(2.0)
+    assert (filled.done(), filled.result()) == (True, "")
+    used = backend.use_weights(unit, 1)
+    clock.advance(1.4)
+    assert not used.done(), "behind the step in flight, which ends after 3 s"
+    clock.advance(0.1)
+    assert used.done()
+    core.collect()
+    assert step() == 1.0
+    assert devices.share(unit) == 1

@@ -1,0 +1,139 @@
+"""What is known of a node that is simulated, and the configuration of its processes."""
+
+from dataclasses import dataclass, replace
+
+from shoal.policies.cost.correction import Correction
+from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
+from shoal.policies.values.layouts import DP, Layout
+from shoal.policies.values.snapshot import Target
+from shoal.runtime.config import PRECOPY_TOKENS, QUEUED_AHEAD, FakeSettings, NodeConfig
+from shoal.runtime.engine.fake.step_times import StepTimes
+from shoal.runtime.simulation.shape_files import (
+    BLOCK_TOKENS,
+    FileError,
+    HardwareFile,
+    ShapeFile,
+    cost_model,
+    step_times,
+)
+
+USE_SECONDS = 0.05
+"""Assumed time for which an engine computes nothing when it goes on with other memory: no GPU has
+done so yet, and this is the most that it should take."""
+CAPTURED_TOKENS = 512
+"""Tokens of the largest CUDA graph that vLLM captures by default."""
+STEPS_AT_ONCE = 64
+"""Up to so many steps that decode the same requests are simulated as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The node that is simulated.
+
+    Attributes:
+        engines: number of engines.
+        max_group: size of the largest group.
+        max_pp: most stages of a pipeline.
+        layout: what an operator asks for at the start, for all engines; None: nothing. The policy
+            must be one that leaves the layout to operators.
+        max_num_seqs: most requests in one unit's batch.
+        max_num_batched_tokens: most tokens of one step.
+        targets: the targets of the priority classes.
+        urgent_engines: see ``NodeConfig``.
+        seed: the node's seed.
+        queued_ahead: requests that a unit gets beyond its full batch.
+        precopy_tokens: see ``NodeConfig``.
+        max_sp: largest degree of SP.
+        share_weights: how many engines share the MLPs' weights at the start.
+        move_memory: see ``NodeConfig``.
+        shift_threshold: decides which steps run in SP.
+        captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
+        prefix_caching: whether units keep the KV of prompts that others may begin with.
+        place_by_prefix: see ``NodeConfig``, as ``rebalance``.
+        corrections: what a fit has found of a node's steps; none: those of ``hardware``.
+    """
+
+    shape: ShapeFile
+    hardware: HardwareFile
+    engines: int = 8
+    max_group: int = 8
+    max_pp: int = 1
+    layout: Layout | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    targets: tuple[Target, ...] = ()
+    urgent_engines: int = 0
+    seed: int = 0
+    queued_ahead: int = QUEUED_AHEAD
+    precopy_tokens: int = PRECOPY_TOKENS
+    max_sp: int = 1
+    share_weights: int = 1
+    move_memory: bool = False
+    shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
+    captured_tokens: int = CAPTURED_TOKENS
+    prefix_caching: bool = True
+    place_by_prefix: bool = True
+    rebalance: bool = True
+    corrections: tuple[Correction, ...] = ()
+
+    def config(self, policy: str) -> NodeConfig:
+        """Return the configuration of the node's processes.
+
+        Raises:
+            FileError: the model does not fit the hardware.
+        """
+        model = replace(
+            cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
+            corrections=self.corrections,
+        )
+        return NodeConfig(
+            engines=self.engines,
+            max_group=self.max_group,
+            max_pp=self.max_pp,
+            policy=policy,
+            runtime_dir="",
+            fake=FakeSettings(
+                num_blocks=self.hardware.num_blocks(self.shape, self.share_weights),
+                whole_blocks=self._whole_blocks,
+                # The copies are read once more, and compared with what the peers keep.
+                fill_seconds=2 * model.fetch_seconds(DP),
+                use_seconds=USE_SECONDS,
+                block_tokens=BLOCK_TOKENS,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.shape.max_model_len,
+                layers=self.shape.layers,
+                kv_heads=self.shape.kv_heads,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                captured_tokens=self.captured_tokens,
+                steps_at_once=STEPS_AT_ONCE,
+                asynchronous=True,
+                token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
+                peer_bytes_per_second=self.hardware.peer_bytes_per_second,
+                copy_seconds=self.hardware.copy_seconds,
+                prefix_caching=self.prefix_caching,
+            ),
+            place_by_prefix=self.place_by_prefix,
+            rebalance=self.rebalance,
+            seed=self.seed,
+            queued_ahead=self.queued_ahead,
+            precopy_tokens=self.precopy_tokens,
+            max_sp=self.max_sp,
+            share_weights=self.share_weights,
+            move_memory=self.move_memory,
+            shift_threshold=self.shift_threshold,
+            cost_model=model,
+            targets=self.targets,
+            urgent_engines=self.urgent_engines,
+        )
+
+    @property
+    def _whole_blocks(self) -> int:
+        """Return the KV blocks of an engine that has whole weights; 0 if it cannot have them."""
+        try:
+            return self.hardware.num_blocks(self.shape)
+        except FileError:
+            return 0
+
+    def step_times(self, share: int) -> StepTimes:
+        """Return how long steps take if so many engines share weights."""
+        return step_times(self.shape, self.hardware, self.max_sp, share, self.corrections)
