@@ -9,6 +9,7 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from shoal.runtime.protocol.messages.views import MemoryView
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS
@@ -121,18 +122,29 @@ def assert_group_serves(node: RealNode, expected: list[list[int]]) -> None:
 
 
 def test_running_requests_go_on_through_changes(node: RealNode, expected: list[list[int]]) -> None:
-    """They are so long that they still run after three changes."""
+    """They are so long that they still run after three changes, of which a policy makes two."""
     for unit in (alone(0), PAIR):
         node.switch(*([unit] if unit.is_group else []))
         running = node.submit(unit, SHORT[:3], 4 * TOKENS)
-        for share in (1, 2, 1):
+        for share, change in ((1, RealNode.change_memory), (2, decide), (1, decide)):
             node.wait_for_tokens(running, 1 + min(len(node.tokens[r]) for r in running))
-            assert node.change_memory(share).error is None
+            view = change(node, share)
+            assert (view.after, view.error) == (share, None)
         assert not node.finished.keys() & set(running), "there was nothing left to compute"
         node.wait_for_tokens(running, TOKENS)
         assert [node.tokens[request][:TOKENS] for request in running] == expected[:3]
         node.wait(running)
         node.change_memory(2)
+
+
+def decide(node: RealNode, share: int) -> MemoryView:
+    """Change the level as a policy's plan does."""
+    memory = node.controller._operations.memory
+    memory.is_held = False
+    memory.start_for_policy(share, "kv" if share > 1 else "steps")
+    assert memory.running
+    node.until(lambda: not memory.running, "the policy's change")
+    return memory.past[-1]
 
 
 @pytest.mark.parametrize(("unit", "count"), [(alone(0), 5), (PAIR, 9)], ids=["alone", "group"])

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.policies.registry import POLICIES
@@ -85,6 +86,17 @@ def test_a_dead_and_a_drained_engine_show_it(node: LoopbackNode) -> None:
     seen = look(node)
     assert seen.trace.engines == [("0", "dp", "serving"), ("1", "dp", "dead")]
     assert seen.engines[1].reason == "killed"
+
+
+def test_it_is_told_how_engines_share_weights(node: LoopbackNode) -> None:
+    assert look(node).sharing == ""
+    settings = msgspec.structs.replace(SMALL, whole_blocks=40, max_model_len=100)
+    shared = LoopbackNode(2, settings=settings, share_weights=2)
+    shared.settle()
+    assert look(shared).sharing == "weights shared by 2 engines"
+    shared.call(m.ChangeMemory, 1)
+    shared.settle()
+    assert look(shared).sharing == "whole weights; last change 2 → 1 (manual): 0.0 s"
 
 
 def test_the_pool_is_counted_by_priority(node: LoopbackNode) -> None:
