@@ -84,6 +84,20 @@ _FIELD_BITS = 16
 _FIELD_MASK = (1 << _FIELD_BITS) - 1
 
 
+class Position(msgspec.Struct, frozen=True):
+    """The part of vLLM's ``PlaceholderRange`` (a map) that says where an image's tokens begin."""
+
+    offset: int
+
+
+class Feature(msgspec.Struct, frozen=True):
+    """The part of vLLM's ``MultiModalFeatureSpec`` (a map) that tells images apart."""
+
+    identifier: str
+    """A hash of the image, and of all else that decides what the encoder makes of it."""
+    mm_position: Position
+
+
 class RequestView(msgspec.Struct, array_like=True, frozen=True):
     """vLLM's ``EngineCoreRequest``. Fields that Shoal only forwards stay undecoded."""
 
@@ -133,13 +147,18 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def cache_keys(self) -> bytes:
-        """What must be equal, beside the tokens, for two requests to share cached KV.
+        """What must be equal, beside tokens and images, for two requests to share cached KV.
 
-        These are the fields that vLLM puts into the hashes of blocks, or into the first of them
-        (``generate_block_hash_extra_keys``): LoRA, multimodal inputs, the cache salt, embeddings.
+        These are the fields that vLLM puts into the hashes of all blocks, or into the first of them
+        (``generate_block_hash_extra_keys``): LoRA, the cache salt, embeddings.
         """
-        fields = (self.lora_request, self.mm_features, self.cache_salt, self.prompt_embeds)
+        fields = (self.lora_request, self.cache_salt, self.prompt_embeds)
         return b"".join(bytes(raw) or _NIL for raw in fields)
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        """The images of the prompt, in its order."""
+        return _features_decoder.decode(self.mm_features) or () if self.mm_features else ()
 
     def prompt_token_ids(self) -> list[int]:
         """Decode the prompt; an absent prompt gives an empty list."""
@@ -262,6 +281,7 @@ _abort_decoder = msgspec.msgpack.Decoder(list[str])
 _utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
 _trace_headers_decoder = msgspec.msgpack.Decoder(dict[str, str] | None)
 _terms_decoder = msgspec.json.Decoder(Terms)
+_features_decoder = msgspec.msgpack.Decoder(list[Feature] | None)
 _encoder = msgspec.msgpack.Encoder()
 
 

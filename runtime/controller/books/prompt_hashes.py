@@ -55,11 +55,16 @@ def prompt_hashes(view: wire.RequestView) -> PromptHashes:
     """Return the hashes of a request's prompt.
 
     As in vLLM, they begin with what else decides about the KV, such as the cache salt, which keeps
-    tenants apart.
+    tenants apart. A stretch in which an image begins depends on the image, too: the tokens in its
+    place are those of any other image. A token has at least one byte, so an image begins no earlier
+    than the byte of that number, and no stretch with its tokens is hashed without it.
     """
     content = memoryview(view.prompt)[view.prompt_header_bytes :]
     state, start, hashes = hash(view.cache_keys), 0, []
+    images = [(image.mm_position.offset, image.identifier) for image in view.features]
     for end in takewhile(lambda end: end <= content.nbytes, ENDS):
+        if images:
+            state = hash((state, *(image for image in images if start <= image[0] < end)))
         state = hash((state, bytes(content[start:end])))
         hashes.append(state)
         start = end

@@ -203,7 +203,6 @@ _UTILITY_RESULTS: dict[str, Any] = {
     "get_supported_tasks": ("generate",),
     "reset_prefix_cache": True,
     "reset_mm_cache": None,
-    "reset_encoder_cache": None,
     "is_sleeping": False,
     "is_scheduler_paused": False,
     "list_loras": [],

@@ -75,7 +75,7 @@ class FakeRequest:
         self.events: list[wire.Event] = []
         """Events that no output has reported yet."""
         self._hashes: list[bytes] = []
-        self._seed = view.cache_keys
+        self._seed = view.cache_keys + "".join(image.identifier for image in view.features).encode()
         self.reads_cache = not self.sampling.skips_prefix_cache
         """Whether it may use what is cached."""
         self.extend(tokens)

@@ -112,6 +112,31 @@ def test_request_of_several_frames(vllm):
     assert wire.decode_request(frames).client_index == 1
 
 
+def test_images_are_told_apart_without_their_tensors(vllm):
+    from vllm.multimodal import inputs
+
+    def image(name, offset, size):
+        pixels = inputs.MultiModalFieldElem(
+            vllm.torch.zeros(size), inputs.MultiModalSharedField(batch_size=1)
+        )
+        return inputs.MultiModalFeatureSpec(
+            inputs.MultiModalKwargsItem({"pixels": pixels}),
+            "image",
+            name,
+            inputs.PlaceholderRange(offset, 3, is_embed=vllm.torch.tensor([False, True, True])),
+            name,
+        )
+
+    frames = request_frames(vllm, mm_features=[image("a", 1, 4), image("b", 7, 5000)])
+    assert len(frames) > 1
+    found = wire.decode_request(frames).features
+    assert [(each.identifier, each.mm_position.offset) for each in found] == [("a", 1), ("b", 7)]
+    again = wire.mark_attempt(frames, 1)
+    request = vllm.serial.MsgpackDecoder(vllm.engine.EngineCoreRequest).decode(again)
+    assert [each.data["pixels"].data.shape for each in request.mm_features] == [(4,), (5000,)]
+    assert not list(wire.decode_request(request_frames(vllm)).features)
+
+
 @pytest.mark.parametrize(("given", "seen"), [(None, None), (16, 16), (1, 1)])
 def test_max_tokens_survives_omitted_defaults(vllm, given, seen):
     params = vllm.SamplingParams(max_tokens=given, temperature=0.5, stop=["x"], seed=4)

@@ -27,10 +27,25 @@ def tokens(seed: str, count: int, *, most: int = 120_000) -> list[int]:
     return [rng.randrange(most) for _ in range(count)]
 
 
-def hashes(prompt: list[int], *, salt: str | None = None, lora: Any = None) -> PromptHashes:
+def hashes(
+    prompt: list[int],
+    *,
+    salt: str | None = None,
+    lora: Any = None,
+    images: dict[int, str] | None = None,
+) -> PromptHashes:
+    """Return the hashes of a prompt; ``images`` are those that begin at a token, by its place."""
     (frame,) = request_payload("r", prompt, 1)
     fields = msgspec.msgpack.decode(frame)
-    for name, value in (("cache_salt", salt), ("lora_request", lora)):
+    features = [
+        {"data": None, "modality": "image", "identifier": name, "mm_position": {"offset": place}}
+        for place, name in (images or {}).items()
+    ]
+    for name, value in (
+        ("cache_salt", salt),
+        ("lora_request", lora),
+        ("mm_features", features or None),
+    ):
         fields[RequestView.__struct_fields__.index(name)] = value
     return prompt_hashes(wire.decode_request([msgspec.msgpack.encode(fields)]))
 
@@ -75,6 +90,23 @@ def test_what_else_is_in_vllms_hashes_keeps_requests_apart(other: dict[str, Any]
     unit.put(hashes(prompt, salt="a"))
     assert found(unit, hashes(prompt, salt="a")) > 800
     assert unit.find(hashes(prompt, **other)) == 0
+
+
+@pytest.mark.parametrize("most", [100, 120_000])
+def test_an_image_keeps_apart_what_follows_and_nothing_before_it(most: int) -> None:
+    """The tokens in its place are the same for all images."""
+    place = 4000
+    prompt = [*tokens("a", place, most=most), *[7] * 500, *tokens("b", 2000, most=most)]
+    unit = UnitPrefixes()
+    unit.put(hashes(prompt, images={place: "x"}))
+    assert found(unit, hashes(prompt, images={place: "x"})) > 6000
+    for others in ({}, {place: "y"}, {place: "x", 200: "y"}):
+        assert found(unit, hashes(prompt, images=others)) <= place
+    # A token has up to five bytes here, and none is known to have more than one.
+    least = place / hashes(prompt).token_bytes * (1 - 1 / RESOLUTION)
+    assert found(unit, hashes(prompt, images={place: "y"})) >= least - LEAST_BYTES
+    later = {place: "x", 6400: "y"}
+    assert found(unit, hashes([*prompt, *tokens("c", 500)], images=later)) > least
 
 
 def test_a_long_prompt_has_few_hashes() -> None:
