@@ -32,6 +32,9 @@ from shoal.runtime.served_weights import MXFP4_QUANTISATIONS, widest_share
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
 
+SEVERAL = 2
+"""With so many front ends, vLLM keeps the features of images in these, and not in engines, too."""
+
 ONLINE_BLOCK_ROWS = 128
 """Rows that share a scale where vLLM quantises in blocks as it loads."""
 
@@ -55,6 +58,10 @@ OF_REQUESTS = (
     "reasoning_config",
 )
 """Fields that affect the answers to requests. They must be the same in every layout."""
+
+
+REMEMBERED = frozenset({"_supports_multimodal_inputs_cache"})
+"""Attributes in which vLLM keeps an answer, once somebody has asked: no values of their own."""
 
 
 class ConfigurationDiffersError(ValueError):
@@ -86,8 +93,9 @@ def prepare(engine_args: AsyncEngineArgs, api_servers: int) -> AsyncEngineArgs:
     """
     if engine_args.block_size is None:
         engine_args.block_size = DEFAULT_BLOCK_TOKENS.get(current_platform.device_type, 16)
-    # As ``vllm.entrypoints.cli.serve`` does.
-    engine_args._api_process_count = api_servers
+    # As ``vllm.entrypoints.cli.serve`` does, but never one front end: vLLM would take its engine
+    # for the only one, and send the features of an image only the first time (``_get_cache_type``).
+    engine_args._api_process_count = max(api_servers, SEVERAL)
     engine_args._api_process_rank = 0 if api_servers == 1 else -1
     return engine_args
 
@@ -246,7 +254,7 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
     return {
         name: part
         for name, part in vars(value).items()
-        if not isinstance(getattr(kind, name, None), cached_property)
+        if name not in REMEMBERED and not isinstance(getattr(kind, name, None), cached_property)
     }
 
 

@@ -30,6 +30,7 @@ OF_A_NODE: Mapping[str, str] = {
     "cache_config.kv_cache_memory_bytes": "is not a share of all memory on CPUs: engines share it",
     "shutdown_timeout": "is long enough for requests to end, where stock's cuts them off",
     "scheduler_config.policy": "has to be priority, for requests to have one",
+    "parallel_config._api_process_count": "is 2 at least, so that engines keep no images' features",
     "lora_config.max_loras": "leaves a slot empty on CPUs, which vLLM's operators there need",
     "lora_config.max_cpu_loras": "follows from that, and is enough for all adapters",
 }
@@ -154,7 +155,8 @@ OF_THE_ENGINE: Mapping[str, str] = {
     **OF_THE_SERVER,
     "block_size": OF_A_NODE["cache_config.block_size"],
     "max_loras": OF_A_NODE["lora_config.max_loras"],
-    "_api_process_count": "is 1, as without front ends of its own in stock",
+    "_api_process_count": OF_A_NODE["parallel_config._api_process_count"],
+    "limit_mm_per_prompt": "leaves out videos and sound",
 }
 """The same of ``AsyncEngineArgs``."""
 

@@ -61,6 +61,9 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         config.load_config.load_format = VIEW_LOAD_FORMAT
         # A worker needs its share of the device's memory to be free; DP has taken it for all.
         config.cache_config.gpu_memory_utilization = NO_SHARE
+        if config.model_config.multimodal_config is not None:
+            # DP has measured the encoder, and what it keeps (``encoder_cache_bytes``).
+            config.model_config.multimodal_config.skip_mm_profiling = True
     return config
 
 

@@ -114,6 +114,9 @@ class Arrival:
     block of each list holds token 0, also when ``begin`` is larger."""
     adapter: Any = None
     """vLLM's ``LoRARequest``, if it names one."""
+    features: list[Any] = field(default_factory=list)
+    """vLLM's ``MultiModalFeatureSpec`` of its images; those whose KV is there have no tensors that
+    only the encoder reads. Empty for V2 model runners."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def introduce(model_runner: Any, arrival: Arrival) -> None:
     state = known[arrival.request_id] = CachedRequestState(
         req_id=arrival.request_id,
         prompt_token_ids=arrival.prompt,
-        mm_features=[],
+        mm_features=arrival.features,
         sampling_params=arrival.sampling,
         generator=_generator(model_runner, arrival),
         block_ids=tuple([] for _ in model_runner.kv_cache_config.kv_cache_groups),

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from shoal.runtime.engine.groups.rendezvous import (
 )
 from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
 from shoal.runtime.engine.layouts.adapters import load_adapters
+from shoal.runtime.engine.layouts.encoder_cache import encoder_cache_bytes
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
@@ -212,7 +213,12 @@ class LayoutLoader:
         """Return the bytes that the layouts beyond DP take besides weights and KV."""
         # Exchanges by sequence connect the members as the weights are loaded.
         each = CONNECTED_LAYOUT_BYTES if self._node.max_sp > 1 else LAYOUT_BYTES
+        each += self._encoder_bytes
         return each * len(self._node.layouts[1:]) + self._plan.reserved_bytes
+
+    @cached_property
+    def _encoder_bytes(self) -> int:
+        return encoder_cache_bytes(self._dp)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

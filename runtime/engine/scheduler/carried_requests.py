@@ -9,10 +9,12 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
@@ -271,7 +273,8 @@ class CarriedRequests:
         target: dict[int, list[list[int]]] | None = None,
     ) -> instructions.Arrival:
         # A V2 model runner learns the rest from the step that resumes the request.
-        learns = not self._scheduler.use_v2_model_runner
+        learns, mrope = not self._scheduler.use_v2_model_runner, self._scheduler.model_uses_mrope
+        uncovered = strip_covered_mm_data(request.mm_features, request.num_computed_tokens, mrope)
         return instructions.Arrival(
             request.request_id,
             list(request.prompt_token_ids or ()) if learns else [],
@@ -282,6 +285,7 @@ class CarriedRequests:
             source or {},
             target or {},
             request.lora_request if learns else None,
+            uncovered if learns else [],
         )
 
     def _take(self, request: Request) -> None:
@@ -329,6 +333,21 @@ class CarriedRequests:
         if arrival.source or not self._scheduler.use_v2_model_runner:
             # A V2 model runner learns all but the KV from the step that resumes the request.
             self._arrivals.setdefault(source, []).append(arrival)
+
+    def renew(self, scheduled: SchedulerOutput) -> None:
+        """Tell V1 model runners again of requests that begin again with images to encode.
+
+        Runners lack the tensors of images whose KV was there (``strip_covered_mm_data``) and was
+        lost since, say by preemption: vLLM sends V1 a request once.
+        """
+        if self._scheduler.use_v2_model_runner:
+            return
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        for request_id in scheduled.scheduled_encoder_inputs.keys() & resumed:
+            request = self._scheduler.requests[request_id]
+            arrival = self._arrival(request, begin=request.num_computed_tokens)  # nothing to read
+            self._tell(self._unit, replace(arrival, features=request.mm_features))
+        self.copy()
 
     def copy(self) -> None:
         """See ``interface.Core.copy``. Must be called before the next step is scheduled, too."""

@@ -1,6 +1,7 @@
 """The real engine: vLLM cores in this scheduler process, runners in theirs."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -240,7 +241,7 @@ class VllmBackend:
     def utility(self, frames: Sequence[Any]) -> Sequence[Any]:
         """See ``interface.EngineBackend.utility``.
 
-        Only what a stock front end needs of a text-only engine; the rest is refused by name.
+        Only what a stock front end needs; the rest is refused by name.
         """
         _client, call_id, method, args = self._decoder.decode(frames)
         output = UtilityOutput(call_id)
@@ -254,8 +255,8 @@ class VllmBackend:
             output.result = UtilityResult(True)  # the runners have loaded it
         elif method in ("is_sleeping", "is_scheduler_paused"):
             output.result = UtilityResult(False)
-        elif method in ("reset_mm_cache", "reset_encoder_cache"):
-            output.result = UtilityResult(None)  # there are none: multimodal models are refused
+        elif method == "reset_mm_cache":
+            output.result = UtilityResult(None)  # only front ends have one (``prepare``)
         else:
             output.failure_message = f"Shoal does not support the utility call {method!r}"
         encoded: Sequence[Any] = self._encoder.encode(EngineCoreOutputs(utility_output=output))
@@ -351,5 +352,7 @@ def _ready_response(config: VllmConfig) -> bytes:
 
 def run_scheduler(node: NodeConfig, engine: int, incarnation: int = 0) -> None:
     """Process entry: start the cores with the runners, then serve the controller."""
+    # vLLM makes tensors of the bytes of a message, which it only reads.
+    warnings.filterwarnings("ignore", category=UserWarning, message="The given buffer is not writ")
     backend = VllmBackend(node, engine, incarnation)
     serve(backend, node, incarnation, backend.startup)

@@ -26,7 +26,6 @@ from shoal.runtime.engine.agent.interface import (
     CoreLoad,
     CoreOutputs,
     EndedSteps,
-    work_of_step,
 )
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link import instructions
@@ -36,6 +35,12 @@ from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
+from shoal.runtime.engine.scheduler.scheduled_steps import (
+    awaits_tokens,
+    beginning,
+    tells_runners,
+    work_of,
+)
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
 
@@ -198,8 +203,8 @@ class VllmCore:
 
     def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """See ``interface.Core.pin``."""
-        beginning = {name for step in self._in_flight for name in _beginning(step.scheduled)}
-        return self._ahead.pin(carry, request_ids, beginning)
+        begun = {name for step in self._in_flight for name in beginning(step.scheduled)}
+        return self._ahead.pin(carry, request_ids, begun)
 
     def unpin(self, carry: int) -> None:
         """See ``interface.Core.unpin``."""
@@ -342,10 +347,11 @@ class VllmCore:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
             self._stalled = True
             # A request whose grammar is wrong ends with the output of a step, even an empty one.
-            if not _tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
+            if not tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
                 return False
-        sample = not (tokens and scheduled.pending_structured_output_tokens)
+        sample = not (tokens and awaits_tokens(scheduled))
         grammar = self._grammar(scheduled) if sample else None
+        self._carried.renew(scheduled)
         mode = self.shift.mode(tokens)
         self._tokens.pack(scheduled)
         seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
@@ -426,25 +432,3 @@ class VllmCore:
     @property
     def _name(self) -> str:
         return f"core {list(self.unit.engines)}"
-
-
-def _tells_runners(scheduled: SchedulerOutput) -> bool:
-    """Return whether a step without tokens still carries news for the runners."""
-    return bool(scheduled.finished_req_ids or scheduled.preempted_req_ids)
-
-
-def work_of(scheduled: SchedulerOutput) -> Work:
-    """Return what a step computes."""
-    cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-    if drafts := scheduled.scheduled_spec_decode_tokens:
-        # A decode that also checks drafts is one decode.
-        tokens = {name: count - len(drafts.get(name, ())) for name, count in tokens.items()}
-    return work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
-
-
-def _beginning(scheduled: SchedulerOutput) -> Iterator[str]:
-    """Yield the requests that begin, or begin again, with a step."""
-    yield from (new.req_id for new in scheduled.scheduled_new_reqs)
-    yield from scheduled.scheduled_cached_reqs.resumed_req_ids

@@ -102,7 +102,7 @@ class GatedMlpRule(ShardRule):
             UnviewableWeights: the groups would cut through blocks of a block-wise scale.
         """
         projection = full.module.gate_up_proj
-        if owns_weights(projection):
+        if owns_weights(projection) or projection.disable_tp:  # no member has a part of it
             return
         if not getattr(projection, "shoal_grouped", False):  # else they were loaded in groups
             with named(f"{full.name}.gate_up_proj"):

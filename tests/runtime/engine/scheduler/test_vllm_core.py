@@ -22,12 +22,8 @@ from shoal.runtime.engine.scheduler.kv_groups import (
     check_kv_groups,
     group_limits,
 )
-from shoal.runtime.engine.scheduler.vllm_core import (
-    AHEAD_REQUESTS,
-    InFlight,
-    VllmCore,
-    work_of,
-)
+from shoal.runtime.engine.scheduler.scheduled_steps import work_of
+from shoal.runtime.engine.scheduler.vllm_core import AHEAD_REQUESTS, InFlight, VllmCore
 from shoal.runtime.protocol.messages import Mode, Work
 from tests.runtime.engine.scheduler.stand_in import StandIn
 from tests.units import pp, tp

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -105,6 +106,7 @@ class Known:
     outputs: list[int]
     blocks: list[list[int]]
     """For each KV group."""
+    images: Sequence[MultiModalFeatureSpec] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -135,6 +137,9 @@ class Runners:
         self.late: list[tuple[Future[Any], Any]] = []
         self._memories = memories
         self._futures: dict[int, Future[Any]] = {}
+        self.encoded: dict[str, float] = {}
+        """What the encoder made of images, by their identifiers, as long as it is kept."""
+        self.encoder_runs = 0
         self._known: dict[str, Known] = {}
         self._batch: set[str] = set()
         self._backing: dict[int, dict[int, int]] = {engine: {0: 0} for engine in unit.engines}
@@ -171,7 +176,7 @@ class Runners:
         for one in carry.requests:
             if not self.v2:
                 self._known[one.request_id] = Known(
-                    list(one.prompt), list(one.tokens), [[] for _ in self.windows]
+                    list(one.prompt), list(one.tokens), [[] for _ in self.windows], one.features
                 )
                 self._batch.discard(one.request_id)
             if one.source:
@@ -218,6 +223,7 @@ class Runners:
     def run_step(self, scheduled: SchedulerOutput, *_: Any, **__: Any) -> "tuple[int, Future[Any]]":
         seq, future = self.expect(1)
         self._learn(scheduled)
+        self._encode(scheduled)
         sampled: dict[str, list[int]] = {}
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -275,7 +281,7 @@ class Runners:
                 assert new.prefill_token_ids is not None
                 outputs = new.prefill_token_ids[len(new.prompt_token_ids) :]
             blocks = [list(group) for group in new.block_ids]
-            known = Known(list(new.prompt_token_ids), list(outputs), blocks)
+            known = Known(list(new.prompt_token_ids), list(outputs), blocks, new.mm_features)
             self._known[new.req_id] = known
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -295,11 +301,29 @@ class Runners:
                 known.outputs = cached.all_token_ids[request_id][-outputs:]
         self._batch = set(scheduled.num_scheduled_tokens)
 
+    def _encode(self, scheduled: SchedulerOutput) -> None:
+        """Make of each image a number, as vLLM's runners make embeddings of it."""
+        for identifier in scheduled.free_encoder_mm_hashes:
+            self.encoded.pop(identifier, None)
+        for request_id, inputs in scheduled.scheduled_encoder_inputs.items():
+            for image in (self._known[request_id].images[index] for index in inputs):
+                assert image.data is not None, "the runner lacks what the encoder reads"
+                self.encoded[image.identifier] = float(image.data["pixels"].data.sum())
+                self.encoder_runs += 1
+
+    def _seen(self, known: Known, at: int) -> tuple[float] | None:
+        """Return what stands in place of a token, if it is one of an image."""
+        for image in known.images:
+            begin = image.mm_position.offset
+            if begin <= at < begin + image.mm_position.length:
+                return (self.encoded[image.identifier],)
+        return None
+
     def _compute(self, known: Known, begin: int, count: int) -> list[int]:
         self.computed += count
         tokens = known.tokens
         for at in range(begin, begin + count):
-            self._write(known, at, tokens[at])
+            self._write(known, at, self._seen(known, at) or tokens[at])
         if begin + count < len(tokens):
             return []
         read = [
@@ -443,7 +467,12 @@ class ToyEngines:
     # --- requests ---
 
     def frames_of(
-        self, request_id: str, prompt: Sequence[int], salt: str | None = None, **sampling: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        salt: str | None = None,
+        images: list[MultiModalFeatureSpec] | None = None,
+        **sampling: Any,
     ) -> list[bytes]:
         """Return what a front end sends for a request. Each arrives later than the one before."""
         params = SamplingParams(
@@ -452,7 +481,7 @@ class ToyEngines:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            mm_features=None,
+            mm_features=images,
             sampling_params=params,
             pooling_params=None,
             arrival_time=float(len(self.tokens)),

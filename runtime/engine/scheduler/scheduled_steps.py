@@ -1,0 +1,36 @@
+"""What vLLM's ``SchedulerOutput`` says of a step."""
+
+from collections.abc import Iterator
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from shoal.runtime.engine.agent.interface import work_of_step
+from shoal.runtime.protocol.messages import Work
+
+
+def tells_runners(scheduled: SchedulerOutput) -> bool:
+    """Return whether a step without tokens still carries news for the runners."""
+    ended = scheduled.finished_req_ids or scheduled.preempted_req_ids
+    return bool(ended or scheduled.free_encoder_mm_hashes)
+
+
+def work_of(scheduled: SchedulerOutput) -> Work:
+    """Return what a step computes."""
+    cached, tokens = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    if drafts := scheduled.scheduled_spec_decode_tokens:
+        # A decode that also checks drafts is one decode.
+        tokens = {name: count - len(drafts.get(name, ())) for name, count in tokens.items()}
+    return work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
+
+
+def beginning(scheduled: SchedulerOutput) -> Iterator[str]:
+    """Yield the requests that begin, or begin again, with a step."""
+    yield from (new.req_id for new in scheduled.scheduled_new_reqs)
+    yield from scheduled.scheduled_cached_reqs.resumed_req_ids
+
+
+def awaits_tokens(scheduled: SchedulerOutput) -> bool:
+    """Return whether the grammar of a request needs a token that is still in flight."""
+    return bool(scheduled.pending_structured_output_tokens)
