@@ -30,6 +30,7 @@ from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
 from shoal.server.options.adapter_options import adapters_of, check_adapters_and_layouts
 from shoal.server.options.fit_options import node_fit
+from shoal.server.options.image_options import check_images_and_layouts
 from shoal.server.options.policy_options import policy_of
 from shoal.server.options.promise_options import node_cost_model, promised
 from shoal.server.options.serve_options import (
@@ -308,6 +309,7 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
         check_shift(args, [args.policy], max_group)
     check_adapters_and_layouts(args)
     check_speculation_and_layouts(args)
+    check_images_and_layouts(args, vllm_config)
     groups = max(max_group, args.share_weights)
     check_shared_model(args.share_weights, vllm_config, groups)
     check_repacked(vllm_config, max_group, args.max_sp, args.max_pp)

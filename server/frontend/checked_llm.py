@@ -1,8 +1,10 @@
-"""vLLM's ``AsyncLLM``, which checks the grammar and log probabilities of a request first."""
+"""vLLM's ``AsyncLLM``, which checks grammar, log probabilities and images of a request first."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.cache.base import MultiModalCache
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -20,13 +22,17 @@ class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
     Args:
         grammars: checks grammars.
         placements: the HTTP requests in progress; the reason of a refusal is noted there.
+        image_bytes: the most bytes of what a request's images are for the encoder.
         options: ``AsyncLLM``'s own.
     """
 
-    def __init__(self, grammars: GrammarCheck, placements: Placements, **options: Any) -> None:
+    def __init__(
+        self, grammars: GrammarCheck, placements: Placements, image_bytes: int, **options: Any
+    ) -> None:
         super().__init__(**options)
         self._grammars = grammars
         self._placements = placements
+        self._image_bytes = image_bytes
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *rest: Any, **more: Any
@@ -39,6 +45,7 @@ class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
         try:
             if isinstance(prompt, dict):
                 self._count_logprobs(params, len(prompt.get("prompt_token_ids") or ()))
+                self._count_bytes(prompt.get("mm_kwargs") or {}, getattr(params, "n", 1))
             if constraint is not None:
                 await self._grammars.check(self._placements.holder, constraint)
             return await super().add_request(request_id, prompt, params, *rest, **more)
@@ -56,6 +63,13 @@ class CheckedAsyncLLM(AsyncLLM):  # type: ignore[misc]
                 placement.logprobs.take(params, prompt_tokens)
             except BoundsError as error:
                 raise VLLMValidationError(str(error), parameter=error.param) from None
+
+    def _count_bytes(self, images: Mapping[str, Any], answers: int) -> None:
+        size = MultiModalCache.get_item_size(images) * answers if images else 0
+        if size > self._image_bytes:
+            most = f"at most {self._image_bytes} are allowed (--max-image-bytes)"
+            message = f"the images are {size} bytes for the encoder, {most}"
+            raise VLLMValidationError(message, parameter="messages")
 
     def count_per_engine(self, engines: int, *, aggregate: bool) -> None:
         """Label metrics with the engine that leads the unit of a step, not with one engine core.

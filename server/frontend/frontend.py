@@ -224,6 +224,7 @@ class Frontend:
         llm = CheckedAsyncLLM(
             grammars,
             placements,
+            args.max_image_bytes,
             vllm_config=self.vllm_config,
             executor_class=Executor.get_class(self.vllm_config),
             usage_context=UsageContext.OPENAI_API_SERVER,
@@ -312,7 +313,12 @@ class Frontend:
         args, model = self.args, self.vllm_config.model_config
         return AppOptions(
             access=self.access,
-            bounds=bounds_of(args, model.max_model_len, model.get_vocab_size()),
+            bounds=bounds_of(
+                args,
+                model.max_model_len,
+                model.get_vocab_size(),
+                images=model.supports_multimodal_inputs,
+            ),
             tokenizer_info=args.enable_tokenizer_info_endpoint,
             front_ends=self.config.api_servers,
             root_path=args.root_path or "",

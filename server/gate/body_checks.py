@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from shoal.server.gate.bounds import ALL, Bounds, BoundsError
+from shoal.server.gate.image_parts import IMAGE_PART, check_image, image_chars
 from shoal.server.gate.json_objects import decode_object, is_deeper, strings
 
 Check = Callable[[str, Any, Bounds], None]
@@ -17,8 +18,8 @@ Check = Callable[[str, Any, Bounds], None]
 REFUSED_FIELDS: Mapping[str, str] = {
     "chat_template": "a template of the client's own is not taken",
     "prompt_embeds": "prompt embeddings are not supported",
-    "mm_processor_kwargs": "multimodal input is not supported",
-    "media_io_kwargs": "multimodal input is not supported",
+    "mm_processor_kwargs": "the operator chooses how images are read",
+    "media_io_kwargs": "the operator chooses how images are read",
     "kv_transfer_params": "transferring KV between servers is not supported",
     "ec_transfer_params": "transferring KV between servers is not supported",
     "vllm_xargs": "arguments for extensions of the engine are not taken",
@@ -42,7 +43,7 @@ TEXT_PARTS = frozenset(
         *("refusal", "thinking", "tool_reference"),
     }
 )
-"""Types of a message's parts that are text. No others are served, and no URL is fetched."""
+"""Types of a message's parts that are text. Beside these, only images are served, in chats."""
 _MEDIA = (
     *("image_url", "input_image", "image_embeds", "image_pil"),
     *("audio_url", "input_audio", "audio_embeds"),
@@ -163,21 +164,39 @@ def _template_values(param: str, value: Any, bounds: Bounds) -> None:
             raise BoundsError(param, f"at most {bounds.stop_chars} characters are allowed")
 
 
-def _messages(param: str, value: Any, bounds: Bounds) -> None:
+def _chat(param: str, value: Any, bounds: Bounds) -> None:
+    """Check the messages of a chat: the content of each may have images, if the model takes any."""
+    _messages(param, value, bounds, images=bounds.images)
+
+
+def _messages(param: str, value: Any, bounds: Bounds, *, images: bool = False) -> None:
     if not isinstance(value, list):
         return
     _at_most(param, len(value), bounds.messages, "entries")
     for message in value:
         if isinstance(message, list):  # a conversation of a batch
-            _messages(param, message, bounds)
+            _messages(param, message, bounds, images=images)
         if isinstance(message, dict):
             _check_parts(param, [message])
             if not isinstance(message.get("tool_calls"), list | None):
                 raise BoundsError(param, "tool_calls must be a list")
             for name in ("content", "output"):
                 parts = message.get(name)
+                if images and name == "content" and isinstance(parts, list):
+                    parts = _without_images(param, parts, bounds)
                 if isinstance(parts, dict | list):
                     _check_parts(param, parts if isinstance(parts, list) else [parts], typed=True)
+
+
+def _without_images(param: str, parts: Sequence[Any], bounds: Bounds) -> list[Any]:
+    """Check the images among the parts of a message, and return the others."""
+    others = []
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") == IMAGE_PART:
+            check_image(param, part, bounds)
+        else:
+            others.append(part)
+    return others
 
 
 def _input(param: str, value: Any, bounds: Bounds) -> None:
@@ -259,7 +278,7 @@ def _decoded(param: str, text: str, bounds: Bounds) -> dict[str, Any]:
 
 
 _CHECKS: Mapping[str, Check] = {
-    "messages": _messages,
+    "messages": _chat,
     "input": _input,
     "previous_input_messages": _messages,
     "tools": check_tools,
@@ -370,4 +389,6 @@ def _check_text(fields: Mapping[str, Any], bounds: Bounds) -> None:
         value = fields.get(name)
         if value is not None:
             length = sum(map(len, strings(value)))
+            if name == "messages" and bounds.images:
+                length -= image_chars(value)
             _at_most(name, length, bounds.text_chars, "characters")

@@ -53,6 +53,10 @@ class Bounds:
     """Grammars of one API key, or of all callers without one, that may wait to be compiled."""
     regex_chars: int = 4096
     """Length of a regular expression, and of every ``pattern`` of a schema."""
+    images: bool = False
+    """Whether the model takes images."""
+    image_hosts: frozenset[str] = frozenset()
+    """The hosts that the server asks for images."""
 
     @property
     def text_chars(self) -> int:
@@ -61,6 +65,9 @@ class Bounds:
 
 
 DEFAULTS = Bounds()
+IMAGE_BYTES = 256 << 20
+"""Bytes of all that the front end makes of the images of one request, for the encoder to read. It
+travels to the controller and to an engine, and the controller keeps it until the request ends."""
 
 
 class BoundsError(ValueError):
@@ -82,6 +89,7 @@ _OPTIONS = (
     ("max_grammar_bytes", DEFAULTS.grammar_bytes, "bytes of a request's schemas and grammars"),
     ("max_grammar_seconds", DEFAULTS.grammar_cpu_seconds, "CPU seconds to compile a grammar"),
     ("max_waiting_grammars", DEFAULTS.grammars_waiting, "waiting grammars of one caller"),
+    ("max_image_bytes", IMAGE_BYTES, "bytes of the features of a request's images"),
 )
 """The bounds that have an option: those that operators may want to change."""
 
@@ -92,13 +100,16 @@ def add_bounds_options(group: argparse._ArgumentGroup) -> None:
         add_number(group, flag_of(name), default, text)
 
 
-def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
+def bounds_of(
+    args: Namespace, max_model_len: int, vocabulary: int, *, images: bool = False
+) -> Bounds:
     """Return the bounds that the command line and the model set.
 
     Args:
         args: the parsed arguments.
         max_model_len: the most tokens of one request, prompt and answer together.
         vocabulary: how many tokens the model knows.
+        images: whether it takes images.
     """
     return Bounds(
         body_bytes=args.max_body_bytes,
@@ -112,6 +123,8 @@ def bounds_of(args: Namespace, max_model_len: int, vocabulary: int) -> Bounds:
         grammar_bytes=args.max_grammar_bytes,
         grammar_cpu_seconds=args.max_grammar_seconds,
         grammars_waiting=args.max_waiting_grammars,
+        images=images,
+        image_hosts=frozenset(map(str.lower, args.allowed_media_domains or ())),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError
 from shoal.server.number_options import flag_of
+from shoal.server.options.image_options import images_alone
 
 _POOLING = "pooling models are not supported"
 
@@ -16,9 +17,12 @@ _REFUSED: Mapping[str, Sequence[str]] = {
         *("enable_tower_connector_lora", "enable_mixed_moe_lora_format"),
         *("enable_moe_shared_loras", "max_lora_cls_labels"),
     ),
-    "multimodal models are not supported": (
-        *("limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs", "enable_mm_embeds"),
-        "mm_encoder_only",
+    "clients send images, not what an encoder made of them": ("enable_mm_embeds",),
+    "clients name no files of this machine": ("allowed_local_media_path",),
+    "the encoder runs in the engines, beside the language model": ("mm_encoder_only",),
+    "features of images travel in messages, and front ends make and keep them on the host": (
+        *("mm_processor_cache_type", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb"),
+        "mm_processor_device",
     ),
     "use --speculative-config": ("spec_method", "spec_model", "spec_tokens"),
     "each unit counts the drafts that it has checked, not those of a whole request": (
@@ -106,6 +110,7 @@ def check_vllm_options(args: Namespace, default_of: Callable[[str], Any]) -> Non
         # Some of vLLM's options are in the arguments only if the user gives them.
         if hasattr(args, name) and getattr(args, name) != default_of(name):
             raise UserError(f"{flag_of(name)}: {reason}")
+    images_alone(getattr(args, "limit_mm_per_prompt", {}))
     if args.quantization not in (None, *FP8_QUANTISATIONS):
         raise UserError(
             f"--quantization {args.quantization}: only FP8 weights can be asked for; GPTQ, "

@@ -233,6 +233,11 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         "VLLM_HOST_IP": DEFAULT_HOST,
+        # A host that is asked for an image must not send the server to another one, and an image
+        # takes memory: three bytes for each pixel, in the front end.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+        "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB": "16",
+        "VLLM_MAX_IMAGE_PIXELS": str(1 << 25),
         # vLLM and torch warn of every default that does not suit the machine.
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -67,7 +67,8 @@ def automatic_max_sp(model: Any, max_group: int, *, on_gpus: bool) -> int:
         on_gpus: whether real engines run on GPUs.
     """
     known = model.architecture in BY_SEQUENCE and model.get_head_size() % 8 == 0
-    tokens = not (model.enable_prompt_embeds or model.uses_mrope)
+    others = model.enable_prompt_embeds or model.supports_multimodal_inputs
+    tokens = not (others or model.uses_mrope)
     return max_group if on_gpus and known and tokens else 1
 
 

@@ -24,8 +24,6 @@ from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import LOADED_BY_NAME
 
 SERVED_QUANTISATIONS = FP8_QUANTISATIONS | MXFP4_QUANTISATIONS | REPACKED_QUANTISATIONS
-TEXT_ALONE = "--language-model-only"
-"""vLLM's option to load the language model of a multimodal model, and to take only text."""
 ONE_KV_GROUP = "--disable-hybrid-kv-cache-manager"
 """vLLM's option to keep the KV of every layer for all tokens, in one group."""
 
@@ -39,10 +37,6 @@ def check_model_config(model: Any) -> None:
     Raises:
         UserError: the model is of such a kind; the message names it.
     """
-    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
-        raise UserError(
-            f"{model.model} is a multimodal model: not supported; with {TEXT_ALONE} its text is"
-        )
     state_space = model.is_hybrid or model.is_attention_free
     latent = model.use_mla
     kinds = {

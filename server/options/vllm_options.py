@@ -20,6 +20,7 @@ from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
 from shoal.server.errors import UserError, one_line
 from shoal.server.options.adapter_options import adapters_of, make_room
+from shoal.server.options.image_options import images_alone
 from shoal.server.options.speculation_options import check_speculation
 from shoal.server.options.unsupported_models import (
     check_adapted_model,
@@ -102,12 +103,13 @@ def engine_args(args: Namespace) -> AsyncEngineArgs:
     shares with ``args``. So they are in ``args`` too, where vLLM's application looks for them.
 
     Raises:
-        UserError: vLLM refuses the arguments.
+        UserError: vLLM refuses the arguments, or they ask for videos or sound.
     """
     try:
         found = prepare(AsyncEngineArgs.from_cli_args(args), args.api_server_count)
     except Exception as error:  # see make_vllm_config
         raise UserError(_said(error, args.model)) from error
+    found.limit_mm_per_prompt = images_alone(found.limit_mm_per_prompt)
     on_cpu = not count_gpus() and not args.fake_engine
     make_room(found, len(adapters_of(args)), on_cpu=on_cpu)
     return found

@@ -104,12 +104,13 @@ def write_family(path: Path, name: str) -> None:
     """Write a checkpoint of a family to directory ``path``; it always gets the same weights."""
     write_checkpoint(path, SPEC)  # for its tokenizer
     family = FAMILIES[name]
-    config = AutoConfig.for_model(family.kind, **_sizes() | dict(family.config))
+    config = AutoConfig.for_model(family.kind, **sizes() | dict(family.config))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw = torch.Generator().manual_seed(SPEC.seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            parameter.copy_(_drawn(family, parameter_name, parameter, draw))
+            noise = drawn_like(parameter_name, parameter, draw, around_zero=family.around_zero)
+            parameter.copy_(noise)
         if config.tie_word_embeddings:  # as ``random_checkpoint.weights`` says
             scale = drawn.LOGIT_GAIN / (drawn.EMBEDDING_SCALE * SPEC.hidden_size**0.5)
             model.model.norm.weight.normal_(std=scale, generator=draw)
@@ -117,7 +118,8 @@ def write_family(path: Path, name: str) -> None:
     model.save_pretrained(path)
 
 
-def _sizes() -> dict[str, Any]:
+def sizes() -> dict[str, Any]:
+    """Return what the configuration of each family says of sizes and special tokens."""
     return {
         "hidden_size": SPEC.hidden_size,
         "intermediate_size": SPEC.intermediate_size,
@@ -134,7 +136,17 @@ def _sizes() -> dict[str, Any]:
     }
 
 
-def _drawn(family: Family, name: str, like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+def drawn_like(
+    name: str, like: torch.Tensor, draw: torch.Generator, *, around_zero: bool = False
+) -> torch.Tensor:
+    """Return weights for a parameter of this name and shape.
+
+    Args:
+        name: tells what the parameter is.
+        like: has its shape.
+        draw: the source of all randomness.
+        around_zero: whether the weights of norms are added to 1.
+    """
     noise = torch.randn(like.shape, generator=draw)
     if name.endswith("sinks"):
         return noise * SINK_SCALE
@@ -142,7 +154,7 @@ def _drawn(family: Family, name: str, like: torch.Tensor, draw: torch.Generator)
         return noise * (drawn.NORM_NOISE if "norm" in name else drawn.BIAS_SCALE)
     if like.dim() == 1 or "norm" in name:
         scale = drawn.QK_NORM_SCALE if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
-        return scale * (1 + drawn.NORM_NOISE * noise) - (1.0 if family.around_zero else 0.0)
+        return scale * (1 + drawn.NORM_NOISE * noise) - (1.0 if around_zero else 0.0)
     if any(part in name for part in EMBEDDINGS):
         return noise * drawn.EMBEDDING_SCALE
     return noise * _gain(name) / _inputs(name, like) ** 0.5

@@ -14,7 +14,7 @@ from shoal.runtime.served_weights import (
 )
 from tests.models.architectures import OF_TRANSFORMERS, OWN
 from tests.models.scan import Outcome, prepare, scan
-from tests.models.tested import TokenTest, token_tests
+from tests.models.tested import TokenTest, image_architectures, token_tests
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = Path(__file__).with_name("head.md")
@@ -41,6 +41,7 @@ def page() -> str:
         not_tried=_lines(_others(everything, served=None)),
         fp8=_names(FP8_QUANTISATIONS),
         mxfp4=_names(MXFP4_QUANTISATIONS),
+        images=" and ".join(f"`{name}`" for name in image_architectures()),
         repacked=_names(REPACKED_QUANTISATIONS),
     )
 

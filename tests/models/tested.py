@@ -3,9 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tests.models.families import FAMILIES
+from tests.models.image_families import IMAGE_FAMILIES
 from tests.random_checkpoint import Architecture
 from tests.runtime.engine import test_real_windows
 from tests.runtime.engine.prompts import MODELS, MODELS_WITH_EXPERTS
@@ -53,3 +57,9 @@ def token_tests() -> Mapping[str, TokenTest]:
         (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.kind] for family in FAMILIES.values()),
     )
     return found
+
+
+def image_architectures() -> list[str]:
+    """Return the architectures whose tokens are compared for prompts with images."""
+    kinds = (family.kind for family in IMAGE_FAMILIES.values())
+    return [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind] for kind in kinds]

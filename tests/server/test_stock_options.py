@@ -31,6 +31,8 @@ OF_A_NODE: Mapping[str, str] = {
     "shutdown_timeout": "is long enough for requests to end, where stock's cuts them off",
     "scheduler_config.policy": "has to be priority, for requests to have one",
     "parallel_config._api_process_count": "is 2 at least, so that engines keep no images' features",
+    "speculative_config.target_parallel_config._api_process_count": "is the same",
+    "speculative_config.draft_parallel_config._api_process_count": "is the same",
     "lora_config.max_loras": "leaves a slot empty on CPUs, which vLLM's operators there need",
     "lora_config.max_cpu_loras": "follows from that, and is enough for all adapters",
 }
@@ -156,6 +158,8 @@ OF_THE_ENGINE: Mapping[str, str] = {
     "block_size": OF_A_NODE["cache_config.block_size"],
     "max_loras": OF_A_NODE["lora_config.max_loras"],
     "_api_process_count": OF_A_NODE["parallel_config._api_process_count"],
+    "speculative_config.target_parallel_config._api_process_count": "is the same",
+    "speculative_config.draft_parallel_config._api_process_count": "is the same",
     "limit_mm_per_prompt": "leaves out videos and sound",
 }
 """The same of ``AsyncEngineArgs``."""
@@ -204,6 +208,9 @@ VALUES: Mapping[str, Sequence[str]] = {
     "ir_op_priority": ["--ir-op-priority", '{"rms_norm": ["native"]}'],
     "kernel_config": ["--kernel-config", '{"enable_flashinfer_autotune": false}'],
     "kv_cache_metrics_sample": ["--kv-cache-metrics-sample", "0.5"],
+    "limit_mm_per_prompt": ["--limit-mm-per-prompt", '{"image": 2}'],
+    "media_io_kwargs": ["--media-io-kwargs", '{"image": {"image_mode": "RGB"}}'],
+    "mm_processor_kwargs": ["--mm-processor-kwargs", '{"num_crops": 4}'],
     "logging_config": ["--logging-config", '{"log_level": "INFO"}'],
     "lora_modules": ["--enable-lora", "--lora-modules", "name=path"],
     "max_cpu_loras": ["--enable-lora", "--max-cpu-loras", "7"],

@@ -25,6 +25,7 @@ import zmq
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -177,7 +178,7 @@ def configs_of(model: str, max_group: int, max_pp: int = 1, **vllm_args: Any) ->
 
 def _stock(
     model: str,
-    prompts: list[list[int]],
+    prompts: str,
     sampling: list[SamplingParams],
     vllm_args: dict[str, Any],
     adapters: list[LoRARequest | None] | None,
@@ -187,7 +188,7 @@ def _stock(
 
     llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS | vllm_args)
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
+        pickle.loads(Path(prompts).read_bytes()),
         sampling,
         use_tqdm=False,
         lora_request=adapters,
@@ -202,20 +203,25 @@ def stock_outputs(
     dtype: str = MODEL_ARGS["dtype"],
     vllm_args: Mapping[str, Any] = NO_ARGS,
     adapters: Sequence[LoRARequest | None] | None = None,
+    images: Sequence[Sequence[Any]] | None = None,
     **environment: str,
 ) -> list[RequestOutput]:
     """Return what stock vLLM, tensor parallel size 1, makes of prompts, each with its sampling.
 
-    With ``adapters``, each prompt has one of its own, or none.
+    With ``adapters``, each prompt has one of its own, or none; with ``images``, each has some.
     """
+    given: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    for prompt, pictures in zip(given, images or (), strict=False):
+        prompt["multi_modal_data"] = {"image": list(pictures)}
     with tempfile.TemporaryDirectory() as directory:
-        answer = Path(directory) / "outputs"
+        asked, answer = Path(directory) / "prompts", Path(directory) / "outputs"
+        asked.write_bytes(pickle.dumps(given))  # images are too large for a message
         process = Process(
             "stock",
             Path(directory),
             _stock,
             str(model),
-            [list(prompt) for prompt in prompts],
+            str(asked),
             list(sampling),
             {"dtype": dtype, **vllm_args},
             None if adapters is None else list(adapters),
@@ -242,12 +248,15 @@ def stock_tokens(
     dtype: str = MODEL_ARGS["dtype"],
     vllm_args: Mapping[str, Any] = NO_ARGS,
     adapters: Sequence[LoRARequest | None] | None = None,
+    images: Sequence[Sequence[Any]] | None = None,
     **environment: str,
 ) -> list[list[int]]:
     """Return what stock vLLM, tensor parallel size 1, generates greedily for each prompt."""
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     sampling = [greedy] * len(prompts)
-    outputs = stock_outputs(model, prompts, sampling, dtype, vllm_args, adapters, **environment)
+    outputs = stock_outputs(
+        model, prompts, sampling, dtype, vllm_args, adapters, images, **environment
+    )
     return tokens_of(outputs)
 
 
@@ -559,15 +568,17 @@ class RealNode:
         max_tokens: int = 32,
         temperature: float = 0.0,
         adapter: LoRARequest | None = None,
+        features: Sequence[Sequence[MultiModalFeatureSpec]] = (),
         **sampling: Any,
     ) -> list[str]:
         """Send prompts that want to run on ``unit``, and return their request ids.
 
-        None is any unit, and no adapter.
+        None is any unit, and no adapter. With ``features``, each prompt has images
+        (``image_prompts``).
         """
         ids = []
         named = "" if unit is None else f"{'-'.join(map(str, unit.engines))}:{unit.name}"
-        for prompt in prompts:
+        for prompt, images in itertools.zip_longest(prompts, features):
             request_id = f"{named}/{next(self._numbers)}"
             params = SamplingParams(
                 temperature=temperature, max_tokens=max_tokens, **{"ignore_eos": True} | sampling
@@ -576,7 +587,7 @@ class RealNode:
             request = EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=list(prompt),
-                mm_features=None,
+                mm_features=images,
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=0.0,

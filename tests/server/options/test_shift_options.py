@@ -51,6 +51,7 @@ class Model:
     architecture: str = "Qwen3ForCausalLM"
     enable_prompt_embeds: bool = False
     uses_mrope: bool = False
+    supports_multimodal_inputs: bool = False
     head_size: int = 128
 
     def get_head_size(self) -> int:
@@ -67,6 +68,7 @@ def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
         pytest.param(Model(), False, id="on CPUs, or with fake engines"),
         pytest.param(Model("BloomForCausalLM"), True, id="an architecture nobody has tested"),
         pytest.param(Model(enable_prompt_embeds=True), True, id="inputs that are not tokens"),
+        pytest.param(Model(supports_multimodal_inputs=True), True, id="images"),
         pytest.param(Model(uses_mrope=True), True, id="positions of several dimensions"),
         pytest.param(Model("LlamaForCausalLM", head_size=100), True, id="heads of odd sizes"),
     ],

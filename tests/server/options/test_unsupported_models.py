@@ -28,7 +28,6 @@ from tests.server.node import ServedNode, run_shoal
 
 SUPPORTED: dict[str, Any] = {
     "model": "m",
-    "is_multimodal_model": False,
     "runner_type": "generate",
     "is_encoder_decoder": False,
     "is_moe": False,
@@ -69,20 +68,6 @@ def test_other_kinds_of_models_are_refused_by_name(kind: dict[str, Any], named: 
 
 def test_a_model_with_latent_attention_is_supported() -> None:
     check_model_config(SimpleNamespace(**SUPPORTED | {"use_mla": True}))
-
-
-@pytest.mark.parametrize("text_alone", [False, True])
-def test_of_a_multimodal_model_the_text_alone_is_served(text_alone: bool) -> None:
-    asked = SimpleNamespace(language_model_only=text_alone)
-    model = SimpleNamespace(**SUPPORTED | {"is_multimodal_model": True, "multimodal_config": asked})
-    if text_alone:
-        check_model_config(model)
-        return
-    with pytest.raises(UserError) as caught:
-        check_model_config(model)
-    assert str(caught.value) == (
-        "m is a multimodal model: not supported; with --language-model-only its text is"
-    )
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "fp8_per_block", "gpt_oss_mxfp4"])

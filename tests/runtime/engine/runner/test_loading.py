@@ -6,6 +6,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +36,10 @@ CONFIG: Any = SimpleNamespace(
 def loader(max_sp: int, *, sizes_are_chosen: bool = False) -> LayoutLoader:
     configs = LayoutConfigs({}, sizes_are_chosen=sizes_are_chosen)
     node = NodeConfig(8, 4, "manual", "unused", configs, max_sp=max_sp)
-    return LayoutLoader(node, 0)
+    made = LayoutLoader(node, 0)
+    model: Any = SimpleNamespace(supports_multimodal_inputs=False)
+    made._dp = SimpleNamespace(model_config=model)
+    return made
 
 
 def test_memory_is_kept_for_the_layouts_beyond_dp() -> None:
@@ -44,6 +48,11 @@ def test_memory_is_kept_for_the_layouts_beyond_dp() -> None:
     assert loader(4)._reserved() == connected
     assert loader(2)._reserved() == connected + LARGER_CAPTURES_BYTES
     assert loader(2, sizes_are_chosen=True)._reserved() == connected
+
+
+def test_memory_is_kept_for_what_encoders_of_layouts_beyond_dp_make() -> None:
+    with patch.object(loading, "encoder_cache_bytes", lambda _: 1000):
+        assert loader(1)._reserved() == 2 * (LAYOUT_BYTES + 1000)
 
 
 class Loaded:
