@@ -86,6 +86,16 @@ class GrammarCompiler:
         outcome = request.structured_output_request.grammar
         if isinstance(outcome, Exception):
             raise ValueError(f"the grammar cannot be compiled: {outcome}")
+        if not self._lets_begin(outcome):
+            raise ValueError(
+                "the grammar allows no text at all, for instance because it has no end"
+            )
+
+    def _lets_begin(self, grammar: Any) -> bool:
+        """Return whether a token may come first: an engine fails a request that can have none."""
+        allowed = self._manager.backend.allocate_token_bitmask(1)
+        grammar.fill_bitmask(allowed, 0)
+        return bool(allowed.any())
 
 
 def encoded(constraint: Any) -> bytes:

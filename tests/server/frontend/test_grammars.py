@@ -62,8 +62,23 @@ def test_a_grammar_that_an_engine_can_compile_passes(
         {"grammar": "root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000},
         {"grammar": "root ::= " + "(" * 200_000},
         {"json": {"enum": [f"value {k}" for k in range(200_000)]}},
+        {"grammar": "root ::= root"},
+        {"json": {"$ref": "#"}},
+        {"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
     ],
-    ids=["type", "regex", "nul", "grammar", "nested", "open", "huge enum"],
+    ids=[
+        "type",
+        "regex",
+        "nul",
+        "grammar",
+        "nested",
+        "open",
+        "huge enum",
+        "endless",
+        "ref",
+        "refs",
+        "class",
+    ],
 )
 def test_one_that_is_wrong_or_costs_too_much_is_refused(
     sandbox: Sandbox, constraint: dict[str, Any]
