@@ -69,11 +69,11 @@ class Calls:
                 self._env.transport.to_control(peer, self._layout(call, named))
             case m.GetMetrics(call):
                 self._env.transport.to_control(peer, self._metrics(call))
-            case m.SetLayout() if not self._is_switching:
-                asked = self._env.clock()
-                self._operations.when_idle(partial(self._set_layout_now, peer, message, asked))
-            case m.SetLayout():
+            case m.SetLayout() if self._is_switching or self._operations.is_idle:
                 self._set_layout(peer, message)
+            case m.SetLayout():
+                asked = self._env.clock()
+                self._operations.when_idle(partial(self._set_layout_late, peer, message, asked))
             case m.DrainEngines():
                 self._drain(peer, message)
             case m.SetPolicy():
@@ -160,7 +160,7 @@ class Calls:
         else:
             self._env.transport.to_control(peer, self._layout(message.call))
 
-    def _set_layout_now(self, peer: str, message: m.SetLayout, asked: float) -> None:
+    def _set_layout_late(self, peer: str, message: m.SetLayout, asked: float) -> None:
         """Switch in the time that the caller has left, which other operations may have taken."""
         left = message.timeout_seconds - (self._env.clock() - asked)
         if left > 0:

@@ -79,6 +79,8 @@ def fake_mode(config: NodeConfig, threshold: int | None, tokens: int) -> Mode:
 class OneStep:
     """What of vLLM's scheduler and of Shoal's executor a core needs to dispatch one step."""
 
+    use_v2_model_runner = False
+
     def __init__(self, tokens: int) -> None:
         self.scheduled = SchedulerOutput.make_empty()
         self.scheduled.total_num_scheduled_tokens = tokens
