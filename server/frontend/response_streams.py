@@ -8,12 +8,21 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.responses import ResponseErrorEvent
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 FAILED = "the request failed in its engine"
+
+
+class ErrorEvent(BaseModel):
+    """OpenAI's event ``error``."""
+
+    type: str = "error"
+    code: str = "500"
+    message: str = FAILED
+    param: str | None = None
+    sequence_number: int
 
 
 def tell_failures(generate: Generate) -> Generate:
@@ -30,8 +39,6 @@ def tell_failures(generate: Generate) -> Generate:
                     told += 1
                     yield event
         except ValidationError:  # of the event that cannot be
-            yield ResponseErrorEvent(
-                type="error", code="500", message=FAILED, param=None, sequence_number=told
-            )
+            yield ErrorEvent(sequence_number=told)
 
     return generated

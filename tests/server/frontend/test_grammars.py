@@ -77,7 +77,6 @@ def test_a_grammar_that_an_engine_can_compile_passes(
         "endless",
         "ref",
         "refs",
-        "class",
     ],
 )
 def test_one_that_is_wrong_or_costs_too_much_is_refused(
