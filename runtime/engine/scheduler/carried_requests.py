@@ -50,11 +50,7 @@ class CarriedRequests:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        engine_core: EngineCore,
-        channel: UnitChannel,
-        physical: PhysicalBlocks,
+        self, unit: Unit, engine_core: EngineCore, channel: UnitChannel, physical: PhysicalBlocks
     ) -> None:
         self._unit = unit
         self._engine_core = engine_core

@@ -200,7 +200,7 @@ def test_all_that_is_wrong_is_told_at_once(parser: ArgumentParser, tmp_path: Pat
         ({"admin-port": 70000}, "admin-port: '70000': it must be from 0 to 65535, or 'off'"),
         ({"enforce-eager": "true"}, "enforce-eager: it must be true or false"),
         ({"share-prefix-cache": 1}, "share-prefix-cache: it must be true or false"),
-        ({"log-format": "xml"}, "log-format: invalid LogFormat value: 'xml'"),
+        ({"log-format": "xml"}, "log-format: 'xml': choose one of text, json"),
         ({"kv-cache-dtype": "fp9"}, "kv-cache-dtype: invalid choice: 'fp9'"),
         (
             {"compilation-config": {"nosuch": 1}},
