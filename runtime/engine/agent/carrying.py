@@ -242,7 +242,7 @@ class Carrying:
             # If others take turns with these, the blocks of one are a beginning. The last request
             # has the most, so they are enough for any other.
             alone = not serves or len(self._sharers(arrivals)) == 1
-            for _ in range(len(arrivals.waiting) if alone else 1):
+            for _ in arrivals.waiting[:] if alone else arrivals.waiting[:1]:
                 self._take(core, arrivals, -1, portion, with_kv=False)
         return portion
 
