@@ -23,6 +23,8 @@ def introduce(model_runner: Any, arrival: Arrival) -> None:
     if not isinstance(known, dict):
         return
     known.pop(arrival.request_id, None)
+    # It may have left in the middle of its prompt: the log probabilities have been sent since.
+    model_runner.num_prompt_logprobs.pop(arrival.request_id, None)
     # With its row goes what an asynchronous step would take for its latest token.
     batch = model_runner.input_batch
     batch.remove_request(arrival.request_id)

@@ -28,6 +28,7 @@ def model_runner(*, fp64: bool = False) -> Any:
     )
     return SimpleNamespace(
         requests={},
+        num_prompt_logprobs={},
         uses_mrope=False,
         input_batch=batch,
         device=torch.device("cpu"),
@@ -143,3 +144,11 @@ def test_positions_of_several_dimensions_are_made_anew() -> None:
     runner.uses_mrope, runner._init_mrope_positions = True, given.append
     introduce(runner, arrival([6], 3))
     assert given == [runner.requests["a"]]
+
+
+def test_log_probabilities_of_a_prompt_that_were_sent_elsewhere_are_not_sent_again() -> None:
+    """vLLM would send what happens to be in new memory: its part of the prompt is not computed."""
+    runner = model_runner()
+    runner.num_prompt_logprobs.update(a=2, b=1)
+    introduce(runner, arrival([7], 3))
+    assert runner.num_prompt_logprobs == {"b": 1}
