@@ -12,21 +12,20 @@ import torch
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from shoal.policies.values.layouts import alone
-from shoal.policies.values.partition import singles
-from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.messages import Mode
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
 from tests.runtime.engine import probes
+from tests.runtime.engine.every_layout import (
+    GROUP,
+    assert_tokens_in_every_layout,
+    assert_tokens_in_every_mode,
+    assert_tokens_through_carries,
+)
 from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
-from tests.runtime.engine.scripted_shift import Script
-from tests.units import tp
-from tests.variety import is_varied
 
 ALL = PROMPTS + SHARED
 TOKENS = 24
-GROUP = tp(0, 1)
 Expected = list[list[int]]
 
 
@@ -53,37 +52,16 @@ def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
 
 
 def test_tokens_are_stocks_in_every_layout(node: RealNode, expected: Expected) -> None:
-    assert is_varied(expected)
-    for partition in (singles(2), (GROUP,)):
-        node.switch(*partition)
-        for _ in range(2):  # the second time from the prefix cache
-            assert node.generate_spread(node.partition, ALL, TOKENS) == expected
-    assert node.audit() == []
+    assert_tokens_in_every_layout(node, ALL, TOKENS, expected)
 
 
 def test_tokens_are_stocks_however_steps_run(node: RealNode, expected: Expected) -> None:
     """In a step by sequence each member has few of the tokens, and all of DP's experts."""
-    node.switch()
-    node.probe_all(probes.take_modes)
-    node.script(Script.RANDOM)
-    with node.bound(GROUP):
-        assert node.generate(GROUP, ALL, TOKENS) == expected
-    node.script(Script.TP)
-    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+    assert_tokens_in_every_mode(node, ALL, TOKENS, expected)
 
 
 def test_carried_requests_go_on_with_the_right_tokens(node: RealNode) -> None:
-    prompts = random_prompts((5, 40, 130, 300), seed=51)
-    node.switch()
-    expected = node.generate(alone(1), prompts, 60)
-    requests = node.submit(alone(0), prompts, 60)
-    node.wait_for_tokens(requests, 6)
-    for partition, tokens in (((GROUP,), 24), (singles(2), 44)):
-        view = node.switch(*partition, treatment=m.Treatment.CARRY)
-        assert (view.carried > 0, view.recomputed) == (True, {})
-        node.wait_for_tokens(requests, tokens)
-    assert node.wait(requests) == expected
-    assert node.audit() == []
+    assert_tokens_through_carries(node, 60)
 
 
 def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:

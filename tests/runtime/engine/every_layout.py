@@ -1,0 +1,57 @@
+"""What holds for every model on a node of two real engines, in whatever layout its steps run."""
+
+from collections.abc import Sequence
+
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
+from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.real_node import RealNode
+from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp
+from tests.variety import is_varied
+
+GROUP = tp(0, 1)
+Tokens = Sequence[list[int]]
+
+
+def assert_tokens_in_every_layout(
+    node: RealNode, prompts: Tokens, tokens: int, expected: Tokens
+) -> None:
+    """DP and TP2 generate these tokens, also when they find the prompts in their prefix cache."""
+    assert is_varied(expected)
+    for partition in (singles(2), (GROUP,)):
+        node.switch(*partition)
+        for _ in range(2):  # the second time from the prefix cache
+            assert node.generate_spread(node.partition, prompts, tokens) == expected
+    assert node.audit() == []
+
+
+def assert_tokens_in_every_mode(
+    node: RealNode, prompts: Tokens, tokens: int, expected: Tokens
+) -> None:
+    """A group whose steps run in TP and in SP, at random, generates these tokens."""
+    node.switch()
+    node.probe_all(probes.take_modes)
+    node.script(Script.RANDOM)
+    with node.bound(GROUP):
+        assert node.generate(GROUP, prompts, tokens) == expected
+    node.script(Script.TP)
+    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+
+
+def assert_tokens_through_carries(node: RealNode, tokens: int) -> None:
+    """Requests that go from DP to TP2 and back with their KV end with DP's own tokens."""
+    prompts = random_prompts((5, 40, 130, 300), seed=51)
+    node.switch()
+    expected = node.generate(alone(1), prompts, tokens)
+    requests = node.submit(alone(0), prompts, tokens)
+    node.wait_for_tokens(requests, 6)
+    for partition, some in (((GROUP,), 24), (singles(2), 44)):
+        view = node.switch(*partition, treatment=m.Treatment.CARRY)
+        assert (view.carried > 0, view.recomputed) == (True, {})
+        node.wait_for_tokens(requests, some)
+    assert node.wait(requests) == expected
+    assert node.audit() == []
