@@ -135,6 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="only these")
     add("--policies", nargs="*", default=[], help="of Shoal, measured beside its layouts")
     add(
+        "--layouts", nargs="*", metavar="NAME", help="of Shoal: only these, or none (default: all)"
+    )
+    add(
         "--workload",
         action="append",
         default=[],
@@ -233,10 +236,24 @@ def systems(engines: int, model: str) -> list[System]:
     ]
 
 
-def ways(system: System, policies: Sequence[str]) -> list[Way]:
-    """Return the ways of a system: its layouts, and for Shoal the policies."""
-    found = [Way(layout.name, layout=layout) for layout in system.layouts]
-    return found + [Way(name, policy=name) for name in policies if system.switches]
+def ways(
+    system: System, policies: Sequence[str], layouts: Sequence[str] | None = None
+) -> list[Way]:
+    """Return the ways of a system: its layouts, and for Shoal the policies.
+
+    Args:
+        system: one of ``systems``.
+        policies: names of policies, which only Shoal has.
+        layouts: the names of Shoal's layouts to take; None: all.
+    """
+    if not system.switches:
+        policies, layouts = (), None
+    found = [
+        Way(layout.name, layout=layout)
+        for layout in system.layouts
+        if layouts is None or layout.name in layouts
+    ]
+    return found + [Way(name, policy=name) for name in policies]
 
 
 async def _enter(client: Client, system: System, way: Way) -> None:
@@ -308,7 +325,7 @@ async def _measure_all(
             kept = figures.systems.setdefault(system.name, SystemFigures([]))
             plan = [
                 (way, load)
-                for way in ways(system, args.policies)
+                for way in ways(system, args.policies, args.layouts)
                 for load in _loads(args, way, traffic, writer)
                 if load.name not in kept.ways.get(way.name, {})
             ]

@@ -35,6 +35,13 @@ def test_of_shoal_each_layout_is_a_way_and_each_policy() -> None:
     assert named == [("dp", None), ("tp2", None), ("flying", "flying")]
 
 
+def test_layouts_of_shoal_can_be_left_out_and_stocks_cannot() -> None:
+    stock, _, shoal = systems(2, "/model")
+    assert [way.name for way in ways(stock, [], layouts=[])] == ["dp"]
+    assert [way.name for way in ways(shoal, ["adaptive"], layouts=["tp2"])] == ["tp2", "adaptive"]
+    assert [way.name for way in ways(shoal, ["adaptive"], layouts=[])] == ["adaptive"]
+
+
 def test_there_are_as_many_requests_at_once_as_units_can_share() -> None:
     def at_once(units: int) -> list[str]:
         found = [load.arguments for load in made_up(units)]
