@@ -11,8 +11,9 @@ import sys
 import time
 from argparse import Namespace
 from asyncio import run as run_async
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="DIR", help="results, report, pictures, logs")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="only these")
     add("--policies", nargs="*", default=[], help="of Shoal, measured beside its layouts")
-    add(
-        "--layouts", nargs="*", metavar="NAME", help="of Shoal: only these, or none (default: all)"
-    )
+    add("--layouts", nargs="*", metavar="NAME", help="of Shoal: only these, or none (default: all)")
     add(
         "--workload",
         action="append",
@@ -330,9 +329,9 @@ async def _measure_all(
                 if load.name not in kept.ways.get(way.name, {})
             ]
             if plan:
-                taker = _Taker(args, system, kept, vllm, deadline)
-                complete &= await taker.take(plan)
-                _write(path, figures)
+                save = partial(_write, path, figures)
+                complete &= await _Taker(args, system, kept, vllm, deadline, save).take(plan)
+                save()
     return complete
 
 
@@ -357,6 +356,8 @@ class _Taker:
     kept: SystemFigures
     vllm: VllmClient
     deadline: float
+    save: Callable[[], None]
+    """Writes all results: a run that is killed has those of the loads that have ended."""
 
     async def take(self, plan: Sequence[tuple[Way, Load]]) -> bool:
         """Start the system, take the loads, end it; return whether all were taken."""
@@ -391,6 +392,7 @@ class _Taker:
                 entered = way
             figures = await self._run(address, way, load)
             self.kept.ways.setdefault(way.name, {})[load.name] = figures
+            self.save()
             say(f"{self.system.name} {way.name}: {load.name} took {figures['duration']:.1f} s")
         return True
 

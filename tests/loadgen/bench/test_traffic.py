@@ -113,6 +113,26 @@ def test_a_node_is_measured_in_each_layout_and_not_twice(
     assert "ready after" not in capsys.readouterr().err
 
 
+def test_a_run_that_is_killed_has_kept_what_had_ended(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_nodes(monkeypatch)
+    whole, seen = traffic._Taker._run, list[str]()
+
+    async def killed(self: Any, address: str, way: Way, load: Any) -> Any:
+        seen.append(load.name)
+        if len(seen) > 2:  # the first is the warm-up
+            raise KeyboardInterrupt
+        return await whole(self, address, way, load)
+
+    monkeypatch.setattr(traffic._Taker, "_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        traffic.main([*arguments, "--layouts", "dp"])
+    out = Path(arguments[arguments.index("--out") + 1])
+    kept = json.loads((out / "results.json").read_text())["systems"][SHOAL]["ways"]
+    assert list(kept["dp"]) == [seen[1]]
+
+
 def test_results_of_another_comparison_are_not_mixed_in(arguments: list[str]) -> None:
     out = Path(arguments[arguments.index("--out") + 1])
     out.mkdir()
