@@ -94,7 +94,8 @@ class Agent:
             Exception: see ``run``.
         """
         try:
-            self._transport.wait(self._patience(timeout), eager=self.binding.awaits_answer)
+            eager = self.binding.awaits_answer or self._carrying.is_under_way
+            self._transport.wait(self._patience(timeout), eager=eager)
             for frames in self._transport.receive():
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
             self._backend.on_readable()

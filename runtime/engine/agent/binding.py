@@ -14,6 +14,7 @@ are carried to another one (``carrying``).
 """
 
 import enum
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -52,6 +53,14 @@ class Bind(msgspec.Struct):
     released: bool = False
 
 
+class Beginning(msgspec.Struct):
+    """A core that has gone on, until it has the requests that come first."""
+
+    core: Core
+    by: float
+    """When it takes a step even if some of them have not come."""
+
+
 class Binding:
     """Answers the messages of a switch.
 
@@ -71,8 +80,8 @@ class Binding:
         """The epoch of the latest bind that was prepared, whether it has ended or not."""
         self.stale = 0
         """Switch messages dropped because their epoch was over."""
-        self.beginning: Core | None = None
-        """The engine's own core if it has gone on, until it has all requests that come first."""
+        self.beginning: Beginning | None = None
+        """The core that has gone on last, if it still expects requests."""
         self._backend = backend
         self._transport = transport
         self._watch = watch
@@ -136,7 +145,9 @@ class Binding:
         self._backend.attach(bind.unit, bind.epoch)
         self.beginning = None
         if self._leads(bind):
-            self._group_core(bind).bind(bind.epoch, message.lease, message.seed)
+            core = self._group_core(bind)
+            core.bind(bind.epoch, message.lease, message.seed)
+            self.beginning = Beginning(core, -math.inf)  # none have come that could wait
         self.state = State.BOUND
         # Its first step queues up behind its members' steps in flight.
         self._watch.expect_delay(bind.unit)
@@ -185,8 +196,9 @@ class Binding:
 
     def _go_solo(self, bind: Bind, blocks: Sequence[int]) -> None:
         """Let the engine's own core go on, with these blocks back."""
-        own = self.beginning = self._backend.own
+        own = self._backend.own
         own.take_back(blocks)
+        self.beginning = Beginning(own, math.inf)
         self.bind = None
         self.state = State.SOLO
         # The next own step queues up behind the group's steps in flight.

@@ -31,6 +31,9 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
+TOGETHER_SECONDS = 0.01
+"""How long the first requests of a new group wait for those of its other members: about as long as
+a step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
 
 
 class Portion(msgspec.Struct):
@@ -93,6 +96,11 @@ class Carrying:
         self._copying: dict[Unit, list[Portion]] = {}
         """What each core's copies bring, in the order in which they end."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether requests stand still, or are about to, until the next message has come."""
+        return bool(self._exports or self._expected)
+
     # --- as the source ---
 
     def export(self, message: m.Export) -> None:
@@ -103,11 +111,19 @@ class Carrying:
         """Return whether a core pauses because requests are about to leave it, or to come first.
 
         An engine that has just gone on alone waits for the requests that it expects: they have run
-        in a group until now, and would wait for the prompts of new ones.
+        in a group until now, and would wait for the prompts of new ones. A new group waits for
+        ``TOGETHER_SECONDS``: its members' last steps mostly end at the same time.
         """
-        if core is self._binding.beginning and self.expects(core):
+        if self._waits_until(core) > self._clock():
             return True
         return any(export.unit == core.unit for export in self._exports)
+
+    def _waits_until(self, core: Core) -> float:
+        """Return until when a core waits for the requests that come first."""
+        beginning = self._binding.beginning
+        if beginning is None or beginning.core is not core or not self.expects(core):
+            return -math.inf
+        return beginning.by
 
     def take_out(self) -> bool:
         """Export what can be exported now; return whether a core goes on."""
@@ -160,6 +176,9 @@ class Carrying:
                 self._stepping.refuse(message.unit, request_id, *refused)
         for _ in message.requests:
             self._stepping.count(message.unit)
+        beginning = self._binding.beginning
+        if beginning and beginning.core.unit == message.unit and beginning.by == -math.inf:
+            beginning.by = self._clock() + TOGETHER_SECONDS
         copied = self._ahead.arrive(message.carry)
         waiting = sorted(
             message.requests,
@@ -182,7 +201,8 @@ class Carrying:
 
     def tend(self) -> bool:
         """Answer for the copies that have ended, and adopt more; return whether one has ended."""
-        if self._binding.beginning is not None and not self.expects(self._binding.beginning):
+        beginning = self._binding.beginning
+        if beginning is not None and not self.expects(beginning.core):
             self._binding.beginning = None
         ended = False
         for unit in [unit for unit, portions in self._copying.items() if portions]:
@@ -353,9 +373,12 @@ class Carrying:
         return max(1, needed - core.load.free_blocks)
 
     def due_in(self) -> float | None:
-        """Return seconds until requests have waited long enough for room; None: none waits."""
+        """Return seconds until requests have waited long enough; None: none waits."""
         due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
-        return None if due == math.inf else max(0.0, due - self._clock())
+        now, beginning = self._clock(), self._binding.beginning
+        if beginning is not None and self._waits_until(beginning.core) > now:
+            due = min(due, beginning.by)
+        return None if due == math.inf else max(0.0, due - now)
 
 
 def _rests(core: Core) -> bool:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
-from shoal.runtime.engine.agent.carrying import ROOM_SECONDS
+from shoal.runtime.engine.agent.carrying import ROOM_SECONDS, TOGETHER_SECONDS
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -288,6 +288,47 @@ def test_a_request_that_is_not_valid_here_ends_with_an_error_when_it_comes(bench
 
 
 # --- the first steps of a core that goes on ---
+
+
+def group_with_one_of_two_carries(bench: Bench) -> None:
+    """Bind, and let one request come while another one is still expected."""
+    expect(bench, "early", unit=GROUP)
+    expect(bench, "late", unit=GROUP, carry=CARRY + 1)
+    bench.bind()
+    only(take_in(bench, carried("early"), unit=GROUP), m.Imported)
+    assert bench.turn(4) == []
+    assert tokens_of(bench, "early", 1) == []
+
+
+def test_a_group_begins_when_all_that_it_expects_has_come(bench: Bench) -> None:
+    group_with_one_of_two_carries(bench)
+    only(take_in(bench, carried("late"), unit=GROUP, carry=CARRY + 1), m.Imported)
+    bench.turn(OUTPUT)
+    for request_id in ("early", "late"):
+        assert tokens_of(bench, request_id, 1) == expected_tokens(PROMPT, OUTPUT)[3:]
+
+
+def test_a_group_does_not_wait_for_requests_that_do_not_come(bench: Bench) -> None:
+    group_with_one_of_two_carries(bench)
+    take_in(bench, unit=GROUP, carry=CARRY + 1)
+    bench.turn(OUTPUT)
+    assert tokens_of(bench, "early", 1) == expected_tokens(PROMPT, OUTPUT)[3:]
+
+
+def test_a_group_does_not_wait_for_long(bench: Bench) -> None:
+    group_with_one_of_two_carries(bench)
+    assert bench.agent.next_wakeup() == pytest.approx(TOGETHER_SECONDS)
+    bench.clock.advance(TOGETHER_SECONDS)
+    bench.turn(OUTPUT)
+    assert tokens_of(bench, "early", 1) == expected_tokens(PROMPT, OUTPUT)[3:]
+
+
+def test_a_group_waits_for_nobody_before_a_request_has_come(bench: Bench) -> None:
+    expect(bench, "late", unit=GROUP)
+    bench.bind()
+    bench.add("new", tokens=2, group=GROUP)
+    bench.turn(4)
+    assert len(tokens_of(bench, "new")) == 2
 
 
 def test_an_engine_that_goes_on_alone_waits_for_what_it_expects(bench: Bench) -> None:
