@@ -112,6 +112,7 @@ def test_request_of_several_frames(vllm):
     assert wire.decode_request(frames).client_index == 1
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch says it once
 def test_images_are_told_apart_without_their_tensors(vllm):
     from vllm.multimodal import inputs
 
