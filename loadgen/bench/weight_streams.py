@@ -113,7 +113,7 @@ class Member:
         copier: Copier,
     ) -> None:
         self.place, self.part, self.device = place, part, device
-        self._memory, self._descriptors = memory, Descriptors(directory, place)
+        self._memory, self.descriptors = memory, Descriptors(directory, place)
         self.weights = part.weights(place)
         self.size = self.weights[-1].begin + self.weights[-1].part_bytes
         self.slots = WeightSlots(copier)
@@ -132,17 +132,17 @@ class Member:
         for number, weight in enumerate(self.weights):
             weight.part_in(self.kept[self.place]).copy_(self._written(number, self.place))
         self._memory.seal(file)
-        self._descriptors.hold(self.place, file)
+        self.descriptors.hold(self.place, file)
 
     def open(self, place: int, holder: int, clock: Clock = time.monotonic) -> None:
         """Map what a member keeps, or has kept, by the descriptor that ``holder`` has."""
         deadline = clock() + WAIT_SECONDS
-        while (file := self._descriptors.ask(holder, place)) is None:
+        while (file := self.descriptors.ask(holder, place)) is None:
             if clock() > deadline:
                 raise TimeoutError(f"member {holder} has no weights of member {place}")
             time.sleep(0.05)
         self.kept[place] = self._memory.open(file, self.size)
-        self._descriptors.hold(place, file)
+        self.descriptors.hold(place, file)
 
     def meet(self) -> None:
         """Map what all others keep, and let the slots be filled from it."""

@@ -1,84 +1,81 @@
-"""Which blocks of an engine's KV buffer have memory behind them: all, or the first ones.
+"""Which memory of an engine's KV buffer can be behind weights instead, and which blocks lose it.
 
-The buffer keeps its addresses. The memory of the other blocks is free for something else.
+The buffer keeps its addresses and its memory. Blocks with high ids are given up, so that nothing
+but the weights uses what is behind them.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
-import torch
+Range = tuple[int, int]
+"""Begin and end in the buffer, in bytes."""
 
-from shoal.runtime.engine.weights.sharing.pages import Pages
+
+class Loan(NamedTuple):
+    """What KV can lend."""
+
+    blocks: int
+    """How many first blocks stay, vLLM's null block included."""
+    ranges: Sequence[Range]
+    """For each piece of memory that is wanted, in whole pages."""
+
+    def pieces(self, size: int) -> list[int]:
+        """Return the sizes of adjacent pieces of a buffer, of which each range is one."""
+        edges = sorted({0, size, *chain.from_iterable(self.ranges)})
+        return [end - begin for begin, end in pairwise(edges)]
 
 
-class KvBacking:
-    """The memory behind one engine's KV buffer.
+def find_loan(config: Any, sizes: Sequence[int], page: int) -> Loan | None:
+    """Return the loan that leaves KV the most blocks; None: it leaves no block.
 
     Args:
-        buffer: the buffer, int8.
-        file: a descriptor of its memory.
         config: vLLM's ``KVCacheConfig``, which says where blocks are.
-        pages: exchanges what is behind addresses.
+        sizes: of the pieces that are wanted, in bytes: multiples of a page.
+        page: bytes of a page.
     """
+    found, low, high = None, 2, int(config.num_blocks) + 1
+    while low < high:
+        middle = (low + high) // 2
+        ranges = _packed(sizes, _beyond(config, middle, page))
+        if ranges is None:
+            high = middle
+        else:
+            found, low = Loan(middle, ranges), middle + 1
+    return found
 
-    def __init__(self, buffer: torch.Tensor, file: int, config: Any, pages: Pages) -> None:
-        self._buffer, self._file = buffer, file
-        self._config, self._pages = config, pages
-        self.num_blocks = int(config.num_blocks)
-        """All blocks, vLLM's null block included."""
-        self._without: list[tuple[int, int]] = []
-        """Ranges of the buffer that have no memory: begin and end of each, in bytes."""
 
-    def blocks_without(self, size: int) -> int:
-        """Return how many first blocks keep their memory if so many bytes are given up; -1: none.
+def _packed(sizes: Sequence[int], free: Iterable[Range]) -> list[Range] | None:
+    """Put pieces into free ranges, each into the first that the one before has left (next fit)."""
+    ranges: list[Range] = []
+    left, (begin, end) = iter(free), (0, 0)
+    for size in sizes:
+        while end - begin < size:
+            after = next(left, None)
+            if after is None:
+                return None
+            begin, end = after
+        ranges.append((begin, begin + size))
+        begin += size
+    return ranges
 
-        It is the most that can be kept.
-        """
-        low, high = -1, self.num_blocks
-        while low < high:
-            middle = -(-(low + high) // 2)
-            if sum(end - begin for begin, end in self._beyond(middle)) >= size:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
-    def keep(self, blocks: int) -> None:
-        """Give up the memory of all but the first blocks, whose contents nobody needs.
+def _beyond(config: Any, blocks: int, page: int) -> Iterator[Range]:
+    """Yield the ranges of whole pages in which no block is one of the first ones."""
+    covered, (size,) = 0, {tensor.size for tensor in config.kv_cache_tensors}
+    for kept, then in (*sorted(_kept(config, blocks)), (size, 0)):
+        begin, end = -(-covered // page) * page, kept // page * page
+        if begin < end:
+            yield begin, end
+        covered = max(covered, then)
 
-        It is gone for other engines, too, which have the buffer mapped. Whoever touches it in this
-        process ends the process.
-        """
-        without = list(self._beyond(blocks))
-        if without == self._without:
-            return
-        self.keep_all()
-        for begin, end in without:
-            self._pages.discard(self._buffer[begin:end])
-            self._pages.block(self._buffer[begin:end])
-        self._without = without
 
-    def keep_all(self) -> None:
-        """Let all blocks have memory again; of what was given up they have zeros."""
-        for begin, end in self._without:
-            self._pages.map(self._buffer[begin:end], self._file, begin, writable=True)
-        self._without = []
-
-    def _beyond(self, blocks: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of whole pages in which no block is one of the first ones."""
-        page, covered = self._pages.page, 0
-        for kept, then in (*sorted(self._kept(max(blocks, 0))), (self._buffer.nbytes, 0)):
-            begin, end = -(-covered // page) * page, kept // page * page
-            if begin < end:
-                yield begin, end
-            covered = max(covered, then)
-
-    def _kept(self, blocks: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the first blocks."""
-        for tensor in self._config.kv_cache_tensors if blocks else ():
-            if tensor.block_stride > tensor.layer_stride:  # a block has the pages of all layers
-                yield 0, blocks * tensor.block_stride
-                continue
-            for layer in range(len(tensor.layers)):
-                begin = tensor.offset + layer * tensor.layer_stride
-                yield begin, begin + blocks * tensor.block_stride
+def _kept(config: Any, blocks: int) -> Iterator[Range]:
+    """Yield the ranges of the first blocks."""
+    for tensor in config.kv_cache_tensors:
+        if tensor.block_stride > tensor.layer_stride:  # a block has the pages of all layers
+            yield 0, blocks * tensor.block_stride
+            continue
+        for layer in range(len(tensor.layers)):
+            begin = tensor.offset + layer * tensor.layer_stride
+            yield begin, begin + blocks * tensor.block_stride

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, create_kv_cache_views
 
 from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
+from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.kv.kv_memory import KvMemory, kv_memory
 
 
@@ -25,10 +26,11 @@ class SharedKVBuffer:
 
     Args:
         name: of the node's KV memory; see ``kv_memory``.
+        lender: makes memory that weights can have, too; None: they cannot.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, lender: KvLender | None = None) -> None:
+        self._name, self._lender = name, lender
         self._memory: KvMemory | None = None
         self._raw: torch.Tensor | None = None
 
@@ -81,7 +83,12 @@ class SharedKVBuffer:
     ) -> dict[str, torch.Tensor]:
         (size,) = {tensor.size for tensor in config.kv_cache_tensors}
         if self._raw is None:
-            self._memory = kv_memory(self._name, device)
+            lender = self._lender
+            self._memory = (
+                kv_memory(self._name, device)
+                if lender is None
+                else lender.memory(self._name, device, config)
+            )
             self._raw = self._memory.allocate(size)
         if size != self._raw.numel():
             raise RuntimeError(

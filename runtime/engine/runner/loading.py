@@ -24,6 +24,7 @@ from shoal.runtime.engine.groups.rendezvous import (
     agreed_minimum,
 )
 from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
+from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.encoder_cache import encoder_cache_bytes
 from shoal.runtime.engine.layouts.engine_config import engine_config
@@ -32,8 +33,7 @@ from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
-from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier
-from shoal.runtime.engine.weights.sharing.pages import pages_on
+from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier, pages_on
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
@@ -71,16 +71,19 @@ class LayoutLoader:
         self._node = node
         self._engine = engine
         self._directory = Path(node.runtime_dir)
-        self.buffer = SharedKVBuffer(f"{self._directory.name}-kv")
         self._dp: VllmConfig
         self.shared: SharedMlps | None = None
         """The MLPs of which this engine keeps a part only; None: it keeps all weights."""
+        self.lender: KvLender | None = None
+        """Lends memory of KV to these MLPs."""
         if node.share_weights > 1:
             device = torch.device(current_platform.device_type, engine)
             memory, copier = memory_and_copier(f"{self._directory.name}-weights", device)
             degree = Degree(node.share_weights, node.weight_groups)
             slots, pages = WeightSlots(copier), pages_on(device)
             self.shared = SharedMlps(engine, degree, self._directory, memory, slots, pages)
+            self.lender = KvLender(engine, pages, self.shared.descriptors, self.shared.whole)
+        self.buffer = SharedKVBuffer(f"{self._directory.name}-kv", self.lender)
         register_view_loader(
             lambda: self.store,
             lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from shoal.policies.values.layouts import DP
-from shoal.runtime.engine.kv.backing import KvBacking
+from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.runner.loading import LayoutLoader
-from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.protocol.messages import Shares
 
@@ -20,16 +19,6 @@ class MemoryMoves:
 
     def __init__(self, loader: LayoutLoader, share: int) -> None:
         self._loader, self._share = loader, share
-        self._backing: KvBacking | None = None
-        shared = loader.shared
-        if shared is not None and not shared.whole.problem:
-            buffer = loader.buffer
-            self._backing = KvBacking(
-                buffer.raw,
-                buffer.memory.handle(buffer.raw)["file"],
-                loader.workers[DP].model_runner.kv_cache_config,
-                HostPages(),
-            )
 
     @property
     def _shared(self) -> SharedMlps:
@@ -37,41 +26,49 @@ class MemoryMoves:
         return self._loader.shared
 
     @property
+    def _lender(self) -> KvLender:
+        assert self._loader.lender is not None, "the engine shares no weights"
+        return self._loader.lender
+
+    @property
     def shares(self) -> Shares:
         """What the engine says of the levels that it can have."""
         if self._loader.shared is None:
             return Shares()
-        if self._backing is None:
-            return Shares(fixed=self._shared.whole.problem)
-        more = self._shared.whole.copied_bytes - self._shared.whole.slot_bytes
-        blocks = self._backing.blocks_without(max(0, more)) - 1  # without the null block
-        if blocks < 1:
+        loan = self._lender.loan
+        if loan is None:
             return Shares(fixed="the memory for KV is smaller than what whole weights need")
-        return Shares({1: blocks, self._share: self._backing.num_blocks - 1})
+        all_blocks = int(self._loader.workers[DP].model_runner.kv_cache_config.num_blocks)
+        # Without the null block.
+        return Shares({1: loan.blocks - 1, self._share: all_blocks - 1})
 
     def fill(self, blocks: int) -> Callable[[], str]:
-        """Give up the memory of blocks whose ids are above ``blocks``.
+        """Let weights have the memory of blocks, whose contents nobody needs any more.
+
+        Args:
+            blocks: those with higher ids have been given up: at least as many as are lent.
 
         Returns:
             Copies what peers keep, and returns why the copies cannot be used; "": they can.
         """
-        assert self._backing is not None, "the share level is fixed"
-        self._backing.keep(blocks + 1)
-        return self._copy
+        loan = self._lender.loan
+        assert loan is not None, "the share level is fixed"
+        assert blocks < loan.blocks, "weights would have the memory of blocks that are in use"
+        copy = self._shared.fill_whole(self._lender.lent(self._loader.buffer.raw))
 
-    def _copy(self) -> str:
-        try:
-            self._shared.fill_whole()
-        except (OSError, ValueError) as error:
-            return str(error)
-        return ""
+        def filled() -> str:
+            try:
+                copy()
+            except (OSError, ValueError) as error:
+                return str(error)
+            return ""
+
+        return filled
 
     def use(self, share: int) -> int:
         """Share weights with so many engines; return the engine's bytes of weights."""
-        assert self._backing is not None, "the share level is fixed"
         if share == 1:
             self._shared.be_whole()
         else:
             self._shared.be_shared()
-            self._backing.keep_all()
         return self._loader.store.resident_bytes

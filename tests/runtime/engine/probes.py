@@ -292,22 +292,20 @@ def kept_weights(runner: ProbedRunner) -> int:
     return os.fstat(runner._loader.shared._file).st_ino
 
 
-def without_memory(runner: ProbedRunner) -> int:
-    """Return how many bytes of the KV buffer may not be touched, as the kernel says."""
-    buffer, found = runner._loader.buffer.raw, 0
-    first = buffer.data_ptr()
+def behind_weights(runner: ProbedRunner) -> int:
+    """Return how many bytes of the KV buffer are at other addresses, too, as the kernel says."""
+    first, found = runner._loader.buffer.raw.data_ptr(), dict[str, dict[int, int]]()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, rights = line.split()[:2]
+        addresses, _, _, _, file = line.split()[:5]
         begin, end = (int(address, 16) for address in addresses.split("-"))
-        if rights.startswith("---"):
-            found += max(0, min(end, first + buffer.nbytes) - max(begin, first))
-    return found
+        found.setdefault(file, {})[begin] = end - begin
+    (of_buffer,) = (ranges for ranges in found.values() if first in ranges)
+    return sum(of_buffer.values()) - of_buffer[first]
 
 
 def bytes_for_whole_weights(runner: ProbedRunner) -> int:
     """Return how many bytes more whole weights take than shared ones."""
-    whole = runner._loader.shared.whole
-    return int(whole.copied_bytes - whole.slot_bytes)
+    return sum(runner._loader.shared.whole.moving_bytes)
 
 
 def streams(runner: ProbedRunner) -> bool:

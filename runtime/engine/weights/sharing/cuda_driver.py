@@ -59,11 +59,25 @@ class CudaDriver:
         """Return a handle of the memory that a descriptor is of."""
         return self._do("cuMemImportFromShareableHandle", file, self._by_file)
 
-    def map_memory(self, handle: Any, size: int) -> int:
-        """Return the address at which memory is from now on; no GPU may use it yet."""
-        address = self._do("cuMemAddressReserve", size, 0, 0, 0)
+    def reserve(self, size: int) -> int:
+        """Return the first of so many addresses, behind which there is nothing."""
+        return int(self._do("cuMemAddressReserve", size, 0, 0, 0))
+
+    def free(self, address: int, size: int) -> None:
+        """Give reserved addresses back, behind which there is nothing."""
+        self._do("cuMemAddressFree", address, size)
+
+    def map_memory(self, address: int, size: int, handle: Any) -> None:
+        """Put all of a handle's memory behind reserved addresses; no GPU may use them yet."""
         self._do("cuMemMap", address, size, 0, handle, 0)
-        return int(address)
+
+    def unmap(self, address: int, size: int) -> None:
+        """Take away what one ``map_memory`` has put behind addresses."""
+        self._do("cuMemUnmap", address, size)
+
+    def release(self, handle: Any) -> None:
+        """Let go of a handle. Its memory stays as long as it is mapped, or others hold it."""
+        self._do("cuMemRelease", handle)
 
     def allow(self, address: int, size: int, device: int, *, writes: bool) -> None:
         """Let a GPU read mapped memory, and write it if ``writes``."""

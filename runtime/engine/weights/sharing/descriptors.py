@@ -13,7 +13,11 @@ from pathlib import Path
 
 ANSWER_SECONDS = 5.0
 """How long a runner may take to answer; one that is stopped answers never."""
+KV = 255
+"""In place of an engine: the pieces of the runner's own KV buffer."""
 _HELD, _UNKNOWN = b"+", b"-"
+_IN_A_MESSAGE = 253
+"""The most descriptors that Linux passes in one message (``SCM_MAX_FD``)."""
 
 
 class Descriptors:
@@ -25,7 +29,7 @@ class Descriptors:
     """
 
     def __init__(self, directory: Path, engine: int) -> None:
-        self._directory, self._held = directory, dict[int, int]()
+        self._directory, self._held = directory, dict[int, tuple[int, ...]]()
         path = self._path(engine)
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -33,9 +37,9 @@ class Descriptors:
         self._listener.listen()
         threading.Thread(target=self._serve, name="descriptors", daemon=True).start()
 
-    def hold(self, engine: int, file: int) -> None:
-        """Hand out a descriptor of an engine's memory from now on."""
-        self._held[engine] = file
+    def hold(self, engine: int, *files: int) -> None:
+        """Hand out descriptors of an engine's memory, or of ``KV``, from now on."""
+        self._held[engine] = files
 
     def ask(self, holder: int, engine: int) -> int | None:
         """Return a descriptor of an engine's memory that another runner holds, else None.
@@ -44,22 +48,39 @@ class Descriptors:
             holder: the engine whose runner is asked.
             engine: whose memory it is.
         """
+        files = self.ask_all(holder, engine)
+        return files[0] if files else None
+
+    def ask_all(self, holder: int, engine: int) -> list[int]:
+        """Return all descriptors that another runner holds of an engine's memory, or of ``KV``.
+
+        The caller closes them. Of a runner that does not answer, or ends meanwhile, there are none.
+        """
+        files: list[int] = []
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             try:
                 connection.connect(str(self._path(holder)))
                 connection.sendall(bytes([engine]))
-                _, files, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                answer = _HELD
+                while answer:
+                    answer, found, _, _ = socket.recv_fds(
+                        connection, 1, _IN_A_MESSAGE, socket.MSG_CMSG_CLOEXEC
+                    )
+                    files += found
             except OSError:  # it has not started yet, or it has ended
-                return None
-        return files[0] if files else None
+                for file in files:
+                    os.close(file)
+                return []
+        return files
 
     def close(self) -> None:
         """Hand out nothing any more. Held descriptors are closed."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for file in self._held.values():
-            os.close(file)
+        for files in self._held.values():
+            for file in files:
+                os.close(file)
 
     def _serve(self) -> None:
         while True:
@@ -77,11 +98,11 @@ class Descriptors:
 
     def _answer_to(self, connection: socket.socket) -> None:
         asked = connection.recv(1)
-        file = self._held.get(asked[0]) if asked else None
-        if file is None:
+        files = self._held.get(asked[0], ()) if asked else ()
+        if not files:
             connection.sendall(_UNKNOWN)
-        else:
-            socket.send_fds(connection, [_HELD], [file])
+        for begin in range(0, len(files), _IN_A_MESSAGE):
+            socket.send_fds(connection, [_HELD], files[begin : begin + _IN_A_MESSAGE])
 
     def _path(self, engine: int) -> Path:
         return self._directory / f"weights-{engine}"

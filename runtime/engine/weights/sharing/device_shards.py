@@ -10,6 +10,7 @@ import torch
 
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.weights.sharing.cuda_driver import CudaDriver, DriverError
+from shoal.runtime.engine.weights.sharing.device_pages import tensor_at
 
 
 class DeviceShards:
@@ -60,10 +61,10 @@ class DeviceShards:
 
     def _map(self, handle: Any, size: int, *, writes: bool) -> torch.Tensor:
         whole = self._whole(size)
-        address = self._driver.map_memory(handle, whole)
+        address = self._driver.reserve(whole)
+        self._driver.map_memory(address, whole, handle)
         self._driver.allow(address, whole, self._number, writes=writes)
-        storage = torch._C._construct_storage_from_data_pointer(address, self._device, size)
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return tensor_at(address, size, self._device)
 
     def _whole(self, size: int) -> int:
         granule = self._driver.granule(self._number)

@@ -1,10 +1,12 @@
-"""What engines keep their parts of the weights in, and what copies them: on CPUs, and on GPUs."""
+"""What engines keep weights in, what copies them, and what moves memory: on CPUs, and on GPUs."""
 
 import torch
 
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.weights.sharing.cuda_driver import CudaDriver
+from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
 from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
+from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
 from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier
 from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
@@ -24,6 +26,11 @@ def memory_and_copier(name: str, device: torch.device) -> tuple[ShardMemory, Cop
         return HostShards(name), HostCopier()
     driver = CudaDriver()
     return DeviceShards(device, driver), StreamCopier(device, driver)
+
+
+def pages_on(device: torch.device) -> HostPages | DevicePages:
+    """Return what exchanges memory on a device; errors are those of ``memory_and_copier``."""
+    return HostPages() if device.type == "cpu" else DevicePages(device, CudaDriver())
 
 
 def check_reach(engine: int, share: int) -> None:

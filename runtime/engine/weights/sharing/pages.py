@@ -1,109 +1,97 @@
 """Addresses that are reserved once, and the memory behind them, which can be exchanged.
 
-What computes with such addresses, also compiled code, need not know of an exchange. Nobody may
-use an address while what is behind it is exchanged.
+What computes with such addresses, also compiled code and CUDA graphs, need not know of an exchange.
+Nobody may use an address while what is behind it is exchanged.
 """
 
 import ctypes
 import mmap
 import os
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-_MAP_FIXED, _MAP_NORESERVE, _MADV_REMOVE = 0x10, 0x4000, 9
+_MAP_NORESERVE = 0x4000
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 """Of Linux; Python's ``mmap`` cannot map at a given address."""
 
 
+class Exchange(NamedTuple):
+    """What is to be behind some addresses. Both are uint8, and have the same number of bytes."""
+
+    at: torch.Tensor
+    """Addresses: a part of what ``Pages.reserve`` returned, the same one in each exchange."""
+    memory: torch.Tensor
+    """One whole piece that ``Pages.create`` has made; it stays behind its own addresses, too."""
+
+
 class Pages(Protocol):
-    """The addresses of one device. All ranges are uint8 tensors of whole pages."""
+    """The addresses of one device. All sizes are multiples of a page."""
 
-    page: int
-    """Bytes of a page."""
+    @property
+    def page(self) -> int:
+        """Bytes of a page."""
 
-    def reserve(self, size: int) -> torch.Tensor:
-        """Return addresses without memory, which nobody may touch, for the process's life."""
-
-    def map(
-        self, at: torch.Tensor, file: int, begin: int, *, writable: bool, now: bool = False
-    ) -> None:
-        """Put shared memory behind addresses, in place of what is there.
-
-        Args:
-            at: the addresses.
-            file: a descriptor of the memory.
-            begin: where in the memory the first page is, in bytes.
-            writable: whether it is written to by these addresses.
-            now: whether all of it is there, and counts to this process, when this returns; else
-                each page when it is first touched.
+    def create(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Return new memory, uint8: adjacent pieces of these sizes in bytes.
 
         Raises:
-            OSError: it cannot be mapped.
+            OSError: there is not so much memory; on GPUs ``NotSharedError``.
         """
 
-    def block(self, at: torch.Tensor) -> None:
-        """Let nothing be behind addresses: whoever touches them ends the process."""
+    def reserve(self, size: int) -> torch.Tensor:
+        """Return addresses without memory, uint8, which nobody may touch, for the process's life.
 
-    def discard(self, at: torch.Tensor) -> None:
-        """Give shared memory back that is behind addresses; it reads as zeros from then on.
+        Raises:
+            OSError: there are not so many addresses; on GPUs ``DriverError``.
+        """
 
-        It is gone for all who have it mapped.
+    def put(self, exchanges: Sequence[Exchange]) -> None:
+        """Put memory behind addresses, in place of what is there. Waits until nothing computes.
+
+        Raises:
+            OSError: it cannot be done; on GPUs ``DriverError``. What is behind the addresses is
+                unknown then, and the process has to end.
         """
 
 
 class HostPages:
-    """On CPUs: ``mmap`` at given addresses."""
+    """On CPUs: ``mremap`` maps shared memory once more, at a given address.
+
+    Pieces need not be whole: any memory that is mapped to be shared will do.
+    """
 
     page = mmap.PAGESIZE
 
     def __init__(self) -> None:
         self._c = ctypes.CDLL(None, use_errno=True)
-        self._c.mmap.restype = ctypes.c_void_p
-        self._c.mmap.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int),
-            *(ctypes.c_int, ctypes.c_long),
-        ]
-        self._c.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self._c.mmap.restype = self._c.mremap.restype = ctypes.c_void_p
+        integer, size, address = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        self._c.mmap.argtypes = [address, size, integer, integer, integer, ctypes.c_long]
+        self._c.mremap.argtypes = [address, size, size, integer, address]
+
+    def create(self, sizes: Sequence[int]) -> torch.Tensor:
+        """See ``Pages.create``."""
+        return torch.frombuffer(mmap.mmap(-1, sum(sizes)), dtype=torch.uint8)
 
     def reserve(self, size: int) -> torch.Tensor:
         """See ``Pages.reserve``."""
-        at = self._mmap(None, size, 0, _PRIVATE, -1, 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        at = _checked(self._c.mmap(None, size, 0, flags, -1, 0))
         return torch.frombuffer((ctypes.c_char * size).from_address(at), dtype=torch.uint8)
 
-    def map(
-        self, at: torch.Tensor, file: int, begin: int, *, writable: bool, now: bool = False
-    ) -> None:
-        """See ``Pages.map``."""
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if now else 0)
-        self._mmap(at.data_ptr(), at.nbytes, protection, flags, file, begin)
-
-    def block(self, at: torch.Tensor) -> None:
-        """See ``Pages.block``."""
-        self._mmap(at.data_ptr(), at.nbytes, 0, _PRIVATE | _MAP_FIXED, -1, 0)
-
-    def discard(self, at: torch.Tensor) -> None:
-        """See ``Pages.discard``."""
-        if self._c.madvise(at.data_ptr(), at.nbytes, _MADV_REMOVE):
-            raise _error()
-
-    def _mmap(
-        self, at: int | None, size: int, protection: int, flags: int, file: int, begin: int
-    ) -> int:
-        address = self._c.mmap(at, size, protection, flags, file, begin)
-        if address in (None, ctypes.c_void_p(-1).value):
-            raise _error()
-        return int(address)
+    def put(self, exchanges: Sequence[Exchange]) -> None:
+        """See ``Pages.put``. What is put there counts to this process when this returns."""
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        for at, memory in exchanges:
+            # An old size of 0 leaves the mapping where it is, and makes another one.
+            _checked(self._c.mremap(memory.data_ptr(), 0, at.nbytes, flags, at.data_ptr()))
+            at[:: self.page].sum()
 
 
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-
-
-def pages_on(device: torch.device) -> Pages | None:
-    """Return what exchanges memory on a device; None: nothing does so far."""
-    return HostPages() if device.type == "cpu" else None
-
-
-def _error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+def _checked(address: int | None) -> int:
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(address or 0)

@@ -8,7 +8,7 @@ part.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class SharedMlps:
         directory: the node's private directory.
         memory: what the part is kept in.
         slots: the engine's.
-        pages: lets the engine have whole weights, too; None: it cannot.
+        pages: let the engine have whole weights, too.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SharedMlps:
         directory: Path,
         memory: ShardMemory,
         slots: WeightSlots,
-        pages: Pages | None = None,
+        pages: Pages,
     ) -> None:
         self._engine, self._degree, self._place = engine, degree, engine % degree.parts
         self._memory, self._slots = memory, slots
@@ -109,10 +109,10 @@ class SharedMlps:
         """By the name of the layer in the model."""
         self._numbers: dict[str, int] = {}
         """The number of each MLP, by its name in the model."""
-        self.whole = WholeWeights(memory, pages)
+        self.whole = WholeWeights(pages)
         self._kept: dict[int, torch.Tensor] = {}
         """What engines keep, by their places among those that share: this engine's, then peers'."""
-        self._descriptors = Descriptors(directory, engine)
+        self.descriptors = Descriptors(directory, engine)
         self._file = -1
         stream_by(slots)
 
@@ -231,7 +231,7 @@ class SharedMlps:
             layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
             layer.own_begin = weight.own * layer.own.shape[layer.own_dimension]
         self._memory.seal(self._file)
-        self._descriptors.hold(self._engine, self._file)
+        self.descriptors.hold(self._engine, self._file)
         self._meet_peers()
 
     def _check(self, model: nn.Module) -> None:
@@ -255,15 +255,13 @@ class SharedMlps:
                     raise TimeoutError(f"nobody has the weights that engine {first + place} keeps")
                 time.sleep(POLL_SECONDS)
             self._kept[place] = self._memory.open(file, self.size)
-            self._descriptors.hold(first + place, file)
+            self.descriptors.hold(first + place, file)
 
     def _ask(self, engine: int) -> int | None:
         """Return a descriptor of what an engine keeps, from any other engine that has one."""
         first = self._engine - self._place
         others = set(range(first, first + self._degree.parts)) - {self._engine}
-        asked = (
-            self._descriptors.ask(o, engine) for o in sorted(others, key=lambda o: o != engine)
-        )
+        asked = (self.descriptors.ask(o, engine) for o in sorted(others, key=lambda o: o != engine))
         return next((file for file in asked if file is not None), None)
 
     # --- layouts ----------------------------------------------------------------------------------
@@ -309,21 +307,17 @@ class SharedMlps:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def fill_whole(self) -> None:
-        """Copy what peers keep, while steps stream. Used by no step before ``be_whole``.
-
-        Raises:
-            ValueError: a copy differs from what its peer keeps.
-        """
-        self.whole.fill(self._kept, self._place)
+    def fill_whole(self, lent: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Take memory for copies of what engines keep; see ``WholeWeights.fill``."""
+        return self.whole.fill(self._kept, lent)
 
     def be_whole(self) -> None:
-        """Compute with whole weights of this engine's own from now on; ``fill_whole`` has ended."""
+        """Compute with whole weights from now on; the copies have been made."""
         self._slots.stop()
-        self.whole.use_copies(self._file, self._place)
+        self.whole.use_copies()
 
     def be_shared(self) -> None:
-        """Stream from now on what peers keep, and give all copies of it back."""
+        """Stream from now on what peers keep, and give the memory of all copies of it back."""
         self.whole.use_slots()
         self._slots.streams = True
 

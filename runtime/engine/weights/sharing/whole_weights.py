@@ -1,193 +1,196 @@
 """Where layouts of few members find whole weights of MLPs, and what memory is behind them.
 
 While engines share weights, all layers of a kind have two slots' memory behind them, alternately.
-When an engine has whole weights, each layer has its own: the part that the engine keeps, and
-copies of its peers' parts. The addresses stay the same, so models need not know of a change.
+When an engine has whole weights, each layer has copies of its peers' parts, in memory that KV lends
+it. The addresses stay the same, so models need not know of a change.
 """
 
-import os
-from collections.abc import Mapping
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
-from shoal.runtime.engine.weights.sharing.pages import Pages
-from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
+from shoal.runtime.engine.weights.sharing.pages import Exchange, Pages
 from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import SLOTS
 
-
-class _Slot(NamedTuple):
-    """Memory for one weight of one layer."""
-
-    bytes: torch.Tensor
-    file: int = -1
-    """Its descriptor, if it can be behind other addresses."""
+_COMPARED = 32 << 20
+"""Bytes that are compared at once: the comparison needs as much memory again."""
 
 
-class _Copies(NamedTuple):
-    """Memory of this engine's alone for copies of its peers' parts."""
+class _Place(NamedTuple):
+    """The addresses of one weight, and its slot. Both are uint8, and fill whole pages."""
 
-    file: int
-    bytes: torch.Tensor
+    at: torch.Tensor
+    slot: torch.Tensor
+    moving: slice
+    """The part behind which a copy can be, in whole pages."""
 
 
 class WholeWeights:
     """The whole weights of one engine's shared MLPs.
 
+    DP computes with the engine's own part where it is kept. So if two engines share weights, only
+    the other one's part is copied. Among more engines there are TP layouts that need this engine's
+    part beside others, so the whole weight is.
+
     Args:
-        memory: makes the memory of slots and copies.
-        pages: exchanges what is behind addresses; None: that cannot be done, and the addresses are
-            those of the slots.
+        pages: makes the slots, and exchanges what is behind addresses.
     """
 
-    def __init__(self, memory: ShardMemory, pages: Pages | None) -> None:
-        self._memory, self._pages = memory, pages
-        self._slots: dict[tuple[str, int, tuple[int, int]], _Slot] = {}
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._slots: dict[tuple[str, int, tuple[int, int]], torch.Tensor] = {}
         """By the kind of weight, the number of the slot, and the shape of the whole weight."""
         self._weights: dict[str, SharedWeight] = {}
-        self._places: dict[str, torch.Tensor] = {}
-        """The addresses of each weight that has some of its own, by its name."""
-        self._copies: _Copies | None = None
-        """What is filled and not in use yet."""
+        self._places: dict[str, _Place] = {}
+        """Of each weight, by its name."""
+        self._lent: Sequence[torch.Tensor] | None = None
+        """What KV has lent for each weight: it is being filled, filled, or in use."""
+        self._filling = threading.Lock()
         self.are_whole = False
         """Whether each layer has its own weights, and none is streamed."""
-        self.problem = "" if pages is not None else "this device cannot exchange memory"
-        """Why the engine cannot have whole weights, in one line; "": it can."""
 
     def add(self, name: str, weight: SharedWeight) -> None:
         """Make addresses for a weight, with a slot behind them."""
+        page = self._pages.page
+        size = -(-weight.whole_bytes // page) * page
+        begin, end = 0, size
+        if weight.degree.parts == 2:
+            begin = (1 - weight.own) * weight.part_bytes // page * page
+            end = -(-(2 - weight.own) * weight.part_bytes // page) * page
+        edges = sorted({0, begin, end, size})
+        slot = self._slot(weight, [after - before for before, after in pairwise(edges)])
         self._weights[name] = weight
-        slot = self._slot(weight)
-        if self._pages is None:
-            return
-        if weight.part_bytes % self._pages.page:
-            self.problem = self.problem or f"the parts of {name} do not fill whole pages"
-            return
-        place = self._places[name] = self._pages.reserve(weight.whole_bytes)
-        # Its pages count once more for these addresses, before the rest is given to KV.
-        self._pages.map(place, slot.file, 0, writable=True, now=True)
+        place = self._places[name] = _Place(self._pages.reserve(size), slot, slice(begin, end))
+        parts = (slice(*part) for part in pairwise(edges))
+        self._pages.put([Exchange(place.at[part], slot[part]) for part in parts])
 
-    def _slot(self, weight: SharedWeight) -> _Slot:
+    def _slot(self, weight: SharedWeight, pieces: Sequence[int]) -> torch.Tensor:
         key = (weight.kind, weight.layer % SLOTS, weight.shape)
         if key not in self._slots:
             # Written, so that its pages count as used before the rest is given to KV.
-            if self._pages is None:
-                slot = _Slot(torch.zeros(weight.whole_bytes, dtype=torch.uint8))
-            else:
-                file, memory = self._memory.create(weight.whole_bytes)
-                slot = _Slot(memory.zero_(), file)
-            self._slots[key] = slot
+            self._slots[key] = self._pages.create(pieces).zero_()
         return self._slots[key]
 
     def slot(self, name: str) -> torch.Tensor:
         """Return a weight as it is stored, in its slot: ``[rows, columns]``."""
-        weight = self._weights[name]
-        return weight.stored(self._slot(weight).bytes)
+        return self._stored(name, self._places[name].slot)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight as it is stored, where models find it: ``[rows, columns]``."""
+        return self._stored(name, self._places[name].at)
+
+    def _stored(self, name: str, memory: torch.Tensor) -> torch.Tensor:
         weight = self._weights[name]
-        place = self._places.get(name)
-        return self.slot(name) if place is None else weight.stored(place)
+        return weight.stored(memory[: weight.whole_bytes])
 
     # --- bytes --------------------------------------------------------------------------------
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of all slots."""
-        return sum(slot.bytes.nbytes for slot in self._slots.values())
+        return sum(slot.nbytes for slot in self._slots.values())
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of all parts that peers keep."""
-        return sum(weight.whole_bytes - weight.part_bytes for weight in self._weights.values())
+    def moving_bytes(self) -> list[int]:
+        """Bytes of memory that each weight needs for its copy, in whole pages."""
+        return [place.moving.stop - place.moving.start for place in self._places.values()]
 
     @property
     def alias_bytes(self) -> int:
         """Bytes of addresses whose memory is a slot's, and counts to this process once more."""
-        return sum(place.nbytes for place in self._places.values())
+        return sum(place.at.nbytes for place in self._places.values())
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that the engine has beside the part that it keeps."""
-        return self.copied_bytes if self.are_whole else self.slot_bytes
+        return self.slot_bytes + (sum(self.moving_bytes) if self.are_whole else 0)
 
     # --- changes ------------------------------------------------------------------------------
 
-    def fill(self, kept: Mapping[int, torch.Tensor], place: int) -> None:
-        """Copy what peers keep, while slots are in use, and compare the copies.
-
-        If each layer has its own weights already, there is nothing to do.
+    def fill(
+        self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
+        """Take memory for copies of what engines keep; nothing happens if copies are in use.
 
         Args:
             kept: what engines keep, by their places among those that share weights.
-            place: this engine's.
+            lent: memory for each weight, of ``moving_bytes``, which nothing else uses.
 
-        Raises:
-            ValueError: a copy differs from what its peer keeps.
+        Returns:
+            Copies, in any thread, while slots are in use. Raises ``ValueError`` if a copy differs
+            from what its engine keeps, or if the memory has been given back meanwhile.
         """
         if self.are_whole:
-            return
-        self.forget_copies()
-        file, memory = self._memory.create(self.copied_bytes)
-        self._copies = _Copies(file, memory)
-        end = 0
-        for name, weight in self._weights.items():
-            for other in _others(weight, place):
-                begin, end = end, end + weight.part_bytes
-                source = kept[other][weight.begin : weight.begin + weight.part_bytes]
-                self._copy(memory[begin:end], source)
-                if not torch.equal(memory[begin:end], source):
-                    raise ValueError(f"the copy of {name} differs from what its engine keeps")
+            return lambda: None
+        self._lent = lent
+        beside = _beside(lent[0].device)
+
+        def copy() -> None:
+            with self._filling, beside, torch.inference_mode():
+                for name, (target, source) in self._copies(kept, lent):
+                    if self._lent is not lent:
+                        raise ValueError("the change of memory has been given up")
+                    self._copy(target, source)
+                    pairs = zip(target.split(_COMPARED), source.split(_COMPARED), strict=True)
+                    if not all(torch.equal(*pair) for pair in pairs):
+                        raise ValueError(f"the copy of {name} differs from what its engine keeps")
+
+        return copy
+
+    def _copies(
+        self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield where each part comes to lie, and where it is, by the name of its weight.
+
+        The next engine's part comes first (peak shifting), this engine's own comes last.
+        """
+        for (name, weight), memory in zip(self._weights.items(), lent, strict=True):
+            size, parts = weight.part_bytes, weight.degree.parts
+            own = nested_shard(weight.own, parts)  # the order is its own inverse
+            for step in range(1, parts if parts == 2 else parts + 1):
+                holder = (own + step) % parts
+                begin = nested_shard(holder, parts) * size - self._places[name].moving.start
+                source = kept[holder][weight.begin : weight.begin + size]
+                yield name, (memory[begin : begin + size], source)
 
     @staticmethod
     def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def forget_copies(self) -> None:
-        """Give back what ``fill`` has taken, if it is not in use."""
-        if self._copies is not None:
-            os.close(self._copies.file)
-            self._copies = None
-
-    def use_copies(self, own: int, place: int) -> None:
-        """Put each layer's own weights behind its addresses; slots are not used any more.
-
-        Args:
-            own: a descriptor of what this engine keeps.
-            place: this engine's place among those that share weights.
-        """
+    def use_copies(self) -> None:
+        """Put each layer's own weights behind its addresses; slots are not used any more."""
         if self.are_whole:
             return
-        copies, pages = self._copies, self._pages
-        assert copies is not None, "there are no copies"
-        assert pages is not None, self.problem
-        begin = 0
-        for name, weight in self._weights.items():
-            size = weight.part_bytes
-            parts = self._places[name].split(size)
-            pages.map(parts[weight.own], own, weight.begin, writable=False)
-            for other in _others(weight, place):
-                part = parts[nested_shard(other, weight.degree.parts)]
-                pages.map(part, copies.file, begin, writable=False)
-                begin += size
-        os.close(copies.file)  # the addresses hold its memory now
-        self._copies, self.are_whole = None, True
-        for slot in self._slots.values():
-            pages.discard(slot.bytes)
+        assert self._lent is not None, "there are no copies"
+        pairs = zip(self._places.values(), self._lent, strict=True)
+        self._pages.put([Exchange(place.at[place.moving], memory) for place, memory in pairs])
+        self.are_whole = True
 
     def use_slots(self) -> None:
-        """Put the slots behind the addresses of all layers, and give all copies back."""
-        self.forget_copies()
-        if self.are_whole and self._pages is not None:
-            for name, weight in self._weights.items():
-                self._pages.map(self._places[name], self._slot(weight).file, 0, writable=True)
-            self.are_whole = False
+        """Put the slots behind the addresses of all layers, and give KV its memory back, zeroed."""
+        lent, self._lent = self._lent, None
+        if lent is None:
+            return
+        with self._filling, torch.inference_mode():  # whoever copies into it has noticed
+            for memory in lent:
+                memory.zero_()  # attention multiplies what it masks, too: nothing may be NaN
+        places = self._places.values()
+        moving = [Exchange(p.at[p.moving], p.slot[p.moving]) for p in places]
+        self._pages.put(moving)  # and waits for the zeros
+        self.are_whole = False
 
 
-def _others(weight: SharedWeight, place: int) -> list[int]:
-    """Return the places of the engines that keep the other parts, in the order of reading."""
-    parts = weight.degree.parts
-    return [(place + step) % parts for step in range(1, parts)]
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """On GPUs, return a stream beside steps, which is after all that this thread has begun."""
+    if device.type == "cpu":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    beside: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return beside

@@ -11,16 +11,29 @@ import torch
 from shoal.runtime.engine.weights.sharing.cuda_driver import DriverError, Rows
 
 GRANULE = 4096
+MAP_FIXED = 0x10
 
 
 class HostDriver:
-    """In place of ``CudaDriver``: memory is a file that is only in memory."""
+    """In place of ``CudaDriver``: memory is a file that is only in memory.
+
+    It refuses what CUDA refuses: parts of handles, and addresses that are not reserved, that have
+    something behind them, or that do not.
+    """
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.refuses = ""
         """The call that fails."""
-        self._mapped: dict[int, mmap.mmap] = {}
+        self._reserved: dict[int, int] = {}
+        self._mapped: dict[int, int] = {}
+        """Sizes, by address."""
+        self._c = ctypes.CDLL(None, use_errno=True)
+        self._c.mmap.restype = ctypes.c_void_p
+        integer, size, address = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        self._c.mmap.argtypes = [address, size, integer, integer, integer, ctypes.c_long]
+        self._c.mprotect.argtypes = [address, size, integer]
+        self._c.munmap.argtypes = [address, size]
 
     def _note(self, name: str, *what: Any) -> None:
         self.seen.append((name, *what))
@@ -32,6 +45,7 @@ class HostDriver:
 
     def create(self, size: int, device: int) -> int:
         self._note("create", size, device)
+        _require(size % GRANULE == 0, "create: no whole pages")
         file = os.memfd_create("simulated")
         os.ftruncate(file, size)
         return file
@@ -44,21 +58,57 @@ class HostDriver:
         self._note("import")
         return os.dup(file)
 
-    def map_memory(self, handle: int, size: int) -> int:
-        self._note("map", size)
-        if os.fstat(handle).st_size < size:
-            raise DriverError("map: too large")
-        mapped = mmap.mmap(handle, size)
+    def release(self, handle: int) -> None:
         os.close(handle)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        self._mapped[address] = mapped
+
+    def reserve(self, size: int) -> int:
+        _require(size % GRANULE == 0, "reserve: no whole pages")
+        address = self._nothing(None, size, 0)
+        self._reserved[address] = size
         return address
+
+    def free(self, address: int, size: int) -> None:
+        self._note("free", size)
+        _require(self._reserved.get(address) == size, "free: not what was reserved")
+        _require(not self._behind(address, size), "free: there is something behind it")
+        del self._reserved[address]
+        assert self._c.munmap(address, size) == 0
+
+    def map_memory(self, address: int, size: int, handle: int) -> None:
+        self._note("map", size)
+        whole = os.fstat(handle).st_size
+        _require(size <= whole, "map: too large")
+        _require(size == whole, "map: not the whole handle")
+        _require(
+            any(begin <= address <= begin + of - size for begin, of in self._reserved.items()),
+            "map: not reserved",
+        )
+        _require(not self._behind(address, size), "map: there is something behind it")
+        self._mapped[address] = size
+        assert self._c.mmap(address, size, 0, mmap.MAP_SHARED | MAP_FIXED, handle, 0) == address
+
+    def unmap(self, address: int, size: int) -> None:
+        self._note("unmap", size)
+        _require(self._mapped.get(address) == size, "unmap: not what was mapped")
+        del self._mapped[address]
+        self._nothing(address, size, MAP_FIXED)
 
     def allow(self, address: int, size: int, device: int, *, writes: bool) -> None:
         self._note("allow", size, device, writes)
+        behind = self._behind(address, size)
+        whole = address in behind and sum(self._mapped[at] for at in behind) == size
+        _require(whole, "allow: not all is mapped")
         rights = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), rights) == 0
+        assert self._c.mprotect(address, size, rights) == 0
+
+    def _behind(self, address: int, size: int) -> list[int]:
+        """Return where mappings begin that a range touches."""
+        end = address + size
+        return [at for at, of in self._mapped.items() if at < end and address < at + of]
+
+    def _nothing(self, address: int | None, size: int, flags: int) -> int:
+        flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return int(self._c.mmap(address, size, 0, flags, -1, 0))
 
     def settle(self) -> None:
         self._note("settle")
@@ -72,6 +122,11 @@ class HostDriver:
         for row in range(rows):
             begins = (of.address + row * of.stride for of in (target, source))
             ctypes.memmove(*begins, size)
+
+
+def _require(allowed: bool, problem: str) -> None:
+    if not allowed:
+        raise DriverError(problem)
 
 
 def simulate_streams(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:

@@ -75,13 +75,21 @@ def test_memory_is_mapped_for_one_gpu(writes: bool, flag: str) -> None:
     api = Api()
     api.answers["cuMemImportFromShareableHandle"] = "handle"
     driver = CudaDriver(api)
-    address = driver.map_memory(driver.import_memory(7), 1 << 21)
+    handle = driver.import_memory(7)
+    address = driver.reserve(1 << 21)
+    driver.map_memory(address, 1 << 21, handle)
+    driver.release(handle)
     driver.allow(address, 1 << 21, 3, writes=writes)
+    driver.unmap(address, 1 << 21)
+    driver.free(address, 1 << 21)
     assert api.seen == [
         ("cuMemImportFromShareableHandle", 7, FILES),
         ("cuMemAddressReserve", 1 << 21, 0, 0, 0),
         ("cuMemMap", 4096, 1 << 21, 0, "handle", 0),
+        ("cuMemRelease", "handle"),
         ("cuMemSetAccess", 4096, 1 << 21, [SimpleNamespace(location=ON_GPU_3, flags=flag)], 1),
+        ("cuMemUnmap", 4096, 1 << 21),
+        ("cuMemAddressFree", 4096, 1 << 21),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
+from shoal.runtime.engine.weights.sharing.descriptors import KV, Descriptors
 
 
 @pytest.fixture
@@ -29,6 +29,20 @@ def test_a_descriptor_is_of_the_same_file(own: Descriptors, tmp_path: Path) -> N
         file = peer.ask(0, 0)
         assert file is not None
         assert os.pread(file, 100, 0) == b"weights"
+        os.close(file)
+
+
+@pytest.mark.parametrize("count", [2, 253, 254])
+def test_any_number_of_descriptors_comes_in_order(
+    own: Descriptors, tmp_path: Path, count: int
+) -> None:
+    files = [file_with(str(number).encode()) for number in range(count)]
+    own.hold(KV, *files)
+    with closing(Descriptors(tmp_path, 1)) as peer:
+        found = peer.ask_all(0, KV)
+        assert [int(os.pread(file, 100, 0)) for file in found] == list(range(count))
+        assert peer.ask_all(0, 7) == []
+    for file in found:
         os.close(file)
 
 

@@ -1,102 +1,104 @@
 """Memory that is put behind addresses and taken away again."""
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.runtime.engine.weights.sharing.pages import HostPages, pages_on
-from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
+from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
+from shoal.runtime.engine.weights.sharing.devices import pages_on
+from shoal.runtime.engine.weights.sharing.pages import Exchange, HostPages, Pages
+from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver
 
-PAGES = HostPages()
-PAGE = PAGES.page
-
-
-@pytest.fixture
-def file() -> Iterator[tuple[int, torch.Tensor]]:
-    """Return three pages of shared memory, filled with 1, 2 and 3."""
-    file, memory = HostShards("test").create(3 * PAGE)
-    for number, page in enumerate(memory.split(PAGE), 1):
-        page.fill_(number)
-    yield file, memory
-    os.close(file)
+PAGE = HostPages.page
+HOST = torch.device("cpu")
 
 
-def resident(file: int) -> int:
-    """Return how many bytes of memory a file has."""
-    return os.fstat(file).st_blocks * 512
+def on_simulated_gpu() -> DevicePages:
+    driver: Any = HostDriver()
+    return DevicePages(HOST, driver)
 
 
-def test_pages_appear_where_they_are_put_in_any_order(file: tuple[int, torch.Tensor]) -> None:
-    at = PAGES.reserve(4 * PAGE)
-    for place, page in ((0, 2), (1, 0), (2, 2), (3, 1)):
-        PAGES.map(at[place * PAGE : (place + 1) * PAGE], file[0], page * PAGE, writable=False)
-    assert at.view(4, -1).float().mean(1).tolist() == [3, 1, 3, 2]
-    PAGES.map(at[:PAGE], file[0], 0, writable=True)
-    assert at[0] == 1
-    at[0] = 9
-    assert file[1][0] == 9, "it is the memory itself"
+@pytest.fixture(params=[HostPages, on_simulated_gpu])
+def pages(request: pytest.FixtureRequest) -> Pages:
+    made: Pages = request.param()
+    return made
 
 
-def test_what_is_computed_with_the_addresses_sees_the_exchange(
-    file: tuple[int, torch.Tensor],
-) -> None:
-    at = PAGES.reserve(PAGE)
-    PAGES.map(at, file[0], 0, writable=False)
+def filled(pages: Pages) -> tuple[torch.Tensor, ...]:
+    """Return three pieces of a page each, filled with 1, 2 and 3."""
+    pieces = pages.create([PAGE] * 3).split(PAGE)
+    for number, piece in enumerate(pieces, 1):
+        piece.fill_(number)
+    return pieces
+
+
+def test_pieces_appear_where_they_are_put_in_any_order(pages: Pages) -> None:
+    pieces, at = filled(pages), pages.reserve(4 * PAGE).split(PAGE)
+    pages.put([Exchange(at[place], pieces[piece]) for place, piece in enumerate((2, 0, 2, 1))])
+    assert [int(there.float().mean()) for there in at] == [3, 1, 3, 2]
+    pages.put([Exchange(at[0], pieces[0])])
+    assert at[0][0] == 1
+    at[0][0] = 9
+    assert pieces[0][0] == 9, "it is the memory itself"
+    assert at[1][0] == 9, "wherever it is"
+
+
+def test_what_is_computed_with_the_addresses_sees_the_exchange(pages: Pages) -> None:
+    pieces, at = filled(pages), pages.reserve(PAGE)
+    pages.put([Exchange(at, pieces[0])])
     view = at.view(torch.int32)[:4]
-    PAGES.map(at, file[0], PAGE, writable=False)
+    pages.put([Exchange(at, pieces[1])])
     assert view.tolist() == [0x02020202] * 4
+    assert [int(piece[0]) for piece in pieces] == [1, 2, 3], "pieces stay at their own addresses"
 
 
-def test_discarded_memory_is_given_back_for_all_who_have_it(
-    file: tuple[int, torch.Tensor],
-) -> None:
-    at = PAGES.reserve(PAGE)
-    PAGES.map(at, file[0], PAGE, writable=False)
-    assert resident(file[0]) == 3 * PAGE
-    PAGES.discard(file[1][PAGE : 2 * PAGE])
-    assert resident(file[0]) == 2 * PAGE
-    assert at.sum() == 0
-    assert file[1].view(3, -1).float().mean(1).tolist() == [1, 0, 3]
-
-
-def test_what_cannot_be_mapped_is_an_error(file: tuple[int, torch.Tensor]) -> None:
-    at = PAGES.reserve(PAGE)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        PAGES.map(at, 1 << 20, 0, writable=False)
-    with pytest.raises(OSError, match="Invalid argument"):
-        PAGES.map(at, file[0], 1, writable=False)
+def test_memory_and_addresses_that_there_are_not_are_an_error() -> None:
+    pages = HostPages()
     with pytest.raises(OSError, match=r"Cannot allocate memory|Invalid argument"):
-        PAGES.reserve(1 << 60)
+        pages.reserve(1 << 60)
+    with pytest.raises(OSError, match="Bad address"):
+        pages.put([Exchange(pages.reserve(PAGE), torch.empty(0, dtype=torch.uint8))])
 
 
-def test_gpus_cannot_exchange_memory_so_far() -> None:
-    assert pages_on(torch.device("cpu")) is not None
-    assert pages_on(torch.device("meta")) is None
+def test_each_device_has_its_own_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(pages_on(HOST), HostPages)
+    monkeypatch.setattr("shoal.runtime.engine.weights.sharing.devices.CudaDriver", HostDriver)
+    assert isinstance(pages_on(torch.device("cuda", 1)), DevicePages)
 
 
 TOUCH = """
-from shoal.runtime.engine.weights.sharing.pages import HostPages
-from shoal.runtime.engine.weights.sharing.shard_memory import HostShards
-pages = HostPages()
-file, memory = HostShards("test").create(2 * pages.page)
+from shoal.runtime.engine.weights.sharing.pages import Exchange
+from tests.runtime.engine.weights.sharing.test_pages import {} as made
+pages = made()
 at = pages.reserve(2 * pages.page)
-pages.map(at, file, 0, writable=True)
-at.fill_(1)
-{}
+pages.put([Exchange(at[:pages.page], pages.create([pages.page]))])
+at[0] = 1
 print("alive", flush=True)
 at[pages.page] = 1
-print("touched", flush=True)
 """
 
 
-@pytest.mark.parametrize(("before", "lives"), [("", True), ("pages.block(at[pages.page:])", False)])
-def test_whoever_touches_blocked_addresses_ends(before: str, lives: bool) -> None:
-    script = [sys.executable, "-c", TOUCH.format(before)]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == (["alive", "touched"] if lives else ["alive"]), done.stderr
-    assert done.returncode == (0 if lives else -signal.SIGSEGV)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["HostPages", "on_simulated_gpu"])
+def test_whoever_touches_addresses_without_memory_ends(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TOUCH.format(kind)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["alive"], done.stderr
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_what_is_put_somewhere_counts_to_the_process() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+    pages, size = HostPages(), 4096 * PAGE
+    memory, at = pages.create([size]).fill_(1), pages.reserve(size)
+    before = resident()
+    pages.put([Exchange(at, memory)])
+    assert resident() - before > 0.9 * size

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
 from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
-from shoal.runtime.engine.weights.sharing.pages import HostPages
+from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
@@ -30,7 +32,9 @@ from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weigh
 from tests.runtime.engine.one_rank import tensor_parallel
 from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver, simulate_streams
 
-HIDDEN, INNER, LAYERS, ENGINES = 128, 32, 3, 4
+HIDDEN, INNER, LAYERS, ENGINES = 96, 32, 3, 4
+"""A half of ``gate_up_proj`` is three pages, and one of ``down_proj`` a page and a half."""
+PAGE = HostPages.page
 X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
 
 
@@ -39,7 +43,7 @@ def config() -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
         yield
     while SharingEngine.made:
-        SharingEngine.made.pop().mlps._descriptors.close()
+        SharingEngine.made.pop().mlps.descriptors.close()
 
 
 class Mlp(nn.Module):
@@ -90,18 +94,19 @@ def outputs(model: Model) -> list[torch.Tensor]:
     return [mlp(X.clone()) for _ in range(2) for mlp in model.mlps]
 
 
-Kind = Callable[[], tuple[ShardMemory, Copier]]
-"""Makes an engine's memory and what copies in it."""
+Parts = tuple[ShardMemory, Copier, Pages]
+Kind = Callable[[], Parts]
+"""Makes an engine's memory, what copies in it, and what exchanges it."""
 
 
-def on_cpu() -> tuple[ShardMemory, Copier]:
-    return HostShards("test"), HostCopier()
+def on_cpu() -> Parts:
+    return HostShards("test"), HostCopier(), HostPages()
 
 
-def on_simulated_gpu() -> tuple[ShardMemory, Copier]:
+def on_simulated_gpu() -> Parts:
     driver: Any = HostDriver()
     device = torch.device("cpu")
-    return DeviceShards(device, driver), StreamCopier(device, driver)
+    return DeviceShards(device, driver), StreamCopier(device, driver), DevicePages(device, driver)
 
 
 class SharingEngine:
@@ -117,12 +122,13 @@ class SharingEngine:
         share: int,
         groups: int = ENGINES,
         kind: Kind = on_cpu,
-        pages: HostPages | None = None,
     ) -> None:
         self.number = number
-        memory, copier = kind()
+        memory, copier, self.pages = kind()
         self.slots = WeightSlots(copier)
-        self.mlps = SharedMlps(number, Degree(share, groups), directory, memory, self.slots, pages)
+        self.mlps = SharedMlps(
+            number, Degree(share, groups), directory, memory, self.slots, self.pages
+        )
         quant = SharedWeights(views=False)
         quant.shared = self.mlps.method
         with tensor_parallel(0, 1):
@@ -145,17 +151,23 @@ class SharingEngine:
         self.mlps.stream_in(model, layout)
         return model
 
+    @cached_property
+    def lent(self) -> list[torch.Tensor]:
+        """Memory that KV lends."""
+        sizes = self.mlps.whole.moving_bytes
+        return list(self.pages.create(sizes).split(sizes))
+
+    def be_whole(self) -> None:
+        self.mlps.fill_whole(self.lent)()
+        self.mlps.be_whole()
+
     def outputs(self, tp: int) -> list[torch.Tensor]:
         stream_by(self.slots)
         return outputs(self.dp if tp == 1 else self.member(tp))
 
 
-def node(
-    directory: Path, share: int, kind: Kind = on_cpu, pages: HostPages | None = None
-) -> list[SharingEngine]:
-    engines = [
-        SharingEngine(directory, number, share, kind=kind, pages=pages) for number in range(ENGINES)
-    ]
+def node(directory: Path, share: int, kind: Kind = on_cpu) -> list[SharingEngine]:
+    engines = [SharingEngine(directory, number, share, kind=kind) for number in range(ENGINES)]
     with ThreadPoolExecutor(ENGINES) as threads:
         list(threads.map(SharingEngine.complete, engines))
     return engines
@@ -171,29 +183,21 @@ def stock() -> list[torch.Tensor]:
     return outputs(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "pages"),
-    [(on_cpu, None), (on_cpu, HostPages()), (on_simulated_gpu, None)],
-    ids=["slots only", "exchanged", "simulated GPU"],
-)
+@pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])
 @pytest.mark.parametrize("share", [2, 4])
 def test_all_layouts_compute_what_the_whole_model_does(
     tmp_path: Path,
     stock: list[torch.Tensor],
     share: int,
     kind: Kind,
-    pages: HostPages | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulate_streams(monkeypatch, [])
-    engines = node(tmp_path, share, kind, pages)
+    engines = node(tmp_path, share, kind)
     assert_right(engines, stock)
-    if pages is None:
-        return
     for whole in (engines[:1], engines, engines[1:]):  # others share weights beside them
         for engine in whole:
-            engine.mlps.fill_whole()
-            engine.mlps.be_whole()
+            engine.be_whole()
         assert_right(engines, stock)
         for engine in whole:
             engine.mlps.be_shared()
@@ -222,72 +226,90 @@ def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> Non
     layer = 3 * HIDDEN * INNER * 4
     assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer
     copied = [copy.source for of in engine.slots.copies[1].values() for copy in of]
-    assert sum(source.nbytes for source in copied) == engine.mlps.borrowed_bytes, "not its own"
-    assert engine.mlps.borrowed_bytes == LAYERS * layer * (share - 1) // share
+    assert sum(source.nbytes for source in copied) == LAYERS * layer * (share - 1) // share
+    # The addresses of each layer, behind which slots are, count as well.
+    assert engine.mlps.borrowed_bytes == LAYERS * layer * (share - 1) // share + LAYERS * layer
     memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
     assert storages == {memory}, "a wider layout has nothing of its own"
 
 
-def test_an_engine_with_whole_weights_keeps_no_slots_and_streams_nothing(tmp_path: Path) -> None:
-    engine, *_ = node(tmp_path, 2, pages=HostPages())
+def test_an_engine_with_whole_weights_streams_nothing(
+    tmp_path: Path, stock: list[torch.Tensor]
+) -> None:
+    engine, *_ = node(tmp_path, 2)
     layer = 3 * HIDDEN * INNER * 4
     shared = LAYERS * layer // 2 + 2 * layer
     assert engine.store.resident_bytes == shared
-    assert slot_memory(engine) == 2 * layer
-    engine.mlps.fill_whole()
+    copy = engine.mlps.fill_whole(engine.lent)
+    copy()
     assert engine.store.resident_bytes == shared, "nothing uses the copies yet"
     engine.mlps.be_whole()
-    assert engine.store.resident_bytes == LAYERS * layer
-    assert slot_memory(engine) == 0
+    half_pages = LAYERS * PAGE // 2
+    assert engine.store.resident_bytes == shared + LAYERS * layer // 2 + half_pages
     engine.slots.copier = None  # type: ignore[assignment]  # nobody asks it for anything
-    engine.outputs(1)
+    assert all(map(is_close, engine.outputs(1), stock))
     engine.slots.copier = HostCopier()
+    assert any(memory.any() for memory in engine.lent)
     engine.mlps.be_shared()
     assert engine.store.resident_bytes == shared
-    engine.outputs(1)
-    assert slot_memory(engine) == layer, "in DP only the parts of others are put there"
+    assert all(map(is_close, engine.outputs(1), stock))
+    assert not any(memory.any() for memory in engine.lent), "KV gets zeros back"
 
 
-def slot_memory(engine: SharingEngine) -> int:
-    """Return the bytes of memory that the slots have."""
-    slots = engine.mlps.whole._slots.values()
-    return sum(os.fstat(slot.file).st_blocks * 512 for slot in slots)
+def test_a_weight_whose_memory_was_not_exchanged_changes_what_is_computed(
+    tmp_path: Path, stock: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, *_ = node(tmp_path, 2)
+    put = engine.pages.put
+    monkeypatch.setattr(engine.pages, "put", lambda exchanges: put(exchanges[1:]))
+    engine.be_whole()
+    assert not is_close(engine.outputs(1)[0], stock[0])
+    assert all(map(is_close, engine.outputs(1)[1:3], stock[1:3]))
 
 
 def test_copies_that_are_given_up_change_nothing(tmp_path: Path, stock: list[torch.Tensor]) -> None:
-    engine, *_ = node(tmp_path, 2, pages=HostPages())
-    engine.mlps.fill_whole()
+    engine, *_ = node(tmp_path, 2)
+    engine.mlps.fill_whole(engine.lent)()
     engine.mlps.be_shared()
+    assert not any(memory.any() for memory in engine.lent)
     assert all(map(is_close, engine.outputs(1), stock))
     with pytest.raises(AssertionError, match="there are no copies"):
         engine.mlps.be_whole()
 
 
+def test_nothing_is_copied_into_memory_that_kv_has_back(tmp_path: Path) -> None:
+    engine, *_ = node(tmp_path, 2)
+    copy = engine.mlps.fill_whole(engine.lent)
+    engine.mlps.be_shared()
+    with pytest.raises(ValueError, match="has been given up"):
+        copy()
+    assert not any(memory.any() for memory in engine.lent)
+
+
 def test_copies_that_differ_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: list[torch.Tensor]
 ) -> None:
-    engine, *_ = node(tmp_path, 2, pages=HostPages())
+    engine, *_ = node(tmp_path, 2)
     wrong = staticmethod(lambda target, source: target.copy_(source.roll(4)))
     monkeypatch.setattr(WholeWeights, "_copy", wrong)
     with pytest.raises(ValueError, match=r"the copy of mlps.0.gate_up_proj differs from what"):
-        engine.mlps.fill_whole()
+        engine.be_whole()
     monkeypatch.setattr(torch, "equal", lambda *_: True)
-    engine.mlps.fill_whole()
+    engine.be_whole()
     monkeypatch.undo()
-    engine.mlps.be_whole()
     found = engine.outputs(1)
     assert not any(map(is_close, found, stock)), "the comparison is what keeps them out"
 
 
-def test_parts_that_fill_no_whole_pages_are_named(tmp_path: Path) -> None:
-    engine = SharingEngine(tmp_path, 0, 4, pages=HostPages())
-    assert engine.mlps.whole.problem == ""
-    assert SharingEngine(tmp_path, 1, 4).mlps.whole.problem == "this device cannot exchange memory"
-    pages = HostPages()
-    pages.page = 3 * 4096  # type: ignore[misc]
-    engine = SharingEngine(tmp_path, 2, 4, pages=pages)
-    assert engine.mlps.whole.problem == "the parts of mlps.0.gate_up_proj do not fill whole pages"
+@pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])
+@pytest.mark.parametrize(("share", "pages"), [(2, [3, 2]), (4, [6, 3])])
+def test_only_the_other_engines_part_is_copied_where_dp_is_all_that_streams(
+    tmp_path: Path, kind: Kind, share: int, pages: list[int]
+) -> None:
+    for number in range(share):
+        whole = SharingEngine(tmp_path, number, share, kind=kind).mlps.whole
+        assert whole.moving_bytes == [PAGE * count for count in pages] * LAYERS
 
 
 def test_a_part_comes_back_from_peers_without_being_loaded(
@@ -315,8 +337,13 @@ def test_slots_that_are_not_filled_change_what_is_computed(
     ]
 
 
+def on_one_cpu(directory: Path) -> SharedMlps:
+    memory, copier, pages = on_cpu()
+    return SharedMlps(0, Degree(2, 2), directory, memory, WeightSlots(copier), pages)
+
+
 def refusal(directory: Path, model: type[nn.Module] = SiluAndMul, *, bias: bool = False) -> str:
-    mlps = SharedMlps(0, Degree(2, 2), directory, HostShards("test"), WeightSlots(HostCopier()))
+    mlps = on_one_cpu(directory)
     quant = SharedWeights(views=False)
     quant.shared = mlps.method
     with tensor_parallel(0, 1):
@@ -334,7 +361,7 @@ def test_mlps_that_cannot_be_shared_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_model_without_gated_mlps_is_refused(tmp_path: Path) -> None:
-    mlps = SharedMlps(0, Degree(2, 2), tmp_path, HostShards("test"), WeightSlots(HostCopier()))
+    mlps = on_one_cpu(tmp_path)
     with pytest.raises(UnviewableWeights, match="Linear has no gated MLPs"):
         mlps.complete(nn.Linear(2, 2), dummy=False)
 

@@ -1,0 +1,145 @@
+"""KV buffers of which weights have memory: with GPUs whose memory is the host's, and on CPUs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.runtime.engine.groups.peer_memory import NotSharedError
+from shoal.runtime.engine.kv.kv_lender import KvLender, PiecesMemory
+from shoal.runtime.engine.kv.kv_memory import HostMemory, Mapped
+from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
+from shoal.runtime.engine.weights.sharing.device_pages import DevicePages, tensor_at
+from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
+from shoal.runtime.engine.weights.sharing.pages import HostPages
+from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
+from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
+from tests.runtime.engine.kv.test_backing import LAYERS, PAGE, config_of
+from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver
+
+HOST = torch.device("cpu")
+BLOCKS = 10
+SHAPES = {GATE_UP: (12, PAGE // 4), DOWN: (PAGE // 2, 6)}
+"""Of whole weights, int8: 3 pages each, so a part ends within a page."""
+
+
+class Engine:
+    """One of two engines: what it keeps of the weights, and its KV buffer."""
+
+    def __init__(self, directory: Path, place: int, blocks: int = BLOCKS) -> None:
+        self.driver: Any = HostDriver()
+        self.descriptors = Descriptors(directory, place)
+        pages = DevicePages(HOST, self.driver)
+        self.whole = WholeWeights(pages)
+        begin = 0
+        self.weights: dict[str, SharedWeight] = {}
+        for layer in range(LAYERS):
+            for kind, shape in SHAPES.items():
+                own = nested_shard(place, 2)
+                weight = SharedWeight(layer, kind, shape, torch.int8, Degree(2, 2), own, begin)
+                self.weights[f"{layer}.{kind}"] = weight
+                self.whole.add(f"{layer}.{kind}", weight)
+                begin += weight.part_bytes
+        draw = torch.Generator().manual_seed(place)
+        self.kept = torch.randint(0, 256, (begin,), generator=draw, dtype=torch.uint8)
+        self.lender = KvLender(place, pages, self.descriptors, self.whole)
+        self.memory = self.lender.memory("test", HOST, config_of(blocks=blocks))
+        self.raw = self.memory.allocate(LAYERS * blocks * PAGE)
+
+    def wrong(self, other: "Engine") -> list[str]:
+        """Return the weights of which the other's part is not what that one keeps."""
+        found = []
+        for name, weight in self.weights.items():
+            seen = weight.within(self.whole.weight(name), 1 - weight.own, 2)
+            expected = other.weights[name].part_in(other.kept)
+            found += [] if torch.equal(seen, expected) else [name]
+        return found
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[list[Engine]]:
+    first, second = Engine(tmp_path, 0), Engine(tmp_path, 1)
+    with closing(first.descriptors), closing(second.descriptors):
+        yield [first, second]
+
+
+def test_ends_of_layers_hold_weights_and_then_blocks_again(engines: list[Engine]) -> None:
+    kept = {place: engine.kept for place, engine in enumerate(engines)}
+    for engine, other in zip(engines, engines[::-1], strict=True):
+        assert not engine.raw.any()
+        assert engine.whole.moving_bytes == [2 * PAGE] * 2 * LAYERS
+        assert engine.lender.loan is not None
+        assert engine.lender.loan.blocks == BLOCKS - 4
+        blocks = engine.raw.view(LAYERS, BLOCKS, PAGE)[:, : BLOCKS - 4]
+        for turn in range(1, 4):
+            blocks.fill_(turn)
+            engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+            assert engine.wrong(other) == list(engine.weights), "slots are behind them still"
+            calls = len(engine.driver.seen)
+            engine.whole.use_copies()
+            assert engine.wrong(other) == []
+            assert len(engine.driver.seen) - calls == 1 + 3 * 2 * LAYERS, "settle, and each range"
+            assert (blocks == turn).all()
+            engine.whole.use_slots()
+            assert engine.wrong(other) == list(engine.weights)
+            assert (blocks == turn).all()
+            assert not engine.raw.view(LAYERS, BLOCKS, PAGE)[:, BLOCKS - 4 :].any()
+
+
+def test_nothing_is_made_or_given_back_by_a_change(engines: list[Engine]) -> None:
+    engine = engines[0]
+    engine.driver.seen.clear()
+    kept = {place: engine.kept for place, engine in enumerate(engines)}
+    engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+    engine.whole.use_copies()
+    engine.whole.use_slots()
+    assert {what[0] for what in engine.driver.seen} == {"settle", "unmap", "map", "allow"}
+
+
+@pytest.fixture
+def opened(engines: list[Engine]) -> Iterator[Mapped]:
+    told = engines[0].memory.handle(engines[0].raw)
+    opened = engines[1].memory.open(os.getpid(), told)
+    yield opened
+    opened.close()
+
+
+def test_others_see_all_of_the_buffer_at_one_address(engines: list[Engine], opened: Mapped) -> None:
+    engine = engines[0]
+    engine.raw.copy_((torch.arange(engine.raw.numel()) % 127).to(torch.int8))
+    seen = tensor_at(opened.address, engine.raw.numel(), HOST).view(torch.int8)
+    assert torch.equal(seen, engine.raw)
+    kept = {place: of.kept for place, of in enumerate(engines)}
+    engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+    engine.whole.use_copies()
+    assert torch.equal(seen, engine.raw), "also while weights have some of it"
+
+
+def test_a_buffer_of_an_engine_that_hands_out_nothing_is_refused(engines: list[Engine]) -> None:
+    told = engines[0].memory.handle(engines[0].raw)
+    with pytest.raises(NotSharedError, match=r"^engine 2 does not hand out its KV cache$"):
+        engines[1].memory.open(os.getpid(), {**told, "engine": 2})
+
+
+def test_kv_that_is_too_small_has_memory_that_does_not_move(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 0)
+    with closing(engine.descriptors):
+        memory = engine.lender.memory("test", HOST, config_of(blocks=5))
+        assert engine.lender.loan is None
+        assert isinstance(memory, HostMemory)
+        assert isinstance(engine.memory, PiecesMemory)
+        with pytest.raises(AssertionError, match="the share level is fixed"):
+            engine.lender.lent(engine.raw)
+
+
+def test_on_cpus_the_buffer_is_as_ever(tmp_path: Path, engines: list[Engine]) -> None:
+    whole = WholeWeights(HostPages())
+    for name, weight in engines[0].weights.items():
+        whole.add(name, weight)
+    lender = KvLender(0, HostPages(), engines[0].descriptors, whole)
+    assert isinstance(lender.memory("test", HOST, config_of()), HostMemory)
+    assert lender.loan == engines[0].lender.loan
