@@ -1,6 +1,9 @@
 """KV buffers of which weights have memory: with GPUs whose memory is the host's, and on CPUs."""
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.kv_lender import KvLender, PiecesMemory
 from shoal.runtime.engine.kv.kv_memory import HostMemory, Mapped
+from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages, tensor_at
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
@@ -117,6 +121,50 @@ def test_others_see_all_of_the_buffer_at_one_address(engines: list[Engine], open
     engine.whole.fill(kept, engine.lender.lent(engine.raw))()
     engine.whole.use_copies()
     assert torch.equal(seen, engine.raw), "also while weights have some of it"
+
+
+PEER = """
+import sys
+from pathlib import Path
+from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
+from tests.runtime.engine.kv.test_kv_lender import Engine
+engine = Engine(Path(sys.argv[1]), 1)
+engine.raw.fill_(int(sys.argv[2]))
+PeerBuffers(Path(sys.argv[1]), 1, engine.memory).announce(engine.raw)
+print("announced", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_an_engine_that_ends_is_unmapped_and_its_successors_is_mapped(
+    tmp_path: Path,
+) -> None:
+    own = Engine(tmp_path, 0)
+    settled: list[int] = []
+    peers = PeerBuffers(tmp_path, 0, own.memory, lambda: settled.append(len(own.driver.seen)))
+    size = own.raw.numel()
+    for life in range(1, 3):
+        with subprocess.Popen(
+            [sys.executable, "-c", PEER, str(tmp_path), str(life)],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+        ) as peer:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "announced\n"
+            assert peers.open_all(2, 0.0) == {}
+            with peers.reading():
+                seen = tensor_at(peers.buffer(1).address, size, HOST)
+                assert seen.unique().tolist() == [life]
+            peer.kill()
+        deadline = time.monotonic() + 120
+        while own.driver.seen[-1] != ("free", size):
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        taken = [what[0] for what in own.driver.seen[settled[-1] :]]
+        assert taken == ["unmap"] * (len(taken) - 1) + ["free"], "once nothing reads it"
+        with peers.reading(), pytest.raises(NotSharedError, match="runner of engine 1 has ended"):
+            peers.buffer(1)
+    own.descriptors.close()
 
 
 def test_a_buffer_of_an_engine_that_hands_out_nothing_is_refused(engines: list[Engine]) -> None:
