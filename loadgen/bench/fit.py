@@ -27,7 +27,7 @@ from shoal.runtime.simulation.shape_files import FileError, ShapeFile, read_hard
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 
-FITTED = (*(name for name in calibration.FITTED if name != "message_seconds"), "prefill_seconds")
+FITTED = (*(name for name in calibration.FITTED if name != "message_seconds"), "front_seconds")
 """Message times are measured by switches; the rest of a first token's time is its step's."""
 
 

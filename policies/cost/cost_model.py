@@ -110,6 +110,8 @@ class Hardware:
     computed; None: ``peer_bytes_per_second``."""
     kv_bytes_per_second: float | None = None
     """Rate at which attention reads keys and values; None: as fast as weights are read."""
+    attention_flops_per_second: float | None = None
+    """Rate of attention's arithmetic; None: as that of linear layers."""
     request_seconds: float = 0.0
     """What each request adds to a step that only decodes. In steps with prompts this is little."""
 
@@ -279,6 +281,7 @@ class CostModel:
         parameter = shape.weight_bytes / hardware.memory_bytes_per_second
         of_expert = (shape.expert_bytes or shape.weight_bytes) / hardware.memory_bytes_per_second
         kv_rate = hardware.kv_bytes_per_second or hardware.memory_bytes_per_second
+        attention_rate = hardware.attention_flops_per_second or hardware.flops_per_second
         empty, one = (
             self._network_seconds(sp, tp, tokens) + (layout.pp - 1) * self._hop_seconds(tokens)
             for tokens in (0, 1)
@@ -292,7 +295,7 @@ class CostModel:
             latency=empty,
             moved=one - empty,
             read=shape.kv_bytes_per_token / kv_share / kv_rate,
-            attend=attend / degree / hardware.flops_per_second,
+            attend=attend / degree / attention_rate,
             host=self._host_seconds(sp),
             fetch=self.fetch_seconds(layout, mode),
             overhead=hardware.overhead_seconds,

@@ -55,7 +55,7 @@ class Sample:
     """The work of each of its steps, in order."""
     seconds: float
     messages: int = 0
-    """Messages between processes that the time includes."""
+    """Messages between processes that the time includes; 0 if it is no first token's."""
     sp: int = 1
     """Degree of SP in which its steps ran; 1: they ran in TP."""
 
@@ -73,7 +73,8 @@ def predicted(shape: ShapeFile, hardware: HardwareFile, sample: Sample) -> float
     step_seconds = step_times(shape, hardware, sample.sp)
     mode = Mode.SP if sample.sp > 1 else Mode.TP
     steps = sum(step_seconds(sample.layout, batch, mode) for batch in sample.batches)
-    return steps + sample.messages * hardware.message_seconds
+    front = hardware.front_seconds if sample.messages else 0.0
+    return steps + sample.messages * hardware.message_seconds + front
 
 
 def fit(

@@ -98,6 +98,7 @@ def projected(name: str) -> HardwareFile:
     rates = {kind: arithmetic * measured.flops_per_second[kind] for kind in ("bf16", "fp16")}
     if sheet.fp8_tflops is not None and H200.fp8_tflops is not None:
         rates["fp8"] = sheet.fp8_tflops / H200.fp8_tflops * measured.flops_per_second["fp8"]
+    attention = measured.attention_flops_per_second or measured.flops_per_second["bf16"]
     latency = measured.allreduce_seconds if sheet.nvlink else PCIE_ALLREDUCE_SECONDS
     kv_rate = measured.kv_bytes_per_second or measured.memory_bytes_per_second
     fetch_rate = measured.fetch_bytes_per_second or measured.peer_bytes_per_second
@@ -107,6 +108,7 @@ def projected(name: str) -> HardwareFile:
         memory_bytes_per_second=memory * measured.memory_bytes_per_second,
         kv_bytes_per_second=memory * kv_rate,
         flops_per_second=rates,
+        attention_flops_per_second=arithmetic * attention,
         link_bytes_per_second=link * measured.link_bytes_per_second,
         peer_bytes_per_second=link * measured.peer_bytes_per_second,
         fetch_bytes_per_second=link * fetch_rate,

@@ -136,4 +136,6 @@ class Node:
 
     def step_times(self, share: int) -> StepTimes:
         """Return how long steps take if so many engines share weights."""
-        return step_times(self.shape, self.hardware, self.max_sp, share, self.corrections)
+        return step_times(
+            self.shape, self.hardware, self.max_sp, share, self.corrections, self.captured_tokens
+        )

@@ -4,6 +4,7 @@ A shape file has the properties of a model that decide its step times and its me
 file has those of a device. The package contains some of both, which have names (``built_in``).
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -161,8 +162,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time that one more decoding request adds to a step, for scheduling, sampling and output."""
     message_seconds: float
     """Time of a message between two processes. A bind and a release take four messages each."""
-    prefill_seconds: float = 0.0
-    """Time that prompts add to a step; on GPUs, steps with prompts are launched piece by piece."""
+    front_seconds: float = 0.0
+    """Time that a first token takes besides its steps and messages: HTTP, tokenizing, and what the
+    host does for a step before it is launched. Other requests' steps do not wait for it."""
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP, for any number of tokens. Where nothing else was
     measured, it is the time of the two exchanges."""
@@ -175,6 +177,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time of a copy of KV beyond that of its bytes: the host plans the copy and launches it."""
     kv_bytes_per_second: float | None = None
     """Rate at which attention reads keys and values; null: as fast as weights are read."""
+    attention_flops_per_second: float | None = None
+    """Rate of attention's arithmetic, whatever the dtype of the weights; null: as that of linear
+    layers."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 
@@ -196,6 +201,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             peer_bytes_per_second=self.peer_bytes_per_second,
             fetch_bytes_per_second=self.fetch_bytes_per_second,
             kv_bytes_per_second=self.kv_bytes_per_second,
+            attention_flops_per_second=self.attention_flops_per_second,
             request_seconds=self.request_seconds,
         )
 
@@ -240,11 +246,22 @@ def step_times(
     max_sp: int = 1,
     share_weights: int = 1,
     corrections: tuple[Correction, ...] = (),
+    captured_tokens: float = math.inf,
 ) -> StepTimes:
-    """Return how long simulated steps take: the roofline, and the time that prompts add.
+    """Return how long simulated steps take: the roofline, and what it leaves out of the host.
 
-    The policies' cost model does not know the latter, so that it has something to learn. If a fit
-    has measured a node's steps, they take the time that it says instead.
+    That is the time for each request that decodes beside a prompt. And a group's step in TP that is
+    too long for CUDA graphs waits for its host as one in SP does. The policies' cost model knows
+    neither, so that it has something to learn. If a fit has measured a node's steps, they take the
+    time that it says instead.
+
+    Args:
+        shape: the model.
+        hardware: the devices.
+        max_sp: see ``NodeConfig.max_sp``.
+        share_weights: see ``NodeConfig.share_weights``.
+        corrections: what a fit has found.
+        captured_tokens: tokens of the largest CUDA graph.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
@@ -252,11 +269,14 @@ def step_times(
     model = cost_model(shape, hardware, max_sp, share_weights)
     if corrections:
         return replace(model, corrections=corrections).step_seconds
-    each = hardware.request_seconds
+    host = shape.layers * hardware.sp_layer_host_seconds + hardware.step_seconds
 
     def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        prompts = hardware.prefill_seconds + each * batch.decodes if batch.prefill_tokens else 0.0
-        return model.roofline_seconds(layout, batch, mode) + prompts
+        roofline = model.roofline_seconds(layout, batch, mode)
+        if layout.tp > 1 and batch.tokens > captured_tokens:
+            roofline = max(roofline, host)
+        beside = batch.decodes if batch.prefill_tokens else 0
+        return roofline + beside * hardware.request_seconds
 
     return seconds
 

@@ -150,6 +150,7 @@ class _Simulation:
         self._concluded = False
         self._latest_switch: SwitchView | None = None
         config = node.config(policy)
+        self._front_seconds = node.hardware.front_seconds
         self._network = SimulatedNetwork(self._events, node.hardware.message_seconds, self)
         self._controller = Controller(
             config, self._network.controller, clock=self._clock, wall=self._clock
@@ -251,7 +252,8 @@ class _Simulation:
 
     def _start(self) -> None:
         for index, arrival in enumerate(self._arrivals):
-            self._events.at(LEAD_SECONDS + arrival.at, partial(self._send, index))
+            at = LEAD_SECONDS + arrival.at + self._front_seconds
+            self._events.at(at, partial(self._send, index))
 
     @property
     def _now(self) -> float:

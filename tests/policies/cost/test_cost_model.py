@@ -331,6 +331,18 @@ def test_attention_may_read_slower_than_linear_layers() -> None:
     assert slowly == pytest.approx(2 * read)
 
 
+def test_attention_may_compute_slower_than_linear_layers() -> None:
+    short, long = (Batch(prefill_tokens=8192, prefill_context=before) for before in (0, 10**5))
+    slow = replace(HARDWARE, attention_flops_per_second=HARDWARE.flops_per_second / 2)
+    plain, halved = (CostModel(SHAPE, hardware) for hardware in (HARDWARE, slow))
+    assert halved.device_seconds(DP, short) == plain.device_seconds(DP, short)
+    of_pairs = [
+        model.device_seconds(DP, long) - model.device_seconds(DP, short)
+        for model in (plain, halved)
+    ]
+    assert of_pairs[1] == pytest.approx(2 * of_pairs[0])
+
+
 EVERY = Batch(decodes=3, context_tokens=900, prefill_tokens=4000, prefill_context=2000)
 
 

@@ -63,11 +63,23 @@ def test_h200_says_from_how_many_tokens_on_sp_is_faster(
 
 def test_a_short_step_in_sp_takes_what_the_file_says_of_the_host() -> None:
     seconds = step_times(SHAPE, H200, 2)
-    host = SHAPE.layers * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
+    host = SHAPE.layers * H200.sp_layer_host_seconds + H200.step_seconds
     assert 0.011 < SHAPE.layers * H200.sp_layer_host_seconds < 0.015, "as measured, 32 layers"
     for tokens in (600, 1000):
         assert seconds(Layout(tp=2), Batch(prefill_tokens=tokens), Mode.SP) == pytest.approx(host)
     assert seconds(Layout(tp=2), Batch(prefill_tokens=600)) < host
+
+
+def test_a_group_s_step_in_tp_waits_for_its_host_above_the_largest_graph() -> None:
+    seconds = step_times(SHAPE, H200, captured_tokens=512)
+    graphs = step_times(SHAPE, H200)
+    host = SHAPE.layers * H200.sp_layer_host_seconds + H200.step_seconds
+    tp2 = Layout(tp=2)
+    short, above, long = (Batch(prefill_tokens=tokens) for tokens in (512, 520, 4096))
+    assert seconds(tp2, short) == graphs(tp2, short) < host
+    assert graphs(tp2, above) < seconds(tp2, above) == pytest.approx(host)
+    assert seconds(tp2, long) == graphs(tp2, long) > host
+    assert seconds(Layout(), above) == graphs(Layout(), above), "one engine was not slower"
 
 
 def test_a_file_need_not_say_what_sp_takes_of_the_host() -> None:

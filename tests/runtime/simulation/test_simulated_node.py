@@ -29,6 +29,9 @@ from tests.units import tp
 
 SHAPE = read_shape("llama-3-70b-fp8")
 H200 = read_hardware("h200")
+BESIDE_STEPS = H200.front_seconds + 3 * H200.message_seconds
+"""What a first token takes besides its steps. There are messages to the controller, to the engine,
+and back to the front end."""
 NODE = Node(SHAPE, H200)
 TARGETS = (Target(-1, 0.5, 0.02), Target(0, 2.0, 0.05))
 DECIDING = sorted(name for name, policy in POLICIES.items() if policy.decides_layout)
@@ -74,13 +77,12 @@ def test_a_run_can_be_repeated(policy: str) -> None:
 def test_a_request_alone_takes_the_times_of_its_steps(policy: str, degree: int) -> None:
     prompt, output = 1000, 200
     run = simulate(NODE, policy, [Arrival(0.0, prompt, output)])
-    seconds = step_times(SHAPE, H200)
+    seconds = NODE.step_times(1)
     layout = Layout(tp=degree)
     decode = [seconds(layout, Batch(1, prompt + k)) for k in range(1, output)]
     assert tpot(run, 0) == pytest.approx(sum(decode) / len(decode), rel=1e-5)
     prefill = seconds(layout, Batch(prefill_tokens=prompt, prefill_context=(prompt + 1) // 2))
-    # To the controller, to the engine, and back to the front end.
-    assert run.lives[0].first_token == pytest.approx(prefill + 3 * H200.message_seconds)
+    assert run.lives[0].first_token == pytest.approx(prefill + BESIDE_STEPS)
     assert run.lives[0].units == [tp(*range(degree))]
 
 
@@ -116,10 +118,11 @@ def test_runs_of_steps_change_little_where_leases_grow(monkeypatch: pytest.Monke
 
 def test_a_request_that_arrives_in_a_run_of_steps_waits_for_one() -> None:
     run = simulate(NODE, "static-tp", [Arrival(0.0, 100, 2000), Arrival(1.0, 100, 2)])
-    seconds = step_times(SHAPE, H200)
+    seconds = NODE.step_times(1)
     step = seconds(Layout(tp=8), Batch(1, 2100, 100, 50))
     ttft = run.lives[1].first_token - run.lives[1].arrived
-    assert ttft < 2 * step + 3 * H200.message_seconds
+    # What is left of a step, the one that was scheduled ahead, and its own.
+    assert ttft < 3 * step + BESIDE_STEPS
 
 
 def test_a_prompt_is_computed_in_chunks() -> None:
@@ -163,15 +166,14 @@ SP = replace(NODE, max_sp=8, captured_tokens=100)
 
 def test_steps_in_sp_take_the_time_of_sp() -> None:
     """Prompts above the threshold, and above the largest graph, and nothing else."""
-    seconds = step_times(SHAPE, H200, 8)
+    seconds = SP.step_times(1)
     for tokens, mode in ((256, Mode.TP), (257, Mode.SP), (3000, Mode.SP)):
         run = simulate(SP, "shift", [Arrival(0.0, tokens, 1, 0)])
         (life,) = run.lives
         step = seconds(
             Layout(tp=8), Batch(prefill_tokens=tokens, prefill_context=(tokens + 1) // 2), mode
         )
-        messages = 3 * H200.message_seconds
-        assert life.first_token == pytest.approx(step + messages, rel=0.01), tokens
+        assert life.first_token == pytest.approx(step + BESIDE_STEPS, rel=0.01), tokens
 
 
 def test_short_steps_in_sp_take_the_host_s_time_whatever_their_tokens() -> None:
@@ -182,8 +184,8 @@ def test_short_steps_in_sp_take_the_host_s_time_whatever_their_tokens() -> None:
         return [simulate(node, "shift", load).lives[0].first_token for load in loads]
 
     short, longer = ttfts(SP)
-    host = 80 * H200.sp_layer_host_seconds + H200.step_seconds + H200.prefill_seconds
-    assert short == pytest.approx(host + 3 * H200.message_seconds)
+    host = 80 * H200.sp_layer_host_seconds + H200.step_seconds
+    assert short == pytest.approx(host + BESIDE_STEPS)
     assert longer == pytest.approx(short)
     short, longer = ttfts(replace(SP, hardware=free))
     assert short < longer < host
@@ -317,7 +319,7 @@ def test_one_with_a_cache_computes_what_is_left_in_the_time_that_it_takes() -> N
     node = replace(NODE, engines=1, max_group=1)
     run = simulate(node, "static-dp", [Arrival(t, 2048, 1, prefix=same) for t in (0.0, 9.0)])
     rest = Batch(prefill_tokens=16, prefill_context=2032 + 17 // 2)
-    seconds = step_times(SHAPE, H200)(Layout(), rest) + 3 * H200.message_seconds
+    seconds = step_times(SHAPE, H200)(Layout(), rest) + BESIDE_STEPS
     assert run.lives[1].first_token == pytest.approx(9.0 + seconds, rel=1e-4)
 
 
@@ -337,8 +339,7 @@ def test_a_pipelines_throughput_is_that_of_its_steps(layout: Layout) -> None:
     run = simulate(node, "manual", [Arrival(0.0, prompt, 1) for _ in range(number)])
     assert {unit.layout for life in run.lives for unit in life.units} == {layout}
     model, batch = cost_model(shape, H200), Batch(prefill_tokens=prompt, prefill_context=1024)
-    # The policies' model does not know what the host adds to a step with prompts.
-    between = model.interval_seconds(layout, batch) + H200.prefill_seconds / layout.pp
+    between = model.interval_seconds(layout, batch)
     steps = number * layout.world_size // node.engines
     fill = step_times(shape, H200)(layout, batch) * (1 - 1 / layout.pp)
     assert between > model.hop_seconds(layout, batch)
