@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from shoal.policies.unit_costs import Prices
@@ -368,7 +369,7 @@ def fork(
         emptiest = min(shadow.queues, key=lambda one: len(one.running) / one.layout.world_size)
         tokens = one.tokens - one.end
         emptiest.decode(now, tokens, one.end, output=one.output, key=one.key)
-    for job in here.waiting:
+    for job in sorted(here.waiting, key=attrgetter("start")):
         shadow.put(job._replace(start=now), terms)
     # None of their time counts in this shadow, except what comes after their guessed end.
     shadow.queues[0].guessed.update(

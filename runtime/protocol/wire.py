@@ -409,6 +409,7 @@ def encode_request(
     *,
     client: int = 0,
     priority: int = 0,
+    arrival_time: float = 0.0,
 ) -> bytes:
     """Return an ``EngineCoreRequest`` as vLLM encodes it.
 
@@ -418,6 +419,7 @@ def encode_request(
         sampling: the fields of vLLM's ``SamplingParams`` that differ from the defaults.
         client: the front end that reads the outputs.
         priority: lower numbers are urgent.
+        arrival_time: when it came, seconds.
     """
-    head = [request_id, prompt, None, sampling, None, 0.0, None, None, None, None, None]
+    head = [request_id, prompt, None, sampling, None, arrival_time, None, None, None, None, None]
     return msgspec.msgpack.encode([*head, client, 0, priority])

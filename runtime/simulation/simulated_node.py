@@ -262,7 +262,9 @@ class _Simulation:
     def _send(self, index: int) -> None:
         arrival = self._arrivals[index]
         prompt = self._prompts.make(str(index), arrival.prompt_tokens, arrival.prefix)
-        payload = wire_request(str(index), prompt, arrival.output_tokens, arrival.priority)
+        payload = wire_request(
+            str(index), prompt, arrival.output_tokens, arrival.priority, arrival.at
+        )
         self._network.front_sends(0, wire.RequestType.ADD, [payload])
 
     def _started(self, request_id: str, at: float) -> None:

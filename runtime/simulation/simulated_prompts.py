@@ -49,6 +49,15 @@ def _draw(name: str, tokens: int) -> bytes:
     return bytes(content)
 
 
-def wire_request(request_id: str, prompt: msgspec.Raw, output_tokens: int, priority: int) -> bytes:
+def wire_request(
+    request_id: str,
+    prompt: msgspec.Raw,
+    output_tokens: int,
+    priority: int,
+    arrival_time: float = 0.0,
+) -> bytes:
     """Return an ``EngineCoreRequest`` as vLLM encodes it."""
-    return wire.encode_request(request_id, prompt, {"max_tokens": output_tokens}, priority=priority)
+    sampling = {"max_tokens": output_tokens}
+    return wire.encode_request(
+        request_id, prompt, sampling, priority=priority, arrival_time=arrival_time
+    )

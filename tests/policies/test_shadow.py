@@ -121,3 +121,13 @@ def test_guesses_go_along_when_another_shadow_begins_where_this_one_is() -> None
         other.expect(key, 105, ALL, known=True)
     assert other.all_in_all(ALL) < before, "b was expected to be longer"
     assert other.all_in_all(ALL) == pytest.approx((100 + 85) * STEP, abs=3 * STEP)
+
+
+def test_what_waits_in_several_units_goes_on_in_the_order_of_arrival() -> None:
+    """A group that served the short queue first would seem better than it is."""
+    two = Shadow([Queue(DP, 0.0), Queue(DP, 0.0)])
+    for queue, arrivals in zip(two.queues, ([0.1, 0.4], [0.2, 0.3]), strict=True):
+        for at in arrivals:
+            queue.put(Job(at, 100, 100, 5, f"at {at}"))
+    (one,) = fork([DP], present(two), 0.5, ALL).queues
+    assert [job.key for job in one.waiting] == ["at 0.1", "at 0.2", "at 0.3", "at 0.4"]

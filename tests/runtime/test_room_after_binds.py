@@ -4,7 +4,8 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_request import FakeRequest
+from shoal.runtime.engine.fake.fake_scheduler import FakeScheduler
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp

@@ -24,7 +24,8 @@ from shoal.runtime.engine.fake import fake_logprobs
 from shoal.runtime.engine.fake.fake_ahead import FakeAhead
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_copies import Arriving, FakeCopies
-from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_request import FakeRequest
+from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeScheduler
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, HopTimes, StepTimes
 from shoal.runtime.protocol import wire

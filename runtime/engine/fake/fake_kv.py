@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.fake.fake_scheduler import FakeRequest
+from shoal.runtime.engine.fake.fake_request import FakeRequest
 
 Blocks = Mapping[int, Sequence[int]]
 """Member engine -> the physical blocks that hold a request's tokens, in order."""

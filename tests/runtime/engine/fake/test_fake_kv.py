@@ -2,7 +2,7 @@
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.fake.fake_kv import KvMemory
-from shoal.runtime.engine.fake.fake_scheduler import FakeRequest
+from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.protocol import wire
 from tests.runtime.loopback_node import request_payload
 

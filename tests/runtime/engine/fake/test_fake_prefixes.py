@@ -10,7 +10,8 @@ from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
-from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_request import FakeRequest
+from shoal.runtime.engine.fake.fake_scheduler import FakeScheduler
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits

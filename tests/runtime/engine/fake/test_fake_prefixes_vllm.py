@@ -16,7 +16,8 @@ from shoal.policies.values.layouts import DP
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
-from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_request import FakeRequest
+from shoal.runtime.engine.fake.fake_scheduler import FakeScheduler
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits
 from tests.runtime.loopback_node import request_payload

@@ -6,7 +6,8 @@ from shoal.policies.values.layouts import DP
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
-from shoal.runtime.engine.fake.fake_scheduler import FakeRequest, FakeScheduler
+from shoal.runtime.engine.fake.fake_request import FakeRequest
+from shoal.runtime.engine.fake.fake_scheduler import FakeScheduler
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits
 from tests.runtime.loopback_node import request_payload
@@ -92,3 +93,12 @@ def test_two_requests_of_one_name_are_refused(scheduler: FakeScheduler) -> None:
     scheduler.add(request("a", 4))
     with pytest.raises(ValueError, match="exists already"):
         scheduler.add(request("a", 4))
+
+
+def test_requests_of_other_cores_go_on_in_the_order_of_arrival(scheduler: FakeScheduler) -> None:
+    """As in the real cores (``CarriedRequests``), whatever the order in which they come."""
+    for name, arrival in (("c", 3.0), ("a", 1.0), ("d", 4.0), ("b", 2.0)):
+        one = request(name, 4)
+        one.arrival = arrival
+        assert scheduler.adopt(one, [], 0 if name in "ab" else 4)
+    assert [one.id for one in scheduler.waiting] == ["c", "d", "a", "b"]
