@@ -1,20 +1,30 @@
 """The benchmark of memory that moves, with a CPU's memory in place of GPUs'."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from shoal.loadgen.bench import moving_memory
 from shoal.loadgen.bench.moving_memory import Found, Mover, kv_config, summary
 from shoal.loadgen.bench.weight_streams import Member, Part, Sizes
-from shoal.runtime.engine.weights.sharing.devices import memory_and_copier
+from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
+from shoal.runtime.engine.weights.sharing.devices import memory_and_copier, pages_on
+from shoal.runtime.engine.weights.sharing.pages import Pages
+from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver
 
 HOST = torch.device("cpu")
 PART = Part(Sizes(hidden=96, inner=128, qkv=160, heads=96), 3, 2, torch.bfloat16)
+
+
+def simulated_pages(_: torch.device) -> DevicePages:
+    driver: Any = HostDriver()
+    return DevicePages(HOST, driver)
 
 
 @contextmanager
@@ -44,7 +54,11 @@ def changed(movers: list[Mover]) -> list[list[Found]]:
         return list(threads.map(all_of, movers))
 
 
-def test_nothing_is_wrong_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_device", [pages_on, simulated_pages])
+def test_nothing_is_wrong_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_device: Callable[[torch.device], Pages]
+) -> None:
+    monkeypatch.setattr(moving_memory, "pages_on", of_device)
     with movers(tmp_path) as both:
         assert changed(both) == [[Found(0, 0, 0, 0, 0)] * 2] * 2
 
