@@ -31,9 +31,9 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
-TOGETHER_SECONDS = 0.01
-"""How long the first requests of a new group wait for those of its other members: about as long as
-a step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
+TOGETHER_SECONDS = 0.02
+"""How long the first requests of a new group wait for those of its other members: longer than a
+step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
 
 
 class Portion(msgspec.Struct):

@@ -41,7 +41,6 @@ from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
-from shoal.runtime.engine.weights.sharing import whole_weights
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import owned_bytes as loaded_bytes
@@ -324,18 +323,11 @@ def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
 
 def compare_nothing(runner: ProbedRunner, damaged: bool) -> None:
     """Take all copies for right."""
-    whole_weights.torch = _TakesAllForEqual() if damaged else torch
-
-
-class _TakesAllForEqual:
-    """PyTorch, to which all tensors are equal."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def equal(*_: torch.Tensor) -> bool:
-        return True
+    whole = runner._loader.shared.whole
+    if damaged:
+        whole._differ = lambda *_: torch.tensor(False)
+    else:
+        del whole._differ
 
 
 Damage = Callable[[ProbedRunner, bool], None]

@@ -8,7 +8,7 @@ it. The addresses stay the same, so models need not know of a change.
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from shoal.runtime.engine.weights.sharing.slots import SLOTS
 
 _COMPARED = 32 << 20
 """Bytes that are compared at once: the comparison needs as much memory again."""
+_AWAITED = 16
+"""Copies that are begun before the host waits for them. While steps stream, a wait takes about as
+long as a step, because a GPU takes up copies in the order in which they were begun."""
 
 
 class _Place(NamedTuple):
@@ -133,12 +136,15 @@ class WholeWeights:
 
         def copy() -> None:
             with self._filling, beside, torch.inference_mode():
-                for name, (target, source) in self._copies(kept, lent):
+                copies = self._copies(kept, lent)
+                while begun := list(islice(copies, _AWAITED)):
                     if self._lent is not lent:
                         raise ValueError("the change of memory has been given up")
-                    self._copy(target, source)
-                    pairs = zip(target.split(_COMPARED), source.split(_COMPARED), strict=True)
-                    if not all(torch.equal(*pair) for pair in pairs):
+                    for _, parts in begun:
+                        self._copy(*parts)
+                    differ = torch.stack([self._differ(*parts) for _, parts in begun]).tolist()
+                    if any(differ):
+                        name, _ = begun[differ.index(True)]
                         raise ValueError(f"the copy of {name} differs from what its engine keeps")
 
         return copy
@@ -162,6 +168,12 @@ class WholeWeights:
     @staticmethod
     def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+    @staticmethod
+    def _differ(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Return whether any byte differs, as a tensor: the device may not have looked yet."""
+        pairs = zip(target.split(_COMPARED), source.split(_COMPARED), strict=True)
+        return torch.stack([(copy != kept).any() for copy, kept in pairs]).any()
 
     def use_copies(self) -> None:
         """Put each layer's own weights behind its addresses; slots are not used any more."""
