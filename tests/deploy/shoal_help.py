@@ -4,6 +4,7 @@ import functools
 import os
 import re
 
+from shoal.server.commands.bench import BENCHMARKS
 from tests.server.node import run_shoal
 
 _COMMANDS = {
@@ -13,11 +14,7 @@ _COMMANDS = {
     "report": ("report", "--help"),
     "run-batch": ("run-batch", "--help"),
     "openapi": ("openapi", "--help"),
-    "bench steps": ("bench", "steps", "--help"),
-    "bench fit": ("bench", "fit", "--help"),
-    "bench overload": ("bench", "overload", "--help"),
-    "bench failures": ("bench", "failures", "--help"),
-    "bench gpu": ("bench", "gpu", "--help"),
+    **{f"bench {name}": ("bench", name, "--help") for name in BENCHMARKS},
 }
 COMMANDS = tuple(_COMMANDS)
 

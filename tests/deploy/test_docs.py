@@ -93,6 +93,8 @@ def test_commands_have_the_options_they_are_given(page: str) -> None:
         # These hand what they do not know on to `shoal serve`.
         hands_on = command.startswith(("bench", "run-batch"))
         known = options(command) | (options("serve") if hands_on else set())
+        # A workload of this one is given as `shoal replay` would be.
+        known |= options("replay") if command == "bench traffic" else set()
         assert named <= known, f"shoal {command}: {named - known}"
 
 
