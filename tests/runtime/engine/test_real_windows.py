@@ -135,11 +135,14 @@ def test_requests_go_along_with_their_kv(node: RealNode) -> None:
     expected = node.generate(alone(1), prompts, TOKENS)
     requests = node.submit(alone(0), prompts, TOKENS)
     node.wait_for_tokens(requests, 8)
+    ahead = 0
     for partition, tokens in (((GROUP,), 30), ((alone(0), alone(1)), 50), ((GROUP,), 70)):
         view = node.switch(*partition, treatment=CARRY)
         assert (view.carried > 0, view.recomputed) == (True, {})
-        assert view.precopied_bytes > 0
+        ahead += view.precopied_bytes
         node.wait_for_tokens(requests, tokens)
+    # Not in each switch: engines that go on alone may still have in their caches what was filled.
+    assert ahead > 0
     assert node.wait(requests) == expected
     assert node.audit() == []
 
