@@ -44,6 +44,7 @@ def _gaps(results: Results) -> list[str]:
         [
             f"{title}: {direction}",
             *(_quantile(case[direction]["beyond_step"], q) for q in _QUANTILES),
+            _quantile(case[direction].get("without"), "p50"),
             _quantile(case[direction]["gap"], "p50"),
             ms(case[direction]["step"]),
             *(_quantile(case[direction]["duration"], q) for q in ("p50", "p99")),
@@ -55,6 +56,7 @@ def _gaps(results: Results) -> list[str]:
     head = [
         "requests x prompt tokens",
         *(f"gap less a step, {q} ms" for q in _QUANTILES),
+        "the same without a switch, p50 ms",
         "gap, p50 ms",
         "step before, ms",
         *(f"switch, {q} ms" for q in ("p50", "p99")),

@@ -77,20 +77,34 @@ def longest_gap_of(streams: Sequence[Times], switch: CarrySwitch) -> float:
     return max(gap for times in streams for gap in intervals_during(times, switch, following=1))
 
 
+def _intervals_before(
+    streams: Sequence[Times], switch: CarrySwitch, steps: int
+) -> Iterator[float]:
+    """Yield the last ``steps`` intervals of each stream that a switch found ended."""
+    for times in streams:
+        end = bisect_right(times, switch.begun)
+        for before, after in pairwise(times[max(0, end - steps - 1) : end]):
+            yield after - before
+
+
 def step_before(streams: Sequence[Times], switch: CarrySwitch, steps: int) -> float:
     """Return the median of the ordinary intervals before a switch, ``steps`` of each stream.
 
     Raises:
         statistics.StatisticsError: no stream had two tokens before the switch.
     """
+    return statistics.median(_intervals_before(streams, switch, steps))
 
-    def intervals() -> Iterator[float]:
-        for times in streams:
-            end = bisect_right(times, switch.begun)
-            for before, after in pairwise(times[max(0, end - steps - 1) : end]):
-                yield after - before
 
-    return statistics.median(intervals())
+def longest_before(streams: Sequence[Times], switch: CarrySwitch, steps: int) -> float:
+    """Return the longest of the last half of these: what the longest gap is without a switch.
+
+    The first of them may be the gap of the switch before.
+
+    Raises:
+        ValueError: no stream had two tokens before the switch.
+    """
+    return max(_intervals_before(streams, switch, max(1, steps // 2)))
 
 
 def of_direction(
@@ -107,11 +121,14 @@ def of_direction(
     Returns:
         ``gap``: the longest gap of each switch. ``step``: the time of an ordinary step before it,
         the median. ``beyond_step``: by how much each gap is longer than the step before it.
+        ``without``: the same of the longest interval of any stream just before each switch. With
+        many streams this is not 0, because a client gets the tokens of one step one by one.
         ``duration``: the controller's. ``carried``, ``recomputed``, ``moved`` and ``paused`` are
         sums over the switches; ``recomputed`` is by reason.
     """
     gaps = [longest_gap_of(streams, switch) for switch in switches]
     before = [step_before(streams, switch, steps) for switch in switches]
+    longest = [longest_before(streams, switch, steps) for switch in switches]
     recomputed: Counter[str] = Counter()
     for switch in switches:
         recomputed.update(switch.recomputed)
@@ -120,6 +137,7 @@ def of_direction(
         "gap": spread(gaps),
         "step": statistics.median(before) if before else None,
         "beyond_step": spread([gap - step for gap, step in zip(gaps, before, strict=True)]),
+        "without": spread([gap - step for gap, step in zip(longest, before, strict=True)]),
         "duration": spread([switch.duration for switch in switches]),
         "carry": spread([switch.carry_seconds for switch in switches]),
         "carried": sum(switch.carried for switch in switches),

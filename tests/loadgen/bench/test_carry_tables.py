@@ -22,6 +22,7 @@ def direction(beyond: float | None, recomputed: dict[str, int] | None = None) ->
         "gap": None if beyond is None else spread(beyond + 0.005),
         "step": None if beyond is None else 0.005,
         "beyond_step": None if beyond is None else spread(beyond),
+        "without": None if beyond is None else spread(0.001),
         "duration": None if beyond is None else spread(0.004),
         "carry": None if beyond is None else spread(0.0035),
         "carried": 800,
@@ -55,7 +56,7 @@ def results(**measures: Any) -> Results:
 def test_every_direction_of_every_case_has_a_row() -> None:
     short = case(direction(0.006), direction(0.007))
     found = carry_table(results(**{"carry 8x4096": short}))
-    shown = "12.00 | 18.00 | 11.00 | 5.00 | 4.00 | 8.00 | 3.50 |"
+    shown = "12.00 | 18.00 | 1.00 | 11.00 | 5.00 | 4.00 | 8.00 | 3.50 |"
     assert f"| 8 x 4,096: bind | 6.00 | {shown}" in found
     assert any(line.startswith("| 8 x 4,096: release | 7.00 | 14.00 |") for line in found)
     assert (
@@ -87,7 +88,7 @@ def test_recomputed_requests_are_told_with_their_reasons() -> None:
 
 def test_a_case_that_ended_before_a_switch_has_no_figures() -> None:
     found = carry_table(results(**{"carry 8x4096": case(direction(None), direction(None))}))
-    assert "| 8 x 4,096: bind | - | - | - | - | - | - | - | - |" in found
+    assert "| 8 x 4,096: bind | - | - | - | - | - | - | - | - | - |" in found
 
 
 def test_bystanders_and_prefix_hits_have_tables_of_their_own() -> None:

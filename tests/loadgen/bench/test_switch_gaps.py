@@ -8,6 +8,7 @@ from shoal.loadgen.bench.switch_gaps import (
     CarrySwitch,
     count_differing,
     intervals_during,
+    longest_before,
     longest_gap_of,
     of_bystanders,
     of_direction,
@@ -77,6 +78,13 @@ def test_the_step_before_a_switch_has_nothing_of_the_switches_around_it() -> Non
         step_before([[0.2, 0.3]], switch(0.1, 0.11), 4)
 
 
+def test_the_longest_interval_before_a_switch_is_that_of_the_stream_that_waited_longest() -> None:
+    uneven = [0.0, 9 * STEP, 10 * STEP, 13 * STEP, 14 * STEP]
+    assert longest_before([STEADY, uneven], switch(0.1, 0.11), 4) == pytest.approx(3 * STEP)
+    found = of_direction([switch(0.1, 0.11)], [[*STEADY, 0.12], [*uneven, 0.12]], steps=4)
+    assert found["without"]["p50"] == pytest.approx(2 * STEP)
+
+
 def test_the_figures_of_a_direction_are_of_each_switch_less_the_step_before_it() -> None:
     first = paused(0.05, 0.02)
     offset = first[-1] + STEP
@@ -92,6 +100,7 @@ def test_the_figures_of_a_direction_are_of_each_switch_less_the_step_before_it()
     assert found["step"] == pytest.approx(STEP)
     assert found["beyond_step"]["p50"] == pytest.approx(0.02)
     assert found["beyond_step"]["max"] == pytest.approx(0.025)
+    assert found["without"]["max"] == pytest.approx(0.0)
     assert found["duration"]["max"] == pytest.approx(0.019)
     assert found["carry"]["p50"] == 0.004
     assert (found["carried"], found["carried_bytes"]) == (3, 2000)
