@@ -77,9 +77,7 @@ def longest_gap_of(streams: Sequence[Times], switch: CarrySwitch) -> float:
     return max(gap for times in streams for gap in intervals_during(times, switch, following=1))
 
 
-def _intervals_before(
-    streams: Sequence[Times], switch: CarrySwitch, steps: int
-) -> Iterator[float]:
+def _intervals_before(streams: Sequence[Times], switch: CarrySwitch, steps: int) -> Iterator[float]:
     """Yield the last ``steps`` intervals of each stream that a switch found ended."""
     for times in streams:
         end = bisect_right(times, switch.begun)
