@@ -14,6 +14,7 @@ from shoal.runtime.protocol.messages import (
     AuditDone,
     AuditNode,
     CallFailed,
+    CarriedOn,
     ChangeMemory,
     CountRefused,
     DrainEngines,
@@ -254,6 +255,9 @@ class ControlClient:
         match message:
             case Placed() | Ended() | Interrupted() | PoolLimits() | Switching():
                 self._on_note(message)
+            case CarriedOn(request_ids, unit):
+                for request_id in request_ids:
+                    self._on_note(Placed(request_id, unit))
             case KillEngines():
                 raise TypeError("KillEngines is for the supervisor")
             case CallFailed(call=call, status=status, error=error):

@@ -314,6 +314,9 @@ class _Simulation:
         match message:
             case m.Placed(request_id, unit):
                 self._result.lives[int(request_id)].units.append(unit)
+            case m.CarriedOn(request_ids, unit):
+                for request_id in request_ids:
+                    self._result.lives[int(request_id)].units.append(unit)
             case m.Ended(request_id, outcome):
                 self._result.lives[int(request_id)].outcome = outcome
             case m.LayoutView():

@@ -444,10 +444,13 @@ class LoopbackNode:
         return {note.request_id: note for note in notes if isinstance(note, m.Ended)}
 
     def placed(self) -> dict[str, Unit]:
-        """Return where every request was sent, by its note to the front ends."""
-        return {
-            note.request_id: note.unit
-            for replies in self.network.control_replies.values()
-            for note in replies
-            if isinstance(note, m.Placed)
-        }
+        """Return where every request was sent, by its latest note to the front ends."""
+        found = dict[str, Unit]()
+        for replies in self.network.control_replies.values():
+            for note in replies:
+                match note:
+                    case m.Placed(request_id, unit):
+                        found[request_id] = unit
+                    case m.CarriedOn(request_ids, unit):
+                        found |= dict.fromkeys(request_ids, unit)
+        return found

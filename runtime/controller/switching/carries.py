@@ -150,9 +150,9 @@ class Carries:
         Returns:
             The requests that none of the units can take.
         """
-        for carry in self._book:
-            if carry.stage is CarryStage.AHEAD:
-                self._export_rest(carry)
+        ahead = (carry for carry in self._book if carry.stage is CarryStage.AHEAD)
+        for carry in sorted(ahead, key=lambda each: _is_led_alike(each.source, each.destination)):
+            self._export_rest(carry)
         self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         leaving, left = self._book.ids, list[Request]()
         for core in self._reachable(cores):
@@ -188,8 +188,9 @@ class Carries:
         """Send requests on their way; return those that no unit can take."""
         divided = self._destinations.divide(source, requests)
         left = divided.pop(None, [])
-        for unit, chosen in divided.items():
-            assert unit is not None
+        units = [unit for unit in divided if unit is not None]
+        for unit in sorted(units, key=lambda each: _is_led_alike(source, each)):
+            chosen = divided[unit]
             carry = self._expect(source, unit, chosen, reason)
             self._export(carry, [request.id for request in chosen])
         return left
@@ -275,7 +276,7 @@ class Carries:
                 self._import(carry, more=together and carry is not exported[-1])
 
     def _import(self, carry: Carry, *, more: bool) -> None:
-        taken: list[m.CarriedRequest] = []
+        taken, placed = list[m.CarriedRequest](), dict[int, list[str]]()
         for described in carry.exported:
             request = self._requests.find(described.request_id)
             if request is None or described.request_id not in carry.ids:
@@ -283,8 +284,7 @@ class Carries:
             grown = continued(request, described.tokens, self._clock())
             if self._capacity.can_hold(carry.destination, grown.seen):
                 self._requests.carry(grown, carry.destination)
-                placed = m.Placed(request.id, carry.destination)
-                self._transport.to_control(front_identity(request.client), placed)
+                placed.setdefault(request.client, []).append(request.id)
                 taken.append(described)
         kept = carry.ids - {each.request_id for each in taken}
         self._keep(carry, kept)
@@ -292,6 +292,8 @@ class Carries:
         carry.exported = []
         message = m.Import(carry.number, carry.destination, carry.source, taken, more)
         self._send(carry.destination, message)
+        for client, ids in placed.items():
+            self._transport.to_control(front_identity(client), m.CarriedOn(ids, carry.destination))
         self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)
         if not taken:
             self._end(carry)
@@ -427,3 +429,12 @@ class Carries:
         requests = [request for request in found if request is not None]
         left = self._ask(carry.source, requests, carry.reason)
         self._keep(carry, {request.id for request in left})
+
+
+def _is_led_alike(source: Unit, destination: Unit) -> bool:
+    """Return whether one engine leads both units of a carry.
+
+    It is busy with all of its exports before it can take in anything, while other engines wait. So
+    what goes to these is exported first.
+    """
+    return source.leader == destination.leader

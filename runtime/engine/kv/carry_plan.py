@@ -7,6 +7,7 @@ members' blocks.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +48,8 @@ class Span(NamedTuple):
 
     begin: int
     end: int
-    source: Sequence[int] | Numbers
-    target: Sequence[int] | Numbers
+    source: Sequence[int]
+    target: Sequence[int]
 
 
 class Runs(NamedTuple):
@@ -104,7 +105,7 @@ def pieces(
     if not coming:
         return []
     of_source, of_target = pages.page(source.layout), pages.page(target.layout)
-    targets = [np.asarray(r.target[engine][group], dtype=np.int64) for r in coming]
+    targets = [request.target[engine][group] for request in coming]
     by_engine = dict[int, Runs]()
     found = list[Piece]()
     for strip in strips(source, target, engine, pages.geometry, max_sp):
@@ -209,31 +210,40 @@ def runs(spans: Iterable[Span], source: Page, target: Page) -> Runs:
         source: pages of the layout that has them.
         target: pages of the layout that is to have them.
     """
-    parts = [_runs_of(span, source, target) for span in spans if span.begin < span.end]
-    if not parts:
+    full = [span for span in spans if span.begin < span.end]
+    if not full:
         return Runs(*np.empty((5, 0), dtype=np.int64))
-    found = np.concatenate(parts, axis=1)
+    # All spans at once: requests are many and their spans short, if most was copied ahead.
+    longest = min(source.tokens, target.tokens)
+    begin, end = np.array([(span.begin, span.end) for span in full], dtype=np.int64).T
+    first = begin // longest
+    counts = -(-end // longest) - first
+    of = np.repeat(np.arange(len(full)), counts)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    edge = (first[of] + nth) * longest
+    token = np.maximum(edge, begin[of])
+    found = np.empty((5, len(of)), dtype=np.int64)
+    found[0], found[1] = _where([span.source for span in full], of, token, source)
+    found[2], found[3] = _where([span.target for span in full], of, token, target)
+    found[4] = np.minimum(edge + longest, end[of]) - token
     if (null := (found[0] < source.per_block) | (found[2] < target.per_block)).any():
         found = found[:, ~null]
     return Runs(*found)
 
 
-def _runs_of(span: Span, source: Page, target: Page) -> Numbers:
-    longest = min(source.tokens, target.tokens)
-    edges = np.arange(span.begin // longest, -(-span.end // longest) + 1) * longest
-    edges[0], edges[-1] = span.begin, span.end
-    first = edges[:-1]
-    found = np.empty((5, len(first)), dtype=np.int64)
-    found[0], found[1] = _where(span.source, first, source)
-    found[2], found[3] = _where(span.target, first, target)
-    found[4] = np.diff(edges)
-    return found
+def _where(
+    blocks: Sequence[Sequence[int]], of: Numbers, tokens: Numbers, page: Page
+) -> tuple[Numbers, Numbers]:
+    """Return the page that holds each token, and which token of the page it is.
 
-
-def _where(blocks: Sequence[int] | Numbers, tokens: Numbers, page: Page) -> tuple[Numbers, Numbers]:
-    """Return the page that holds each token, and which token of the page it is."""
+    Args:
+        blocks: the blocks of every span.
+        of: the number of each token's span.
+        tokens: the numbers of the tokens, each within its request.
+        page: pages of these blocks.
+    """
+    sizes = np.array([len(ids) for ids in blocks], dtype=np.int64)
+    ids = np.fromiter(chain.from_iterable(blocks), dtype=np.int64, count=int(sizes.sum()))
     nth, within = np.divmod(tokens, page.tokens)
-    if page.per_block == 1:
-        return np.asarray(blocks, dtype=np.int64)[nth], within
     block, part = np.divmod(nth, page.per_block)
-    return np.asarray(blocks, dtype=np.int64)[block] * page.per_block + part, within
+    return ids[(np.cumsum(sizes) - sizes)[of] + block] * page.per_block + part, within

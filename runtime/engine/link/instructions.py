@@ -9,6 +9,8 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.protocol.messages import Mode
 
@@ -92,9 +94,12 @@ class Extend:
     physical: dict[int, list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that comes to a unit with what other units have computed of it."""
+class Arrival(msgspec.Struct, frozen=True):
+    """A request that comes to a unit with what other units have computed of it.
+
+    One message brings many, and pickle takes a third of the time for these that it takes for a
+    dataclass with slots.
+    """
 
     request_id: str
     prompt: list[int]
@@ -107,14 +112,14 @@ class Arrival:
     """vLLM's ``SamplingParams`` of the request."""
     begin: int = 0
     """The first token whose KV is to be read: those before it were in the unit's prefix cache."""
-    source: dict[int, list[list[int]]] = field(default_factory=dict)
+    source: dict[int, list[list[int]]] = {}
     """The physical blocks that have the KV: by member of ``Carry.source``, for each KV group."""
-    target: dict[int, list[list[int]]] = field(default_factory=dict)
+    target: dict[int, list[list[int]]] = {}
     """The physical blocks that are to have it: by member of the unit, for each KV group. The first
     block of each list holds token 0, also when ``begin`` is larger."""
     adapter: Any = None
     """vLLM's ``LoRARequest``, if it names one."""
-    features: list[Any] = field(default_factory=list)
+    features: list[Any] = []
     """vLLM's ``MultiModalFeatureSpec`` of its images; those whose KV is there have no tensors that
     only the encoder reads. Empty for V2 model runners."""
 

@@ -9,9 +9,10 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -342,7 +343,7 @@ class CarriedRequests:
         for request_id in scheduled.scheduled_encoder_inputs.keys() & resumed:
             request = self._scheduler.requests[request_id]
             arrival = self._arrival(request, begin=request.num_computed_tokens)  # nothing to read
-            self._tell(self._unit, replace(arrival, features=request.mm_features))
+            self._tell(self._unit, structs.replace(arrival, features=request.mm_features))
         self.copy()
 
     def copy(self) -> None:

@@ -300,8 +300,10 @@ class VllmCore:
             return False
         if not self._oldest_has_ended() or steps[0].future.exception() is not None:
             return False
-        # A first token must not wait, and no request may be preempted in vain.
-        if any(step.work.prefill_tokens for step in steps):
+        # A first token must not wait, nor one that comes after a carry, and no request may be
+        # preempted in vain.
+        begins = any(True for _ in beginning(steps[0].scheduled))
+        if begins or any(step.work.prefill_tokens for step in steps):
             return False
         if self.block_pool.get_num_free_blocks() < running:
             return False

@@ -269,6 +269,16 @@ class Placed(Message, frozen=True, omit_defaults=True):
     carried, and unless requests are traced."""
 
 
+class CarriedOn(Message, frozen=True):
+    """These requests of this front end go on in a unit that they were carried to.
+
+    It stands for a ``Placed`` of each: a carry of many has no time for as many messages.
+    """
+
+    request_ids: list[str]
+    unit: Unit
+
+
 class Ended(Message, frozen=True):
     """The controller ended a request of this front end; its finish reason follows in vLLM's format.
 
@@ -334,6 +344,7 @@ Note = Placed | Ended | Interrupted | PoolLimits | Switching
 
 FromController = (
     LayoutView
+    | CarriedOn
     | NodeMetrics
     | SwitchDone
     | MemoryChanged

@@ -12,6 +12,7 @@ from shoal.runtime.protocol.messages import (
     AuditDone,
     AuditNode,
     CallFailed,
+    CarriedOn,
     CountRefused,
     Ended,
     GetLayout,
@@ -173,6 +174,8 @@ async def test_notes_come_in_order(ends: Ends) -> None:
     request = await controller.receive()
     for note in sent:
         await controller.send(note)
+    await controller.send(CarriedOn(["r1", "r3"], alone(7)))
+    sent += [Placed("r1", alone(7)), Placed("r3", alone(7))]
     assert isinstance(request, GetLayout)
     await controller.send(view(request.call))
     await call

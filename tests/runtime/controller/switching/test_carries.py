@@ -106,7 +106,7 @@ def test_front_ends_hear_where_a_request_goes_on() -> None:
     node, _ = exporting()
     node.answer(0, m.Exported(1, 0, alone(0), described("a")))
     notes = node.network.control_replies[front_identity(0)]
-    assert m.Placed("a", PAIR) in notes
+    assert m.CarriedOn(["a"], PAIR) in notes
 
 
 def test_a_switch_is_over_when_all_have_been_taken_over() -> None:
@@ -205,6 +205,16 @@ def test_a_groups_requests_are_divided_among_its_engines() -> None:
     node.switch(*SINGLES)
     sent = {message.unit: len(message.frames) for _, message in node.take(m.Expect)}
     assert sent == dict.fromkeys(SINGLES, 2)
+
+
+def test_what_its_own_leader_takes_in_leaves_a_group_last() -> None:
+    """The leader is busy with its exports until then, and the other engines wait."""
+    node = node_with(**{f"r{k}": PAIR for k in range(4)}, c=OTHER_PAIR)
+    node.switch(alone(0), alone(1), OTHER_PAIR)
+    told = node.take(m.Expect, m.Export)
+    destinations = {each.carry: each.unit for _, each in told if isinstance(each, m.Expect)}
+    exports = [each.carry for _, each in told if isinstance(each, m.Export) and each.unit == PAIR]
+    assert [destinations[carry] for carry in exports] == [alone(1), alone(0)]
 
 
 def test_requests_go_to_units_that_share_an_engine_with_their_own() -> None:

@@ -126,6 +126,20 @@ def test_runs_are_as_long_as_the_smaller_page_and_cut_where_the_request_begins_a
     ]
 
 
+def test_the_runs_of_many_requests_are_those_of_each_one_after_the_other() -> None:
+    source, target = PAGES.page(DP), PAGES.page(Layout(tp=2))
+    spans = [
+        Span(20, 70, [9, 8, 7, 6, 5], [3, 2, 1]),
+        Span(7, 7, [2], [2]),
+        Span(15, 17, [11, 12], [4]),
+        Span(0, 32, [0, 13], [5]),
+    ]
+    together = np.stack(runs(spans, source, target), axis=1).tolist()
+    each = [np.stack(runs([span], source, target), axis=1).tolist() for span in spans]
+    assert together == [run for found in each for run in found]
+    assert [len(found) for found in each] == [4, 0, 2, 1]
+
+
 def test_a_request_shorter_than_a_block_is_one_run() -> None:
     page = PAGES.page(DP)
     (found,) = np.stack(runs([Span(3, 7, [4], [5])], page, page), axis=1).tolist()

@@ -155,6 +155,12 @@ def test_nothing_goes_ahead_of_a_first_token() -> None:
     assert not goes_ahead(in_flight(DECODES, ended=True), in_flight(PROMPT))
 
 
+def test_nothing_goes_ahead_of_the_first_token_after_a_carry() -> None:
+    first = in_flight(DECODES, ended=True)
+    first.scheduled.scheduled_cached_reqs.resumed_req_ids.add("a")
+    assert not goes_ahead(first, in_flight(DECODES))
+
+
 def test_nothing_goes_ahead_of_an_error() -> None:
     assert not goes_ahead(in_flight(DECODES, error=RuntimeError("dead")), in_flight(DECODES))
 
