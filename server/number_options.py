@@ -42,12 +42,12 @@ def check_positive(args: Namespace, *names: str) -> None:
 
 
 def check_at_least(args: Namespace, least: int, *names: str) -> None:
-    """Refuse options that are less than ``least``.
+    """Refuse options that are set and less than ``least``.
 
     Raises:
         UserError: the first that is less, infinite or no number.
     """
     for name in names:
         value = getattr(args, name)
-        if not least <= value < math.inf:
+        if value is not None and not least <= value < math.inf:
             raise UserError(f"{flag_of(name)} {value:g}: it must be at least {least}")

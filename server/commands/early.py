@@ -32,7 +32,11 @@ VLLM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--host": {"help": "where to listen (default: %(default)s)"},
     "--port": {"type": int, "help": "port; 0 takes a free one (default: $PORT or %(default)s)"},
     "--api-key": {"nargs": "+", "metavar": "KEY", "help": "keys that clients need"},
-    "--api-server-count": {"type": int, "metavar": "N", "help": "front ends (default: 1)"},
+    "--api-server-count": {
+        "type": int,
+        "metavar": "N",
+        "help": "front ends (default: as many as engines on GPUs, else 1)",
+    },
     "--ssl-keyfile": {"metavar": "FILE", "help": "key of the certificate"},
     "--ssl-certfile": {"metavar": "FILE", "help": "certificate, to serve HTTPS"},
     "--prefix-caching-hash-algo": {"default": "sha256", "help": argparse.SUPPRESS},

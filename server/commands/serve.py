@@ -40,6 +40,7 @@ from shoal.server.options.serve_options import (
     choose_tracing,
     engines_and_group,
     fake_settings,
+    front_ends,
     model_defaults,
     prepare_environment,
     serves_demo,
@@ -221,6 +222,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     args, gpus = asked.args, asked.gpus
     engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
     adapts = (on_gpus := gpus > 0 and not args.fake_engine) and not asked.demo
+    args.api_server_count = front_ends(args, engines, on_gpus=on_gpus)
     asked_for, args.policy = args.policy, policy_of(args, max_group, adapts=adapts)
     check_shift(args, [args.policy], max_group)
     check_urgent(args, [args.policy], engines, max_group)

@@ -106,7 +106,7 @@ def engine_args(args: Namespace) -> AsyncEngineArgs:
         UserError: vLLM refuses the arguments, or they ask for videos or sound.
     """
     try:
-        found = prepare(AsyncEngineArgs.from_cli_args(args), args.api_server_count)
+        found = prepare(AsyncEngineArgs.from_cli_args(args), args.api_server_count or 1)
     except Exception as error:  # see make_vllm_config
         raise UserError(_said(error, args.model)) from error
     found.limit_mm_per_prompt = images_alone(found.limit_mm_per_prompt)

@@ -25,6 +25,7 @@ from shoal.server.options.serve_options import (
     choose_tracing,
     engines_and_group,
     fake_settings,
+    front_ends,
     model_defaults,
     prepare_environment,
     with_chosen,
@@ -33,6 +34,7 @@ from shoal.server.options.serve_options import (
 VLLM_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(REFUSED),
     "runner": "auto",
+    "api_server_count": None,
     "quantization": None,
     "speculative_config": None,
     "ssl_keyfile": None,
@@ -161,6 +163,16 @@ def test_engines_follow_the_gpus(
     argv: list[str], gpus: int, demo: bool, expected: tuple[int, int]
 ) -> None:
     assert engines_and_group(parsed(*argv), gpus, demo=demo) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpus", "expected"),
+    [(None, True, 4), (None, False, 1), (1, True, 1), (8, True, 8)],
+)
+def test_on_gpus_there_is_a_front_end_for_each_engine(
+    asked: int | None, on_gpus: bool, expected: int
+) -> None:
+    assert front_ends(parsed(api_server_count=asked), 4, on_gpus=on_gpus) == expected
 
 
 @pytest.mark.parametrize(
