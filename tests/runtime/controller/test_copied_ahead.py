@@ -101,6 +101,7 @@ def assert_sound(node: LoopbackNode) -> None:
     assert not node.controller._carries.unsettled
 
 
+@pytest.mark.slow
 @EVERY_WAY
 def test_less_is_left_to_read(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = WAYS[way]
