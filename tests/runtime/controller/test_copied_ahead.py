@@ -156,6 +156,7 @@ def test_requests_get_tokens_while_their_kv_is_copied() -> None:
     assert_sound(node)
 
 
+@pytest.mark.slow
 @EVERY_WAY
 def test_again_and_again(way: str) -> None:
     first, second = WAYS[way]

@@ -343,6 +343,7 @@ CAPACITY = SEND_STEPS // 2
 URGENT = -5
 
 
+@pytest.mark.slow
 async def test_at_ten_times_the_load_the_urgent_ones_are_let_in() -> None:
     result = await overload(PER_STEP, {URGENT: 0.04, 0: 0.96})
     assert len(result.offered) == 10 * CAPACITY
