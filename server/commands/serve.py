@@ -430,7 +430,7 @@ def print_ready(node: ReadyNode) -> None:
         f"-H 'Content-Type: application/json' -d '{chat}'"
     )
     for units in _switch_examples(node) if node.admin is not None else []:
-        calls = [("layout", {"units": units})]
+        calls: list[tuple[str, Any]] = [("layout", {"units": units})]
         if node.policy_decides:  # it would refuse the operator's layout
             calls.insert(0, ("policy", {"policy": MANUAL.name}))
         say_aloud(f"  switch:  {' && '.join(_admin_call(node, *call) for call in calls)}")
