@@ -47,7 +47,7 @@ test: lint
 
 quick: lint
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_PROCESSES) --dist loadscope $(PYTEST_ARGS) \
-		-m "not real and not slow" $(QUICK) $(NOT_QUICK:%=--ignore=%)
+		--hypothesis-profile quick -m "not real and not slow" $(QUICK) $(NOT_QUICK:%=--ignore=%)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos

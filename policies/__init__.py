@@ -1,1 +1,1 @@
-"""Policies: pure functions from a frozen snapshot of the node to a plan, without vLLM or I/O."""
+"""Which unit serves what: each policy is a pure function from a frozen snapshot to a plan."""

@@ -1,1 +1,1 @@
-"""The runtime: controller, engine processes, and every message between them."""
+"""What all processes share: configuration, the models that can be served, the clock, logs."""

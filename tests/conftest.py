@@ -40,7 +40,8 @@ LONG = (
 one process at work for minutes after the other has ended."""
 
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None)
-settings.load_profile("shoal")
+settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)
+settings.load_profile("shoal")  # make quick asks for the other one
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -174,9 +174,8 @@ class Module:
     imports: list[Import] = field(default_factory=list)
 
 
-def problems(root: Path) -> list[str]:
-    """Return one line per broken rule in the packages under ``root``."""
-    modules = read_modules(root)
+def problems(modules: Mapping[str, Module]) -> list[str]:
+    """Return one line per broken rule."""
     checks = (layers, model_libraries, weight, cycles, names)
     return [problem for check in checks for problem in check(modules)]
 
@@ -254,6 +253,10 @@ def names(modules: Mapping[str, Module]) -> Iterator[str]:
 _LAZY = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 """What is inside runs later than the module. A decorator counts as inside."""
 
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""Where imports are, unless they are calls. Most nodes of a tree are others."""
+_CALLS = frozenset({"import_module", "__import__"})
+
 
 def _module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
@@ -265,12 +268,14 @@ def _read(name: str, path: Path, known: frozenset[str]) -> Module:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     module = Module(name, package)
     tree = ast.parse(source, str(path))
+    inside = ast.AST if any(call in source for call in _CALLS) else _STATEMENTS
     waiting: list[tuple[ast.AST, bool]] = [(tree, True)]
     for node, eager in waiting:
         for target in _targets(node, package, known):
             module.imports.append(Import(target, getattr(node, "lineno", 0), eager))
         within = eager and not isinstance(node, _LAZY)
-        waiting += [(child, within) for child in ast.iter_child_nodes(node)]
+        children = ast.iter_child_nodes(node)
+        waiting += [(child, within) for child in children if isinstance(child, inside)]
     return module
 
 
@@ -286,7 +291,7 @@ def _targets(node: ast.AST, package: str, known: frozenset[str]) -> Iterator[str
                 inner = f"{base}.{alias.name}"
                 yield inner if inner in known else str(base)
         case ast.Call(func=called, args=[ast.Constant(value=str(target)), *_]):
-            if _called_name(called) in {"import_module", "__import__"}:
+            if _called_name(called) in _CALLS:
                 yield target
 
 

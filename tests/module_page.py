@@ -5,7 +5,7 @@ python -m tests.module_page
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -19,33 +19,36 @@ _HEAD = """\
 # Modules
 
 `python -m tests.module_page` writes this page from the docstrings of the modules.
-[architecture.md](../architecture.md) says what
-the folders are for, and who may import whom. No two modules have the same name.
+[architecture.md](../architecture.md) says how they work together, and who may import whom. No two
+modules have the same name.
 """
 
 
 def page(root: Path = ROOT) -> str:
-    """Return the page: a table for each folder, in which a module has a line."""
-    parts = [_HEAD]
-    for folder, modules in groupby(sorted(sources(root, PACKAGES), key=_place), lambda m: m.parent):
-        parts.append("\n".join(_section(folder.relative_to(root), modules)))
-    return "\n".join(parts)
+    """Return the page: a table of all folders, and one for each, in which a module has a line."""
+    said = {module: first_paragraph(module) for module in sources(root, PACKAGES)}
+    names, parts = [], []
+    for folder, modules in groupby(sorted(said, key=_place), lambda module: module.parent):
+        path = folder.relative_to(root).as_posix()
+        what = said.get(folder / "__init__.py", "")
+        names.append(f"| [`{path}/`](#{path.replace('/', '')}) | {what} |")
+        parts.append("\n".join(_section(path, what, {m.stem: said[m] for m in modules})))
+    return "\n".join([_HEAD, "| folder | for |", "|---|---|", *names, "", *parts])
 
 
 def _place(module: Path) -> tuple[tuple[str, ...], str]:
     return module.parent.parts, module.stem
 
 
-def _section(folder: Path, modules: Iterator[Path]) -> Iterator[str]:
-    yield f"## `{folder.as_posix()}/`\n"
-    rows = []
-    for module in modules:
-        said = first_paragraph(module)
-        if module.stem == "__init__":
-            yield f"{said}\n"
-        else:
-            path = (folder / module.name).as_posix()
-            rows.append(f"| [{module.stem}](../../{path}) | {said} |")
+def _section(folder: str, what: str, modules: Mapping[str, str]) -> Iterator[str]:
+    yield f"## `{folder}/`\n"
+    if what:
+        yield f"{what}\n"
+    rows = [
+        f"| [{name}](../../{folder}/{name}.py) | {said} |"
+        for name, said in modules.items()
+        if name != "__init__"
+    ]
     if rows:
         yield from ("| module | |", "|---|---|", *rows, "")
 

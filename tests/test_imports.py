@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_rules import FOLDERS, problems, read_modules
+from tests.import_rules import FOLDERS, Module, problems, read_modules
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,12 +18,17 @@ def write_tree(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def test_repository_keeps_the_rules() -> None:
-    assert problems(ROOT) == []
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    """What the repository has."""
+    return read_modules(ROOT)
 
 
-def test_repository_is_what_was_read() -> None:
-    modules = read_modules(ROOT)
+def test_repository_keeps_the_rules(modules: dict[str, Module]) -> None:
+    assert problems(modules) == []
+
+
+def test_repository_is_what_was_read(modules: dict[str, Module]) -> None:
     assert {name.split(".")[1] for name in modules} == FOLDERS
     targets = {found.target for found in modules["shoal.runtime.protocol.messages.engine"].imports}
     assert "shoal.policies.values.layouts" in targets
@@ -107,6 +112,16 @@ def test_every_folder_is_there_under_its_name() -> None:
             id="torch-in-a-function",
         ),
         pytest.param(
+            {"runtime/a.py": "try:\n    pass\nexcept OSError:\n    import torch"},
+            "shoal.runtime.a:4: may not import torch",
+            id="torch-in-a-handler",
+        ),
+        pytest.param(
+            {"runtime/a.py": "match 1:\n    case 1:\n        import torch"},
+            "shoal.runtime.a:3: may not import torch",
+            id="torch-in-a-case",
+        ),
+        pytest.param(
             {"server/a.py": "import importlib\nimportlib.import_module('vllm.config')"},
             "shoal.server.a:2: may not import vllm",
             id="vllm-by-name",
@@ -164,7 +179,7 @@ def test_every_folder_is_there_under_its_name() -> None:
     ],
 )
 def test_broken_rule_is_reported(tmp_path: Path, files: dict[str, str], problem: str) -> None:
-    found = problems(write_tree(tmp_path, files))
+    found = problems(read_modules(write_tree(tmp_path, files)))
     assert len(found) == 1
     assert found[0].startswith(problem)
 
@@ -219,4 +234,4 @@ def test_broken_rule_is_reported(tmp_path: Path, files: dict[str, str], problem:
     ],
 )
 def test_allowed_tree_is_not_reported(tmp_path: Path, files: dict[str, str]) -> None:
-    assert problems(write_tree(tmp_path, files)) == []
+    assert problems(read_modules(write_tree(tmp_path, files))) == []

@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 from tests.import_rules import MODEL_LIBRARIES
 from tests.loadgen.stand_in import stand_in
+from tests.server.node import served_node
 from tests.sources import PRODUCT, sources
 
 ROOT = Path(__file__).parents[1]
@@ -261,6 +262,22 @@ async def test_a_workload_is_replayed_simulated_and_reported(clean: Path, tmp_pa
     simulated = command(clean, tmp_path, "shoal", "simulate", *workload, *node)
     assert simulated.returncode == 0, simulated.stderr
     assert "flying" in simulated.stdout
+
+
+def test_a_workload_is_replayed_against_a_node(clean: Path, tmp_path: Path) -> None:
+    """The node is the checkout's, with engines without a model: its front end needs vLLM."""
+    workload = ("--trace", "poisson", "--rate", "20", "--requests", "8", "--prompt-tokens", "5:40")
+    with served_node(tmp_path, "--engines", "2") as node:
+        replay = command(
+            *(clean, tmp_path, "shoal", "replay", "--base-url", node.url, *workload),
+            *("--output-tokens", "4:8", "--max-lag-ms", "60000", "--check-metrics"),
+            *("--admin-url", node.admin_url, "--json", "run.json"),
+        )
+    assert (replay.returncode, replay.stderr) == (0, "")
+    assert replay.stdout.count("agrees") >= 4
+    assert "DIFFERS" not in replay.stdout
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["completed"], run["failed"]) == (8, 0)
 
 
 @pytest.mark.parametrize("words", [("serve", "--fake-engine", "--port=0"), ("openapi", "public")])

@@ -1,1 +1,1 @@
-"""How long steps take, from which policies predict."""
+"""How long steps take, by layout and mode: a roofline that measured steps correct."""

@@ -1,1 +1,1 @@
-"""The frozen values that policies take and return."""
+"""What policies take and return, all frozen: units, partitions, snapshots, plans."""

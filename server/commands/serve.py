@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.registry import get_policy
 from shoal.policies.static import MANUAL
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.runtime.clock import process_seconds
@@ -79,6 +80,8 @@ class ReadyNode:
     admin_needs_key: bool
     metrics: str | None = None
     """Base URL of the port for metrics alone, if there is one."""
+    policy_decides: bool = False
+    """Whether the policy decides the layout, so that operators cannot."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -394,6 +397,7 @@ def _describe(
         admin=None if admin is None else _url(scheme, admin),
         admin_needs_key=access.admin_key_file is not None,
         metrics=None if metrics is None else _url(scheme, metrics),
+        policy_decides=get_policy(config.policy).decides_layout,
     )
 
 
@@ -427,10 +431,16 @@ def print_ready(node: ReadyNode) -> None:
         f"  try it:  curl {node.address}/v1/chat/completions{key} "
         f"-H 'Content-Type: application/json' -d '{chat}'"
     )
-    key = _KEY_HEADER if node.admin_needs_key else ""
     for units in _switch_examples(node) if node.admin is not None else []:
-        body = json.dumps({"units": units})
-        say_aloud(f"  switch:  curl -X POST {node.admin}/admin/layout{key} -d '{body}'")
+        calls: list[tuple[str, Any]] = [("layout", {"units": units})]
+        if node.policy_decides:  # it would refuse the operator's layout
+            calls.insert(0, ("policy", {"policy": MANUAL.name}))
+        say_aloud(f"  switch:  {' && '.join(_admin_call(node, *call) for call in calls)}")
+
+
+def _admin_call(node: ReadyNode, route: str, body: Mapping[str, Any]) -> str:
+    key = _KEY_HEADER if node.admin_needs_key else ""
+    return f"curl -X POST {node.admin}/admin/{route}{key} -d '{json.dumps(body)}'"
 
 
 def _switch_examples(node: ReadyNode) -> list[list[list[int]]]:

@@ -1,1 +1,1 @@
-"""Connections of a front end, below the application."""
+"""What lies below the application: sockets, heads of requests, slow and dead clients."""

@@ -31,6 +31,7 @@ def answering(has_data: bool) -> httpx.Client:
     return httpx.Client(base_url="http://prometheus", transport=httpx.MockTransport(answer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_data", [True, False])
 @pytest.mark.parametrize("board", BOARDS, ids=[board.title for board in BOARDS])
 def test_panels_without_data_say_so(board: Any, has_data: bool) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import pytest
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
@@ -136,6 +137,7 @@ def test_a_run_of_nothing_can_be_drawn() -> None:
     assert draw("nothing", [Timeline("p", [], {})]).startswith("<svg")
 
 
+@pytest.mark.slow
 def test_the_document_names_the_runs_in_text_and_is_the_same_each_time() -> None:
     names = ["one & only", "$two$ <b>"]
     lines = [Timeline(name, RECORDS, COUNTS, LAYOUTS) for name in names]

@@ -72,6 +72,7 @@ def widths(partition: Partition) -> list[int]:
 GROWS = replace(chats(node(TP, {0: 30}, rate=10.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
 
 
+@pytest.mark.slow
 def test_what_is_foreseen_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e-9)
     late = reviews(GROWS, 60.0)
@@ -80,6 +81,7 @@ def test_what_is_foreseen_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPat
     assert 1 < reviews(GROWS, 60.0) < late, "something must have been saved"
 
 
+@pytest.mark.slow
 def test_nothing_pays_that_is_foreseen_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
     assert wanted(CROWD, 20.0) == TP

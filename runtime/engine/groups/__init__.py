@@ -1,1 +1,1 @@
-"""Groups of engines: how members meet, and their communicators."""
+"""Groups: how members meet, their communicators, memory that all reach, who holds which heads."""

@@ -1,1 +1,1 @@
-"""Linear layers over parts of a weight."""
+"""Linear layers over ranges of a weight's rows, and routed experts on views."""

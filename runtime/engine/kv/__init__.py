@@ -1,1 +1,1 @@
-"""The one KV buffer of an engine, and the blocks that members lend their group."""
+"""The one KV buffer of an engine, the blocks lent to its groups, and KV read from other engines."""

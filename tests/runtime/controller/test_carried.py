@@ -102,6 +102,7 @@ def test_a_carried_request_can_be_withdrawn_at_any_time() -> None:
         assert not len(node.controller.books.carries), turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", range(4))
 def test_an_engine_may_die_at_any_time(engine: int) -> None:
     for turns in range(8):

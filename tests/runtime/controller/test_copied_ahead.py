@@ -101,6 +101,7 @@ def assert_sound(node: LoopbackNode) -> None:
     assert not node.controller._carries.unsettled
 
 
+@pytest.mark.slow
 @EVERY_WAY
 def test_less_is_left_to_read(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = WAYS[way]
@@ -155,6 +156,7 @@ def test_requests_get_tokens_while_their_kv_is_copied() -> None:
     assert_sound(node)
 
 
+@pytest.mark.slow
 @EVERY_WAY
 def test_again_and_again(way: str) -> None:
     first, second = WAYS[way]

@@ -116,6 +116,7 @@ def test_predictions_are_right_after_the_start() -> None:
     assert start.node.audit() == []
 
 
+@pytest.mark.slow
 def test_steps_that_read_weights_of_others_do_not_mislead_it() -> None:
     start = Start(times=shared_truth, model=SHARED)
     start.until_ready()
@@ -138,6 +139,7 @@ def test_without_it_they_are_not() -> None:
     assert start.costs == "assumed"
 
 
+@pytest.mark.slow
 def test_the_node_is_not_ready_before_and_serves_afterwards() -> None:
     start = Start()
     while not start.node.controller.books.engines.started:
@@ -153,6 +155,7 @@ def test_the_node_is_not_ready_before_and_serves_afterwards() -> None:
     start.node.assert_exact()
 
 
+@pytest.mark.slow
 def test_it_ends_in_time() -> None:
     """What was measured until then counts, and all layouts have their share of the time."""
 
@@ -170,6 +173,7 @@ def test_it_ends_in_time() -> None:
     assert short.node.partition == singles(4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_node_starts_even_if_an_engine_dies_meanwhile(size: int) -> None:
     """A group dies with its member; the others go on."""
@@ -193,6 +197,7 @@ def test_the_node_starts_even_if_an_engine_dies_meanwhile(size: int) -> None:
     assert set(node.agents) == set(range(4)) - gone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4])
 def test_an_engine_that_is_drained_ends_it(size: int) -> None:
     """Its groups are released, and no group is timed with it."""
@@ -214,6 +219,7 @@ def test_an_engine_that_is_drained_ends_it(size: int) -> None:
     assert node.audit() == []
 
 
+@pytest.mark.slow
 def test_the_controller_sleeps_until_it_may_decide() -> None:
     """The policy decides the layout, but has nothing to look at before."""
     start = Start(policy="adaptive")
@@ -232,6 +238,7 @@ def test_the_controller_sleeps_until_it_may_decide() -> None:
     assert controller.next_wakeup() == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_what_was_found_is_kept(tmp_path: Path) -> None:
     file, key = tmp_path / "fits" / "one.json", {"gpu": "some"}
     start = Start(file=str(file), key=key)
@@ -241,6 +248,7 @@ def test_what_was_found_is_kept(tmp_path: Path) -> None:
     assert {c.layout for c in start.model.corrections} == {DP, Layout(tp=2), Layout(tp=4)}
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_no_reason_not_to_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

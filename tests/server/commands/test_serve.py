@@ -373,6 +373,15 @@ def test_an_interrupted_server_leaves_nothing_and_says_nothing(
     assert node.leftovers() == []
 
 
+def test_the_printed_switch_works_under_a_policy_that_decides_the_layout(tmp_path: Path) -> None:
+    """A user copies the line, so it must take the layout from the policy first."""
+    with served_node(tmp_path, "--policy", "flying") as node:
+        calls = re.findall(r"curl -X POST (\S+) -d '(.+?)'", node.lines[-1])
+        answers = [httpx.post(url, content=body, timeout=60) for url, body in calls]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert answers[-1].json()["after"] == [[0, 1]]
+
+
 def test_a_lost_engine_is_left_out_and_a_lost_controller_ends_the_server(cache: Path) -> None:
     node = ServedNode(cache, "--api-server-count", "2", "--restart-limit", "0")
     with node.client() as http:

@@ -343,6 +343,7 @@ CAPACITY = SEND_STEPS // 2
 URGENT = -5
 
 
+@pytest.mark.slow
 async def test_at_ten_times_the_load_the_urgent_ones_are_let_in() -> None:
     result = await overload(PER_STEP, {URGENT: 0.04, 0: 0.96})
     assert len(result.offered) == 10 * CAPACITY
@@ -353,6 +354,7 @@ async def test_at_ten_times_the_load_the_urgent_ones_are_let_in() -> None:
     assert result.at_door  # most are refused there
 
 
+@pytest.mark.slow
 async def test_without_making_room_all_classes_are_refused_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -372,6 +374,7 @@ async def test_a_flood_of_urgent_requests_leaves_the_others_a_part() -> None:
     assert result.answered(-1) > result.answered(0) >= SEND_STEPS * STEP / AGING
 
 
+@pytest.mark.slow
 async def test_without_the_kept_share_it_leaves_them_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

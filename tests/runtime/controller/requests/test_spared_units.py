@@ -76,6 +76,7 @@ def test_a_unit_is_kept_free_until_few_more_can_come() -> None:
     assert len(node.see()) == 4
 
 
+@pytest.mark.slow
 def test_what_costs_more_than_its_share_is_had_for_a_part_of_the_time() -> None:
     node = Node()
     node.steady(8.0, 60.0, 8)
