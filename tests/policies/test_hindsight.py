@@ -6,7 +6,8 @@ from math import inf
 
 import pytest
 
-from shoal.policies.hindsight import AGAIN_SECONDS, Hindsight, _mirrored, foreseen
+from shoal.policies import hindsight
+from shoal.policies.hindsight import AGAIN_SECONDS, HORIZONS, Hindsight, _mirrored, foreseen
 from shoal.policies.shadow import Job, Queue, Shadow, Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
@@ -81,11 +82,15 @@ def test_a_clump_is_not_a_burst_for_ever() -> None:
     assert foreseen(clump, SINGLES, 0.02, TERMS) < 0 < foreseen(steady, SINGLES, 0.02, TERMS)
 
 
-def test_what_pays_for_a_time_must_pay_for_the_way_back() -> None:
-    """A burst that goes on for a second is worth a switch there and back, if stops are short."""
-    here = seen(*rate(2, 9, NOW - 1), *rate(100, 1))
-    short, long = (foreseen(here, SINGLES, stop, TERMS) for stop in (0.02, 0.5))
-    assert long < short
+def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst that is expected to go on for a second is left again, if stops are short."""
+    here = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    stops = (0.01, 2.0)
+    back = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    monkeypatch.setattr(hindsight, "HORIZONS", HORIZONS[-1:])
+    stays = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    assert back[0] > stays[0] + 1
+    assert back[1] == pytest.approx(stays[1])
 
 
 @pytest.mark.parametrize("stop", [0.02, 0.2])
