@@ -72,8 +72,9 @@ USUAL_SECONDS = 60.0
 """Time constant of the usual number of requests: longer than the pauses between most bursts."""
 LEAST_SAVED = 0.5
 """A candidate must have saved so many seconds of requests in any case."""
-SURE_SECONDS = 0.5
-"""A candidate must have saved so many seconds of each of the usual requests."""
+SURE_SECONDS = 0.2
+"""A candidate must have saved so many seconds of each of the usual requests, if they are few. The
+noise of many grows as the root of their number: it is a second times that at most."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""
 CACHE_SECONDS = 30.0
@@ -254,9 +255,11 @@ def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:
     """Return what a candidate must save beyond its price.
 
     It is its distance to the partition that the node would best have had all the time, or nothing
-    if the node was faster than that.
+    if the node was faster than that. If the node was slower than each partition would have been,
+    its switches have cost that much, and the next one must bring it in.
     """
-    return max(0.0, max(regrets.values()) - max(0.0, regrets[candidate]))
+    lost = max(0.0, min(regrets.values()))
+    return lost + max(0.0, max(regrets.values()) - max(0.0, regrets[candidate]))
 
 
 def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory:
@@ -294,8 +297,8 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
 def _price(snapshot: Snapshot, forecast: Forecast, memory: Memory, candidate: Partition) -> float:
     """Return what a candidate must have saved, in seconds of requests, besides its fine.
 
-    The switch stops the requests, and the caches that it loses must be filled again. And a second
-    of all requests is within the noise of the load.
+    The switch stops the requests, and the caches that it loses must be filled again. And what is
+    within the noise of the load says nothing.
     """
     # As many as a request usually finds: in quiet moments between bursts this is about a burst's.
     usual = memory.squares / memory.requests if memory.requests else 0.0
@@ -304,7 +307,8 @@ def _price(snapshot: Snapshot, forecast: Forecast, memory: Memory, candidate: Pa
     rate = snapshot.prompt_tokens / max(0.1, 1 - share) * snapshot.usual_rate
     token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
     lost = CACHE_SECONDS * share * rate * token * (1 + usual)
-    return max(LEAST_SAVED, SURE_SECONDS * usual + stop + lost)
+    noise = min(SURE_SECONDS * usual, math.sqrt(usual))
+    return max(LEAST_SAVED, noise + stop + lost)
 
 
 def _judged(

@@ -5,9 +5,9 @@ model does not know cancels out. A shadow begins with the requests that are on t
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf, log1p
+from math import ceil, inf, log1p
 from typing import NamedTuple
 
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
@@ -26,10 +26,11 @@ as if outputs ended at random times.
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 
-AGAIN_SECONDS = 5.0
-"""``foreseen`` lets the requests of so many seconds come again."""
-AHEAD_SECONDS = 10.0
-"""It does so for so many seconds."""
+HORIZONS = (1.25, 2.5, 5.0, 10.0)
+"""``foreseen`` looks so many seconds ahead, and takes the time after which a switch has paid best.
+"""
+AGAIN_SECONDS = HORIZONS[-1]
+"""It lets the requests of so many seconds come again."""
 LEAST_SECONDS = 1.0
 """The latest requests count as having come within at least this time."""
 
@@ -58,6 +59,8 @@ class Hindsight:
     """How many outputs were drawn."""
     latest: tuple[Job, ...] = ()
     """The jobs of the last ``AGAIN_SECONDS``."""
+    began: float = 0.0
+    """Since when ``latest`` knows of them."""
 
 
 class News(NamedTuple):
@@ -96,7 +99,7 @@ def begin(snapshot: Snapshot, candidates: Collection[Partition], terms: TermsOf)
     layouts = (unit.layout for unit in snapshot.partition)
     current = fork(layouts, here, snapshot.now, terms)
     trials = tuple((candidate, Trial(current, 0.0)) for candidate in candidates)
-    seen = Hindsight(snapshot.now, snapshot.partition, current, trials)
+    seen = Hindsight(snapshot.now, snapshot.partition, current, trials, began=snapshot.now)
     return renewed(seen, candidates, terms)
 
 
@@ -133,7 +136,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         for shadow in shadows:
             shadow.expect(key, longer, terms, known=False)
     kept = tuple((p, Trial(shadow, t.kept)) for p, t, shadow in trials)
-    return Hindsight(snapshot.now, seen.here, current, kept, drawn, tuple(latest))
+    return Hindsight(snapshot.now, seen.here, current, kept, drawn, tuple(latest), seen.began)
 
 
 def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
@@ -152,7 +155,9 @@ def foreseen(seen: Hindsight, to: Partition, stop: float, terms: TermsOf) -> flo
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
     A node that fills up, or a burst that has not ended, will have more requests than now, and the
-    layout that was best with few may not be best with many.
+    layout that was best with few may not be best with many. What has lasted for a second is taken
+    to go on for another one, whatever the second is part of: the latest requests come again first.
+    If the switch pays only for a time, it is taken back after that, for the price of another stop.
 
     Args:
         seen: the shadows.
@@ -166,21 +171,43 @@ def foreseen(seen: Hindsight, to: Partition, stop: float, terms: TermsOf) -> flo
     begin = max(queue.clock for queue in until.queues)
     there = fork((unit.layout for unit in to), present(until), begin, terms)
     so_far = until.spent(begin) - seen.current.spent(seen.at)
-    stays = _again(seen, seen.current.copy(), terms) - seen.current.spent(seen.at)
-    return stays - so_far - _again(seen, there, terms)
+    so_far += seen.current.spent(seen.at)
+    stays = _again(seen, seen.current.copy(), terms)
+    goes = _again(seen, there, terms)
+    worth = [
+        without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
+        for horizon, (without, _), (spent, back) in zip(HORIZONS, stays, goes, strict=True)
+    ]
+    return max(worth)
 
 
-def _again(seen: Hindsight, shadow: Shadow, terms: TermsOf) -> float:
-    """Return the seconds that requests will have spent on all units."""
-    first = seen.latest[0].start if seen.latest else seen.at
-    # A burst that has just begun is taken to go on as it is.
-    span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - first))
-    for k in range(1, round(AHEAD_SECONDS / span) + 1):
-        for job in seen.latest:
-            at = max(seen.at, job.start + k * span)
+def _again(seen: Hindsight, shadow: Shadow, terms: TermsOf) -> Iterator[tuple[float, int]]:
+    """Yield the seconds that requests will have spent on all units, and how many are there.
+
+    This is yielded for each of ``HORIZONS``, as if no other request came after it.
+    """
+    coming = _mirrored(seen)
+    at, job = next(coming, (inf, None))
+    for horizon in HORIZONS:
+        while job is not None and at < seen.at + horizon:
             shadow.advance(at, terms)
             shadow.put(job._replace(start=at, key=""), terms)
-    return shadow.all_in_all(terms)
+            at, job = next(coming, (inf, None))
+        yield shadow.all_in_all(terms), shadow.requests
+
+
+def _mirrored(seen: Hindsight) -> Iterator[tuple[float, Job]]:
+    """Yield when the latest jobs come again: at first backwards, from the last one to the first.
+
+    Of a node that was watched for less than that, the time before is not known. So they come to and
+    fro.
+    """
+    span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
+    for k in range(ceil(AGAIN_SECONDS / span)):
+        begin = seen.at + k * span
+        for job in seen.latest if k % 2 else reversed(seen.latest):
+            ago = max(0.0, seen.at - job.start)
+            yield begin + (max(0.0, span - ago) if k % 2 else ago), job
 
 
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:

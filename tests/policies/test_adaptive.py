@@ -15,13 +15,14 @@ from shoal.policies.adaptive import (
     Memory,
 )
 from shoal.policies.flying import FLYING
+from shoal.policies.forecast import Forecast
 from shoal.policies.lane import LINGER_SECONDS
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
 from shoal.policies.values.snapshot import LayoutState, Snapshot, Target
 from tests.policies.nodes import DP, FOURS, LAYOUTS, PAIRS, TP, node
-from tests.policies.snapshots import request
+from tests.policies.snapshots import MODEL, request
 from tests.units import tp
 
 LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(0, 5.0, 0.012)
@@ -236,6 +237,34 @@ def test_while_another_layout_would_have_been_better_its_lead_must_be_saved_too(
     # Nobody leads a node that was faster than every layout.
     ahead = Memory(-WATCH_SECONDS, behind=tuple((c, -1e9) for c in (TP, best, *others)))
     assert wanted(replace(CROWD, memory=ahead)) != TP
+
+
+def test_what_switches_have_cost_in_vain_must_be_saved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is slower than every layout would have been has switched to and fro."""
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    load = chats(node(TP, {0: 30}, rate=10.0))
+    memory = Memory(-WATCH_SECONDS, age=60.0)
+
+    def after(lost: float) -> int:
+        behind = tuple((c, lost) for c in (TP, PAIRS, FOURS, DP))
+        return reviews(replace(load, memory=replace(memory, behind=behind)), 60.0)
+
+    assert after(0.0) == after(-2000.0) < after(2000.0)
+
+
+def test_the_price_grows_as_the_noise_of_the_load() -> None:
+    """With many requests it is less than in proportion to their number."""
+
+    def price(requests: int) -> float:
+        seen = node(TP, {0: requests}, rate=10.0)
+        usual = Memory(0.0, requests=requests, squares=float(requests**2))
+        forecast = Forecast(seen, MODEL)
+        stop = forecast.whole_stop(DP) * seen.requests
+        return adaptive._price(seen, forecast, usual, DP) - stop
+
+    assert price(10) == pytest.approx(2.0)
+    assert price(20) == pytest.approx(4.0)
+    assert price(400) == pytest.approx(20.0)
 
 
 def test_the_usual_number_of_requests_does_not_begin_at_none() -> None:

@@ -1,11 +1,14 @@
 """The policy ``adaptive`` beside fixed layouts, in virtual time."""
 
 import random
+from dataclasses import replace
+from itertools import takewhile
 from statistics import mean
 
 import pytest
 
-from shoal.loadgen.shapes import Lengths, poisson
+from shoal.loadgen.shapes import Lengths, bursty, poisson
+from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
 from shoal.runtime.simulation.simulated_node import simulate
@@ -40,3 +43,25 @@ def test_it_is_hardly_worse_than_the_best_of_them(load: tuple[float, ...]) -> No
 
 def test_the_wrong_layout_would_be_noticed() -> None:
     assert max(excess(static, 9, 3000, 30, 15) for static in STATIC) > 0.1
+
+
+def test_it_is_ahead_of_all_of_them_where_bursts_cross_from_one_layout_to_another() -> None:
+    """DP is best in the bursts and one group between them."""
+    lengths = Lengths((100, 400), (80, 160))
+    coming = bursty(
+        random.Random(2),
+        lengths,
+        rate=(24.0, 24.0),
+        burst_rate=(140.0, 140.0),
+        quiet_seconds=12.0,
+        burst_seconds=4.0,
+    )
+    arrivals = list(takewhile(lambda arrival: arrival.at < 32.0, coming))
+    h100 = replace(NODE, hardware=hardware_named("h100"), max_num_seqs=1024)
+
+    def seconds(policy: str) -> float:
+        run = simulate(h100, policy, arrivals)
+        assert not run.policy_errors
+        return mean(life.ended - life.arrived for life in run.lives if life.ended is not None)
+
+    assert seconds("adaptive") < 0.97 * min(map(seconds, ("static-dp", "shift")))

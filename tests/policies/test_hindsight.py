@@ -1,0 +1,99 @@
+"""What is foreseen: the latest requests come again, the last one first."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from shoal.policies import hindsight
+from shoal.policies.hindsight import AGAIN_SECONDS, HORIZONS, Hindsight, _mirrored, foreseen
+from shoal.policies.shadow import Job, Queue, Shadow, Terms
+from shoal.policies.unit_costs import Prices
+from shoal.policies.values.layouts import Layout, alone
+from shoal.policies.values.pace import Pace
+from tests.units import tp
+
+NOW = 100.0
+SINGLES, GROUP = (alone(0), alone(1)), (tp(0, 1),)
+
+
+def terms(layout: Layout) -> Terms:
+    """Return a unit: a group is the faster one for fewer than 12 requests, and two units above."""
+    grouped = layout.tp == 2
+    pace = Pace(
+        members=1,
+        weights=0.0,
+        token=6e-4 if grouped else 2e-4,
+        latency=0.0,
+        moved=0.0,
+        read=0.0,
+        attend=0.0,
+        host=0.0,
+        overhead=0.004 if grouped else 0.01,
+    )
+    free = Pace(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001)
+    return Terms(pace, free, free, inf, 256, 1e9, 8192, Prices(1e-6, 1e-9), 100.0)
+
+
+TERMS = {layout: terms(layout) for layout in (Layout(), Layout(2))}
+
+
+def seen(*latest: float, began: float = 0.0) -> Hindsight:
+    """Return a group that has nothing to do, after requests came at these times."""
+    jobs = tuple(Job(at, 10, 10, 100) for at in latest)
+    current = Shadow([Queue(GROUP[0].layout, NOW)])
+    return Hindsight(NOW, GROUP, current, (), latest=jobs, began=began)
+
+
+def rate(per_second: float, seconds: float, until: float = NOW) -> list[float]:
+    count = round(per_second * seconds)
+    return [until - (count - k - 0.5) / per_second for k in range(count)]
+
+
+def times(here: Hindsight) -> list[float]:
+    return [at - NOW for at, _ in _mirrored(here)]
+
+
+def test_the_latest_come_again_first() -> None:
+    assert times(seen(NOW - 5, NOW - 2, NOW - 1)) == [1, 2, 5]
+
+
+def test_to_a_node_that_was_watched_for_short_they_come_to_and_fro() -> None:
+    again = times(seen(NOW - 3, NOW - 1, began=NOW - 4))
+    assert again == [1, 3, 5, 7, 9, 11]
+    # Requests that have all come in this moment count as those of a second.
+    again = times(seen(NOW, NOW, began=NOW))
+    assert len(again) == 2 * AGAIN_SECONDS
+    assert all(a <= b for a, b in pairwise(again))
+
+
+def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds() -> None:
+    """So the group is left in it, though it would bear the mean rate."""
+    burst, quiet = rate(100, 0.5), rate(2, 9.5, NOW - 0.5)
+    assert foreseen(seen(*quiet, *burst), SINGLES, 0.02, TERMS) > 0
+    assert foreseen(seen(*rate(len(burst + quiet) / 10, 10)), SINGLES, 0.02, TERMS) < 0
+
+
+def test_a_clump_is_not_a_burst_for_ever() -> None:
+    """Requests that come together once are expected to come as often as they have been seen."""
+    clump = seen(*[NOW - 0.1] * 4)
+    steady = seen(*rate(40, 10))
+    assert foreseen(clump, SINGLES, 0.02, TERMS) < 0 < foreseen(steady, SINGLES, 0.02, TERMS)
+
+
+def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst that is expected to go on for a second is left again, if stops are short."""
+    here = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    stops = (0.01, 2.0)
+    back = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    monkeypatch.setattr(hindsight, "HORIZONS", HORIZONS[-1:])
+    stays = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    assert back[0] > stays[0] + 1
+    assert back[1] == pytest.approx(stays[1])
+
+
+@pytest.mark.parametrize("stop", [0.02, 0.2])
+def test_without_requests_nothing_is_worth_a_switch(stop: float) -> None:
+    empty = replace(seen(), latest=())
+    assert foreseen(empty, SINGLES, stop, TERMS) <= 0
