@@ -210,6 +210,8 @@ SEAMS = (
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", "engine_client"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient._send_input", "engine_client"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", "engine_client"),
+    Seam("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", "engine_client"),
+    Seam("vllm.v1.serial_utils", "MsgpackDecoder.decode", "bad_outputs"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.do_tracing", "engine_client"),
     Seam("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer", "decode_streams"),
 )
