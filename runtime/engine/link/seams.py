@@ -76,6 +76,7 @@ SEAMS = (
     Seam("vllm.multimodal.cache.factories", "_get_cache_type", "layout_configs"),
     Seam("vllm.multimodal.cache.base", "MultiModalCache.get_item_size", "checked_llm"),
     Seam("vllm.v1.structured_output", "StructuredOutputManager.grammar_init", "grammars"),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager.clear_backend", "grammar_backends"),
     Seam("vllm.sampling_params", "SamplingParams._validate_structured_outputs", "grammars"),
     Seam("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "executor"),
     Seam("vllm.v1.executor.abstract", "Executor.supports_pp", "executor"),
