@@ -190,9 +190,9 @@ IS_SHOAL = 'job="shoal"'
 """Label that prometheus.yml gives the nodes."""
 RECENT = "5m"
 """The window of figures that have to be steady."""
-FAILED = 'outcome=~"lost|poisoned|expired|pool_full|unavailable"'
+FAILED = 'outcome=~"lost|poisoned|expired|pool_full|unavailable|garbled"'
 """Outcomes that count against the node."""
-COUNTED = 'outcome=~"finished|lost|poisoned|expired|pool_full|unavailable"'
+COUNTED = 'outcome=~"finished|lost|poisoned|expired|pool_full|unavailable|garbled"'
 """Outcomes that count at all: requests whose clients left or asked too much do not."""
 
 

@@ -28,7 +28,7 @@ def traffic() -> list[PanelBuilder]:
             "Requests per second, by outcome",
             "Requests that left the node. `finished` are answers, `aborted` clients that left; "
             "`too_long` and `caller_full` are the caller's doing; `expired`, `pool_full`, `lost`, "
-            "`poisoned` and `unavailable` count as failed.",
+            "`poisoned`, `unavailable` and `garbled` count as failed.",
             Query(rate("shoal_requests_total", by="outcome"), "{{outcome}}"),
             unit="reqps",
             stack=True,

@@ -81,7 +81,8 @@ class Calls:
             case m.SetShiftThreshold():
                 self._change(peer, message.call, partial(self._shifting.set, message.threshold))
             case m.ChangeMemory() if not (self._is_switching or self._operations.memory.running):
-                self._operations.when_idle(partial(self._change_memory, peer, message))
+                asked = self._env.clock()
+                self._operations.when_idle(partial(self._change_memory_late, peer, message, asked))
             case m.ChangeMemory():
                 self._change_memory(peer, message)
             case m.AuditNode(call):
@@ -162,12 +163,17 @@ class Calls:
 
     def _set_layout_late(self, peer: str, message: m.SetLayout, asked: float) -> None:
         """Switch in the time that the caller has left, which other operations may have taken."""
-        left = message.timeout_seconds - (self._env.clock() - asked)
+        left = self._left(peer, message, asked)
         if left > 0:
             self._set_layout(peer, msgspec.structs.replace(message, timeout_seconds=left))
-            return
-        error = f"other operations took longer than {message.timeout_seconds:g} s"
-        self._fail(peer, message.call, 504, error)
+
+    def _left(self, peer: str, message: m.SetLayout | m.ChangeMemory, asked: float) -> float:
+        """Return for how long the caller still waits; fail the call if it has gone."""
+        left = message.timeout_seconds - (self._env.clock() - asked)
+        if left <= 0:
+            error = f"other operations took longer than {message.timeout_seconds:g} s"
+            self._fail(peer, message.call, 504, error)
+        return left
 
     def _set_layout(self, peer: str, message: m.SetLayout) -> None:
         config = self._env.config
@@ -208,6 +214,11 @@ class Calls:
     @property
     def _is_switching(self) -> bool:
         return self._operations.switches.running is not None
+
+    def _change_memory_late(self, peer: str, message: m.ChangeMemory, asked: float) -> None:
+        """Change memory, unless other operations have taken all the time that the caller had."""
+        if self._left(peer, message, asked) > 0:
+            self._change_memory(peer, message)
 
     def _change_memory(self, peer: str, message: m.ChangeMemory) -> None:
         share = message.share_weights

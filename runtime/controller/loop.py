@@ -233,8 +233,8 @@ class Controller:
                 self._migration.received(message)
             case m.GoesOn(request_ids):
                 self._migration.clear(request_ids)
-            case m.Stopped(request_ids):
-                self._abort(request_ids, m.Outcome.FINISHED)
+            case m.Stopped(request_ids, outcome):
+                self._abort(request_ids, outcome)
             case m.CountRefused(outcome):
                 self.books.statistics.requests.add(outcome)
             case m.EngineDied(engine, reason, cause):

@@ -198,7 +198,9 @@ class ControlClient:
             CallError: the node cannot have this level, or the change failed.
         """
         done = await self._call(
-            MemoryChanged, lambda call: ChangeMemory(call, share_weights), MEMORY_SECONDS
+            MemoryChanged,
+            lambda call: ChangeMemory(call, share_weights, MEMORY_SECONDS),
+            MEMORY_SECONDS,
         )
         return done.change
 
@@ -219,8 +221,8 @@ class ControlClient:
         """Tell the controller which requests a stop string has ended; it does not answer."""
         await self._socket.send(encode(Stopped(list(request_ids))))
 
-    def report(self, message: Received | GoesOn) -> None:
-        """Tell the controller about requests that are started again; it does not answer."""
+    def report(self, message: Received | GoesOn | Stopped) -> None:
+        """Tell the controller what became of requests; it does not answer."""
         self._reports.add(report := asyncio.ensure_future(self._socket.send(encode(message))))
         report.add_done_callback(self._reports.discard)
 

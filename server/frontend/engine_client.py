@@ -7,7 +7,9 @@ node needs beyond that is added around these three calls.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -15,12 +17,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import IterationStats
 
 from shoal.runtime.protocol.controller_client import ControlClient
+from shoal.runtime.protocol.messages import Ended, Outcome, Stopped
 from shoal.runtime.protocol.wire import RequestType, sender_of
+from shoal.server.frontend.bad_outputs import BadOutputs
 from shoal.server.frontend.decode_streams import shorten_prompt
 from shoal.server.frontend.interruptions import Interruptions
 from shoal.server.frontend.ordering import InOrder
 from shoal.server.gate.placement import Placements
 from shoal.server.observers import Observers
+
+log = logging.getLogger("shoal.frontend")
+
+MOST_ATTEMPTS = 3
+"""How often a request is begun again, if its outputs are lost again and again."""
+_GARBLED = "the server could not read the model's output for this request"
 
 
 class EngineClient:
@@ -69,6 +79,7 @@ class EngineClient:
         core.add_request_async = self._add_request
         core.get_output_async = self._get_output
         core.abort_requests_async = self._abort_requests
+        BadOutputs(llm, self._fail, lambda: self._lose(list(self._states)))
 
     def is_alive(self) -> bool:
         """Return whether the link to the controller and the engines works."""
@@ -104,12 +115,42 @@ class EngineClient:
         await asyncio.sleep(0)
         self.interruptions.settle()
         message = await self._receive()
+        try:
+            self._take(message)
+        except Exception:  # vLLM's output handler would end with it, and all streams
+            log.exception("outputs of a message are lost")
+            self._lose([output.request_id for output in message.outputs])
+            message.engine_index, message.outputs, message.scheduler_stats = 0, [], None
+        return message
+
+    def _take(self, message: Any) -> None:
+        """Put the outputs of a message in order, and leave in it those that are due."""
         unit = sender_of(message.engine_index)
         message.engine_index = 0 if unit is None else unit.leader
         outputs = self._order.take(unit, self.interruptions.admit(unit, message.outputs))
         self._observers.outputs(unit, outputs)
         message.outputs = self._end_unstarted(outputs, message.timestamp)
-        return message
+
+    def _lose(self, request_ids: Sequence[str]) -> None:
+        """Have requests begun again that have lost outputs, but for those that lose them always."""
+        again = self.interruptions.attempts
+        self._fail([name for name in request_ids if again(name) >= MOST_ATTEMPTS])
+        self.interruptions.begin_again(name for name in request_ids if name in self._states)
+
+    def _fail(self, request_ids: Sequence[str]) -> None:
+        """End requests with an error, for their clients, for vLLM and for the controller."""
+        processor, error = self._llm.output_processor, ValueError(_GARBLED)
+        failed = [name for name in request_ids if name in self._states]
+        for name in failed:
+            queue = self._states[name].queue
+            self._observers.ended(Ended(name, Outcome.GARBLED, 500, _GARBLED))
+            with suppress(Exception):  # it makes a last output, which may be what it fails at
+                processor.abort_requests([name], internal=True)
+            self._order.drop(name)
+            queue.put(error)
+        if failed:
+            self._observers.aborted(failed)
+            self._control.report(Stopped(failed, Outcome.GARBLED))
 
     async def _abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests; requests that ended at a stop string count as finished.

@@ -10,7 +10,7 @@ may be lost. The outputs of the next unit would wait for them for ever, so the r
 again from the tokens that did arrive.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shoal.policies.values.layouts import Unit
@@ -102,9 +102,17 @@ class Interruptions(Observer):
 
     def begin_overdue_again(self) -> None:
         """Have requests begun again whose next outputs seem to be lost."""
-        for request_id in self._order.overdue(OVERDUE_SECONDS):
-            self._asked.setdefault(request_id, self._attempts.get(request_id, 0) + 1)
+        self.begin_again(self._order.overdue(OVERDUE_SECONDS))
+
+    def begin_again(self, request_ids: Iterable[str]) -> None:
+        """Have requests begun again, as outputs of theirs are lost."""
+        for request_id in request_ids:
+            self._asked.setdefault(request_id, self.attempts(request_id) + 1)
         self._answer()
+
+    def attempts(self, request_id: str) -> int:
+        """Return how often a request has been begun again."""
+        return self._attempts.get(request_id, 0)
 
     def _answer(self) -> None:
         if not self._asked or not self._is_settled:

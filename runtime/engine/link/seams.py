@@ -76,6 +76,7 @@ SEAMS = (
     Seam("vllm.multimodal.cache.factories", "_get_cache_type", "layout_configs"),
     Seam("vllm.multimodal.cache.base", "MultiModalCache.get_item_size", "checked_llm"),
     Seam("vllm.v1.structured_output", "StructuredOutputManager.grammar_init", "grammars"),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager.clear_backend", "grammar_backends"),
     Seam("vllm.sampling_params", "SamplingParams._validate_structured_outputs", "grammars"),
     Seam("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "executor"),
     Seam("vllm.v1.executor.abstract", "Executor.supports_pp", "executor"),
@@ -210,6 +211,8 @@ SEAMS = (
     Seam("vllm.v1.engine.core_client", "AsyncMPClient.abort_requests_async", "engine_client"),
     Seam("vllm.v1.engine.core_client", "AsyncMPClient._send_input", "engine_client"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.process_outputs", "engine_client"),
+    Seam("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", "engine_client"),
+    Seam("vllm.v1.serial_utils", "MsgpackDecoder.decode", "bad_outputs"),
     Seam("vllm.v1.engine.output_processor", "OutputProcessor.do_tracing", "engine_client"),
     Seam("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer", "decode_streams"),
 )

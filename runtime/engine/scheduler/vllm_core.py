@@ -33,6 +33,7 @@ from shoal.runtime.engine.link.executor import UnitChannel, UnitExecutor
 from shoal.runtime.engine.scheduler.block_holders import holders, preempt
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
+from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
 from shoal.runtime.engine.scheduler.scheduled_steps import (
@@ -79,6 +80,7 @@ class VllmCore:
         self.unit = unit
         self.engine_core = EngineCore(config, UnitExecutor, log_stats)
         self._scheduler: Any = self.engine_core.scheduler
+        self._grammar_backends = GrammarBackends(self.engine_core.structured_output_manager)
         check_kv_groups(self._scheduler.kv_cache_config, stages=unit.layout.pp)
         managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
         self.group_limits = group_limits(managers)
@@ -421,7 +423,7 @@ class VllmCore:
 
         It does what ``EngineCore.shutdown`` does, without the effects on the whole process.
         """
-        self.engine_core.structured_output_manager.clear_backend()
+        self._grammar_backends.close()
         self._scheduler.shutdown()
 
     def check_integrity(self) -> list[str]:

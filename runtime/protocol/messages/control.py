@@ -1,5 +1,7 @@
 """Messages between the controller and the front ends or the supervisor."""
 
+import math
+
 import msgspec
 
 from shoal.policies.shift import ShiftThreshold
@@ -87,6 +89,8 @@ class ChangeMemory(Message, frozen=True):
     call: int
     share_weights: int
     """The level, or ``POLICY_DECIDES``."""
+    timeout_seconds: float = math.inf
+    """How long the caller waits for other operations to end: later, the change is not begun."""
 
 
 class AuditNode(Message, frozen=True):
@@ -128,9 +132,11 @@ class CountRefused(Message, frozen=True):
 
 
 class Stopped(Message, frozen=True):
-    """From a front end, which alone sees stop strings: these requests ended at one; forget them."""
+    """From a front end, which has ended these requests: forget them."""
 
     request_ids: list[str]
+    outcome: Outcome = Outcome.FINISHED
+    """``FINISHED``: they ended at a stop string, which the front end alone sees."""
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -82,6 +82,8 @@ class Outcome(enum.StrEnum):
     """The node was about to end, and had no time left for it."""
     UNAVAILABLE = "unavailable"
     """No engine served, or the controller did not answer, for too long."""
+    GARBLED = "garbled"
+    """Its front end could not read one of its outputs, or failed at it."""
 
 
 class DeathCause(enum.StrEnum):

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.server.errors import error_response
 from shoal.server.gate.placement import Placements
-from shoal.server.operator.page.page_feed import Feed
+from shoal.server.operator.page.page_feed import Feed, Viewer
 from shoal.server.operator.page.prompt_route import PromptResponse
 
 _FILES = {
@@ -55,8 +55,6 @@ def page_router(
 
     @router.get(EVENTS_PATH)
     async def events() -> Response:
-        if feed.is_full:
-            return error_response(503, "too many pages watch this node: close one")
         return EventsResponse(feed)
 
     @router.post(PROMPT_PATH)
@@ -89,8 +87,16 @@ class EventsResponse(Response):
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI event stream."""
-        sending = asyncio.ensure_future(self._send_all(send))
+        """Serve one ASGI event stream, or refuse it."""
+        if self._feed.is_full:  # nothing else runs until this viewer counts
+            refusal = error_response(503, "too many pages watch this node: close one")
+            await refusal(scope, receive, send)
+            return
+        with self._feed.watched() as viewer:
+            await self._serve(viewer, receive, send)
+
+    async def _serve(self, viewer: Viewer, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(viewer, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -99,11 +105,10 @@ class EventsResponse(Response):
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, viewer: Viewer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with self._feed.watched() as viewer:
-            async for told in self._feed.events(viewer):
-                await send({"type": "http.response.body", "body": told, "more_body": True})
+        async for told in self._feed.events(viewer):
+            await send({"type": "http.response.body", "body": told, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -88,6 +88,21 @@ def test_those_who_wait_begin_in_the_order_they_came(node: LoopbackNode) -> None
     assert isinstance(node.reply(together), m.SwitchDone), "the switch came first"
 
 
+def test_memory_is_not_changed_for_a_caller_who_has_gone(node: LoopbackNode) -> None:
+    took = node.config.prepare_timeout_seconds
+    node.hung = {1}
+    node.call(m.AuditNode)  # engine 1 does not answer it
+    late = node.call(m.ChangeMemory, 2, took - 1)
+    in_time = node.call(m.ChangeMemory, 2, took + 10)
+    node.run_for(took + 2, tick=1.0)
+    reply = node.reply(late)
+    assert isinstance(reply, m.CallFailed)
+    assert (reply.status, reply.error) == (504, "other operations took longer than 4 s")
+    reply = node.reply(in_time)
+    assert isinstance(reply, m.CallFailed), "the node does not share weights"
+    assert reply.status != 504
+
+
 def test_a_switch_has_the_time_that_is_left_when_its_turn_comes(node: LoopbackNode) -> None:
     took = node.config.prepare_timeout_seconds
     node.hung = {1}

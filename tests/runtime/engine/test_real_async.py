@@ -143,9 +143,11 @@ def as_text(llama: Path, tokens: list[int]) -> str:
     return text
 
 
-def begin_structured(node: RealNode, unit: Unit, prompt: list[int], **grammar: Any) -> str:
+def begin_structured(
+    node: RealNode, unit: Unit, prompt: list[int], backend: str = "xgrammar", **grammar: Any
+) -> str:
     params = StructuredOutputsParams(**(grammar or {"json": SCHEMA}))
-    params._backend = "xgrammar"  # what vLLM's front end chooses
+    params._backend = backend  # what vLLM's front end chooses
     (request,) = node.submit(
         unit, [prompt], max_tokens=200, ignore_eos=False, structured_outputs=params
     )
@@ -182,6 +184,23 @@ def test_a_grammar_goes_on_in_requests_that_are_carried(
         text = as_text(llama, tokens)
         assert text.removeprefix(CALL).startswith("{")
         assert text.startswith(CALL) == ("structural_tag" in grammar)
+    assert node.audit() == []
+
+
+def test_requests_of_two_backends_share_cores_and_are_carried(node: RealNode, llama: Path) -> None:
+    """xgrammar refuses the regular expression, which the front end then gives to guidance."""
+    letters = {"backend": "guidance", "regex": r"\p{L}{40}"}
+    kinds: list[dict[str, Any]] = [{}, letters]
+    # Each of the two cores has its first structured request of another backend.
+    plain = [begin_structured(node, alone(1), PROMPTS[0], **kind) for kind in reversed(kinds)]
+    expected = [end(node, request) for request in plain][::-1]
+    requests = [begin_structured(node, alone(0), PROMPTS[0], **kind) for kind in kinds]
+    node.wait_for_tokens(requests, 3)
+    assert node.switch(GROUP, treatment=m.Treatment.CARRY).carried > 0
+    node.switch(treatment=m.Treatment.CARRY)
+    assert [end(node, request) for request in requests] == expected
+    assert as_text(llama, expected[0]).startswith("{")
+    assert as_text(llama, expected[1]).isalpha()
     assert node.audit() == []
 
 

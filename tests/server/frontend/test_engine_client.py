@@ -1,24 +1,42 @@
 """What passes between vLLM and the node, and who is told of it: vLLM's client is made up."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit, alone
-from shoal.runtime.protocol.messages import Ended, GoesOn, Interrupted, Outcome, Placed, Received
+from shoal.runtime.protocol.messages import (
+    Ended,
+    GoesOn,
+    Interrupted,
+    Outcome,
+    Placed,
+    Received,
+    Stopped,
+)
 from shoal.runtime.protocol.wire import RequestType, Terms, unit_index
-from shoal.server.frontend.engine_client import EngineClient
+from shoal.server.frontend.engine_client import MOST_ATTEMPTS, EngineClient
 from shoal.server.gate.placement import Placements
 from shoal.server.observers import Observer, Observers
 from tests.units import tp
+
+BAD = 666
+"""A token that the processor fails at."""
 
 
 class Detokenizer:
@@ -36,6 +54,7 @@ class Core:
 
     def __init__(self) -> None:
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.sent: list[Any] = []
         self.aborted: list[str] = []
         self.words: list[tuple[RequestType, Any]] = []
@@ -64,10 +83,22 @@ class Processor:
         self.tracing_enabled = True
         self.processed: list[tuple[str, bool]] = []
 
-    def process_outputs(self, outputs: Sequence[Any], timestamp: float, stats: Any) -> None:
+    def process_outputs(self, outputs: Iterable[Any], timestamp: float, stats: Any) -> Any:
+        stopped = []
         for output in outputs:
+            if BAD in output.new_token_ids:
+                raise ValueError("a bad output")
             self.processed.append((output.request_id, self.tracing_enabled))
             del self.request_states[output.request_id]
+            if not output.finished:
+                stopped.append(output.request_id)
+        return SimpleNamespace(reqs_to_abort=stopped)
+
+    def abort_requests(self, request_ids: Sequence[str], *, internal: bool) -> None:
+        assert internal
+        for request_id in request_ids:
+            del self.request_states[request_id]
+        raise ValueError("what has failed once may fail again")
 
 
 @dataclass
@@ -75,9 +106,9 @@ class Control:
     """The channel to the controller."""
 
     stopped: list[str] = field(default_factory=list)
-    reports: list[Received | GoesOn] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
 
-    def report(self, message: Received | GoesOn) -> None:
+    def report(self, message: Received | GoesOn | Stopped) -> None:
         self.reports.append(message)
 
     async def stop_requests(self, request_ids: Sequence[str]) -> None:
@@ -128,7 +159,7 @@ class Front:
             request_id=name, prompt_token_ids=[1, 2], cache_salt=None, trace_headers=None
         )
         self.processor.request_states[name] = SimpleNamespace(
-            detokenizer=Detokenizer(), prompt_len=2, is_prefilling=True
+            detokenizer=Detokenizer(), prompt_len=2, is_prefilling=True, queue=SimpleQueue()
         )
         await self.core.add_request_async(request)
         return request
@@ -139,6 +170,12 @@ class Front:
             SimpleNamespace(engine_index=index, outputs=list(outputs), timestamp=1.0)
         )
         return await self.core.get_output_async()
+
+    def decode(self, *outputs: EngineCoreOutput) -> EngineCoreOutputs:
+        """Decode a message as vLLM's task does."""
+        message = EngineCoreOutputs(unit_index(alone(0)), list(outputs), timestamp=1.0)
+        decoded: EngineCoreOutputs = self.core.decoder.decode(MsgpackEncoder().encode(message))
+        return decoded
 
 
 @pytest.fixture
@@ -256,6 +293,74 @@ async def test_it_is_alive_until_vllm_says_otherwise(front: Front) -> None:
     assert front.client.is_alive()
     front.llm.errored = True
     assert not front.client.is_alive()
+
+
+async def test_what_cannot_be_decoded_ends_its_request(front: Front) -> None:
+    placement = front.placements.open()
+    for name in ("bad", "good"):
+        await front.send(name)
+    error = front.processor.request_states["bad"].queue
+    wrong: Any = EngineCoreOutput("bad", "tokens")  # type: ignore[arg-type]
+    message = front.decode(wrong, output("good", 7))
+    assert [out.request_id for out in message.outputs] == ["good"]
+    assert (message.engine_index, message.timestamp) == (unit_index(alone(0)), 1.0)
+    assert isinstance(error.get_nowait(), ValueError)
+    assert list(front.processor.request_states) == ["good"]
+    assert placement.ended is not None
+    assert (placement.ended.outcome, placement.ended.status) == (Outcome.GARBLED, 500)
+    assert front.control.reports == [Stopped(["bad"], Outcome.GARBLED)]
+    assert front.ear.heard[-1] == ("aborted", "bad")
+
+
+async def test_what_the_processor_fails_at_ends_its_request(front: Front) -> None:
+    """The others are processed once each, and those that a stop string has ended are aborted."""
+    for name in ("stopped", "bad", "worse", "good"):
+        await front.send(name)
+    bad, worse = (front.processor.request_states[name].queue for name in ("bad", "worse"))
+    outputs = [
+        output("stopped", 7),
+        output("bad", BAD),
+        output("worse", BAD),
+        output("good", 8, reason=FinishReason.STOP),
+    ]
+    processed = front.processor.process_outputs(outputs, 1.0, None)
+    assert [name for name, _ in front.processor.processed] == ["stopped", "good"]
+    assert processed.reqs_to_abort == ["stopped"]
+    for queue in (bad, worse):
+        assert isinstance(queue.get_nowait(), ValueError)
+    ended = [Stopped([name], Outcome.GARBLED) for name in ("bad", "worse")]
+    assert front.control.reports == ended
+
+
+def test_what_fails_for_no_output_is_raised(front: Front) -> None:
+    with pytest.raises(TypeError):
+        front.processor.process_outputs([], 1.0, None, "nothing like it")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x92\x01\x07", b"\x94\x01\x91\x01\xc0\x00"])
+async def test_all_requests_begin_again_when_nobody_knows_whose_outputs_are_lost(
+    front: Front, garbage: bytes
+) -> None:
+    for name in ("a", "b"):
+        await front.send(name)
+    front.processor.request_states["a"].detokenizer.output_token_ids.append(7)
+    assert front.core.decoder.decode([garbage]).outputs == []
+    (report,) = front.control.reports
+    found = {name: progress.tokens for name, progress in report.progress.items()}
+    assert found == {"a": [7], "b": []}
+
+
+async def test_outputs_that_cannot_be_ordered_are_lost_but_not_for_ever(front: Front) -> None:
+    await front.send()
+    error = front.processor.request_states["r"].queue
+    await front.receive(alone(0), output("r", 7))
+    front.client.interruptions.begin_again(["r"])
+    for _ in range(MOST_ATTEMPTS):
+        assert error.empty()
+        message = await front.receive(alone(0), output(headers={"x-shoal-attempt": "no number"}))
+        assert message.outputs == []
+    assert isinstance(error.get_nowait(), ValueError)
+    assert front.control.reports[-1] == Stopped(["r"], Outcome.GARBLED)
 
 
 def test_vllm_counts_the_prompt_of_a_request_that_goes_to_another_unit_once() -> None:

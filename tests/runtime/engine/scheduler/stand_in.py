@@ -29,6 +29,7 @@ class StandIn:
     def __init__(self, *specs: KVCacheSpec) -> None:
         groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
         self.scheduler = self.model_executor = self.channel = self
+        self.structured_output_manager = SimpleNamespace(backend=None, clear_backend=lambda: None)
         managers = [SimpleNamespace(max_admission_blocks_per_request=None)]
         self.kv_cache_manager = SimpleNamespace(
             block_pool=_pool(caching=False),

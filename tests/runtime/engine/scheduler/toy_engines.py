@@ -371,6 +371,7 @@ class ToyEngineCore(EngineCore):  # type: ignore[misc]
         kv_cache = KVCacheConfig(BLOCKS + 1, [], groups)
         cache.num_gpu_blocks = kv_cache.num_blocks
         self.structured_output_manager = SimpleNamespace(
+            backend=None,
             accept_tokens=lambda *_: True,
             validate_tokens=lambda _, tokens: tokens,
             clear_backend=lambda: None,
