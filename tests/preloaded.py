@@ -269,7 +269,7 @@ def _preload() -> None:
 
     parser = vllm_options.make_parser()
     add_shoal_options(parser, os.environ)
-    parser.set_defaults(**model_defaults(on_cpu=True, demo=True))
+    parser.set_defaults(**model_defaults(2, on_cpu=True, demo=True))
     args = with_chosen(vllm_options.parse(parser, ["--fake-engine"]))
     know_models()
     vllm_options.make_vllm_config(vllm_options.engine_args(args))

@@ -41,7 +41,6 @@ from shoal.server.options.serve_options import (
     choose_tracing,
     engines_and_group,
     fake_settings,
-    front_ends,
     model_defaults,
     prepare_environment,
     serves_demo,
@@ -213,8 +212,9 @@ def read_options(argv: Sequence[str]) -> Asked:
     args = vllm_options.parse(parser, argv)
     check_options(args, parser.get_default)
     gpus, demo = vllm_options.count_gpus(), serves_demo(args, parser.get_default)
+    engines, _ = engines_and_group(args, gpus, demo=demo)
     # Only a parser can tell a default from the same value given by the user.
-    parser.set_defaults(**model_defaults(on_cpu=not gpus, demo=demo))
+    parser.set_defaults(**model_defaults(engines, on_cpu=not gpus, demo=demo))
     return Asked(with_chosen(vllm_options.parse(parser, argv)), gpus, demo)
 
 
@@ -225,7 +225,6 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     args, gpus = asked.args, asked.gpus
     engines, max_group = engines_and_group(args, gpus, demo=asked.demo)
     adapts = (on_gpus := gpus > 0 and not args.fake_engine) and not asked.demo
-    args.api_server_count = front_ends(args, engines, on_gpus=on_gpus)
     asked_for, args.policy = args.policy, policy_of(args, max_group, adapts=adapts)
     check_shift(args, [args.policy], max_group)
     check_urgent(args, [args.policy], engines, max_group)

@@ -384,20 +384,6 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     return engines, max_group
 
 
-def front_ends(args: Namespace, engines: int, *, on_gpus: bool) -> int:
-    """Return the number of front ends: what the user says, else what ``vllm serve`` takes for DP.
-
-    A front end needs 0.1 to 0.15 ms of its core for each token that it streams, so engines on GPUs
-    make more tokens than one front end can send. On CPUs the engines need the cores.
-
-    Args:
-        args: the parsed arguments.
-        engines: engines of the node.
-        on_gpus: whether real engines run on GPUs.
-    """
-    return int(args.api_server_count or (engines if on_gpus else 1))
-
-
 def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
     """Return whether no model is named, so that the demo checkpoint is served.
 
@@ -408,16 +394,20 @@ def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
     return args.model_tag is None and args.model == default_of("model")
 
 
-def model_defaults(*, on_cpu: bool, demo: bool) -> dict[str, Any]:
+def model_defaults(engines: int, *, on_cpu: bool, demo: bool) -> dict[str, Any]:
     """Return the defaults by which Shoal replaces vLLM's.
 
     They are set in the parser, so a value that the user gives always takes precedence.
 
     Args:
+        engines: engines of the node. On GPUs there are as many front ends, as ``vllm serve`` has
+            for DP: a front end takes 0.1 to 0.15 ms of its core for each token that it streams.
         on_cpu: whether the engines run on a CPU.
         demo: whether the demo checkpoint is served.
     """
-    defaults: dict[str, Any] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
+    defaults: dict[str, Any] = {"api_server_count": 1 if on_cpu else engines}
+    if on_cpu:
+        defaults["kv_cache_memory_bytes"] = CPU_KV_BYTES
     if demo:
         defaults |= {
             "model": str(DEMO_CHECKPOINT),

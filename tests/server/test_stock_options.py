@@ -144,6 +144,7 @@ OF_THE_SERVER: Mapping[str, str] = {
     "host": "is this machine alone, unless it is set",
     "port": "may be given by PORT",
     "uvicorn_log_level": "leaves out a line per request",
+    "api_server_count": "is a number where stock's None means one, or one for each DP engine",
     "shutdown_timeout": OF_A_NODE["shutdown_timeout"],
     "h11_max_header_count": "is a bound of Shoal's",
     "h11_max_incomplete_event_size": "is a bound of Shoal's",

@@ -25,7 +25,6 @@ from shoal.server.options.serve_options import (
     choose_tracing,
     engines_and_group,
     fake_settings,
-    front_ends,
     model_defaults,
     prepare_environment,
     with_chosen,
@@ -165,14 +164,9 @@ def test_engines_follow_the_gpus(
     assert engines_and_group(parsed(*argv), gpus, demo=demo) == expected
 
 
-@pytest.mark.parametrize(
-    ("asked", "on_gpus", "expected"),
-    [(None, True, 4), (None, False, 1), (1, True, 1), (8, True, 8)],
-)
-def test_on_gpus_there_is_a_front_end_for_each_engine(
-    asked: int | None, on_gpus: bool, expected: int
-) -> None:
-    assert front_ends(parsed(api_server_count=asked), 4, on_gpus=on_gpus) == expected
+def test_on_gpus_there_is_a_front_end_for_each_engine() -> None:
+    assert model_defaults(4, on_cpu=False, demo=False)["api_server_count"] == 4
+    assert model_defaults(4, on_cpu=True, demo=False)["api_server_count"] == 1
 
 
 @pytest.mark.parametrize(
@@ -191,14 +185,14 @@ def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -
 
 
 def test_the_demo_gets_small_defaults() -> None:
-    defaults = model_defaults(on_cpu=True, demo=True)
+    defaults = model_defaults(2, on_cpu=True, demo=True)
     assert defaults["served_model_name"] == [DEMO_NAME]
     assert defaults["kv_cache_memory_bytes"] < CPU_KV_BYTES
     assert defaults["enable_auto_tool_choice"]
 
 
 def test_a_model_on_gpus_keeps_vllms_defaults() -> None:
-    assert model_defaults(on_cpu=False, demo=False) == {}
+    assert model_defaults(2, on_cpu=False, demo=False).keys() == {"api_server_count"}
 
 
 def test_a_models_place_on_the_command_line_does_not_matter() -> None:
