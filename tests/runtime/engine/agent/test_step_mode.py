@@ -127,6 +127,7 @@ def real_mode(
     engine_core = SimpleNamespace(
         scheduler=step,
         model_executor=step,
+        structured_output_manager=SimpleNamespace(backend=None),
         batch_queue_size=1,
         vllm_config=SimpleNamespace(compilation_config=compilation),
         get_supported_tasks=tuple,
