@@ -38,7 +38,7 @@ class Simulated:
         if system == STOCK_DP:
             return plain, "static-dp"
         if system == STOCK_TP:
-            return plain, "static-tp"
+            return replace(plain, front_ends=1), "static-tp"
         if system != SHOAL:
             return None
         if way == "dp":

@@ -40,6 +40,7 @@ class Node:
         max_num_batched_tokens: most tokens of one step.
         targets: the targets of the priority classes.
         urgent_engines: see ``NodeConfig``.
+        front_ends: number of front ends; 0: as many as engines, as real nodes on GPUs have.
         seed: the node's seed.
         queued_ahead: requests that a unit gets beyond its full batch.
         precopy_tokens: see ``NodeConfig``.
@@ -63,6 +64,7 @@ class Node:
     max_num_batched_tokens: int = 8192
     targets: tuple[Target, ...] = ()
     urgent_engines: int = 0
+    front_ends: int = 0
     seed: int = 0
     queued_ahead: int = QUEUED_AHEAD
     precopy_tokens: int = PRECOPY_TOKENS

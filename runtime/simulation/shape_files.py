@@ -165,6 +165,8 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     front_seconds: float = 0.0
     """Time that a first token takes besides its steps and messages: HTTP, tokenizing, and what the
     host does for a step before it is launched. Other requests' steps do not wait for it."""
+    stream_seconds: float = 0.0
+    """Time that each token of a stream takes a front end."""
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP, for any number of tokens. Where nothing else was
     measured, it is the time of the two exchanges."""

@@ -23,6 +23,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 from shoal.runtime.protocol.transport import Frames, front_identity
+from shoal.runtime.simulation.front_ends import FrontEnds
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import cost_model
 from shoal.runtime.simulation.simulated_network import CONTROLLER, Events, SimulatedNetwork
@@ -151,6 +152,7 @@ class _Simulation:
         self._latest_switch: SwitchView | None = None
         config = node.config(policy)
         self._front_seconds = node.hardware.front_seconds
+        self._front_ends = FrontEnds(node.front_ends or node.engines, node.hardware.stream_seconds)
         self._network = SimulatedNetwork(self._events, node.hardware.message_seconds, self)
         self._controller = Controller(
             config, self._network.controller, clock=self._clock, wall=self._clock
@@ -274,22 +276,23 @@ class _Simulation:
 
     def outputs(self, frames: Frames) -> None:
         """See ``FrontEnd.outputs``."""
-        now = self._now
         for output in _outputs.decode(frames[0]).outputs:
             number, count = int(output.request_id), len(output.new_token_ids)
             life = self._result.lives[number]
             if life.ended is not None:
                 raise SimulationError(f"request {number} got tokens after its end")
+            before = self._last_output.get(number)
+            sent = self._front_ends.sent(number, count, self._now, before)
             if count and life.first_token is None:
-                life.first_token = now
+                life.first_token = sent
                 stats = output.prefill_stats
                 life.cached = 0 if stats is None else stats.num_cached_tokens
             if count:
-                self._count(self._last_output.get(number, now), now, count)
-                self._last_output[number] = now
+                self._count(sent if before is None else before, sent, count)
+                self._last_output[number] = self._now
                 life.tokens += count
             if output.finish_reason is not None:
-                self._end(life, output.finish_reason)
+                self._end(life, output.finish_reason, sent)
                 self._open -= self._awaited[number]
 
     def _count(self, start: float, end: float, count: int) -> None:
@@ -302,8 +305,8 @@ class _Simulation:
         for second in range(first, last + 1):
             tokens[second] += rate * (min(end, second + 1) - max(start, second))
 
-    def _end(self, life: Life, reason: wire.FinishReason) -> None:
-        life.ended = self._now
+    def _end(self, life: Life, reason: wire.FinishReason, at: float) -> None:
+        life.ended = at
         if reason is wire.FinishReason.LENGTH:
             life.outcome = m.Outcome.FINISHED
         elif life.outcome is None:
