@@ -509,7 +509,7 @@ class RealNode:
             reply = m.decode_from_controller(self._control.recv())
             if isinstance(reply, m.Interrupted):
                 self._interruptions.interrupted(reply)
-            if not isinstance(reply, m.Note | m.KillEngines):
+            if not isinstance(reply, m.Note | m.CarriedOn | m.KillEngines):
                 self._replies[reply.call] = reply
         while self._supervisor.poll(0):
             order = m.decode_from_controller(self._supervisor.recv())
