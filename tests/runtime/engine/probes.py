@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 import zmq
+from msgspec.structs import replace
 from vllm.forward_context import BatchDescriptor
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import MLAAttention
