@@ -270,6 +270,8 @@ class Controller:
                 self._take_moved(message)
             case _ if isinstance(message, m.AheadAnswer):
                 self._count_unless(taken=self._carries.copied_ahead(message))
+            case m.Leaving():
+                self._count_unless(taken=self._carries.announced(message))
             case m.Exported():
                 self._count_unless(taken=self._carries.exported(message))
             case m.Imported():

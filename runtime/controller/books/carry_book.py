@@ -43,10 +43,20 @@ class Carry(msgspec.Struct):
     reason: str
     """Why the requests leave: one of ``statistics.DEPARTURES``."""
     stage: CarryStage = CarryStage.AHEAD
+    announced: dict[str, CarriedRequest] = {}
+    """What the source has said that requests will be when their last steps have ended."""
+    is_allotted: bool = False
+    """Whether the destination knows this, and gives these requests their blocks."""
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
     reserved: int = 0
     """Blocks of the destination to which the requests' KV is copied ahead, or was."""
+
+    def whole(self, exported: CarriedRequest) -> CarriedRequest:
+        """Return all that is known of a request that the source has exported."""
+        if exported.is_rest:
+            return exported.after(self.announced[exported.request_id])
+        return exported
 
 
 class CarryBook:

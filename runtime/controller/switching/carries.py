@@ -11,10 +11,7 @@ a carry can be given up: the source goes on with the requests (``Keep``).
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-
-import msgspec
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.books import Books
@@ -24,35 +21,13 @@ from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import Request, continued
 from shoal.runtime.controller.books.statistics import SWITCH
+from shoal.runtime.controller.switching.carry_tally import Tally
 from shoal.runtime.controller.switching.destinations import Destinations
 from shoal.runtime.controller.switching.precopy import PreCopies
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import front_identity
 
 log = logging.getLogger("shoal.controller")
-
-
-class Tally(msgspec.Struct):
-    """What carries have done to requests."""
-
-    carried: int = 0
-    recomputed: Counter[str] = msgspec.field(default_factory=Counter)
-    """Requests that went without their KV, by the reason."""
-    ended_early: set[str] = set()
-    """Requests that had ended before they could leave, as front ends are about to say."""
-    bytes: int = 0
-    precopied_bytes: int = 0
-    precopy_seconds: float = 0.0
-    """How long KV was copied while the requests went on."""
-    began: float | None = None
-    """When the first request was asked to leave."""
-    ended: float = 0.0
-    """When the last of them has ended."""
-
-    @property
-    def seconds(self) -> float:
-        """Time in which requests were on their way."""
-        return 0.0 if self.began is None else max(0.0, self.ended - self.began)
 
 
 class Carries:
@@ -240,6 +215,15 @@ class Carries:
                 self._tally.precopied_bytes += message.bytes if taken else 0
                 return taken
 
+    def announced(self, message: m.Leaving) -> bool:
+        """Take what a source foretells; return False if no carry awaits its answer."""
+        carry = self._book.get(message.carry)
+        if carry is None or carry.stage is not CarryStage.EXPORTING:
+            return False
+        carry.announced = {each.request_id: each for each in message.requests}
+        self.settle()
+        return True
+
     def exported(self, message: m.Exported) -> bool:
         """Take a source's answer; return False if no carry awaits it."""
         carry = self._book.get(message.carry)
@@ -270,10 +254,21 @@ class Carries:
             members = set(unit.engines)
             are_own = all(members.issuperset(carry.source.engines) for carry in carries)
             together = len(carries) > 1 and are_own and self._capacity.lacks_room(unit)
+            for carry in carries if not together else ():
+                self._allot(carry)
             if together and any(carry.stage is CarryStage.EXPORTING for carry in carries):
                 continue
             for carry in exported:
                 self._import(carry, more=together and carry is not exported[-1])
+
+    def _allot(self, carry: Carry) -> None:
+        """Let the destination give blocks to requests whose last steps are still in flight."""
+        if carry.stage is not CarryStage.EXPORTING or carry.is_allotted:
+            return
+        requests = [each for name, each in carry.announced.items() if name in carry.ids]
+        if requests:
+            carry.is_allotted = True
+            self._send(carry.destination, m.Allot(carry.number, carry.destination, requests))
 
     def _import(self, carry: Carry, *, more: bool) -> None:
         taken, placed = list[m.CarriedRequest](), dict[int, list[str]]()
@@ -281,11 +276,12 @@ class Carries:
             request = self._requests.find(described.request_id)
             if request is None or described.request_id not in carry.ids:
                 continue
-            grown = continued(request, described.tokens, self._clock())
+            whole = carry.whole(described)
+            grown = continued(request, whole.tokens, self._clock())
             if self._capacity.can_hold(carry.destination, grown.seen):
                 self._requests.carry(grown, carry.destination)
                 placed.setdefault(request.client, []).append(request.id)
-                taken.append(described)
+                taken.append(described if carry.is_allotted else whole)
         kept = carry.ids - {each.request_id for each in taken}
         self._keep(carry, kept)
         carry.ids -= kept

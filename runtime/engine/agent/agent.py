@@ -149,6 +149,8 @@ class Agent:
                 self._ahead.take(message)
             case m.Export():
                 self._carrying.export(message)
+            case m.Allot():
+                self._carrying.allot(message)
             case m.Import():
                 self._carrying.take_in(message)
             case m.Drop():

@@ -31,6 +31,8 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
+ALLOTTED_AT_ONCE = 8
+"""How many requests get blocks in one turn, so that what ends meanwhile is not collected late."""
 TOGETHER_SECONDS = 0.02
 """How long the first requests of a new group wait for those of its other members: longer than a
 step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
@@ -49,13 +51,28 @@ class Arrivals(msgspec.Struct):
 
     message: m.Import
     waiting: list[m.CarriedRequest]
-    """Those that have least to read first."""
+    """First those that have their blocks already, then those that have least to read."""
     deadline: float
     """When the rest is computed again if nothing changes."""
     sharers: list[int]
     """The carries whose requests take turns: this one, and others to the same unit."""
     tried: int = -1
     """Free blocks with which there was no room for the first."""
+
+
+class Allotment(msgspec.Struct):
+    """Requests of one carry whose last steps are still in flight."""
+
+    unit: Unit
+    announced: dict[str, m.CarriedRequest]
+    waiting: list[m.CarriedRequest]
+    """Those not tried yet; those that have least to read last."""
+    served: set[str] = set()
+    """Those that have their blocks."""
+
+    def whole(self, request: m.CarriedRequest) -> m.CarriedRequest:
+        """Return all that is known of a request."""
+        return request.after(self.announced[request.request_id]) if request.is_rest else request
 
 
 class Carrying:
@@ -90,6 +107,8 @@ class Carrying:
         """The requests that each carry is to bring, until they come."""
         self._refused: dict[str, tuple[Frames, ValueError]] = {}
         """Expected requests that are not valid for their unit, and why."""
+        self._allotments: dict[int, Allotment] = {}
+        """By carry, until ``Import`` comes."""
         self._arrivals: dict[int, Arrivals] = {}
         self._gathering: dict[Unit, list[int]] = {}
         """Carries that take turns with one whose ``Import`` is still to come."""
@@ -104,8 +123,14 @@ class Carrying:
     # --- as the source ---
 
     def export(self, message: m.Export) -> None:
-        """Export requests at ``take_out``."""
+        """Export requests at ``take_out``; say by now what they will be after their last steps."""
         self._exports.append(message)
+        core = self._backend.cores[message.unit]
+        announced = [] if _rests(core) else core.announce(message.request_ids)
+        if announced:
+            self._transport.to_controller(
+                m.Leaving(message.carry, self._backend.engine, message.unit, announced)
+            )
 
     def holds(self, core: Core) -> bool:
         """Return whether a core pauses because requests are about to leave it, or to come first.
@@ -164,8 +189,31 @@ class Carrying:
         """Return whether requests are about to come to a core, so that it needs its blocks."""
         return any(expected.unit == core.unit for expected in self._expected.values())
 
+    def allot(self, message: m.Allot) -> None:
+        """Give requests their blocks before they come, some of them in each turn."""
+        announced = {request.request_id: request for request in message.requests}
+        waiting = sorted(message.requests, key=lambda request: request.computed, reverse=True)
+        self._allotments[message.carry] = Allotment(message.unit, announced, waiting)
+
+    def _allot_more(self) -> None:
+        serving = {core.unit: core for core in self._binding.serving}
+        for allotment in self._allotments.values():
+            core = serving.get(allotment.unit)
+            for _ in range(min(ALLOTTED_AT_ONCE, len(allotment.waiting)) if core else 0):
+                request = allotment.waiting.pop()
+                if core.allot(request):
+                    allotment.served.add(request.request_id)
+
+    @property
+    def _allots(self) -> bool:
+        """Whether there is more to allot in the next turn."""
+        units = {core.unit for core in self._binding.serving}
+        return any(each.waiting and each.unit in units for each in self._allotments.values())
+
     def take_in(self, message: m.Import) -> None:
         """Adopt the requests that find room, and forget expected ones that do not come."""
+        none = Allotment(message.unit, {}, [])
+        allotment = self._allotments.pop(message.carry, none)
         come = {request.request_id for request in message.requests}
         announced = self._expected.pop(message.carry, None)
         expected = [] if announced is None else list(announced.frames)
@@ -181,8 +229,11 @@ class Carrying:
             beginning.by = self._clock() + TOGETHER_SECONDS
         copied = self._ahead.arrive(message.carry)
         waiting = sorted(
-            message.requests,
-            key=lambda request: request.computed - copied.get(request.request_id, 0),
+            map(allotment.whole, message.requests),
+            key=lambda request: (
+                request.request_id not in allotment.served,
+                request.computed - copied.get(request.request_id, 0),
+            ),
         )
         sharers = self._gathering.setdefault(message.unit, [])
         arrivals = Arrivals(message, waiting, self._clock() + ROOM_SECONDS, sharers)
@@ -210,6 +261,7 @@ class Carrying:
                 self._end(unit, self._copying[unit].pop(0), copied)
                 ended = True
         self._admit_all()
+        self._allot_more()
         return ended
 
     def _end(self, unit: Unit, portion: Portion, copied: Copied) -> None:
@@ -374,6 +426,8 @@ class Carrying:
 
     def due_in(self) -> float | None:
         """Return seconds until requests have waited long enough; None: none waits."""
+        if self._allots:
+            return 0.0
         due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
         now, beginning = self._clock(), self._binding.beginning
         if beginning is not None and self._waits_until(beginning.core) > now:

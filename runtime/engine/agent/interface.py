@@ -143,9 +143,17 @@ class Core(Protocol):
 
     # --- requests that are carried: they go from core to core with their KV ---
 
+    def announce(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """Describe requests that are about to leave, as they will be without another step.
+
+        The steps in flight still end, and no other is dispatched before ``export``. Only running
+        requests are described whose tokens are known but for those that these steps make.
+        """
+
     def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """Stop computing requests, and describe them; unknown ids are left out.
 
+        Of one that ``announce`` has described, and that is as it was foretold, only the rest.
         They keep their blocks until ``abort`` or ``keep``. Exported requests count as requests of
         the core, but as neither running nor waiting. Only while no step is in flight, and while no
         copy into this core's blocks is going on (``copies``).
@@ -161,6 +169,18 @@ class Core(Protocol):
 
         Raises:
             ValueError: see ``add``.
+        """
+
+    def allot(self, request: CarriedRequest) -> bool:
+        """Give an expected request the blocks that it needs before it comes with ``adopt``.
+
+        Nothing is read into them before that. ``abort`` frees them.
+
+        Args:
+            request: the request as it was announced.
+
+        Returns:
+            Whether it has its blocks; if not, nothing has changed.
         """
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:

@@ -24,18 +24,19 @@ from shoal.runtime.engine.fake import fake_logprobs
 from shoal.runtime.engine.fake.fake_ahead import FakeAhead
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_copies import Arriving, FakeCopies
+from shoal.runtime.engine.fake.fake_leaving import FakeLeaving
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeScheduler
 from shoal.runtime.engine.fake.faults import Faults, Seam
-from shoal.runtime.engine.fake.step_times import Devices, DeviceStep, HopTimes, StepTimes
-from shoal.runtime.protocol import wire
-from shoal.runtime.protocol.messages import (
-    AheadRequest,
-    CarriedRequest,
-    LayoutLimits,
-    Mode,
-    Work,
+from shoal.runtime.engine.fake.step_times import (
+    Devices,
+    DeviceStep,
+    HopTimes,
+    StepTimes,
+    repeated,
 )
+from shoal.runtime.protocol import wire
+from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, LayoutLimits, Mode, Work
 
 OnStart = Callable[[str, float], None]
 
@@ -93,6 +94,7 @@ class FakeCore:
         settings, devices = surroundings.settings, surroundings.devices
         self._copies = FakeCopies(unit, settings, devices)
         size, scheduler = limits.block_tokens, self._scheduler
+        self._leaving = FakeLeaving(scheduler, size, self._physical)
         self._ahead = FakeAhead(unit, size, settings, devices, scheduler, self._physical)
         self._depth = unit.layout.pp
         self._steps: deque[_Step] = deque()
@@ -124,8 +126,10 @@ class FakeCore:
             self._around.faults.strike(Seam.DROP)
         self._scheduler.remove(set(request_ids))
         self._ahead.drop(request_ids)
+        self._leaving.forget(request_ids)
         for request_id in request_ids:
-            self._expected.pop(request_id, None)
+            if (expected := self._expected.pop(request_id, None)) is not None:
+                self._scheduler.free(expected)
 
     def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
         """See ``Core.withdraw``."""
@@ -136,6 +140,13 @@ class FakeCore:
 
     # --- requests that are carried ------------------------------------------------------------
 
+    def announce(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``Core.announce``."""
+        self._around.faults.strike(Seam.ANNOUNCE)
+        self._cut()
+        repeated = [(r, step.count - 1) for step in self._steps for r, _ in step.batch]
+        return self._leaving.announce(request_ids, repeated, self._around.faults)
+
     def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """See ``Core.export``.
 
@@ -145,22 +156,12 @@ class FakeCore:
         self._around.faults.strike(Seam.EXPORT)
         assert not self.in_flight, "a request was exported during a step"
         assert not self.copies, "a request was exported before its own copy had ended"
-        return [self._describe(request) for request in self._scheduler.park(request_ids)]
-
-    def _describe(self, request: FakeRequest) -> CarriedRequest:
-        tokens, computed = list(request.generated), request.computed
-        used = request.blocks[: -(-computed // self._limits.block_tokens)]
-        if used and self._around.faults.wrong_block:
-            used = [*used[:-1], used[0]]
-        if tokens and self._around.faults.lose_token:
-            tokens, computed = tokens[:-1], min(computed, request.tokens - 2)
-        blocks = {engine: [ids] for engine, ids in self._physical(used).items()}
-        hits = 0 if tokens else request.hits or 0
-        return CarriedRequest(request.id, tokens, computed, blocks, request.tokens, hits)
+        return self._leaving.export(request_ids, self._around.faults)
 
     def keep(self, request_ids: Sequence[str]) -> None:
         """See ``Core.keep``."""
         self._around.faults.strike(Seam.KEEP)
+        self._leaving.forget(request_ids)
         self._scheduler.unpark(request_ids)
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
@@ -169,10 +170,19 @@ class FakeCore:
         self._scheduler.check_is_new(request)
         self._expected[request_id] = request
 
+    def allot(self, request: CarriedRequest) -> bool:
+        """See ``Core.allot``."""
+        self._around.faults.strike(Seam.ALLOT)
+        if (expected := self._expected.get(request.request_id)) is None:
+            return False
+        return self._scheduler.allot(expected, request.tokens, request.length)
+
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``Core.adopt``."""
         self._around.faults.strike(Seam.ADOPT)
         expected = self._expected[request.request_id]
+        if not with_kv:
+            self._scheduler.free(expected)
         computed = request.computed if with_kv else 0
         if not self._scheduler.adopt(expected, request.tokens, computed):
             return None
@@ -292,7 +302,7 @@ class FakeCore:
         count = 1 if crowded or self._depth > 1 else self._scheduler.run_length(batch)
         work = work_of_step((request.scheduled, share) for request, share in batch)
         mode = self.shift.mode(sum(tokens for _, tokens in batch))
-        layout, mean = self.unit.layout, _repeated(work, count).mean
+        layout, mean = self.unit.layout, repeated(work, count).mean
         step = _Step(
             batch=batch,
             work=work,
@@ -335,7 +345,7 @@ class FakeCore:
         ]
         if finished:
             self._scheduler.drop_ended()
-        ended = EndedSteps(step.mode, _repeated(step.work, step.count))
+        ended = EndedSteps(step.mode, repeated(step.work, step.count))
         return Collected(outputs, [ended], finished)
 
     def _look_for_poison(self, step: _Step) -> None:
@@ -418,7 +428,8 @@ class FakeCore:
     @property
     def held(self) -> list[int]:
         """The block ids that are held; those that several hold come several times."""
-        return self._scheduler.held + self._ahead.held
+        allotted = [block for request in self._expected.values() for block in request.blocks]
+        return self._scheduler.held + self._ahead.held + allotted
 
     def forget_prefixes(self) -> None:
         """Forget every cached prefix."""
@@ -435,12 +446,3 @@ class FakeCore:
         if misheld := self._scheduler.pool.misheld(self.held):
             problems.append(f"core {self.unit.engines}: holders miscounted of {misheld[:8]}")
         return problems
-
-
-def _repeated(step: Work, count: int) -> Work:
-    """Return the work of ``count`` steps that follow each other, given the first of them."""
-    if count == 1:
-        return step
-    grown = step.decodes * (count * (count - 1) // 2)
-    context = count * step.context_tokens + grown
-    return Work(count, 0.0, count * step.decodes, context, 0, 0)

@@ -105,6 +105,20 @@ class FakeScheduler:
         self.waiting.insert(place, request)
         return True
 
+    def allot(self, request: FakeRequest, tokens: Sequence[int], length: int) -> bool:
+        """Give a request that is about to come the blocks that it needs.
+
+        Args:
+            request: the request; it is in no queue.
+            tokens: its output tokens by now.
+            length: how many tokens it will have.
+
+        Returns:
+            Whether there were blocks enough.
+        """
+        request.extend(tokens[len(request.generated) :])
+        return self._reserve(request, length - request.tokens)
+
     def park(self, ids: Sequence[str]) -> list[FakeRequest]:
         """Take requests out of the queues, with their blocks; return those that there are."""
         wanted = set(ids)
@@ -211,14 +225,16 @@ class FakeScheduler:
 
     # --- blocks -------------------------------------------------------------------------------
 
-    def _reserve(self, request: FakeRequest) -> bool:
+    def _reserve(self, request: FakeRequest, ahead: int = 0) -> bool:
         """Give a request blocks for all its tokens, computed or not, if enough are free.
+
+        With ``ahead``, there are blocks for so many further tokens.
 
         One without blocks gets those that cache its beginning, and need not compute that part. As
         in vLLM, these are full blocks, and at least one token is left to compute.
         """
         found = [] if request.blocks else self._find(request)
-        lacking = self._needs(request) - len(found)
+        lacking = self._needs(request, ahead) - len(found)
         if lacking + self.pool.unheld(found) > len(self.pool):
             return False
         if found:

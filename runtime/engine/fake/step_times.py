@@ -10,6 +10,7 @@ from shoal.policies.cost.cost_model import stage_seconds
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.engine.fake.fake_kv import KvMemory
+from shoal.runtime.protocol.messages import Work
 
 
 class StepTimes(Protocol):
@@ -137,3 +138,12 @@ class Devices:
         if step is not None and step.count > 1 and now < step.due:
             step.cut(now)
             self._free_at.update(dict.fromkeys(unit.engines, step.due))
+
+
+def repeated(step: Work, count: int) -> Work:
+    """Return the work of ``count`` steps that follow each other, given the first of them."""
+    if count == 1:
+        return step
+    grown = step.decodes * (count * (count - 1) // 2)
+    context = count * step.context_tokens + grown
+    return Work(count, 0.0, count * step.decodes, context, 0, 0)

@@ -25,7 +25,8 @@ from shoal.runtime.engine.agent.interface import Copied, RunnerDied
 from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
-from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests, PhysicalBlocks
+from shoal.runtime.engine.scheduler.carried_blocks import PhysicalBlocks
+from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
 
 Table = list[KVCacheBlock]
@@ -95,7 +96,7 @@ class BlocksAhead:
         self._pinned: dict[int, list[KVCacheBlock]] = {}
         self._reserved: dict[int, _Carry] = {}
         self._copying: list[_Copy] = []
-        carried.prefix_of = self.prefix
+        carried.blocks.prefix_of = self.prefix
 
     @property
     def num_held(self) -> int:
@@ -124,7 +125,7 @@ class BlocksAhead:
         return [request for request in pinned if request is not None]
 
     def _pin(self, carry: int, request: Request) -> CarriedRequest | None:
-        size = self._carried.block_tokens
+        size = self._carried.blocks.block_tokens
         # With steps in flight, vLLM counts tokens as computed that the devices have not come to.
         whole = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // size
         groups = self._manager.get_blocks(request.request_id).blocks
@@ -186,7 +187,7 @@ class BlocksAhead:
         if of_carry.settled or not self._looks_up(request):
             return []
         request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
-        size = self._carried.block_tokens
+        size = self._carried.blocks.block_tokens
         hashes, end = self._hashes(request), carried.computed // size
         tables = self._found(of_carry, request, hashes, end)
         begins, rest = [len(table) for table in tables], self._rest(request, tables, end)
@@ -213,7 +214,7 @@ class BlocksAhead:
         """
         hits, _, _ = self._manager.get_computed_blocks(request)
         tables = list[Table]()
-        for manager, found in zip(self._carried.managers, hits.blocks, strict=True):
+        for manager, found in zip(self._carried.blocks.managers, hits.blocks, strict=True):
             first = manager.get_num_skipped_tokens(end * manager.block_size) // manager.block_size
             tables.append(list(found) if len(found) >= first else [self._pool.null_block] * first)
         for nth in range(min(map(len, tables)), end):
@@ -231,7 +232,7 @@ class BlocksAhead:
         """
         if self._unit.is_group:
             return 0
-        whole = self._carried.most_tokens(request) // self._carried.block_tokens
+        whole = self._carried.blocks.most_tokens(request) // self._carried.blocks.block_tokens
         return sum(whole + 1 - max(end, len(table)) for table in tables)
 
     def _has_room(self, tables: Sequence[Table], end: int, rest: int) -> bool:
@@ -261,7 +262,9 @@ class BlocksAhead:
         self._forget(carry, over)
 
     def _cache(self, reserved: _Reserved) -> None:
-        of_groups = zip(self._carried.managers, reserved.tables, reserved.begins, strict=True)
+        of_groups = zip(
+            self._carried.blocks.managers, reserved.tables, reserved.begins, strict=True
+        )
         for manager, table, begin in of_groups:
             self._pool.cache_full_blocks(
                 request=reserved.request,
@@ -329,7 +332,7 @@ class BlocksAhead:
         return bool(self._manager.prefix_cache_lookup_enabled(request))
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
-        size = self._carried.block_tokens
+        size = self._carried.blocks.block_tokens
         hashes: Sequence[bytes] = resolve_block_hashes(
             request.block_hashes, self._pool.hash_block_size, size
         )

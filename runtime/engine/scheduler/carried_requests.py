@@ -7,14 +7,13 @@ one whose KV came from elsewhere.
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from msgspec import structs
 from vllm.multimodal.utils import strip_covered_mm_data
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
@@ -24,11 +23,9 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Adoption, Copied, RunnerDied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
+from shoal.runtime.engine.scheduler.carried_blocks import CarriedBlocks, PhysicalBlocks
 from shoal.runtime.engine.scheduler.grammar_replay import GrammarReplay
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
-
-PhysicalBlocks = Callable[[Sequence[int]], Mapping[int, list[int]]]
-"""Turns block ids of the core into the ids of each member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,8 @@ class CarriedRequests:
         self._engine_core = engine_core
         self._scheduler: Any = engine_core.scheduler
         self._channel = channel
-        self._physical = physical
+        self.blocks = CarriedBlocks(unit, self._scheduler, physical)
+        self._announced: dict[str, CarriedRequest] = {}
         self._parked: dict[str, Request] = {}
         self._expected: dict[str, Request] = {}
         self._replays: dict[str, GrammarReplay] = {}
@@ -66,19 +64,47 @@ class CarriedRequests:
         self._filled: dict[str, list[int]] = {}
         self._copying: list[_Copy] = []
         self._begun = 0
-        self.prefix_of: Callable[[str], Sequence[KVCacheBlock]] = lambda _: ()
-        """The blocks of a request's first tokens, if somebody holds them for it."""
         self.shares_kv = True
         """Whether the members can read other engines' KV."""
 
     # --- requests that leave ---
+
+    def announce(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``interface.Core.announce``."""
+        if self._scheduler.num_spec_tokens:
+            return []  # nobody knows how many drafts of a step in flight are right
+        found = (self._scheduler.requests.get(request_id) for request_id in request_ids)
+        announced = [self._foretell(request) for request in found if _runs(request)]
+        self._announced |= {carried.request_id: carried for carried in announced}
+        return announced
+
+    def _foretell(self, request: Request) -> CarriedRequest:
+        """Describe a request as it will be when its steps in flight have ended."""
+        carried = self._describe(request)
+        # vLLM counts a step's tokens as computed when it schedules the step. Each step that comes
+        # to the last token adds one.
+        length = max(request.num_tokens, request.num_computed_tokens + 1)
+        return structs.replace(carried, length=length)
 
     def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """See ``interface.Core.export``."""
         known = self._scheduler.requests
         requests = [known[request_id] for request_id in request_ids if request_id in known]
         self._park(set(requests))
-        return [self._describe(request) for request in requests]
+        exported = [self._rest(request) or self._describe(request) for request in requests]
+        for request_id in request_ids:
+            self._announced.pop(request_id, None)
+        return exported
+
+    def _rest(self, request: Request) -> CarriedRequest | None:
+        """Describe what is new of an announced request; None: it is not as it was foretold."""
+        announced = self._announced.get(request.request_id)
+        computed, length = request.num_computed_tokens, request.num_tokens
+        if announced is None or (announced.computed, announced.length) != (computed, length):
+            return None
+        tokens = list(request.output_token_ids[len(announced.tokens) :])
+        cached = announced.cached if not request.num_output_tokens else 0
+        return structs.replace(announced, tokens=tokens, blocks={}, cached=cached, is_rest=True)
 
     def _park(self, leaving: set[Request]) -> None:
         scheduler = self._scheduler
@@ -100,26 +126,15 @@ class CarriedRequests:
             request.request_id,
             tokens,
             computed,
-            self._by_member(self._computed_blocks(request)) if computed else {},
+            self.blocks.by_member(self.blocks.computed(request)) if computed else {},
             request.num_tokens,
             stats.num_local_cached_tokens if stats is not None and not tokens else 0,
         )
 
-    def _computed_blocks(self, request: Request) -> Sequence[list[int]]:
-        """Return the blocks of its computed tokens, for each group of KV blocks."""
-        manager = self._scheduler.kv_cache_manager
-        groups: Sequence[list[int]] = manager.get_block_ids_for_computed_tokens(
-            request.request_id, request.num_computed_tokens
-        )
-        return groups
-
-    def _by_member(self, groups: Sequence[list[int]]) -> dict[int, list[list[int]]]:
-        mapped = [self._physical(group) for group in groups]
-        return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
-
     def keep(self, request_ids: Sequence[str]) -> None:
         """See ``interface.Core.keep``."""
         scheduler, asked = self._scheduler, set(request_ids)
+        self._announced = {k: v for k, v in self._announced.items() if k not in asked}
         kept = [request for request_id, request in self._parked.items() if request_id in asked]
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         goes_on = [r for r in kept if r.status is RequestStatus.RUNNING][: max(0, room)]
@@ -152,6 +167,14 @@ class CarriedRequests:
         """Return an expected request; None: it is not expected."""
         return self._expected.get(request_id)
 
+    def allot(self, carried: CarriedRequest) -> bool:
+        """See ``interface.Core.allot``."""
+        request = self._expected.get(carried.request_id)
+        if request is None or self._fallback(request, carried, with_kv=True) is not None:
+            return False
+        request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
+        return self.blocks.allot(request, carried.computed, carried.length)
+
     def adopt(self, source: Unit, carried: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""
         request = self._expected[carried.request_id]
@@ -181,6 +204,7 @@ class CarriedRequests:
         return None if with_kv else Fallback.NO_ROOM
 
     def _take_without_kv(self, request: Request, carried: CarriedRequest) -> None:
+        self.blocks.forget(request)
         tokens = carried.tokens[request.num_output_tokens :]
         if carried.tokens:
             self.add(request, tokens)
@@ -190,77 +214,20 @@ class CarriedRequests:
     def _take_with_kv(self, source: Unit, request: Request, carried: CarriedRequest) -> bool:
         # It has its outputs already if there was no room for it before.
         request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
-        begin = self._allocate(request, carried.computed)
-        if begin is None:
+        place = self.blocks.take(request, carried.computed)
+        if place is None:
             return False
-        request.num_computed_tokens = max(begin, carried.computed)
+        request.num_computed_tokens = max(place.begin, carried.computed)
         self._take(request)
         if not carried.tokens:
             request.prefill_stats.set(request.num_prompt_tokens, carried.cached, 0)
             if self._scheduler.log_stats:
                 # Its unit sent no output, so the front end has not heard of this yet.
                 request.record_event(EngineCoreEventType.QUEUED)
-        # What is in the prefix cache, or outside every window, is not read.
-        unneeded, groups = self._unneeded(request), self._computed_blocks(request)
-        begin = max(begin, min(unneeded))
-        self._filled[request.request_id] = self._filled_blocks(groups, unneeded, begin)
-        self._tell(source, self._arrival(request, begin, carried.blocks, self._by_member(groups)))
+        begin, filled = self.blocks.to_fill(request, place)
+        self._filled[request.request_id] = filled
+        self._tell(source, self._arrival(request, begin, carried.blocks, place.by_member))
         return True
-
-    def _unneeded(self, request: Request) -> list[int]:
-        """Return for each KV group how many first tokens no later token attends to."""
-        computed = request.num_computed_tokens
-        return [manager.get_num_skipped_tokens(computed) for manager in self.managers]
-
-    def _allocate(self, request: Request, computed: int) -> int | None:
-        """Give a request blocks; return how many tokens its unit had cached, None: no room.
-
-        There are blocks for all its tokens, also those that are not computed yet, and for the
-        drafts that its first step may check: a request that waits and holds blocks must be able to
-        run, or it would wait for others, and they for it.
-        """
-        manager = self._scheduler.kv_cache_manager
-        cached = len(prefix := self.prefix_of(request.request_id)) * self.block_tokens
-        if 0 < cached < request.num_tokens:
-            hits = manager.create_kv_cache_blocks((prefix,))
-        else:
-            hits, cached, _ = manager.get_computed_blocks(request)
-        allocated = manager.allocate_slots(
-            request,
-            0,
-            num_new_computed_tokens=cached,
-            new_computed_blocks=hits,
-            num_lookahead_tokens=self.most_tokens(request) - max(cached, computed),
-            num_external_computed_tokens=max(0, computed - cached),
-            has_scheduled_reqs=bool(self._scheduler.running),
-            # If vLLM zeroes new blocks, it does so with the next step, which comes after the copy.
-            skip_zeroing_group_ids=tuple(range(manager.num_kv_cache_groups)),
-        )
-        return None if allocated is None else int(cached)
-
-    def most_tokens(self, request: Request) -> int:
-        """Return the tokens of a request after a step that goes on with it, drafts included.
-
-        vLLM gives such a step as many drafts as any has, though nothing is proposed yet.
-        """
-        return int(request.num_tokens + self._scheduler.num_spec_tokens)
-
-    def _filled_blocks(
-        self, groups: Sequence[list[int]], unneeded: Sequence[int], begin: int
-    ) -> list[int]:
-        """Return the blocks of all KV groups that are to be read into.
-
-        Where a window begins inside a block, the source may not have the block's first tokens any
-        more. So nobody else may take the block for complete.
-        """
-        filled = list[int]()
-        for group, first_needed in zip(groups, unneeded, strict=True):
-            first, within = divmod(max(begin, first_needed), self.block_tokens)
-            blocks = group[first:]
-            if within:
-                self._block_pool.evict_blocks(set(blocks[:1]))
-            filled += blocks
-        return filled
 
     def _arrival(
         self,
@@ -380,6 +347,8 @@ class CarriedRequests:
             groups = self._scheduler.kv_cache_manager.get_block_ids(request_id)
             if not spoilt.isdisjoint(*groups):
                 raise RunnerDied(f"a copy of KV that other requests use has failed: {problem}")
+        if self.blocks.are_allotted(spoilt):
+            raise RunnerDied(f"a copy of KV that others are to use has failed: {problem}")
         self._block_pool.evict_blocks(spoilt)
 
     @property
@@ -417,8 +386,10 @@ class CarriedRequests:
                 self._block_pool.evict_blocks(set(copy.filled[request_id]))
         for request_id in forgotten:
             self._parked.pop(request_id, None)
-            self._expected.pop(request_id, None)
+            self._announced.pop(request_id, None)
             self._replays.pop(request_id, None)
+            if (expected := self._expected.pop(request_id, None)) is not None:
+                self.blocks.forget(expected)
 
     @property
     def num_parked(self) -> int:
@@ -434,16 +405,12 @@ class CarriedRequests:
     def _block_pool(self) -> Any:
         return self._scheduler.kv_cache_manager.block_pool
 
-    @property
-    def managers(self) -> Sequence[Any]:
-        """VLLM's managers of the groups of KV blocks."""
-        managers: Sequence[Any] = self._scheduler.kv_cache_manager.coordinator.single_type_managers
-        return managers
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block, in every group of KV blocks (``check_kv_groups``)."""
-        return int(self.managers[0].block_size)
+def _runs(request: Request | None) -> TypeGuard[Request]:
+    """Return whether a request is computed now."""
+    if request is None or not request.num_computed_tokens:
+        return False
+    return request.status is RequestStatus.RUNNING
 
 
 def _arrival_time(request: Request) -> float:

@@ -162,6 +162,10 @@ class VllmCore:
         """Say whether the members can read other engines' KV. They can unless it is said."""
         self._carried.shares_kv = shared
 
+    def announce(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
+        """See ``interface.Core.announce``."""
+        return self._carried.announce(request_ids)
+
     def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """See ``interface.Core.export``."""
         return self._carried.export(request_ids)
@@ -175,6 +179,13 @@ class VllmCore:
         """See ``interface.Core.expect``."""
         self._tokens.expect(request := self._decoded(frames))
         self._carried.expect(request)
+
+    def allot(self, request: CarriedRequest) -> bool:
+        """See ``interface.Core.allot``."""
+        is_allotted = self._carried.allot(request)
+        if is_allotted:
+            self._ahead.forget([request.request_id])
+        return is_allotted
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""

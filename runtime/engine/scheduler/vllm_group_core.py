@@ -60,7 +60,7 @@ class VllmGroupCore(VllmCore):
         """See ``interface.GroupCore.blocks_lacking``."""
         waiting = sum(
             blocks_for(
-                self._carried.most_tokens(request) + 1, self._block_tokens, self.group_limits
+                self._carried.blocks.most_tokens(request) + 1, self._block_tokens, self.group_limits
             )
             for request in self._scheduler.waiting
         )

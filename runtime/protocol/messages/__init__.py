@@ -7,6 +7,7 @@ import msgspec
 
 from shoal.runtime.protocol.messages.carry_messages import (
     AheadRequest,
+    Allot,
     CarriedRequest,
     CopiedAhead,
     CopyAhead,
@@ -17,6 +18,7 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Import,
     Imported,
     Keep,
+    Leaving,
     Pin,
     Pinned,
     Reserve,
@@ -141,6 +143,7 @@ __all__ = [
     "AddRequest",
     "AheadAnswer",
     "AheadRequest",
+    "Allot",
     "AuditDone",
     "AuditNode",
     "BlocksClosed",
@@ -186,6 +189,7 @@ __all__ = [
     "KillEngines",
     "LayoutLimits",
     "LayoutView",
+    "Leaving",
     "Lend",
     "Lent",
     "Load",

@@ -23,6 +23,14 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     """How many tokens it has, prompt and output: the next unit needs blocks for all of them."""
     cached: int = 0
     """How many tokens of its prompt its unit found in its prefix cache, if it has no output yet."""
+    is_rest: bool = False
+    """Whether it was announced (``Leaving``) and is as it was foretold: then ``tokens`` are those
+    since, and ``blocks`` is empty."""
+
+    def after(self, announced: "CarriedRequest") -> "CarriedRequest":
+        """Return the whole description of an announced request, of which this is the rest."""
+        tokens = announced.tokens + self.tokens
+        return msgspec.structs.replace(announced, tokens=tokens, cached=self.cached)
 
 
 class AheadRequest(msgspec.Struct, frozen=True):
@@ -118,8 +126,8 @@ class Unpin(Message, frozen=True):
 class Export(Message, frozen=True):
     """To the leader of the unit that requests are carried from; answer ``Exported``.
 
-    At the next safe point without steps in flight, the unit stops computing these requests, and
-    keeps their KV until ``Drop`` or ``Keep``.
+    The unit begins no other step. Once none is in flight, it stops computing these requests, and
+    keeps their KV until ``Drop`` or ``Keep``. Before it may say what they will be (``Leaving``).
     """
 
     carry: int
@@ -127,11 +135,22 @@ class Export(Message, frozen=True):
     request_ids: list[str]
 
 
+class Allot(Message, frozen=True):
+    """To the leader of the unit that requests are carried to: give them their blocks now.
+
+    ``Import`` follows, once their last steps have ended. What finds no room is left for that.
+    """
+
+    carry: int
+    unit: Unit
+    requests: list[CarriedRequest]
+
+
 class Import(Message, frozen=True):
     """To the leader of the unit that requests are carried to: go on with them; answer ``Imported``.
 
     Every member reads its part of the KV from the members of ``source``. What was expected for this
-    carry and is not among ``requests`` is forgotten.
+    carry and is not among ``requests`` is forgotten. A rest completes what ``Allot`` said.
     """
 
     carry: int
@@ -191,6 +210,18 @@ class CopiedAhead(Message, frozen=True):
     """Why the KV could not be read, in one line."""
     host_bytes: int = 0
     """How many of the bytes have come through memory of the host."""
+
+
+class Leaving(Message, frozen=True):
+    """Comes before ``Exported`` while steps are in flight: what the requests will be after these.
+
+    Only requests of which that is known are in it. Some may end with these steps.
+    """
+
+    carry: int
+    engine: int
+    unit: Unit
+    requests: list[CarriedRequest]
 
 
 class Exported(Message, frozen=True):

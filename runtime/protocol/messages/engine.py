@@ -11,6 +11,7 @@ import msgspec
 
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.runtime.protocol.messages.carry_messages import (
+    Allot,
     CopiedAhead,
     CopyAhead,
     Drop,
@@ -20,6 +21,7 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Import,
     Imported,
     Keep,
+    Leaving,
     Pin,
     Pinned,
     Reserve,
@@ -225,6 +227,7 @@ ToEngine = (
     | Settle
     | Unpin
     | Export
+    | Allot
     | Import
     | Drop
     | Keep
@@ -434,6 +437,7 @@ ToController = (
     | Integrity
     | Moved
     | AheadAnswer
+    | Leaving
     | Exported
     | Imported
     | EngineFailed

@@ -52,6 +52,7 @@ class Node:
         self.heard: list[m.Message] = []
         self.imported: list[m.Imported] = []
         self._carries: dict[int, m.Import] = {}
+        self._announced: dict[int, dict[str, m.CarriedRequest]] = {}
         self._leases: dict[Unit, dict[int, list[int]]] = {}
         self._epoch = 0
 
@@ -99,6 +100,8 @@ class Node:
             case m.Returning(epoch, unit, returned):
                 for engine, blocks in returned.items():
                     self.tell(engine, m.TakeBack(epoch, unit, blocks))
+            case m.Leaving(carry, _, _, requests):
+                self._announced[carry] = {each.request_id: each for each in requests}
             case m.Load() | m.EngineReady():
                 pass
             case _:
@@ -149,7 +152,9 @@ class Node:
         self.tell(target.leader, m.Expect(carry, target, frames))
         self.tell(source.leader, m.Export(carry, source, ids))
         (exported,) = self.wait(m.Exported, 1)
-        self._carries[carry] = m.Import(carry, target, source, exported.requests)
+        announced = self._announced.pop(carry, {})
+        whole = [r.after(announced[r.request_id]) if r.is_rest else r for r in exported.requests]
+        self._carries[carry] = m.Import(carry, target, source, whole)
         return self._carries[carry]
 
     def switch(self, moves: dict[Unit, tuple[Unit, list[str]]], units: list[Unit]) -> None:

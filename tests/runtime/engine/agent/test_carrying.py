@@ -79,12 +79,16 @@ def busy() -> Bench:
 
 def test_requests_are_exported_when_the_step_in_flight_is_collected(busy: Bench) -> None:
     own = busy.backend.own
-    assert busy.tell(m.Export(CARRY, OWN, ["leaves", "ended"]), turns=3) == []
+    leaving = only(busy.tell(m.Export(CARRY, OWN, ["leaves", "ended"]), turns=3), m.Leaving)
+    assert (leaving.carry, leaving.engine, leaving.unit) == (CARRY, 0, OWN)
     assert (busy.agent.active, own.in_flight) == ([], 1)
     busy.clock.advance(STEP)
     exported = only(busy.turn(), m.Exported)
-    (request,) = exported.requests
     assert (exported.carry, exported.engine, exported.unit) == (CARRY, 0, OWN)
+    (announced,), (rest,) = leaving.requests, exported.requests
+    assert (rest.is_rest, rest.blocks, len(rest.tokens)) == (True, {}, 1)
+    request = rest.after(announced)
+    assert (request.computed, request.length) == (len(PROMPT) + 2, len(PROMPT) + 3)
     assert request.tokens == tokens_of(busy, "leaves") == expected_tokens(PROMPT, 3)
     busy.turn()
     assert (busy.agent.active, own.in_flight, own.load.running) == ([own], 1, 1)
@@ -103,7 +107,7 @@ def test_dropped_requests_free_their_blocks(busy: Bench) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_kept_requests_go_on(busy: Bench, early: bool) -> None:
-    busy.tell(m.Export(CARRY, OWN, ["leaves"]))
+    only(busy.tell(m.Export(CARRY, OWN, ["leaves"])), m.Leaving)
     if not early:
         busy.clock.advance(STEP)
         assert len(only(busy.turn(), m.Exported).requests) == 1
@@ -130,13 +134,13 @@ def test_a_unit_exports_nothing_before_its_own_copy_has_ended() -> None:
     expect(bench, "r")
     assert take_in(bench, carried("r")) == []
     bench.clock.advance(STEP)
-    assert bench.tell(m.Export(4, OWN, ["r"]), turns=3) == []
+    only(bench.tell(m.Export(4, OWN, ["r"]), turns=3), m.Leaving)
     bench.clock.advance(2.0 - STEP)
     only(bench.turn(), m.Imported)
     assert bench.turn() == [], "its first step is in flight"
     bench.clock.advance(STEP)
     (request,) = only(bench.turn(), m.Exported).requests
-    assert request.tokens == expected_tokens(PROMPT, 4)
+    assert request.tokens == expected_tokens(PROMPT, 4)[3:]
 
 
 # --- the destination ---

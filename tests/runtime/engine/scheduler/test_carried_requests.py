@@ -29,7 +29,8 @@ def submit_all(engines: ToyEngines, core: int = 0) -> list[str]:
     ]
 
 
-def test_requests_go_on_as_if_undisturbed_from_layout_to_layout(make: Make) -> None:
+@pytest.mark.parametrize("foretold", [False, True])
+def test_requests_go_on_as_if_undisturbed_from_layout_to_layout(make: Make, foretold: bool) -> None:
     expected = [undisturbed(make, prompt) for prompt in PROMPTS]
     engines = make()
     own, group = engines.own, engines.group
@@ -37,16 +38,16 @@ def test_requests_go_on_as_if_undisturbed_from_layout_to_layout(make: Make) -> N
     engines.step(own[0], 8)
     assert 0 < len(engines.tokens["r0"]) < 40
     engines.bind(40)
-    engines.carry(own[0], group, requests)
+    engines.carry(own[0], group, requests, foretold=foretold)
     engines.step(group, 5)
-    engines.carry(group, own[1], requests[:2])
-    engines.carry(group, own[0], requests[2:])
+    engines.carry(group, own[1], requests[:2], foretold=foretold)
+    engines.carry(group, own[0], requests[2:], foretold=foretold)
     engines.release()
     for core in (*own, *own):
         engines.step(core, 3)
     assert engines.audit() == []
     engines.bind(30)
-    engines.carry(own[1], group, requests[:2])
+    engines.carry(own[1], group, requests[:2], foretold=foretold)
     engines.finish(own[0])
     engines.finish(group)
     assert [engines.tokens[request] for request in requests] == expected
@@ -55,12 +56,13 @@ def test_requests_go_on_as_if_undisturbed_from_layout_to_layout(make: Make) -> N
     assert all(core.num_requests == 0 for core in engines.cores.values())
 
 
-def test_no_token_is_computed_twice(make: Make) -> None:
+@pytest.mark.parametrize("foretold", [False, True])
+def test_no_token_is_computed_twice(make: Make, foretold: bool) -> None:
     engines = make()
     requests = submit_all(engines)
     engines.step(engines.own[0], 8)
     engines.bind(40)
-    engines.carry(engines.own[0], engines.group, requests)
+    engines.carry(engines.own[0], engines.group, requests, foretold=foretold)
     engines.finish(engines.group)
     computed = sum(runners.computed for runners in engines.runners.values())
     # The last output of each is not computed.

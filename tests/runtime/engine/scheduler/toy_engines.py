@@ -555,6 +555,7 @@ class ToyEngines:
         request_ids: Sequence[str],
         *,
         expected: bool = False,
+        foretold: bool = False,
     ) -> tuple[list[CarriedRequest], list[Copied]]:
         """Take requests from core to core, which has room for all; return what was said of them.
 
@@ -563,16 +564,34 @@ class ToyEngines:
             target: the second.
             request_ids: the requests.
             expected: whether the second core was told to expect them.
+            foretold: whether they get their blocks while their last steps are in flight.
         """
-        exported = source.export(request_ids)
         for request_id in () if expected else request_ids:
             target.expect(request_id, self.frames[request_id])
+        announced = self.foretell(source, target, request_ids) if foretold else {}
+        exported = [
+            request.after(announced[request.request_id]) if request.is_rest else request
+            for request in source.export(request_ids)
+        ]
         for request in exported:
             assert target.adopt(source.unit, request, with_kv=True) is not None
         target.copy()
         copied = target.copied()
         source.abort(request_ids)
         return exported, copied
+
+    def foretell(
+        self, source: VllmCore, target: VllmCore, request_ids: Sequence[str]
+    ) -> dict[str, CarriedRequest]:
+        """Give requests blocks in the second core while steps of the first are in flight."""
+        while source.dispatch():
+            pass
+        announced = {each.request_id: each for each in source.announce(request_ids)}
+        for request in announced.values():
+            assert target.allot(request)
+        while source.in_flight:
+            self._collect(source)
+        return announced
 
     def audit(self) -> list[str]:
         """Return what is wrong with any core's books."""

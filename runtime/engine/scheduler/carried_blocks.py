@@ -1,0 +1,182 @@
+"""The blocks of requests that come to a core with their KV, or leave it with it.
+
+A request that comes gets its blocks when it is adopted, or before that while its last step in its
+old unit runs: it is *allotted* them. Then they are in no prefix cache until it is adopted, because
+nothing is read into them before that.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from shoal.policies.values.layouts import Unit
+
+PhysicalBlocks = Callable[[Sequence[int]], Mapping[int, list[int]]]
+"""Turns block ids of the core into the ids of each member."""
+
+
+class Place(NamedTuple):
+    """The blocks that a request has got."""
+
+    computed: int
+    """For how many of its tokens the KV is to come."""
+    begin: int
+    """How many of these its unit had in its prefix cache."""
+    groups: Sequence[list[int]]
+    """The core's ids of the blocks of its computed tokens, for each KV group."""
+    by_member: dict[int, list[list[int]]]
+    """The same as each member's own ids."""
+
+
+class CarriedBlocks:
+    """Gives blocks to requests that come, and tells which ones others have.
+
+    Args:
+        unit: the core's unit.
+        scheduler: vLLM's, of the core.
+        physical: what backs the core's blocks.
+    """
+
+    def __init__(self, unit: Unit, scheduler: Any, physical: PhysicalBlocks) -> None:
+        self._unit, self._scheduler, self._physical = unit, scheduler, physical
+        self._allotted: dict[str, Place] = {}
+        self.prefix_of: Callable[[str], Sequence[KVCacheBlock]] = lambda _: ()
+        """The blocks of a request's first tokens, if somebody holds them for it."""
+
+    def computed(self, request: Request, tokens: int | None = None) -> Sequence[list[int]]:
+        """Return the blocks of a request's computed tokens, for each KV group.
+
+        Args:
+            request: the request.
+            tokens: how many tokens to take for computed; None: as many as vLLM does.
+        """
+        groups: Sequence[list[int]] = self._manager.get_block_ids_for_computed_tokens(
+            request.request_id, request.num_computed_tokens if tokens is None else tokens
+        )
+        return groups
+
+    def by_member(self, groups: Sequence[list[int]]) -> dict[int, list[list[int]]]:
+        """Return each member's own ids of blocks of the core, for each KV group."""
+        mapped = [self._physical(group) for group in groups]
+        return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
+
+    # --- requests that come ---
+
+    def allot(self, request: Request, computed: int, length: int) -> bool:
+        """Give a request blocks before it comes; return whether it has them.
+
+        Args:
+            request: the request, with the tokens that are known by now.
+            computed: how many of its tokens will come with their KV.
+            length: how many tokens it will have.
+        """
+        if request.request_id not in self._allotted:
+            place = self._allocate(request, computed, length, cache=False)
+            if place is None:
+                return False
+            self._allotted[request.request_id] = place
+        return True
+
+    def take(self, request: Request, computed: int) -> Place | None:
+        """Return the blocks of a request that has come with all its tokens; None: no room.
+
+        What of them is full is in the prefix cache from now on.
+        """
+        place = self._allotted.get(request.request_id)
+        if place is None or place.computed != computed:
+            self.forget(request)
+            return self._allocate(request, computed, request.num_tokens, cache=True)
+        del self._allotted[request.request_id]
+        self._manager.cache_blocks(request, max(place.begin, computed))
+        return place
+
+    def forget(self, request: Request) -> None:
+        """Free what a request was allotted, if it was."""
+        if self._allotted.pop(request.request_id, None) is not None:
+            self._manager.free(request)
+
+    def are_allotted(self, blocks: Collection[int]) -> bool:
+        """Return whether any of these blocks is allotted to a request that has not come yet."""
+        places = self._allotted.values()
+        return any(not set(blocks).isdisjoint(*place.groups) for place in places)
+
+    def _allocate(
+        self, request: Request, computed: int, length: int, *, cache: bool
+    ) -> Place | None:
+        """Give a request blocks; None: there is no room.
+
+        There are blocks for all its tokens, also those that are not computed yet, and for the
+        drafts that its first step may check: a request that waits and holds blocks must be able to
+        run, or it would wait for others, and they for it.
+        """
+        manager = self._manager
+        cached = len(prefix := self.prefix_of(request.request_id)) * self.block_tokens
+        if 0 < cached < request.num_tokens:
+            hits = manager.create_kv_cache_blocks((prefix,))
+        else:
+            hits, cached, _ = manager.get_computed_blocks(request)
+        allocated = manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=cached,
+            new_computed_blocks=hits,
+            num_lookahead_tokens=self.most_tokens(request, length) - max(cached, computed),
+            num_external_computed_tokens=max(0, computed - cached),
+            delay_cache_blocks=not cache,
+            has_scheduled_reqs=bool(self._scheduler.running),
+            # If vLLM zeroes new blocks, it does so with the next step, which comes after the copy.
+            skip_zeroing_group_ids=tuple(range(manager.num_kv_cache_groups)),
+        )
+        if allocated is None:
+            return None
+        groups = self.computed(request, max(cached, computed))
+        return Place(computed, int(cached), groups, self.by_member(groups))
+
+    def most_tokens(self, request: Request, length: int = 0) -> int:
+        """Return the tokens of a request after a step that goes on with it, drafts included.
+
+        vLLM gives such a step as many drafts as any has, though nothing is proposed yet.
+
+        Args:
+            request: the request.
+            length: how many tokens it has, if that is more than are known here.
+        """
+        return int(max(length, request.num_tokens) + self._scheduler.num_spec_tokens)
+
+    def to_fill(self, request: Request, place: Place) -> tuple[int, list[int]]:
+        """Return the first token that is to be read, and the blocks of all KV groups for these.
+
+        What is in the prefix cache, or outside every window, is not read. Where a window begins
+        inside a block, the source may not have the block's first tokens any more. So nobody else
+        may take the block for complete.
+        """
+        computed = request.num_computed_tokens
+        unneeded = [manager.get_num_skipped_tokens(computed) for manager in self.managers]
+        begin = max(place.begin, min(unneeded))
+        filled = list[int]()
+        for group, first_needed in zip(place.groups, unneeded, strict=True):
+            first, within = divmod(max(begin, first_needed), self.block_tokens)
+            blocks = group[first:]
+            if within:
+                self._manager.block_pool.evict_blocks(set(blocks[:1]))
+            filled += blocks
+        return begin, filled
+
+    # --- vLLM's ---
+
+    @property
+    def managers(self) -> Sequence[Any]:
+        """VLLM's managers of the groups of KV blocks."""
+        managers: Sequence[Any] = self._manager.coordinator.single_type_managers
+        return managers
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, in every group of KV blocks (``check_kv_groups``)."""
+        return int(self.managers[0].block_size)
+
+    @property
+    def _manager(self) -> Any:
+        return self._scheduler.kv_cache_manager

@@ -1,0 +1,160 @@
+"""Requests that get their blocks in the next unit while their last step runs in the old one."""
+
+import pytest
+from msgspec import structs
+
+from shoal.runtime.engine.agent.carrying import ALLOTTED_AT_ONCE
+from shoal.runtime.engine.fake.fake_tokens import expected_tokens
+from shoal.runtime.protocol import messages as m
+from tests.runtime.engine.agent.agent_bench import Bench, started
+from tests.runtime.engine.agent.test_carrying import (
+    CARRY,
+    OUTPUT,
+    OWN,
+    PROMPT,
+    STEP,
+    carried,
+    expect,
+    only,
+    outputs,
+    take_in,
+    tokens_of,
+)
+from tests.runtime.loopback_node import problems
+
+BLOCKS = 3
+"""Blocks of a request with three output tokens."""
+
+
+def announced(request_id: str) -> m.CarriedRequest:
+    """Return what the other engine says before the third output token is there."""
+    whole = carried(request_id)
+    return structs.replace(whole, tokens=whole.tokens[:-1])
+
+
+def rest(request_id: str) -> m.CarriedRequest:
+    """Return what it says when the token is there."""
+    whole = carried(request_id)
+    return structs.replace(whole, tokens=whole.tokens[-1:], blocks={}, is_rest=True)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return started(step_seconds=STEP, prefix_caching=True)
+
+
+def free(bench: Bench) -> int:
+    return bench.backend.own.load.free_blocks
+
+
+def allot(bench: Bench, *ids: str, turns: int = 1) -> None:
+    requests = [announced(id_) for id_ in ids]
+    assert bench.tell(m.Allot(CARRY, OWN, requests), turns=turns) == []
+
+
+def test_allotted_requests_have_their_blocks_and_wait(bench: Bench) -> None:
+    expect(bench, "r")
+    before = free(bench)
+    allot(bench, "r")
+    own = bench.backend.own
+    assert (before - free(bench), own.num_requests, own.in_flight) == (BLOCKS, 0, 0)
+    assert problems(bench.backend) == []
+
+
+def test_the_rest_of_an_allotted_request_is_enough(bench: Bench) -> None:
+    expect(bench, "r")
+    allot(bench, "r")
+    before = free(bench)
+    only(take_in(bench, rest("r")), m.Imported)
+    assert free(bench) == before
+    for _ in range(OUTPUT):
+        bench.clock.advance(STEP)
+        bench.turn(2)
+    assert tokens_of(bench, "r", client=1) == expected_tokens(PROMPT, OUTPUT)[3:]
+    assert (free(bench), problems(bench.backend)) == (200, [])
+
+
+def test_nobody_finds_what_is_not_read_yet(bench: Bench) -> None:
+    expect(bench, "r")
+    allot(bench, "r")
+    bench.add("alike", tokens=1)  # the same prompt
+    bench.clock.advance(STEP)
+    bench.turn(2)
+    (output,) = [o for o in outputs(bench) if o.request_id == "alike"]
+    assert output.prefill_stats is not None
+    assert output.prefill_stats.num_cached_tokens == 0
+
+
+def test_a_request_that_is_not_as_it_was_foretold_is_taken_whole(bench: Bench) -> None:
+    expect(bench, "r")
+    allot(bench, "r")
+    imported = only(take_in(bench, carried("r", tokens=5)), m.Imported)
+    assert imported.carried == ["r"]
+    for _ in range(OUTPUT):
+        bench.clock.advance(STEP)
+        bench.turn(2)
+    assert tokens_of(bench, "r", client=1) == expected_tokens(PROMPT, OUTPUT)[5:]
+    assert (free(bench), problems(bench.backend)) == (200, [])
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_what_does_not_come_gives_its_blocks_back(bench: Bench, aborted: bool) -> None:
+    expect(bench, "ended", "comes")
+    allot(bench, "ended", "comes")
+    if aborted:
+        bench.tell(m.AbortRequests(OWN, ["ended"]))
+        assert free(bench) == 200 - BLOCKS
+    only(take_in(bench, rest("comes")), m.Imported)
+    assert (free(bench), problems(bench.backend)) == (200 - BLOCKS, [])
+
+
+def test_an_aborted_request_gets_no_blocks(bench: Bench) -> None:
+    expect(bench, "r")
+    bench.tell(m.AbortRequests(OWN, ["r"]))
+    allot(bench, "r")
+    assert free(bench) == 200
+
+
+def test_many_get_their_blocks_in_several_turns(bench: Bench) -> None:
+    ids = [f"r{number}" for number in range(ALLOTTED_AT_ONCE + 1)]
+    expect(bench, *ids)
+    allot(bench, *ids)
+    assert free(bench) == 200 - ALLOTTED_AT_ONCE * BLOCKS
+    assert bench.agent.next_wakeup() == 0.0
+    bench.turn()
+    assert free(bench) == 200 - len(ids) * BLOCKS
+
+
+def test_those_that_find_no_room_come_as_others_do(bench: Bench) -> None:
+    taken = bench.backend.own.lend(200 - BLOCKS)
+    expect(bench, "r", "late")
+    allot(bench, "r", "late")
+    assert free(bench) == 0
+    imported = only(take_in(bench, rest("r"), rest("late")), m.Imported)
+    assert (imported.left, len(imported.carried)) == (1, 1)
+    bench.backend.own.take_back(taken)
+    assert bench.turn() == [], "the first one's step is in flight"
+    bench.clock.advance(STEP)
+    imported = only(bench.turn(), m.Imported)
+    assert (imported.left, len(imported.carried)) == (0, 1)
+
+
+def test_the_source_describes_a_request_anew_that_ends_otherwise(bench: Bench) -> None:
+    """Its last step is counted wrong on purpose."""
+    bench.add("leaves", tokens=OUTPUT)
+    for _ in range(2):
+        bench.clock.advance(STEP)
+        bench.turn(2)
+    own = bench.backend.own
+    only(bench.tell(m.Export(CARRY, OWN, ["leaves"])), m.Leaving)
+    foretold = own._leaving._announced
+    foretold["leaves"] = structs.replace(foretold["leaves"], computed=3)
+    bench.clock.advance(STEP)
+    (request,) = only(bench.turn(), m.Exported).requests
+    assert not request.is_rest
+    assert request.tokens == expected_tokens(PROMPT, 3)
+    assert request.blocks
+
+
+def test_nothing_is_announced_where_no_step_is_in_flight(bench: Bench) -> None:
+    only(bench.tell(m.Export(CARRY, OWN, ["unknown"])), m.Exported)
