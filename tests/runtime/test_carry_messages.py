@@ -14,13 +14,13 @@ import pytest
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import Channel, Frames, parse_engine_identity
-from tests.runtime.test_carry_moments import AHEAD, PROMPTS, TIGHT_AHEAD, Life
+from tests.runtime.test_carry_moments import AHEAD, PROMPTS, SLOW, TIGHT_AHEAD, Life
 
 EACH = int(os.environ.get("SHOAL_MESSAGES_EACH", "1"))
 """How many messages of each type something happens after; with 99 all, which takes minutes."""
 
 Type = type[m.Message]
-CARRY: set[Type] = {m.Expect, m.Export, m.Exported, m.Import, m.Imported, m.Drop}
+CARRY: set[Type] = {m.Expect, m.Export, m.Leaving, m.Exported, m.Import, m.Imported, m.Drop}
 PRECOPY: set[Type] = {m.Pin, m.Pinned, m.Reserve, m.Reserved, m.CopyAhead, m.CopiedAhead}
 PRECOPY |= {m.Settle, m.Unpin}
 LEASE: set[Type] = {m.Lend, m.Lent, m.Grow}
@@ -32,10 +32,14 @@ SWITCHES: list[tuple[str, FakeSettings, set[Type]]] = [
     ("tp4-dp", AHEAD, CARRY | PRECOPY | RELEASE | SHRINK - {m.Shrink}),
     ("tp2-tp4", AHEAD, CARRY | PRECOPY | LEASE | SHRINK | BIND | RELEASE),
     ("tp4-tp2", TIGHT_AHEAD, CARRY | PRECOPY | LEASE | SHRINK | BIND | RELEASE),
+    ("dp-tp4", SLOW, CARRY | {m.Allot} | BIND),
+    ("tp4-tp2", SLOW, CARRY | {m.Allot} | BIND | RELEASE),
 ]
 """Each with what it consists of."""
 EVERY_SWITCH = pytest.mark.parametrize(
-    ("way", "settings", "parts"), SWITCHES, ids=[way for way, _, _ in SWITCHES]
+    ("way", "settings", "parts"),
+    SWITCHES,
+    ids=["dp-tp4", "tp4-dp", "tp2-tp4", "tp4-tp2", "dp-tp4 foretold", "tp4-tp2 foretold"],
 )
 
 Heard = Callable[[m.Message, int], None]

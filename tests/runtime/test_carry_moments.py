@@ -28,6 +28,8 @@ CARRY = m.Treatment.CARRY
 TICK = 0.01
 """Seconds that all processes take for a turn each."""
 TIMED = msgspec.structs.replace(SMALL, step_seconds=TICK, copy_seconds=2 * TICK)
+SLOW = msgspec.structs.replace(TIMED, step_seconds=6 * TICK, num_blocks=200)
+"""Steps that take so long that requests get their blocks before their last step has ended."""
 TIGHT = msgspec.structs.replace(TIMED, num_blocks=16)
 """So few blocks that requests come in portions, or are computed again."""
 AHEAD = msgspec.structs.replace(TIMED, num_blocks=200)
@@ -69,7 +71,8 @@ class Life:
         self.node.switch(*before)
         for number, prompt in enumerate(PROMPTS):
             self.node.send(f"r{number}", prompt, TOKENS, client=number % 2)
-        for _ in range((8 if ahead else 3) * (ENGINES + 1)):
+        ticks = 20 if settings == SLOW else 8 if ahead else 3  # 20 are three steps and a third
+        for _ in range(ticks * (ENGINES + 1)):
             self.turn()
         self.call = self.node.set_layout(*after, treatment=CARRY)
 
@@ -299,7 +302,7 @@ def ends_well(way: str, faults: Faults, settings: FakeSettings) -> bool:
 
 @pytest.mark.parametrize("way", ["dp-tp4", "tp4-tp2"])
 @pytest.mark.parametrize("fault", ["lose_token", "wrong_block", "repeat_token"])
-@pytest.mark.parametrize("settings", [TIMED, AHEAD], ids=["at once", "ahead"])
+@pytest.mark.parametrize("settings", [TIMED, AHEAD, SLOW], ids=["at once", "ahead", "foretold"])
 def test_damage_is_noticed(way: str, fault: str, settings: FakeSettings) -> None:
     assert ends_well(way, Faults(), settings)
     assert not ends_well(way, Faults(**{fault: True}), settings)

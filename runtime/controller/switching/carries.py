@@ -271,7 +271,7 @@ class Carries:
             self._send(carry.destination, m.Allot(carry.number, carry.destination, requests))
 
     def _import(self, carry: Carry, *, more: bool) -> None:
-        taken, placed = list[m.CarriedRequest](), dict[int, list[str]]()
+        taken, moved = list[m.CarriedRequest](), list[Request]()
         for described in carry.exported:
             request = self._requests.find(described.request_id)
             if request is None or described.request_id not in carry.ids:
@@ -279,15 +279,19 @@ class Carries:
             whole = carry.whole(described)
             grown = continued(request, whole.tokens, self._clock())
             if self._capacity.can_hold(carry.destination, grown.seen):
-                self._requests.carry(grown, carry.destination)
-                placed.setdefault(request.client, []).append(request.id)
+                moved.append(grown)
                 taken.append(described if carry.is_allotted else whole)
+        # Requests stand still until this comes, so the books wait.
+        message = m.Import(carry.number, carry.destination, carry.source, taken, more)
+        self._send(carry.destination, message)
+        placed = dict[int, list[str]]()
+        for request in moved:
+            self._requests.carry(request, carry.destination)
+            placed.setdefault(request.client, []).append(request.id)
         kept = carry.ids - {each.request_id for each in taken}
         self._keep(carry, kept)
         carry.ids -= kept
         carry.exported = []
-        message = m.Import(carry.number, carry.destination, carry.source, taken, more)
-        self._send(carry.destination, message)
         for client, ids in placed.items():
             self._transport.to_control(front_identity(client), m.CarriedOn(ids, carry.destination))
         self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)

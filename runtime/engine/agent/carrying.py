@@ -199,7 +199,9 @@ class Carrying:
         serving = {core.unit: core for core in self._binding.serving}
         for allotment in self._allotments.values():
             core = serving.get(allotment.unit)
-            for _ in range(min(ALLOTTED_AT_ONCE, len(allotment.waiting)) if core else 0):
+            if core is None:
+                continue
+            for _ in range(min(ALLOTTED_AT_ONCE, len(allotment.waiting))):
                 request = allotment.waiting.pop()
                 if core.allot(request):
                     allotment.served.add(request.request_id)

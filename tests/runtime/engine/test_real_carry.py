@@ -133,10 +133,11 @@ def test_a_wrong_block_changes_the_tokens(node: RealNode) -> None:
     (expected,) = node.generate(alone(1), [prompt], TOKENS)
     (request,) = node.submit(alone(0), [prompt], TOKENS)
     node.wait_for_tokens([request], 8)
-    damaged: list[m.Import] = []
+    damaged: list[m.Message] = []
 
     def damage(_engine: int, message: m.Message) -> None:
-        if isinstance(message, m.Import) and message.requests:
+        # Blocks are in the first message of the two that tells of the request.
+        if isinstance(message, m.Allot | m.Import) and not message.requests[0].is_rest:
             blocks = message.requests[0].blocks[0][0]
             blocks[2] = blocks[3]
             damaged.append(message)

@@ -158,9 +158,11 @@ def test_a_block_of_the_wrong_group_changes_the_tokens(node: RealNode, name: str
     node.wait_for_tokens([request], 8)
 
     def damage(_engine: int, message: m.Message) -> None:
-        if isinstance(message, m.Import | m.CopyAhead) and message.requests:
+        if isinstance(message, m.Allot | m.Import | m.CopyAhead) and message.requests:
             request = message.requests[0]
             have = request.blocks if isinstance(request, m.CarriedRequest) else request.source
+            if not have:
+                return  # ``Allot`` had them
             one, other = have[0]
             one[-2], other[-2] = other[-2], one[-2]
 
