@@ -31,8 +31,9 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
-ALLOTTED_AT_ONCE = 8
-"""How many requests get blocks in one turn, so that what ends meanwhile is not collected late."""
+ALLOT_SECONDS = 0.001
+"""For how long requests get blocks in one turn, so that what ends meanwhile is not collected late.
+"""
 TOGETHER_SECONDS = 0.02
 """How long the first requests of a new group wait for those of its other members: longer than a
 step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
@@ -190,18 +191,19 @@ class Carrying:
         return any(expected.unit == core.unit for expected in self._expected.values())
 
     def allot(self, message: m.Allot) -> None:
-        """Give requests their blocks before they come, some of them in each turn."""
+        """Give requests their blocks before they come, a few of them in each turn."""
         announced = {request.request_id: request for request in message.requests}
         waiting = sorted(message.requests, key=lambda request: request.computed, reverse=True)
         self._allotments[message.carry] = Allotment(message.unit, announced, waiting)
 
     def _allot_more(self) -> None:
         serving = {core.unit: core for core in self._binding.serving}
+        until = self._clock() + ALLOT_SECONDS
         for allotment in self._allotments.values():
             core = serving.get(allotment.unit)
             if core is None:
                 continue
-            for _ in range(min(ALLOTTED_AT_ONCE, len(allotment.waiting))):
+            while allotment.waiting and self._clock() < until:
                 request = allotment.waiting.pop()
                 if core.allot(request):
                     allotment.served.add(request.request_id)

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from shoal.runtime.engine.agent.carrying import ALLOTTED_AT_ONCE
+from shoal.runtime.engine.agent.carrying import ALLOT_SECONDS
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import Bench, started
@@ -115,14 +115,23 @@ def test_an_aborted_request_gets_no_blocks(bench: Bench) -> None:
     assert free(bench) == 200
 
 
-def test_many_get_their_blocks_in_several_turns(bench: Bench) -> None:
-    ids = [f"r{number}" for number in range(ALLOTTED_AT_ONCE + 1)]
-    expect(bench, *ids)
-    allot(bench, *ids)
-    assert free(bench) == 200 - ALLOTTED_AT_ONCE * BLOCKS
+def test_many_get_their_blocks_in_several_turns(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = bench.backend.own
+    take = core.allot
+
+    def slowly(request: m.CarriedRequest) -> bool:
+        bench.clock.advance(0.6 * ALLOT_SECONDS)
+        return take(request)
+
+    monkeypatch.setattr(core, "allot", slowly)
+    expect(bench, "a", "b", "c")
+    allot(bench, "a", "b", "c")
+    assert free(bench) == 200 - 2 * BLOCKS
     assert bench.agent.next_wakeup() == 0.0
     bench.turn()
-    assert free(bench) == 200 - len(ids) * BLOCKS
+    assert free(bench) == 200 - 3 * BLOCKS
 
 
 def test_those_that_find_no_room_come_as_others_do(bench: Bench) -> None:
