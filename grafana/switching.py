@@ -281,6 +281,15 @@ def pool() -> list[PanelBuilder]:
             span=6,
         ),
         graph(
+            "Bytes of all requests",
+            "What the controller keeps of requests, images included. `--max-held-bytes` bounds it; "
+            "the front ends and engines keep copies.",
+            Query(total("shoal_held_bytes", by="state"), "{{state}}"),
+            unit="bytes",
+            stack=True,
+            span=6,
+        ),
+        graph(
             "Wait of the oldest request, by priority",
             "If it is above a minute for `urgent` or `normal`, see docs/alerts.md, "
             "ShoalRequestsWaitLong.",

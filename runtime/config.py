@@ -30,6 +30,8 @@ MAX_WAITING_REQUESTS = 4096
 one bound the memory of an overloaded node."""
 MAX_WAITING_TOKENS = 16_000_000
 """Default number of prompt tokens that may wait: some 50 bytes each, mostly in the front end."""
+MAX_HELD_BYTES = 8 << 30
+"""Default number of bytes that all requests on a served node may have together."""
 OUTAGE_LIMIT_SECONDS = 60.0
 """Default time that requests wait on a served node while no engine serves."""
 RESTART_LIMIT = 5
@@ -180,6 +182,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """Requests that may wait in the task pool; None: any number."""
     max_waiting_tokens: int | None = None
     """Prompt tokens that may wait in the task pool; None: any number."""
+    max_held_bytes: int | None = None
+    """Bytes that all requests on the node may have together; None: any number."""
     aging_seconds: float = AGING_SECONDS
     """See ``TaskPool``."""
     max_sp: int = 1

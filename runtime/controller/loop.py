@@ -145,6 +145,7 @@ class Controller:
             self._operations.lose([engine], reason, m.DeathCause.SILENT)
         self._operations.tick()
         self._utility_calls.tick()
+        self._migration.forget_finished()
         self._admission.expire()
         self._outage.end_waiting()
         self._closing.hand_back()

@@ -65,6 +65,8 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the API key."""
     max_waiting: int | None = None
     """How many requests of this caller may wait."""
+    max_held_bytes: int | None = None
+    """How many bytes the requests of this caller may have together."""
     family: int | None = None
     """The front end's number for the HTTP request, if that has several engine requests."""
     begun: bool = False

@@ -4,24 +4,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import NamedTuple
 
 from shoal.server.batch.answer_log import AnswerLog, Result
-from shoal.server.batch.input_lines import InputLine, decoded, numbered_lines
+from shoal.server.batch.input_lines import decoded, numbered_lines
+from shoal.server.batch.lines_ahead import LinesAhead, Numbered
 
 log = logging.getLogger("shoal.batch")
 
 DISK_SECONDS = 5.0
 """How long to wait after a result could not be written, before it is written again."""
-
-
-class Numbered(NamedTuple):
-    """A line with its number."""
-
-    number: int
-    line: InputLine
-    size: int
-    """Bytes."""
 
 
 class BatchRun:
@@ -33,18 +24,25 @@ class BatchRun:
         source: the input, which was checked.
         line_bytes: bytes of its longest line.
         results: where the results go; lines that have one are not handed out.
+        came: called when there may be a line to take after there was none.
     """
 
     def __init__(
-        self, name: str, owner: str, source: Path, line_bytes: int, results: AnswerLog
+        self,
+        name: str,
+        owner: str,
+        source: Path,
+        line_bytes: int,
+        results: AnswerLog,
+        came: Callable[[], None],
     ) -> None:
         self.name = name
         self.owner = owner
         self.results = results
         self._source = source
         self._line_bytes = line_bytes
-        self._unsent = self._lines()
-        self._exhausted = False
+        self._came = came
+        self._unsent = LinesAhead(self._lines(), self._see_lines)
         self._pending: list[tuple[Result, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self.tasks: set[asyncio.Task[None]] = set()
@@ -57,14 +55,16 @@ class BatchRun:
         """Why a line could neither be sent nor recorded, which must not happen."""
 
     def take(self) -> Numbered | None:
-        """Return the next line to send; None: there is none."""
-        if self.stopped.is_set() or self._exhausted:
-            return None
-        found = next(self._unsent, None)
+        """Return the next line to send; None: there is none, or it is still being looked for."""
+        found = None if self.stopped.is_set() else self._unsent.take()
         if found is None:
-            self._exhausted = True
             self._look()
         return found
+
+    def _see_lines(self) -> None:
+        self.problem = self.problem or self._unsent.problem
+        self._look()
+        self._came()
 
     def start(self, task: asyncio.Task[None]) -> None:
         """Take note of a line that is on its way."""
@@ -78,7 +78,7 @@ class BatchRun:
         self._look()
 
     def _look(self) -> None:
-        if (self._exhausted and not self.tasks) or self.problem is not None:
+        if (self._unsent.is_exhausted and not self.tasks) or self.problem is not None:
             self.ended.set()
 
     async def record(self, result: Result) -> None:
@@ -130,7 +130,7 @@ class BatchRun:
     async def close(self) -> None:
         """Stop, and close the files."""
         await self._stop()
-        self._unsent.close()
+        await self._unsent.close()
         self.results.close()
 
     async def _stop(self) -> None:
@@ -149,18 +149,18 @@ class BatchRun:
             OSError: a result cannot be written.
         """
         some: list[Result] = []
-        for found in self._lines():
+        for found in filter(None, self._lines()):
             some.append(result_of(found))
             if len(some) == _AT_ONCE:
                 self.results.append(some)
                 some = []
         self.results.append(some)
 
-    def _lines(self) -> Generator[Numbered, None, None]:
-        """Yield the lines that have no result when they are reached."""
+    def _lines(self) -> Generator[Numbered | None, None, None]:
+        """Yield the lines that have no result when they are reached, and None for the others."""
         for number, line in numbered_lines(self._source, self._line_bytes):
-            if not self.results.is_done(number):
-                yield Numbered(number, decoded(line), len(line))
+            is_done = self.results.is_done(number)
+            yield None if is_done else Numbered(number, decoded(line), len(line))
 
 
 _AT_ONCE = 1000

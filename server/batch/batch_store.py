@@ -5,7 +5,9 @@ Several processes use it at once: front ends, and the worker. Every change is on
 """
 
 import errno
+import fcntl
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,8 @@ CREATE TABLE IF NOT EXISTS batches (
   status TEXT NOT NULL, input TEXT NOT NULL, ended_at INTEGER, record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, number);
 CREATE INDEX IF NOT EXISTS batches_in ON batches (status, number);
+CREATE TABLE IF NOT EXISTS uploads (
+  id TEXT PRIMARY KEY NOT NULL, owner TEXT NOT NULL, bytes INTEGER NOT NULL);
 """
 _FILES, _INCOMING = "files", "incoming"
 _IS_UNFINISHED = f"status IN ({', '.join(repr(status.value) for status in UNFINISHED)})"
@@ -120,6 +124,55 @@ class BatchStore:
         """Return where the content of a file lies while it is uploaded."""
         return self._directory / _INCOMING / file_id
 
+    # --- uploads ------------------------------------------------------------------------------
+
+    def reserve(self, file_id: str, owner: str, size: int, most_bytes: int) -> None:
+        """Keep room for a file that is being uploaded, in place of what was kept for it before.
+
+        Args:
+            file_id: the file; its content under ``incoming`` is locked by whoever writes it.
+            owner: whose it is.
+            size: the bytes that it may get.
+            most_bytes: what the owner's files may have together.
+
+        Raises:
+            NoRoomError: they would have more.
+        """
+        with self._changing() as db:
+            db.execute("DELETE FROM uploads WHERE id = ?", (file_id,))
+            if self._bytes_of(owner) + size > most_bytes:
+                self._forget_dead_uploads()
+                if self._bytes_of(owner) + size > most_bytes:
+                    raise NoRoomError(_too_many(most_bytes))
+            values = (file_id, owner, size)
+            db.execute("INSERT INTO uploads (id, owner, bytes) VALUES (?, ?, ?)", values)
+            self._check_disk()
+
+    def _check_disk(self) -> None:
+        """Raise ``OSError`` if the disk has no room for all that is being uploaded."""
+        free = shutil.disk_usage(self._directory).free
+        kept = self._db.execute("SELECT coalesce(sum(bytes), 0) FROM uploads").fetchone()[0]
+        if free >= kept:
+            return
+        self._forget_dead_uploads()
+        rows = self._db.execute("SELECT id, bytes FROM uploads").fetchall()
+        missing = sum(max(0, size - _size_of(self.incoming(name))) for name, size in rows)
+        if free < missing:
+            raise OSError(errno.ENOSPC, "the disk has no room for the files that are uploaded")
+
+    def _forget_dead_uploads(self) -> None:
+        """Remove the uploads whose front ends have died."""
+        for (name,) in self._db.execute("SELECT id FROM uploads").fetchall():
+            if not _is_locked(self.incoming(name)):
+                self._db.execute("DELETE FROM uploads WHERE id = ?", (name,))
+                self.incoming(name).unlink(missing_ok=True)
+
+    def release(self, file_id: str) -> None:
+        """Forget an upload, and remove what it has left under ``incoming``."""
+        self.incoming(file_id).unlink(missing_ok=True)
+        with self._changing() as db:
+            db.execute("DELETE FROM uploads WHERE id = ?", (file_id,))
+
     # --- files --------------------------------------------------------------------------------
 
     def take_in(self, file: StoredFile, most_bytes: int) -> None:
@@ -133,16 +186,18 @@ class BatchStore:
             NoRoomError: they would have more.
         """
         with self._changing() as db:
-            if self.bytes_of(file.owner) + file.bytes > most_bytes:
-                raise NoRoomError(f"your files would have more than {most_bytes} bytes together")
+            db.execute("DELETE FROM uploads WHERE id = ?", (file.id,))
+            if self._bytes_of(file.owner) + file.bytes > most_bytes:
+                raise NoRoomError(_too_many(most_bytes))
             self.incoming(file.id).rename(self.path(file.id))
             sync_directory(self.path(file.id).parent)
             _insert_file(db, file)
 
-    def bytes_of(self, owner: str) -> int:
-        """Return the bytes of an owner's files."""
-        sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?"
-        return int(self._db.execute(sql, (owner,)).fetchone()[0])
+    def _bytes_of(self, owner: str) -> int:
+        """Return the bytes of an owner's files, and of those that are being uploaded."""
+        sql = "SELECT coalesce(sum(bytes), 0) FROM {} WHERE owner = ?"
+        tables = (sql.format(table) for table in ("files", "uploads"))
+        return sum(int(self._db.execute(each, (owner,)).fetchone()[0]) for each in tables)
 
     def file(self, owner: str, file_id: str, now: float) -> StoredFile | None:
         """Return an owner's file; None if there is none, or if it has expired."""
@@ -307,6 +362,7 @@ class BatchStore:
                 if path.stat().st_mtime < now - _STALE_SECONDS:
                     path.unlink()
         with self._changing() as db:
+            self._forget_dead_uploads()
             known = {row[0] for row in db.execute("SELECT id FROM files")}
             batches = self.unfinished()
             known |= {name for batch in batches for name in (batch.answers_id, batch.failures_id)}
@@ -323,6 +379,32 @@ def sync_directory(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _too_many(most_bytes: int) -> str:
+    return f"your files would have more than {most_bytes} bytes together"
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a living process has a lock on a file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _has_expired(file: StoredFile, now: float) -> bool:

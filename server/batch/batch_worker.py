@@ -24,10 +24,11 @@ from shoal.server.batch.batch_objects import (
     StoredFile,
     new_id,
 )
-from shoal.server.batch.batch_run import DISK_SECONDS, BatchRun, Numbered
+from shoal.server.batch.batch_run import DISK_SECONDS, BatchRun
 from shoal.server.batch.batch_store import BatchStore, sync_directory
 from shoal.server.batch.input_lines import Checked, Rules, check_lines
 from shoal.server.batch.line_sender import NoAnswerError, Send, deliver
+from shoal.server.batch.lines_ahead import Numbered
 from shoal.server.batch.result_texts import openai_result, unsent_result
 from shoal.server.batch.sending_window import SendingWindow
 
@@ -229,8 +230,9 @@ class BatchWorker:
         batch = job.batch
         results = await self._persist(job, partial(self._results_of, batch))
         source = self._store.path(batch.input_file_id)
-        job.run = run = BatchRun(batch.id, batch.owner, source, self._limits.line_bytes, results)
-        self._room.set()
+        most, came = self._limits.line_bytes, self._room.set
+        job.run = run = BatchRun(batch.id, batch.owner, source, most, results, came)
+        came()
         waits = [asyncio.create_task(event.wait()) for event in (job.end, run.ended)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

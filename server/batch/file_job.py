@@ -9,10 +9,11 @@ from pathlib import Path
 
 from shoal.server.batch.answer_log import AnswerLog, result_id
 from shoal.server.batch.batch_objects import LineError
-from shoal.server.batch.batch_run import BatchRun, Numbered
+from shoal.server.batch.batch_run import BatchRun
 from shoal.server.batch.batch_store import sync_directory
 from shoal.server.batch.input_lines import Rules, check_lines, numbered_lines
 from shoal.server.batch.line_sender import LineSender, NoAnswerError, Send, deliver
+from shoal.server.batch.lines_ahead import Numbered
 from shoal.server.batch.result_texts import vllm_result
 from shoal.server.batch.sending_window import SendingWindow
 from shoal.server.errors import UserError
@@ -95,8 +96,8 @@ class FileJob:
             UserError: it may not any more.
         """
         self.results.open()
-        run = BatchRun(self._name, "", self._source, _LINE_BYTES, self.results)
         window, room = SendingWindow(MOST_WAITING), asyncio.Event()
+        run = BatchRun(self._name, "", self._source, _LINE_BYTES, self.results, room.set)
         looking = asyncio.create_task(self._look(window, lambda: _running(sender), room))
         try:
             while not run.ended.is_set():

@@ -17,6 +17,7 @@ from shoal.server.batch.list_answers import (
     listed,
     owner_of,
 )
+from shoal.server.batch.upload_room import UploadRoom
 from shoal.server.batch.uploads import Upload, UploadError, read_upload
 from shoal.server.gate.middleware import key_of
 
@@ -92,23 +93,20 @@ async def _create(request: Request, batches: Batches) -> dict[str, Any]:
     owner, file_id = owner_of(request), new_id("file-")
     key = key_of(request.scope)
     most = (key and key.max_file_bytes) or limits.stored_bytes
-    left = most - await asyncio.to_thread(store.bytes_of, owner)
+    length = request.headers.get("content-length")
 
     def too_large(size: int) -> str | None:
         if size > limits.file_bytes:
             return f"the file is larger than {limits.file_bytes} bytes"
-        if size > left:
-            return f"your files would have more than {most} bytes together"
         return None
 
     try:
-        path = store.incoming(file_id)
-        upload = await read_upload(request.headers, request.stream(), path, too_large)
-        try:
+        declared = None if length is None else min(int(length), limits.file_bytes)
+        async with UploadRoom(store, file_id, owner, most, declared) as room:
+            pieces = request.stream()
+            upload = await read_upload(request.headers, pieces, room.file, too_large, room.cover)
             file = _described(upload, owner, file_id, int(batches.clock()), limits)
             await asyncio.to_thread(store.take_in, file, most)
-        finally:
-            path.unlink(missing_ok=True)
     except UploadError as error:
         raise RefusedError(error.status, str(error), error.param) from None
     except NoRoomError as error:

@@ -5,8 +5,8 @@ from http import HTTPStatus
 import msgspec
 
 from shoal.server.batch.answer_log import Result, result_id, usage_of
-from shoal.server.batch.batch_run import Numbered
 from shoal.server.batch.line_sender import Answer
+from shoal.server.batch.lines_ahead import Numbered
 
 _raw = msgspec.json.Decoder(msgspec.Raw)
 

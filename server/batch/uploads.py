@@ -6,8 +6,7 @@ Starlette would keep the whole form in a temporary file of its own first.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import IO
 
 from python_multipart.exceptions import MultipartParseError
@@ -121,16 +120,18 @@ class Upload:
 async def read_upload(
     headers: Headers,
     pieces: AsyncIterator[bytes],
-    path: Path,
+    file: IO[bytes],
     too_large: Callable[[int], str | None],
+    cover: Callable[[int], Awaitable[None]],
 ) -> Upload:
-    """Read a form, and write its file to ``path``, which is gone again after an error.
+    """Read a form, and write its file.
 
     Args:
         headers: of the request.
         pieces: its body.
-        path: where the file goes.
+        file: where the form's file goes.
         too_large: says of a number of bytes why a file must not have them; None: it may.
+        cover: makes sure that there is room for so many bytes, or raises.
 
     Raises:
         UploadError: the form is not valid, or its file is too large.
@@ -138,24 +139,21 @@ async def read_upload(
     """
     form = _Form(too_large)
     parser = _parser(headers, form)
-    with await asyncio.to_thread(_create, path) as file:
-        try:
-            async for piece in pieces:
-                parser.write(piece)
-                if len(form.to_write) >= _WRITE_BYTES:
-                    await asyncio.to_thread(_write, file, form)
-            if not form.is_whole:
-                raise UploadError("the form has no end")
-            if form.filename is None:
-                raise UploadError("the form has no file", "file")
-            await asyncio.to_thread(_write, file, form, last=True)
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, MultipartParseError):
-                raise UploadError("the body is no multipart form") from None
-            if isinstance(error, ClientDisconnect):
-                raise UploadError("the body is not whole") from None
-            raise
+    try:
+        async for piece in pieces:
+            parser.write(piece)
+            await cover(form.size)
+            if len(form.to_write) >= _WRITE_BYTES:
+                await asyncio.to_thread(_write, file, form)
+    except MultipartParseError:
+        raise UploadError("the body is no multipart form") from None
+    except ClientDisconnect:
+        raise UploadError("the body is not whole") from None
+    if not form.is_whole:
+        raise UploadError("the form has no end")
+    if form.filename is None:
+        raise UploadError("the form has no file", "file")
+    await asyncio.to_thread(_write, file, form, last=True)
     return Upload(form.fields, form.filename, form.size)
 
 
@@ -177,10 +175,6 @@ def _parser(headers: Headers, form: _Form) -> MultipartParser:
             "on_end": form.end,
         },
     )
-
-
-def _create(path: Path) -> IO[bytes]:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def _write(file: IO[bytes], form: _Form, *, last: bool = False) -> None:

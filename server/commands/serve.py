@@ -33,6 +33,7 @@ from shoal.server.options.adapter_options import adapters_of, check_adapters_and
 from shoal.server.options.fit_options import node_fit
 from shoal.server.options.image_options import check_images_and_layouts
 from shoal.server.options.policy_options import policy_of
+from shoal.server.options.pool_options import pool_settings
 from shoal.server.options.promise_options import node_cost_model, promised
 from shoal.server.options.serve_options import (
     add_shoal_options,
@@ -246,7 +247,6 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         vllm=configs,
         api_servers=args.api_server_count,
         fake=_fake_settings(args, vllm_config),
-        place_by_prefix=args.place_by_prefix,
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
         precopy_tokens=args.precopy_tokens,
@@ -264,9 +264,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         fit=fit,
         targets=promised(args),
         urgent_engines=args.urgent_engines,
-        max_waiting_requests=args.max_waiting_requests,
-        max_waiting_tokens=args.max_waiting_tokens,
-        aging_seconds=args.priority_aging,
+        **pool_settings(args),
         max_pp=args.max_pp,
         max_sp=args.max_sp,
         share_weights=args.share_weights,

@@ -5,6 +5,7 @@ a request is answered before all of its body is there, uvicorn would read the bo
 """
 
 import json
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -12,6 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.server.connections.request_parser import RequestParser
 from shoal.server.errors import error_body
+
+# uvicorn warns of everything that is not HTTP: any client could fill the log. A filter stays, where
+# uvicorn's configuration, which comes later, would change a level.
+_log = logging.getLogger("uvicorn.error.clients")
+_log.addFilter(lambda record: record.levelno >= logging.ERROR)
 
 UNWANTED_BYTES = 64 << 10
 """A body that may be larger is not read to its end once its request is answered."""
@@ -34,6 +40,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.logger = _log
         self.parser = RequestParser(self)  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:

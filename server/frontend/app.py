@@ -35,6 +35,7 @@ from shoal.server.frontend.keepalive import KeepAliveMiddleware, Streams
 from shoal.server.gate.access import Access, MetricsAccess
 from shoal.server.gate.bodies import DecodedBodyRouter
 from shoal.server.gate.body_checks import check_body
+from shoal.server.gate.body_room import BodyRoom
 from shoal.server.gate.bounds import DEFAULTS as BOUNDS
 from shoal.server.gate.bounds import Bounds
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, SameOriginMiddleware
@@ -266,6 +267,8 @@ def _add_middleware(app: FastAPI, backstage: Backstage, options: AppOptions) -> 
         check=partial(_check, bounds=bounds),
         checks=dict.fromkeys(MESSAGES_PATHS, partial(check_messages, bounds=bounds)),
         streamed=(FILES_PATH,),
+        room=BodyRoom(bounds.bodies_bytes),
+        refuse=lambda reason: backstage.door.no_room(reason),
     )
     app.add_middleware(
         PlacementMiddleware,

@@ -162,8 +162,8 @@ class Frontend:
                     traces=traces,
                     batches=self._batches(),
                 )
-                connections, scrapes = (
-                    Connections(self._connection_limits, metrics.cut_off) for _ in range(2)
+                connections, scrapes, operators = (
+                    Connections(self._connection_limits, metrics.cut_off) for _ in range(3)
                 )
                 # The controller knows this front end from here on, and can send it notes.
                 await control.get_layout()
@@ -174,9 +174,10 @@ class Frontend:
                     (PAGE_LOOK_SECONDS, feed.look),
                     (LOOK_SECONDS, connections.end_overdue),
                     (LOOK_SECONDS, scrapes.end_overdue),
+                    (LOOK_SECONDS, operators.end_overdue),
                 ):
                     async with self._metrics_port(backstage, scrapes):
-                        await self._serve_http(llm, backstage, connections, ready)
+                        await self._serve_http(llm, backstage, connections, operators, ready)
             finally:
                 llm.shutdown()
                 if spans is not None:
@@ -245,6 +246,7 @@ class Frontend:
         llm: CheckedAsyncLLM,
         backstage: Backstage,
         connections: Connections,
+        operators: Connections,
         ready: Callable[[], None],
     ) -> None:
         args = self.args
@@ -269,7 +271,7 @@ class Frontend:
         app.state.server = server  # vLLM's handlers stop it when the link to the engines breaks
         admin_app = build_admin_app(backstage, self.access, app)
         admin = uvicorn_config(
-            admin_app, args, BoundedHttpProtocol, vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+            admin_app, args, operators.protocol, vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
         )
         async with serving(admin, self.admin), self._door(app, backstage):
             try:

@@ -4,6 +4,7 @@ import argparse
 from argparse import Namespace
 from dataclasses import dataclass
 
+from shoal.runtime.config import MAX_HELD_BYTES
 from shoal.server.number_options import add_number, check_at_least, flag_of
 
 
@@ -12,6 +13,8 @@ class Bounds:
     """Upper bounds. Sizes of text are in characters unless the name says bytes."""
 
     body_bytes: int = 16 << 20
+    bodies_bytes: int = MAX_HELD_BYTES
+    """Bytes of all bodies that a front end keeps at once."""
     url_bytes: int = 8 << 10
     headers: int = 100
     header_bytes: int = 64 << 10
@@ -111,8 +114,10 @@ def bounds_of(
         vocabulary: how many tokens the model knows.
         images: whether it takes images.
     """
+    bodies_bytes = max(1, args.max_held_bytes // args.api_server_count)
     return Bounds(
-        body_bytes=args.max_body_bytes,
+        body_bytes=min(args.max_body_bytes, bodies_bytes),
+        bodies_bytes=bodies_bytes,
         headers=args.h11_max_header_count,
         header_bytes=args.h11_max_incomplete_event_size,
         prompt_tokens=max_model_len,

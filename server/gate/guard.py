@@ -1,6 +1,7 @@
 """ASGI middleware that refuses requests that are too large before anything works on them."""
 
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,12 +12,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.server.errors import error_response
 from shoal.server.gate.access import is_loopback
 from shoal.server.gate.bodies import DECODED_BODY
+from shoal.server.gate.body_room import BodyRoom, NoBodyRoomError
 from shoal.server.gate.bounds import Bounds, BoundsError
 from shoal.server.gate.placement import route_path
 from shoal.server.rejections import CountRejection, Rejection
 
 Check = Callable[[bytes], dict[str, Any] | None]
 """Checks a body."""
+
+
+Refuse = Callable[[str], Awaitable[ASGIApp]]
+"""Returns the answer to a request for whose body there is no room, given why."""
 
 
 class TooLargeError(ValueError):
@@ -120,6 +126,8 @@ class BodyMiddleware:
             None if it did not decode it. An empty body is left to its route.
         checks: the checks of paths that need another one, by path.
         streamed: paths whose routes read their bodies themselves, and limit them.
+        room: of all bodies together; None: they are so small that they are not counted.
+        refuse: refuses a request for whose body there is no room.
     """
 
     def __init__(
@@ -129,12 +137,16 @@ class BodyMiddleware:
         check: Check,
         checks: Mapping[str, Check] | None = None,
         streamed: Collection[str] = (),
+        room: BodyRoom | None = None,
+        refuse: Refuse | None = None,
     ) -> None:
         self._app = app
         self._limit = limit
         self._check = check
         self._checks = checks or {}
         self._streamed = frozenset(streamed)
+        self._room = room or BodyRoom(sys.maxsize)
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI event stream."""
@@ -142,30 +154,59 @@ class BodyMiddleware:
         if not reads or route_path(scope) in self._streamed:
             await self._app(scope, receive, send)
             return
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            taken += size
+            self._room.take(size)
+
         try:
-            body, receive = await read_body(receive, self._limit)
+            await self._serve(scope, receive, send, take)
+        finally:
+            self._room.give_back(taken)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, take: Callable[[int], None]
+    ) -> None:
+        try:
+            body, receive = await read_body(receive, self._limit, take)
             check = self._checks.get(route_path(scope), self._check)
             decoded = check(body) if body else None
         except TooLargeError as error:
             await error_response(413, str(error), {"Connection": "close"})(scope, receive, send)
+        except NoBodyRoomError as error:
+            assert self._refuse is not None
+            response = await self._refuse(str(error))
+            await response(scope, receive, send)
         except BoundsError as error:
             await error_response(400, str(error), param=error.param)(scope, receive, send)
         else:
             await self._app({**scope, DECODED_BODY: decoded}, receive, send)
 
 
-async def read_body(receive: Receive, limit: int) -> tuple[bytes, Receive]:
+async def read_body(
+    receive: Receive, limit: int, take: Callable[[int], None]
+) -> tuple[bytes, Receive]:
     """Return a request's body, and a ``receive`` that delivers it again.
+
+    Args:
+        receive: delivers the body.
+        limit: the most bytes.
+        take: called for every piece, with its size; it may raise.
 
     Raises:
         TooLargeError: the body has more than ``limit`` bytes; reading stopped there.
         BoundsError: the client had gone, or counted as gone, before the body was complete.
     """
-    messages = [await receive()]
-    size = len(messages[-1].get("body", b""))
-    while messages[-1].get("more_body", False) and size <= limit:
+    messages: list[Message] = []
+    size = 0
+    while not messages or (messages[-1].get("more_body", False) and size <= limit):
         messages.append(await receive())
-        size += len(messages[-1].get("body", b""))
+        piece = len(messages[-1].get("body", b""))
+        size += piece
+        if size <= limit:
+            take(piece)
     if messages[-1]["type"] == "http.disconnect":
         raise BoundsError(None, "the body is not whole")
     if size > limit:

@@ -47,6 +47,7 @@ class KeyEntry(BaseModel):
     sha256: Annotated[str, AfterValidator(_hexadecimal)] | None = None
     min_priority: int | None = None
     max_waiting: PositiveInt | None = None
+    max_held_bytes: PositiveInt | None = None
     max_concurrent: PositiveInt | None = None
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None

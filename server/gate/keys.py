@@ -18,6 +18,8 @@ class ApiKey(msgspec.Struct, frozen=True):
     """The most urgent priority that its requests can have; None: any."""
     max_waiting: int | None = None
     """Its requests that may wait in the task pool; None, here and below: any number."""
+    max_held_bytes: int | None = None
+    """Bytes that its requests on the node may have together."""
     max_concurrent: int | None = None
     """Its HTTP requests that may be in progress."""
     requests_per_minute: int | None = None

@@ -200,6 +200,7 @@ def _terms(asked: Asked, key: ApiKey | None, arrival: float, number: int) -> Ter
         deadline=None if seconds is None else arrival + seconds,
         caller=None if key is None else key.name,
         max_waiting=None if key is None else key.max_waiting,
+        max_held_bytes=None if key is None else key.max_held_bytes,
         family=number if asked.several else None,
         begun=asked.in_background,
     )

@@ -19,7 +19,7 @@ from starlette.types import Scope
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
-from shoal.runtime.protocol.wire import Terms
+from shoal.runtime.protocol.wire import FinishReason, Terms
 from shoal.server.gate.logprob_bounds import LogprobBudget
 from shoal.server.observers import Observer
 from shoal.server.rejections import Refused
@@ -27,6 +27,11 @@ from shoal.server.rejections import Refused
 UNIT_HEADER = "x-shoal-unit"
 LAYOUT_HEADER = "x-shoal-layout"
 PRIORITY_HEADER = "x-shoal-priority"
+
+_NO_TOKEN = (
+    "the request's grammar allows no token that its allowed_token_ids and bad_words leave, so the "
+    "answer cannot go on"
+)
 
 
 class Placement:
@@ -48,6 +53,7 @@ class Placement:
         refused: why the front end refused it without an engine; None: it did not.
         unit: the unit that was last given one of its engine requests; None: none was.
         running: its engine requests that have not ended.
+        narrowed: those of its engine requests whose grammar may find all of its tokens excluded.
         is_closed: whether its response has ended.
     """
 
@@ -66,6 +72,7 @@ class Placement:
         self.refused: Refused | None = None
         self.unit: Unit | None = None
         self.running: set[str] = set()
+        self.narrowed: set[str] = set()
         self.is_closed = False
         self._units: list[Unit] = []
         self._awaited: set[str] = set()
@@ -200,6 +207,8 @@ class Placements(Observer):
         terms = self.expect(request.request_id)
         if (placement := self.current) is not None:
             placement.spend_tokens(len(request.prompt_token_ids or ()))
+            if _is_narrowed(request.sampling_params):
+                placement.narrowed.add(request.request_id)
         request.cache_salt = self.salt(request.cache_salt)
         if terms != Terms():
             request.trace_headers = terms.added_to(request.trace_headers)
@@ -287,6 +296,9 @@ class Placements(Observer):
         """Count the tokens of outputs, and await the controller's notes on requests that it ends.
 
         Notes and outputs come over different connections, so a note may already have come.
+
+        An engine ends a request with an error if no token is left to it. vLLM would call that an
+        internal error; ``Scheduler.update_from_output`` tells no more.
         """
         for output in outputs:
             placement = self._by_request.get(output.request_id)
@@ -294,8 +306,22 @@ class Placements(Observer):
                 placement.spend_tokens(len(output.new_token_ids))
                 if unit is None and placement.ended is None:
                     placement.expect(output.request_id)
+                elif output.request_id in placement.narrowed and _failed(output):
+                    note = Ended(output.request_id, Outcome.FINISHED, 400, _NO_TOKEN)
+                    placement.ended = placement.ended or note
                 if output.finish_reason is not None:
                     self._end(output.request_id)
+
+
+def _is_narrowed(sampling: Any) -> bool:
+    """Return whether the tokens of a grammar are narrowed by other fields of a request."""
+    if sampling is None or sampling.structured_outputs is None:
+        return False
+    return bool(sampling.allowed_token_ids or sampling.bad_words)
+
+
+def _failed(output: Any) -> bool:
+    return bool(output.finish_reason == FinishReason.ERROR)
 
 
 def route_path(scope: Scope) -> str:

@@ -66,6 +66,15 @@ class PoolDoor(Observer):
             return await self._refuse(Outcome.POOL_FULL, 503, limits.full, limits.retry_after)
         return None
 
+    async def no_room(self, reason: str) -> JSONResponse:
+        """Return the answer to a request for whose body the front end has no room.
+
+        What is still to come of the body is not read, so the connection ends.
+        """
+        response = await self._refuse(Outcome.POOL_FULL, 503, reason, RETRY_SECONDS)
+        response.headers["Connection"] = "close"
+        return response
+
     async def _refuse(
         self, outcome: Outcome, status: int, reason: str, retry_after: int | None
     ) -> JSONResponse:

@@ -14,10 +14,7 @@ from typing import Any
 from shoal.policies.installed_policies import load_policies
 from shoal.policies.registry import PolicyError
 from shoal.runtime.config import (
-    AGING_SECONDS,
     ENGINE_COUNTS,
-    MAX_WAITING_REQUESTS,
-    MAX_WAITING_TOKENS,
     PRECOPY_TOKENS,
     SWITCH_WAIT_SECONDS,
     CarryPath,
@@ -38,6 +35,7 @@ from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
 from shoal.server.options.policy_options import add_policy_option
+from shoal.server.options.pool_options import add_pool_options, check_pool_options
 from shoal.server.options.promise_options import (
     add_promise_options,
     check_cost_model_files,
@@ -86,7 +84,8 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     add_fit_options(group, environ)
     _add_switch_options(group)
     add_failure_options(group)
-    _add_pool_options(group)
+    add_pool_options(group)
+    _add_log_option(group)
     add_access_options(group)
     add_shift_options(group, automatic=True)
     add_sharing_options(group, automatic=True)
@@ -159,21 +158,7 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_pool_options(group: argparse._ArgumentGroup) -> None:
-    number = partial(add_number, group)
-    number(
-        "--max-waiting-requests", MAX_WAITING_REQUESTS, "requests that may wait in the task pool"
-    )
-    number(
-        "--max-waiting-tokens", MAX_WAITING_TOKENS, "prompt tokens that may wait in the task pool"
-    )
-    number("--priority-aging", AGING_SECONDS, "wait that makes up for one class of priority")
-    group.add_argument(
-        "--place-by-prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="send requests where their prefix is cached, if that costs less (default: on)",
-    )
+def _add_log_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log-format",
         type=one_of(LogFormat),
@@ -297,9 +282,10 @@ def check_shoal_options(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value not in ENGINE_COUNTS:
             raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
-    check_positive(args, "prepare_timeout", "priority_aging")
+    check_positive(args, "prepare_timeout")
     check_at_least(args, 0, "switch_wait", "precopy_tokens", "fake_step_ms")
-    check_at_least(args, 1, "max_waiting_requests", "max_waiting_tokens", "api_server_count")
+    check_at_least(args, 1, "api_server_count")
+    check_pool_options(args)
     check_bounds_options(args)
     check_batch_options(args)
     check_connection_options(args)

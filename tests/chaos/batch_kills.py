@@ -1,7 +1,9 @@
 """Kills parts of a node, or all of it, while it works a batch off, and starts it again.
 
 Every line of every batch must have exactly one result in the end, the one that an undisturbed node
-gives. What is killed and after how many results is drawn from the seed; a result, unlike a second,
+gives. If two engines are killed one soon after the other while they compute the same line, the node
+takes it for poison and refuses it (docs/api.md, "When an engine dies"). Such lines are counted.
+What is killed and after how many results is drawn from the seed; a result, unlike a second,
 is the same on every machine.
 """
 
@@ -11,6 +13,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ OPTIONS = (
     *("--restart-limit", "1000", "--restart-backoff", "1e-9"),
 )
 URL = "/v1/completions"
+POISON = "engines died of this request: it is not tried again"
 PATIENCE_SECONDS = 300.0
 """How long a node may take from one result to the next; two engines that die take minutes to load
 on two cores."""
@@ -51,12 +55,18 @@ class KillsReport(msgspec.Struct):
 
     kills: Counter[str] = msgspec.field(default_factory=Counter)
     batches: int = 0
+    poison: int = 0
+    """Lines that were taken for poison."""
     problems: list[str] = []
 
     def table(self) -> str:
         """Return the run in a few lines."""
         killed = "  ".join(f"{part} {count}" for part, count in sorted(self.kills.items()))
-        lines = [f"killed               {killed}", f"batches              {self.batches}"]
+        lines = [
+            f"killed               {killed}",
+            f"batches              {self.batches}",
+            f"taken for poison     {self.poison}",
+        ]
         return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
@@ -90,7 +100,9 @@ class BatchKills:
                 while self._kill_after(batch, self._rng.randint(0, MOST_RESULTS)):
                     if self.report.kills.total() == self._kills:
                         break
-                found = differences(wanted, self._ended(batch))
+                results = self._ended(batch)
+                self.report.poison += sum(map(is_poison, results))
+                found = differences(wanted, results)
                 self.report.problems += [f"{batch.id}: {problem}" for problem in found]
         finally:
             with self._node.process:
@@ -188,14 +200,24 @@ def differences(wanted: Sequence[Any], found: Sequence[Any]) -> list[str]:
     """Compare the results of two batches of the same lines, in any order.
 
     Returns:
-        One sentence for each line that has another answer, or not exactly one.
+        One sentence for each line that has another answer, or not exactly one. A line that was
+        taken for poison has none.
     """
     right, said = dict(_answers(wanted)), dict(_answers(found))
+    poison = {result["custom_id"] for result in found if is_poison(result)}
     return [
         f"{name} was answered {said.get(name, [])} instead of {right.get(name, [])}"
         for name in sorted(right.keys() | said.keys())
-        if said.get(name) != right.get(name)
+        if said.get(name) != right.get(name) and not (name in poison and len(said[name]) == 1)
     ]
+
+
+def is_poison(result: Any) -> bool:
+    """Return whether a line was refused because engines died while they computed it."""
+    message = result["response"]["body"].get("error", {}).get("message", "")
+    return (
+        result["response"]["status_code"] == HTTPStatus.INTERNAL_SERVER_ERROR and POISON in message
+    )
 
 
 def _answers(results: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.batch_kills import BatchKills, differences
+from tests.chaos.batch_kills import POISON, BatchKills, differences
 
 
 def result(name: str, text: str | None, status: int = 200) -> dict[str, Any]:
@@ -30,3 +30,14 @@ def test_a_lost_a_repeated_and_a_changed_answer_are_noticed() -> None:
     assert len(differences(RESULTS, [*RESULTS, RESULTS[2]])) == 1
     assert len(differences(RESULTS, changed)) == 1
     assert len(differences(RESULTS, [*RESULTS[:2], result("c", "now")])) == 1
+
+
+def test_a_line_that_two_deaths_were_blamed_on_is_not_lost_but_may_come_once_only() -> None:
+    def failed(message: str) -> dict[str, Any]:
+        body = {"error": {"message": message}}
+        return {"custom_id": "a", "response": {"status_code": 500, "body": body}}
+
+    blamed = failed(f"2 {POISON}")
+    assert differences(RESULTS, [blamed, *RESULTS[1:]]) == []
+    assert len(differences(RESULTS, [blamed, *RESULTS])) == 1
+    assert len(differences(RESULTS, [failed("it is broken"), *RESULTS[1:]])) == 1

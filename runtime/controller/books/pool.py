@@ -9,6 +9,7 @@ from itertools import count, islice
 
 from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.config import AGING_SECONDS, BACKGROUND_PRIORITY
+from shoal.runtime.controller.books.held_bytes import HeldBytes
 from shoal.runtime.controller.books.request import Request
 
 _Key = tuple[float, float]
@@ -25,9 +26,13 @@ class TaskPool:
 
     Args:
         aging_seconds: the wait that makes up for one class; more than 0.
+
+    Attributes:
+        held: the bytes of the requests here, and of those that ``RequestBook`` has elsewhere.
     """
 
     def __init__(self, aging_seconds: float = AGING_SECONDS) -> None:
+        self.held = HeldBytes()
         self._aging_seconds = aging_seconds
         self._serial = count()
         self._order: list[_Key] = []
@@ -98,6 +103,7 @@ class TaskPool:
         return request
 
     def _count(self, request: Request, change: int) -> None:
+        self.held.count(request, change)
         self._tokens += change * request.seen.prompt_tokens
         if request.seen.priority >= BACKGROUND_PRIORITY:
             self.background += change

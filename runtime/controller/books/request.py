@@ -43,6 +43,11 @@ class Request(msgspec.Struct, frozen=True):
     """Whether its outcome was counted already: it had ended, but its last outputs were lost."""
 
     @property
+    def size(self) -> int:
+        """Bytes of its payload, its images' features included."""
+        return sum(map(len, self.frames))
+
+    @property
     def pooled_at(self) -> float:
         """When the request came into the task pool, or last came back."""
         return self.seen.arrival if self.moved_at is None else self.moved_at

@@ -10,6 +10,7 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.held_bytes import Finished
 from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.request import Request
@@ -24,10 +25,16 @@ class RequestBook:
         units: the book of units.
         pool: the task pool.
         prefixes: is told what units compute.
+
+    Attributes:
+        held: the bytes of all requests that have come and not left.
+        finished: requests that have left, but may have to begin again.
     """
 
     def __init__(self, units: UnitBook, pool: TaskPool, prefixes: PrefixBook) -> None:
         self.pool = pool
+        self.held = pool.held
+        self.finished = Finished()
         self._units = units
         self._prefixes = prefixes
         self._cores: dict[Unit, CoreBook] = {}
@@ -63,6 +70,7 @@ class RequestBook:
 
     def place(self, request: Request, unit: Unit) -> int:
         """Note that a request was sent to a unit; return how many tokens are cached there."""
+        self.held.count(request, 1)
         self.core(unit).put(request)
         self._where[request.id] = unit
         return self._prefixes.place(request.prompt, request.seen.prompt_tokens, unit)
@@ -71,6 +79,7 @@ class RequestBook:
         """Note that a request, which was on another unit, is being carried to this one."""
         generated = self.generated(request.id)
         self.remove(request.id)
+        self.held.count(request, 1)
         self.core(unit).put(request, carried=True, generated=generated)
         self._where[request.id] = unit
         self._prefixes.use(request.prompt, unit)
@@ -101,14 +110,19 @@ class RequestBook:
         if unit is None or led_by not in (None, unit.leader):
             return None
         del self._where[request_id]
-        return self._cores[unit].take(request_id)
+        return self._take(self._cores[unit], request_id)
+
+    def _take(self, core: CoreBook, request_id: str) -> Request:
+        request = core.take(request_id)
+        self.held.count(request, -1)
+        return request
 
     def remove_all(self, unit: Unit) -> list[Request]:
         """Forget the requests of a core, and return them."""
         core = self.core(unit)
         for request_id in core.requests:
             del self._where[request_id]
-        return [core.take(request_id) for request_id in list(core.requests)]
+        return [self._take(core, request_id) for request_id in list(core.requests)]
 
     def report(self, load: m.Load) -> list[Request]:
         """Note a core's report; return the requests that have ended there."""
@@ -150,21 +164,28 @@ class RequestBook:
 
     def interrupt(self, request: Request) -> None:
         """Note that the engine of a request died, so that the request is on no unit."""
+        self.held.count(request, 1)
         self._interrupted[request.id] = request
 
     def take_interrupted(self, request_id: str) -> Request | None:
         """Forget an interrupted request, and return it; None if none has this id."""
-        return self._interrupted.pop(request_id, None)
+        request = self._interrupted.pop(request_id, None)
+        if request is not None:
+            self.held.count(request, -1)
+        return request
 
     def take_all_interrupted(self) -> list[Request]:
         """Forget all interrupted requests, and return them."""
-        taken = list(self._interrupted.values())
-        self._interrupted.clear()
-        return taken
+        names = list(self._interrupted)
+        return [found for name in names if (found := self.take_interrupted(name)) is not None]
 
     def check_integrity(self) -> list[str]:
         """Return one line per broken invariant."""
         placed = {id_: core.unit for core in self._cores.values() for id_ in core.requests}
         if placed != self._where or placed.keys() & self._interrupted.keys():
             return ["controller: a request is in two units, or in none"]
+        on_units = (request for core in self._cores.values() for request in core.requests.values())
+        everywhere = (*self.pool.all(), *on_units, *self._interrupted.values())
+        if self.held.total != sum(request.size for request in everywhere):
+            return ["controller: the bytes of the requests are miscounted"]
         return []

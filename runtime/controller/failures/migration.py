@@ -13,7 +13,7 @@ all requests that it computed become suspects.
 """
 
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 import msgspec
@@ -32,7 +32,8 @@ from shoal.runtime.protocol.transport import front_identity
 log = logging.getLogger("shoal.controller")
 
 REMEMBERED_SECONDS = 10.0
-"""An engine that still lives this long after a request's end has sent the last outputs."""
+"""An engine that still lives this long after a request's end has sent the last outputs. That it
+does not live is noticed after its time limit."""
 
 
 class Migration:
@@ -54,8 +55,8 @@ class Migration:
         self._pool = books.requests.pool
         self._statistics = books.statistics
         self._admission = admission
-        self._finished: deque[tuple[float, int, Request]] = deque()
-        """Requests that ended lately: the time of each, the leader of its unit, and the request."""
+        self._finished = books.requests.finished
+        self._remembered = REMEMBERED_SECONDS + (env.config.engine_timeout_seconds or 0.0)
 
     # --- deaths -------------------------------------------------------------------------------
 
@@ -76,18 +77,11 @@ class Migration:
 
     def finished(self, request: Request, leader: int) -> None:
         """Remember a request that ended on a unit, because its last outputs may not be sent yet."""
-        now = self._clock()
-        while self._finished and self._finished[0][0] < now - REMEMBERED_SECONDS:
-            self._finished.popleft()
-        self._finished.append((now, leader, request))
+        self._finished.add(request, leader, self._clock())
 
-    def _take_finished(self, gone: Collection[int]) -> Iterator[Request]:
-        """Yield the requests that have just ended on dead engines, and forget them."""
-        kept = [entry for entry in self._finished if entry[1] not in gone]
-        for _, leader, request in self._finished:
-            if leader in gone:
-                yield msgspec.structs.replace(request, counted=True)
-        self._finished = deque(kept)
+    def forget_finished(self) -> None:
+        """Forget the requests whose last outputs were sent long ago."""
+        self._finished.forget_before(self._clock() - self._remembered)
 
     def interrupt(
         self, gone: Collection[int], blamed: Collection[str], damaged: Collection[str]
@@ -99,7 +93,7 @@ class Migration:
             blamed: the requests that may have killed them.
             damaged: requests of other engines that were carried away from these.
         """
-        taken = list(self._take_finished(gone))
+        taken = [_had_ended(request) for request in self._finished.take_of(gone)]
         for core in self._cores(gone):
             if core.unit.leader not in gone:
                 abort = m.AbortRequests(core.unit, list(core.requests))
@@ -163,10 +157,9 @@ class Migration:
 
     def _take_back(self, request_id: str, attempt: int) -> Request | None:
         """Take back a request that a front end asks to restart; None if that was done already."""
-        for entry in self._finished:
-            if entry[2].id == request_id:
-                self._finished.remove(entry)
-                return msgspec.structs.replace(entry[2], counted=True)
+        ended = self._finished.take(request_id)
+        if ended is not None:
+            return _had_ended(ended)
         group = self._requests.where(request_id)
         request = self._pool.get(request_id) if group is None else self._requests.find(request_id)
         if request is None or request.attempt >= attempt:
@@ -193,6 +186,11 @@ class Migration:
         """Take a front end's report that restarted requests have an output."""
         for request_id in request_ids:
             self._requests.absolve(request_id)
+
+
+def _had_ended(request: Request) -> Request:
+    """Return a request whose outcome was counted when it ended."""
+    return msgspec.structs.replace(request, counted=True)
 
 
 _TOKENS_LOST = "an engine died with the request's last tokens"

@@ -247,6 +247,14 @@ class Gauges:
         ):
             yield gauge(name, documentation, ("priority",), {(k,): v for k, v in values.items()})
 
+        held = self.books.requests.held.total, self.books.requests.finished.bytes
+        yield gauge(
+            "shoal_held_bytes",
+            "Bytes that the controller keeps of requests, images included.",
+            ("state",),
+            {("unfinished",): held[0], ("finished",): held[1]},
+        )
+
     # --- steps --------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[Family]:

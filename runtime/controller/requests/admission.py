@@ -1,7 +1,9 @@
 """Which requests may wait in the task pool: here they come in, and are refused or withdrawn.
 
-A limit holds only for waiting requests: one that a unit can start at once is never refused. So the
-newcomers of a turn are checked against the ``limits`` after the policy has dispatched all it can.
+The limits of requests and tokens hold only for waiting requests: one that a unit can start at once
+is never refused by them. So the newcomers of a turn are checked against the ``limits`` after the
+policy has dispatched all it can. The limits of bytes hold for all requests, which they meet as they
+come.
 When a limit is reached, the front ends are told so, and which priorities are still let in. They
 then refuse all other requests before they do any work on them.
 """
@@ -14,7 +16,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.demand import Drain
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.family import Families
+from shoal.runtime.controller.books.family import Families, Refusal
 from shoal.runtime.controller.books.prompt_hashes import NO_HASHES, prompt_hashes
 from shoal.runtime.controller.books.request import Request, pool_request
 from shoal.runtime.controller.requests.aborts import send_aborts
@@ -47,6 +49,7 @@ class Admission:
     """
 
     def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
+        self._config = env.config
         self._api_servers = env.config.api_servers
         self._hashes_prompts = env.config.caches_prefixes
         self._transport = env.transport
@@ -85,9 +88,34 @@ class Admission:
         if not self._capacity.holds(seen):
             self.fail([request], Outcome.TOO_LONG, 400, self._too_long(request))
             return None
+        too_large = self._limits.too_large(request)
+        if too_large is not None:
+            self.fail([request], Outcome.TOO_LONG, 413, too_large)
+            return None
         self._pool.add(request, deadline=request.terms.deadline)
+        if not self._has_bytes(request):
+            return None
         self._newcomers.append(request)
         return seen
+
+    def _has_bytes(self, request: Request) -> bool:
+        """Keep the limits of bytes, now that a request has come; return whether it may stay.
+
+        A request whose family was refused would find the room that this has left.
+        """
+        if self._config.max_held_bytes is not None:
+            left = self._config.max_held_bytes - self._requests.held.total
+            self._requests.finished.forget_until(left)
+        is_refused = request.family is not None and request.family.refused is not None
+        if self._limits.has_bytes(request) and not is_refused:
+            return True
+        self._refuse(self._limits.hold([request]))
+        return request.id in self._pool
+
+    def _refuse(self, refused: list[tuple[Request, Refusal]]) -> None:
+        retry_after = self._drain.retry_after(len(self._pool))
+        for request, why in refused:
+            self.fail([request], why.outcome, why.status, why.message, retry_after)
 
     def _too_long(self, request: Request) -> str:
         seen, limit = request.seen, self._capacity.longest_now
@@ -205,8 +233,7 @@ class Admission:
         waits = len(self._pool)
         self._drain.see(self._clock(), started=started, waits=waits > 0)
         retry_after = self._drain.retry_after(waits)
-        for request, why in refused:
-            self.fail([request], why.outcome, why.status, why.message, retry_after)
+        self._refuse(refused)
         limits = self._limits.told(retry_after)
         if limits != self._told:
             self._told = limits

@@ -1,5 +1,8 @@
 """How many requests may wait, which newcomers are refused, and which requests make room for others.
 
+Two limits are of bytes: those of all requests on the node, and those of one caller's. They count
+what runs, too, so they also hold for requests that a unit could start at once.
+
 When the pool is full, a newcomer pushes out the request that would be served last, if that request
 comes after the newcomer in the order of service. So of two requests of one priority the later one
 is refused, and a long wait makes a request more urgent here, too. A request that a unit has had is
@@ -7,7 +10,7 @@ never pushed out. Nor is one whose response may have begun, because it can no lo
 response.
 
 The engine requests of one HTTP request are let in, refused and pushed out together. Once a unit has
-had one of them, the others may wait beyond the limit.
+had one of them, the others may wait beyond the limits, but not beyond those of bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,11 +43,25 @@ class Limits:
     def __init__(self, env: Environment, books: Books, families: Families) -> None:
         self._config = env.config
         self._clock = env.clock
+        self._held = books.requests.held
         self._pool = books.requests.pool
         self._statistics = books.statistics
         self._families = families
         self._allowances: dict[str, int] = {}
         """For each caller with a limit: how many of its requests may wait."""
+
+    def too_large(self, request: Request) -> str | None:
+        """Return why a request would not be let in even if it were alone; None if it would be."""
+        allowed = (self._config.max_held_bytes, request.terms.max_held_bytes)
+        most = min((limit for limit in allowed if limit is not None), default=request.size)
+        if request.size <= most:
+            return None
+        return f"the request has {request.size} bytes, its images included: at most {most} may be"
+
+    def has_bytes(self, request: Request) -> bool:
+        """Return whether the limits of bytes are kept, now that a request has come."""
+        too_many = self._lacks_bytes(self._held.total), self._caller_lacks_bytes(request.terms)
+        return too_many == (None, None)
 
     def hold(self, newcomers: Sequence[Request]) -> list[tuple[Request, Refusal]]:
         """Let newcomers wait as far as the limits allow.
@@ -77,7 +94,7 @@ class Limits:
         Args:
             retry_after: seconds after which refused callers may try again.
         """
-        full = self._full(len(self._pool) + 1, self._pool.tokens + 1)
+        full = self._full(len(self._pool) + 1, self._pool.tokens + 1, self._held.total + 1)
         callers = {
             caller: _caller_full(allowed)
             for caller, allowed in self._allowances.items()
@@ -92,7 +109,7 @@ class Limits:
     def _kept(self) -> int:
         return int(KEPT_SHARE * len(self._pool))
 
-    def _full(self, requests: int, tokens: int) -> str | None:
+    def _full(self, requests: int, tokens: int, held: int) -> str | None:
         """Return an error that names the limit which these numbers exceed; None if none does."""
         limits = (
             ("requests", requests, self._config.max_waiting_requests),
@@ -101,7 +118,21 @@ class Limits:
         for what, amount, limit in limits:
             if limit is not None and amount > limit:
                 return f"the task pool is full: {limit} {what} may wait"
-        return None
+        return self._lacks_bytes(held)
+
+    def _lacks_bytes(self, held: int) -> str | None:
+        """Return an error if the requests on the node must not have so many bytes."""
+        limit = self._config.max_held_bytes
+        if limit is None or held <= limit:
+            return None
+        return f"the node is full: its requests may have {limit} bytes together"
+
+    def _caller_lacks_bytes(self, terms: wire.Terms, more: int = 0) -> str | None:
+        """Return an error if a caller's requests must not have so many bytes more."""
+        caller, limit = terms.caller, terms.max_held_bytes
+        if caller is None or limit is None or self._held.of(caller) + more <= limit:
+            return None
+        return f"the requests of this API key may have {limit} bytes together"
 
     # --- newcomers ----------------------------------------------------------------------------
 
@@ -128,8 +159,13 @@ class Limits:
             room: the requests that they would push out; None: there is no room for them.
         """
         terms, family = party[0].terms, party[0].family
+        requests, tokens, held = self._with(party)
+        lacking = self._caller_lacks_bytes(terms, held - self._held.total)
+        if lacking is not None:
+            return Refusal(Outcome.CALLER_FULL, 429, lacking)
         if family is not None and family.started:
-            return None
+            lacking = self._lacks_bytes(held)
+            return None if lacking is None else Refusal(Outcome.POOL_FULL, 503, lacking)
         if family is not None and family.refused is not None:
             return family.refused
         if terms.caller is not None and terms.max_waiting is not None:
@@ -137,21 +173,27 @@ class Limits:
             if waiting > terms.max_waiting:
                 return Refusal(Outcome.CALLER_FULL, 429, _caller_full(terms.max_waiting))
         if room is None:
-            return Refusal(Outcome.POOL_FULL, 503, self._full(*self._with(party)) or "")
+            full = self._full(requests, tokens, held)
+            return Refusal(Outcome.POOL_FULL, 503, full or "")
         return None
 
-    def _with(self, party: Party) -> tuple[int, int]:
-        """Return how many requests and prompt tokens wait once the newcomers wait, too."""
+    def _with(self, party: Party) -> tuple[int, int, int]:
+        """Return what there is once the newcomers wait, too.
+
+        Returns:
+            The requests that wait, their prompt tokens, and the bytes of all requests.
+        """
         tokens = sum(request.seen.prompt_tokens for request in party)
-        return len(self._pool) + len(party), self._pool.tokens + tokens
+        held = self._held.total + sum(request.size for request in party)
+        return len(self._pool) + len(party), self._pool.tokens + tokens, held
 
     # --- making room --------------------------------------------------------------------------
 
     def _room_for(self, party: Party) -> list[Request] | None:
         """Return the requests to push out for newcomers; None if these cannot make enough room."""
-        requests, tokens = self._with(party)
+        requests, tokens, held = self._with(party)
         pushed_out: dict[str, Request] = {}
-        if self._full(requests, tokens) is None:
+        if self._full(requests, tokens, held) is None:
             return []
         rank = self._pool.rank(party[0])
         spare = self._pool.behind(rank) - self._kept
@@ -164,7 +206,8 @@ class Limits:
             pushed_out |= {request.id: request for request in kin}
             requests -= len(kin)
             tokens -= sum(request.seen.prompt_tokens for request in kin)
-            if self._full(requests, tokens) is None:
+            held -= sum(request.size for request in kin)
+            if self._full(requests, tokens, held) is None:
                 return list(pushed_out.values())
         return None
 
@@ -185,7 +228,8 @@ class Limits:
     def _push_out(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Refusal]]:
         if not requests:
             return
-        full = self._full(len(self._pool) + 1, self._pool.tokens + 1) or "the task pool is full"
+        full = self._full(len(self._pool) + 1, self._pool.tokens + 1, self._held.total + 1)
+        full = full or "the task pool is full"
         refusal = Refusal(Outcome.POOL_FULL, 503, f"{full}, and more urgent ones have come")
         self._statistics.pushed_out.add(amount=len(requests))
         for request in self._take(requests):

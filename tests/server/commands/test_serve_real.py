@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -168,6 +169,20 @@ def test_output_follows_a_json_schema(client: openai.OpenAI, layout: str) -> Non
     )
     content = json.loads(answer.choices[0].message.content or "")
     assert set(content) == {"size"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": [5, 6]}, {"bad_words": ["a"]}])
+def test_a_grammar_of_which_no_token_is_left_is_a_400(
+    client: openai.OpenAI, layout: str, fields: dict[str, Any], stream: bool
+) -> None:
+    extra = {"structured_outputs": {"choice": ["a"]}, **fields}
+    with pytest.raises(openai.APIError, match="allows no token"):
+        list(
+            client.completions.create(
+                model=MODEL, prompt="x", max_tokens=4, stream=stream, extra_body=extra
+            )
+        )
 
 
 def test_a_named_tool_is_called(client: openai.OpenAI, layout: str) -> None:

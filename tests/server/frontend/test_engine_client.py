@@ -156,7 +156,11 @@ class Front:
 
     async def send(self, name: str = "r") -> Any:
         request = SimpleNamespace(
-            request_id=name, prompt_token_ids=[1, 2], cache_salt=None, trace_headers=None
+            request_id=name,
+            prompt_token_ids=[1, 2],
+            sampling_params=None,
+            cache_salt=None,
+            trace_headers=None,
         )
         self.processor.request_states[name] = SimpleNamespace(
             detokenizer=Detokenizer(), prompt_len=2, is_prefilling=True, queue=SimpleQueue()

@@ -1,3 +1,4 @@
+import asyncio
 from dataclasses import replace
 
 import httpx
@@ -9,6 +10,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from shoal.server.gate.bodies import DECODED_BODY
+from shoal.server.gate.body_room import BodyRoom
 from shoal.server.gate.bounds import DEFAULTS, BoundsError
 from shoal.server.gate.guard import BodyMiddleware, HeadMiddleware, SameOriginMiddleware
 from shoal.server.rejections import Rejection
@@ -71,6 +73,52 @@ async def test_a_body_is_bounded_and_checked(body: bytes, status: int, chunked: 
         assert response.json()["error"]["code"] == status
     if status == 400:
         assert response.json()["error"]["param"] == "field"
+
+
+class HeldApp:
+    """Answers when it is told to, as a request that runs."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.begun = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.begun += 1
+        await self.open.wait()
+        await APP(scope, receive, send)
+
+
+async def refuse(reason: str) -> PlainTextResponse:
+    return PlainTextResponse(reason, 503)
+
+
+async def test_bodies_together_are_bounded_until_their_responses_end() -> None:
+    app, room = HeldApp(), BodyRoom(100)
+    middleware = BodyMiddleware(app, 80, refuse_no, room=room, refuse=refuse)
+    async with client(middleware) as http:
+        first = asyncio.create_task(http.post("/x", content=b"x" * 60))
+        while not app.begun:
+            await asyncio.sleep(0)
+        refused = await http.post("/x", content=b"x" * 41)
+        assert (refused.status_code, app.begun) == (503, 1)
+        assert "100 bytes together" in refused.text
+        second = asyncio.create_task(http.post("/x", content=b"x" * 40))
+        while app.begun < 2:
+            await asyncio.sleep(0)
+        assert room.taken == 100
+        app.open.set()
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
+        assert (await http.post("/x", content=b"x" * 80)).status_code == 200
+    assert room.taken == 0
+
+
+@pytest.mark.parametrize("body", [b"no", b"x" * 51])
+async def test_a_body_that_is_refused_gives_its_room_back(body: bytes) -> None:
+    room = BodyRoom(100)
+    async with client(BodyMiddleware(APP, 50, refuse_no, room=room, refuse=refuse)) as http:
+        for _ in range(5):
+            assert (await http.post("/x", content=body)).status_code in (400, 413)
+    assert room.taken == 0
 
 
 async def test_no_more_of_a_body_is_read_than_is_allowed() -> None:

@@ -27,12 +27,18 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         [
-            {"key": "a", "name": "batch", "min_priority": 10, "max_waiting": 5},
+            {
+                "key": "a",
+                "name": "batch",
+                "min_priority": 10,
+                "max_waiting": 5,
+                "max_held_bytes": 9,
+            },
             {"sha256": digest_of("b").hex(), "name": "chat", "requests_per_minute": 3},
         ],
     )
     assert read_api_keys(path) == (
-        ApiKey(digest_of("a"), "batch", min_priority=10, max_waiting=5),
+        ApiKey(digest_of("a"), "batch", min_priority=10, max_waiting=5, max_held_bytes=9),
         ApiKey(digest_of("b"), "chat", requests_per_minute=3),
     )
 

@@ -332,10 +332,10 @@ async def test_a_key_caps_how_urgent_its_requests_are(asked: str | None, effecti
 
 
 async def test_deadline_and_key_go_with_the_request() -> None:
-    echo = Echo(key("k", "batch", max_waiting=3))
+    echo = Echo(key("k", "batch", max_waiting=3, max_held_bytes=4))
     headers = {"Authorization": "Bearer k", "x-shoal-deadline-ms": "1500"}
     assert (await echo.post(headers=headers)).status_code == 200
-    assert echo.terms == Terms(deadline=51.5, caller="batch", max_waiting=3)
+    assert echo.terms == Terms(deadline=51.5, caller="batch", max_waiting=3, max_held_bytes=4)
 
 
 @pytest.mark.parametrize("value", ["", "0", "00", "-1", "+1", "1.5", "soon", "9" * 20])

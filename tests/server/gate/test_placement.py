@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol.messages import Ended, Outcome, Placed
-from shoal.runtime.protocol.wire import Terms
+from shoal.runtime.protocol.wire import FinishReason, Terms
 from shoal.server.errors import error_body, messages_error_body, retold_event
 from shoal.server.gate.held_responses import PlacementMiddleware
 from shoal.server.gate.placement import Placements
@@ -102,6 +102,41 @@ async def test_output_waits_for_a_note_that_is_on_its_way() -> None:
         await send(body(b"text", more=False))
 
     assert headers(await respond(app, placements))["x-shoal-unit"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"allowed_token_ids": [5]}, 400),
+        ({"bad_words": ["a"]}, 400),
+        ({}, 500),  # whatever it was, the request is not to blame
+        ({"allowed_token_ids": [5], "structured_outputs": None}, 500),
+    ],
+)
+async def test_a_grammar_without_a_token_that_is_left_is_its_caller_s_mistake(
+    fields: dict[str, Any], status: int
+) -> None:
+    placements = Placements()
+    defaults = {"structured_outputs": "a grammar", "allowed_token_ids": None, "bad_words": None}
+    sampling = SimpleNamespace(**{**defaults, **fields})
+    request = SimpleNamespace(
+        request_id="r1", prompt_token_ids=[1], sampling_params=sampling, cache_salt=None
+    )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        placements.count_in(request)
+        placements.take(Placed("r1", alone(0)))
+        failed = SimpleNamespace(
+            request_id="r1", new_token_ids=[], finish_reason=FinishReason.ERROR
+        )
+        placements.outputs(alone(0), [failed])
+        await send({**head(), "status": 500})
+        await send(body(b"what vLLM says", more=False))
+
+    sent = await respond(app, placements)
+    assert sent[0]["status"] == status
+    if status == 400:
+        assert "allows no token" in json.loads(sent[1]["body"])["error"]["message"]
 
 
 @pytest.mark.parametrize("note_first", [True, False])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.runtime.config import (
+    MAX_HELD_BYTES,
     MAX_WAITING_REQUESTS,
     MAX_WAITING_TOKENS,
     PRECOPY_TOKENS,
@@ -291,9 +292,12 @@ def test_the_pool_is_bounded_out_of_the_box() -> None:
     assert (args.max_waiting_requests, args.max_waiting_tokens) == (1, 2)
     assert parsed().max_waiting_requests == MAX_WAITING_REQUESTS
     assert parsed().max_waiting_tokens == MAX_WAITING_TOKENS
+    assert parsed().max_held_bytes == MAX_HELD_BYTES
 
 
-@pytest.mark.parametrize("option", ["--max-waiting-requests", "--max-waiting-tokens"])
+@pytest.mark.parametrize(
+    "option", ["--max-waiting-requests", "--max-waiting-tokens", "--max-held-bytes"]
+)
 @pytest.mark.parametrize("value", ["0", "-1"])
 def test_a_limit_of_the_pool_is_at_least_one(option: str, value: str) -> None:
     with pytest.raises(UserError, match=f"{option} {value}"):
