@@ -5,9 +5,11 @@ from typing import Any
 
 from shoal.server.errors import UserError
 
-NGRAM = "ngram"
-"""vLLM's name of the one method that is served: it proposes what followed the request's last tokens
-where they stood before, in its prompt or output. It has no weights and no KV of its own."""
+NGRAM, NGRAM_ON_DEVICE = "ngram", "ngram_gpu"
+"""vLLM's names of the methods that are served. Both propose what followed the request's last tokens
+where they stood before, in its prompt or output, and have no weights and no KV of their own. With
+the second one, vLLM schedules steps ahead."""
+METHODS = (NGRAM, NGRAM_ON_DEVICE)
 
 
 def check_speculation_options(args: Namespace) -> None:
@@ -19,9 +21,10 @@ def check_speculation_options(args: Namespace) -> None:
     if args.speculative_config is None:
         return
     method = args.speculative_config.get("method")
-    if method != NGRAM:
+    if method not in METHODS:
         named = "without a method" if method is None else f"method {method}"
-        raise UserError(f'--speculative-config: {named}: not supported; "method": "{NGRAM}" is')
+        served = " and ".join(f'"{name}"' for name in METHODS)
+        raise UserError(f'--speculative-config: {named}: not supported; "method": {served} are')
 
 
 def check_speculation(config: Any) -> None:
@@ -31,21 +34,23 @@ def check_speculation(config: Any) -> None:
         config: vLLM's ``VllmConfig``.
 
     Raises:
-        UserError: the model is such a one, or brings another method with it, or vLLM's model runner
-            is the second one; the message says why.
+        UserError: the model is such a one, or brings another method with it, or the method needs
+            vLLM's other model runner; the message says why.
     """
     speculation, model = config.speculative_config, config.model_config
     if speculation is None:
         return
-    if speculation.method != NGRAM:  # some checkpoints bring it with them
+    if speculation.method not in METHODS:  # some checkpoints bring it with them
         raise UserError(
             f"{model.model}: speculative decoding by {speculation.method} is not supported"
         )
     most = config.cache_config.block_size - 1
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
     problems = {
-        "it needs vLLM's V1 model runner, and here vLLM uses V2; with VLLM_USE_V2_MODEL_RUNNER=0 "
-        "in the environment it uses V1": config.use_v2_model_runner,
+        f'method {NGRAM_ON_DEVICE} needs vLLM\'s V2 model runner, and here vLLM uses V1; "method": '
+        f'"{NGRAM}" is served with both': (
+            speculation.method == NGRAM_ON_DEVICE and not config.use_v2_model_runner
+        ),
         f"num_speculative_tokens is at most {most} here, as a block of KV has {most + 1} tokens": (
             speculation.num_speculative_tokens > most
         ),

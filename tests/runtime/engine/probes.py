@@ -163,7 +163,7 @@ class ProbedRunner(PacedRunner):
 
     def _answer_step(self, seq: int, output: Any) -> None:
         made = output.output if isinstance(output, instructions.Drafted) else output
-        if not isinstance(made, AsyncModelRunnerOutput):
+        if not isinstance(made, AsyncModelRunnerOutput) and not callable(made):
             for request_id, tokens in zip(made.req_ids, made.sampled_token_ids, strict=True):
                 self.sampled.setdefault(request_id, []).extend(tokens)
         super()._answer_step(seq, output)
@@ -542,6 +542,30 @@ def accept_all_drafts(runner: ProbedRunner, accept: bool) -> None:
         return output
 
     sampler.forward = forward
+
+
+def propose_to_others(runner: ProbedRunner, wrong: bool) -> None:
+    """Give each request of a step of the V2 model runner the next one's drafts."""
+    speculator = runner._worker.model_runner.speculator
+    speculator.__dict__.pop("propose", None)
+    if wrong:
+        propose = speculator.propose
+        speculator.propose = lambda *args, **options: propose(*args, **options).roll(1, 0)
+
+
+def judge_drafts_of_others(runner: ProbedRunner, wrong: bool) -> None:
+    """Let the V2 model runner hold each request's output against the next one's drafts."""
+    sampler = runner._worker.model_runner.rejection_sampler
+    sampler.__dict__.pop("_verify", None)
+    if not wrong:
+        return
+    verify = sampler._verify
+
+    def verify_others(*args: Any) -> Any:
+        *others, drafts = args
+        return verify(*others, drafts.roll(drafts.shape[0] // max(1, len(args[6]))))
+
+    sampler._verify = verify_others
 
 
 _staged = StagingServer._copied

@@ -35,15 +35,19 @@ def config(**changes: Any) -> Any:
     )
 
 
-def test_n_grams_are_served() -> None:
-    check_speculation(config())
-    check_speculation(config(num_speculative_tokens=15))
+@pytest.mark.parametrize(("method", "v2"), [("ngram", False), ("ngram", True), ("ngram_gpu", True)])
+def test_n_grams_are_served(method: str, v2: bool) -> None:
+    check_speculation(config(method=method, v2=v2))
+    check_speculation(config(method=method, v2=v2, num_speculative_tokens=15))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"v2": True}, "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"),
+        (
+            {"method": "ngram_gpu"},
+            'method ngram_gpu needs vLLM\'s V2 model runner, and here vLLM uses V1; "method": ',
+        ),
         ({"num_speculative_tokens": 16}, "num_speculative_tokens is at most 15 here"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, "per_batch_size is not supported"),
         ({"use_mla": True}, "not supported for m: it has latent attention"),
@@ -86,8 +90,10 @@ def options(**given: Any) -> Any:
 @pytest.mark.parametrize("found", [{"num_speculative_tokens": 1}, {"method": "draft_model"}])
 def test_a_method_must_be_named_and_known(found: dict[str, Any]) -> None:
     check_speculation_options(options())
+    check_speculation_options(options(speculative_config=NGRAMS | {"method": "ngram_gpu"}))
     check_speculation_options(options(speculative_config=None))
-    with pytest.raises(UserError, match=r'^--speculative-config: .*; "method": "ngram" is$'):
+    served = r'^--speculative-config: .*; "method": "ngram" and "ngram_gpu" are$'
+    with pytest.raises(UserError, match=served):
         check_speculation_options(options(speculative_config=found))
 
 
