@@ -165,6 +165,8 @@ SEAMS = (
     Seam(_DISPATCHER, "CudagraphDispatcher.dispatch", "capture_sizes"),
     Seam(_V1_RUNNER, "GPUModelRunner._bookkeeping_sync", "seeded_sampling"),
     Seam(_V1_RUNNER, "GPUModelRunner.take_draft_token_ids", "layout_worker"),
+    Seam(_V1_RUNNER, "GPUModelRunner.get_draft_model", "layout_worker"),
+    Seam("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.get_draft_model", "layout_worker"),
     Seam("vllm.v1.worker.gpu.spec_decode.utils", "DraftTokensHandler.get_draft_tokens", "drafts"),
     Seam("vllm.utils.cpu_triton_utils", "_expand_kernel_impl", "cpu_speculation"),
     Seam(_V1_RUNNER, "GPUModelRunner.capture_model", "capture_sizes"),

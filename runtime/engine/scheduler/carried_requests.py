@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from msgspec import structs
@@ -241,9 +242,11 @@ class CarriedRequests:
     def most_tokens(self, request: Request) -> int:
         """Return the tokens of a request after a step that goes on with it, drafts included.
 
-        vLLM gives such a step as many drafts as any has, though nothing is proposed yet.
+        vLLM gives such a step as many drafts as any has, though nothing is proposed yet. A draft
+        model has KV of the tokens that it proposes then, too.
         """
-        return int(request.num_tokens + self._scheduler.num_spec_tokens)
+        scheduler = self._scheduler
+        return int(request.num_tokens + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens)
 
     def _filled_blocks(
         self, groups: Sequence[list[int]], unneeded: Sequence[int], begin: int
@@ -310,7 +313,7 @@ class CarriedRequests:
         holds_kv = scheduler._holds_kv_blocks(request)
         queue = scheduler.kv_holding_waiting if holds_kv else scheduler.waiting
         if isinstance(queue, deque):
-            bisect.insort(queue, request, key=_arrival_time)
+            bisect.insort(queue, request, key=attrgetter("arrival_time"))
         else:
             queue.add_request(request)
 
@@ -444,7 +447,3 @@ class CarriedRequests:
     def block_tokens(self) -> int:
         """Tokens of a block, in every group of KV blocks (``check_kv_groups``)."""
         return int(self.managers[0].block_size)
-
-
-def _arrival_time(request: Request) -> float:
-    return float(request.arrival_time)

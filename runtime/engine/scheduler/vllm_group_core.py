@@ -71,7 +71,8 @@ class VllmGroupCore(VllmCore):
     def _num_holding(self) -> int:
         """New blocks that requests may cross into before the next chance to grow."""
         requests = len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
-        tokens = self._depth * (1 + self._scheduler.num_spec_tokens)
+        ahead = self._scheduler.num_lookahead_tokens
+        tokens = self._depth * (1 + self._scheduler.num_spec_tokens) + ahead
         of_each = blocks_for(tokens, self._block_tokens)
         return requests * len(self.group_limits) * of_each
 
