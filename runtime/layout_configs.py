@@ -45,7 +45,8 @@ OF_THE_SIZE: Mapping[str, str] = {
     "compilation_config": "vLLM fuses collectives, which DP has none of, and sizes its graphs",
     "kernel_config": "vLLM chooses kernels by the shapes of a member's shard",
     "speculative_config.target_parallel_config": "says the size again",
-    "speculative_config.draft_parallel_config": "is the same for n-grams",
+    "speculative_config.draft_parallel_config": "says the size again, or is the same for n-grams",
+    "speculative_config.draft_tensor_parallel_size": "says the size again",
 }
 """Fields of ``VllmConfig`` (with all their parts) that may differ between a group and DP."""
 

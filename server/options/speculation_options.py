@@ -5,23 +5,41 @@ from typing import Any
 
 from shoal.server.errors import UserError
 
-NGRAM = "ngram"
-"""vLLM's name of the one method that is served: it proposes what followed the request's last tokens
-where they stood before, in its prompt or output. It has no weights and no KV of its own."""
+NGRAM, NGRAM_ON_DEVICE = "ngram", "ngram_gpu"
+"""vLLM's names of two methods that propose what followed the request's last tokens where they stood
+before, in its prompt or output. They have no weights and no KV of their own. With the second one,
+vLLM schedules steps ahead."""
+EAGLE, EAGLE_3 = "eagle", "eagle3"
+"""vLLM's names of two methods with a draft model, which reads hidden states of the model."""
+METHODS = (NGRAM, NGRAM_ON_DEVICE, EAGLE, EAGLE_3)
+DRAFT_ARCHITECTURES = frozenset({"EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM"})
+"""VLLM's classes of draft models that tests have run in all layouts."""
+DRAFT_MODEL_OPTIONS = frozenset(
+    {"method", "model", "revision", "code_revision", "num_speculative_tokens"}
+)
+"""What a user may say of a draft model. The layouts decide how members share it."""
 
 
 def check_speculation_options(args: Namespace) -> None:
-    """Refuse other methods than n-grams, before vLLM looks for the model that they need.
+    """Refuse methods and options that are not served, before vLLM looks for a draft model.
 
     Raises:
-        UserError: the method is another one, or not named.
+        UserError: the method, or an option of it, is such a one, or no method is named.
     """
-    if args.speculative_config is None:
+    asked = args.speculative_config
+    if asked is None:
         return
-    method = args.speculative_config.get("method")
-    if method != NGRAM:
+    method = asked.get("method")
+    if method not in METHODS:
         named = "without a method" if method is None else f"method {method}"
-        raise UserError(f'--speculative-config: {named}: not supported; "method": "{NGRAM}" is')
+        served = ", ".join(f'"{name}"' for name in METHODS)
+        raise UserError(f'--speculative-config: {named}: not supported; "method": {served} are')
+    if method in (NGRAM, NGRAM_ON_DEVICE):
+        return
+    if not asked.get("model"):
+        raise UserError(f'--speculative-config: method {method} needs "model", its draft model')
+    if others := sorted(asked.keys() - DRAFT_MODEL_OPTIONS):
+        raise UserError(f"--speculative-config: {others[0]}: not supported with method {method}")
 
 
 def check_speculation(config: Any) -> None:
@@ -31,21 +49,20 @@ def check_speculation(config: Any) -> None:
         config: vLLM's ``VllmConfig``.
 
     Raises:
-        UserError: the model is such a one, or brings another method with it, or vLLM's model runner
-            is the second one; the message says why.
+        UserError: the model is such a one, or brings another method with it, or the method needs
+            vLLM's other model runner, or another draft model; the message says why.
     """
     speculation, model = config.speculative_config, config.model_config
     if speculation is None:
         return
-    if speculation.method != NGRAM:  # some checkpoints bring it with them
-        raise UserError(
-            f"{model.model}: speculative decoding by {speculation.method} is not supported"
-        )
+    method = speculation.method
+    if method not in METHODS:  # some checkpoints bring it with them
+        raise UserError(f"{model.model}: speculative decoding by {method} is not supported")
     most = config.cache_config.block_size - 1
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
     problems = {
-        "it needs vLLM's V1 model runner, and here vLLM uses V2; with VLLM_USE_V2_MODEL_RUNNER=0 "
-        "in the environment it uses V1": config.use_v2_model_runner,
+        f'method {method} needs vLLM\'s V2 model runner, and here vLLM uses V1; "method": '
+        f'"{NGRAM}" is served with both': method != NGRAM and not config.use_v2_model_runner,
         f"num_speculative_tokens is at most {most} here, as a block of KV has {most + 1} tokens": (
             speculation.num_speculative_tokens > most
         ),
@@ -57,9 +74,33 @@ def check_speculation(config: Any) -> None:
             len(kinds) > 1
         ),
     }
+    if method in (EAGLE, EAGLE_3):
+        problems |= _problems_of_draft(speculation.draft_model_config, model, method)
     for problem, holds in problems.items():
         if holds:
             raise UserError(f"--speculative-config: {problem}")
+
+
+def _problems_of_draft(draft: Any, model: Any, method: str) -> dict[str, bool]:
+    """Return what can be wrong with a draft model, and whether it is."""
+    kv = [(of.get_total_num_kv_heads(), of.get_head_size()) for of in (draft, model)]
+    sizes = [f"{heads} KV heads of {size} elements" for heads, size in kv]
+    kind = next(iter(draft.architectures), "no known kind")
+    return {
+        f"{draft.model} is a draft model of kind {kind}: not supported": (
+            kind not in DRAFT_ARCHITECTURES
+        ),
+        f"{draft.model} is quantised ({draft.quantization}): not supported": (
+            draft.quantization is not None
+        ),
+        f"method {method} is not supported for {model.model}, which is quantised "
+        f"({model.quantization})": model.quantization is not None,
+        f"method {method} is not supported for {model.model}, which has routed experts": (
+            model.is_moe
+        ),
+        f"{draft.model} has {sizes[0]} and {model.model} {sizes[1]}: they must be the same, "
+        "because both have their KV in the same blocks": kv[0] != kv[1],
+    }
 
 
 def check_speculation_and_layouts(args: Namespace) -> None:

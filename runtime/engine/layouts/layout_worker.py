@@ -6,6 +6,7 @@ layouts view both.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
 from shoal.runtime.engine.layouts.token_table import take_arrays
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import arrange_weights
+from shoal.runtime.engine.weights.view_loader import arrange_weights, owned_bytes
 from shoal.runtime.protocol.messages import Mode
 
 Execution = AbstractContextManager[None]
@@ -90,6 +91,17 @@ class LayoutWorker:
         """vLLM's model runner of this layout."""
         return self._worker.worker.model_runner
 
+    @property
+    def draft_model(self) -> nn.Module | None:
+        """What proposes tokens in the layout, if that is a model of its own."""
+        draft: nn.Module | None = self.model_runner.get_draft_model()
+        return draft
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of weights that this layout beyond DP has for itself."""
+        return owned_bytes(self.model, self.draft_model)
+
     def active(self) -> AbstractContextManager[None]:
         """Be in this layout: its groups and workspace are vLLM's current ones."""
         return self.communicators.active()
@@ -131,7 +143,8 @@ class LayoutWorker:
 
     def close(self) -> None:
         """Let go of what torch would keep for ever: a compiled model, and its graphs with it."""
-        for module in self.model.modules() if self._is_loaded else ():
+        models = (self.model, self.draft_model) if self._is_loaded else ()
+        for module in chain.from_iterable(m.modules() for m in models if m is not None):
             if isinstance(module, TorchCompileWithNoGuardsWrapper):
                 module.cleanup()
 

@@ -37,6 +37,7 @@ SEAMS = (
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", "block_holders"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids", "vllm_core"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids_in_output", "vllm_core"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler._holds_kv_blocks", "carried_requests"),
     Seam(
         "vllm.v1.core.sched.scheduler", "Scheduler._is_blocked_waiting_status", "carried_requests"
@@ -164,6 +165,9 @@ SEAMS = (
     Seam(_DISPATCHER, "CudagraphDispatcher.dispatch", "capture_sizes"),
     Seam(_V1_RUNNER, "GPUModelRunner._bookkeeping_sync", "seeded_sampling"),
     Seam(_V1_RUNNER, "GPUModelRunner.take_draft_token_ids", "layout_worker"),
+    Seam(_V1_RUNNER, "GPUModelRunner.get_draft_model", "layout_worker"),
+    Seam("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.get_draft_model", "layout_worker"),
+    Seam("vllm.v1.worker.gpu.spec_decode.utils", "DraftTokensHandler.get_draft_tokens", "drafts"),
     Seam("vllm.utils.cpu_triton_utils", "_expand_kernel_impl", "cpu_speculation"),
     Seam(_V1_RUNNER, "GPUModelRunner.capture_model", "capture_sizes"),
     Seam(_V1_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "capture_sizes"),

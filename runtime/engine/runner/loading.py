@@ -39,7 +39,7 @@ from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import WeightSlots
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import owned_bytes, register_view_loader
+from shoal.runtime.engine.weights.view_loader import register_view_loader
 
 log = logging.getLogger("shoal.engine")
 
@@ -131,11 +131,11 @@ class LayoutLoader:
         (``memory_profiling``, ``total_consumed``).
         """
         beside = [worker for layout, worker in self.workers.items() if layout != DP]
-        owned = {worker.layout.name: owned_bytes(worker.model) for worker in beside}
+        owned = {worker.layout.name: worker.owned_bytes for worker in beside}
         if any(owned.values()):
             log.info(
-                "engine %d keeps weights of its own for layouts beyond DP, as vLLM repacks them: "
-                "%s; there is so much less memory for KV",
+                "engine %d keeps weights of its own for layouts beyond DP, which are no views of "
+                "DP's: %s; there is so much less memory for KV",
                 self._engine,
                 ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in owned.items()),
             )

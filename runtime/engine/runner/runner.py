@@ -32,6 +32,7 @@ from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
 from shoal.runtime.engine.link.step_queues import StepQueues
+from shoal.runtime.engine.runner.drafts import with_drafts
 from shoal.runtime.engine.runner.loading import LayoutLoader
 from shoal.runtime.engine.runner.memory_moves import MemoryMoves
 from shoal.runtime.engine.runner.taking_up import TakingUp
@@ -233,8 +234,7 @@ class Runner:
         if output is None:
             return
         if self._worker.speculates:
-            # Steps are not scheduled ahead then, so the output does not wait for the device.
-            output = instructions.Drafted(output, self._worker.take_drafts())
+            output = with_drafts(output, self._worker)
         self._answer_step(seq, output)
 
     def _answer_step(self, seq: int, output: Any) -> None:

@@ -137,13 +137,15 @@ class CarriedBlocks:
     def most_tokens(self, request: Request, length: int = 0) -> int:
         """Return the tokens of a request after a step that goes on with it, drafts included.
 
-        vLLM gives such a step as many drafts as any has, though nothing is proposed yet.
+        vLLM gives such a step as many drafts as any has, though nothing is proposed yet. A draft
+        model has KV of the tokens that it proposes then, too.
 
         Args:
             request: the request.
             length: how many tokens it has, if that is more than are known here.
         """
-        return int(max(length, request.num_tokens) + self._scheduler.num_spec_tokens)
+        scheduler, known = self._scheduler, max(length, request.num_tokens)
+        return int(known + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens)
 
     def to_fill(self, request: Request, place: Place) -> tuple[int, list[int]]:
         """Return the first token that is to be read, and the blocks of all KV groups for these.

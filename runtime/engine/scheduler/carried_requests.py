@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 from msgspec import structs
@@ -277,7 +278,7 @@ class CarriedRequests:
         holds_kv = scheduler._holds_kv_blocks(request)
         queue = scheduler.kv_holding_waiting if holds_kv else scheduler.waiting
         if isinstance(queue, deque):
-            bisect.insort(queue, request, key=_arrival_time)
+            bisect.insort(queue, request, key=attrgetter("arrival_time"))
         else:
             queue.add_request(request)
 
@@ -411,7 +412,3 @@ def _runs(request: Request | None) -> TypeGuard[Request]:
     if request is None or not request.num_computed_tokens:
         return False
     return request.status is RequestStatus.RUNNING
-
-
-def _arrival_time(request: Request) -> float:
-    return float(request.arrival_time)

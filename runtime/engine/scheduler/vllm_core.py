@@ -289,9 +289,18 @@ class VllmCore:
         drafted = isinstance(result, instructions.Drafted)
         made = result.output if drafted else result
         outputs: dict[int, Any] = self._scheduler.update_from_output(scheduled, made)
-        if drafted:
+        if drafted and not self._schedules_ahead:
             self._scheduler.update_draft_token_ids(result.drafts)
+        elif drafted and self._deferred is not None:
+            # Its grammars are to judge these drafts; the runners have them already.
+            next_step = self._deferred.scheduled
+            self._scheduler.update_draft_token_ids_in_output(result.drafts, next_step)
         return outputs
+
+    @property
+    def _schedules_ahead(self) -> bool:
+        """Whether steps are scheduled before the outcome of the last one is known."""
+        return bool(self.engine_core.vllm_config.scheduler_config.async_scheduling)
 
     def dispatch(self) -> bool:
         """See ``interface.Core.dispatch``."""
@@ -309,6 +318,8 @@ class VllmCore:
 
     def _can_go_ahead(self) -> bool:
         steps, running = self._in_flight, len(self._scheduler.running)
+        if self._scheduler.num_spec_tokens:
+            return False  # vLLM never counts the drafts of three steps at once
         if running < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
             return False
         if not self._oldest_has_ended() or steps[0].future.exception() is not None:

@@ -69,12 +69,12 @@ class VllmGroupCore(VllmCore):
 
     @property
     def _num_holding(self) -> int:
-        """New blocks that requests may cross into before the next chance to grow.
-
-        A step's drafts are fewer than a block's tokens (``check_speculation``).
-        """
+        """New blocks that requests may cross into before the next chance to grow."""
         requests = len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
-        return requests * len(self.group_limits)
+        ahead = self._scheduler.num_lookahead_tokens
+        tokens = self._depth * (1 + self._scheduler.num_spec_tokens) + ahead
+        of_each = blocks_for(tokens, self._block_tokens)
+        return requests * len(self.group_limits) * of_each
 
     @property
     def _block_tokens(self) -> int:

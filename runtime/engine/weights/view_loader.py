@@ -4,7 +4,7 @@ Flying Serving, 4.1 (model weights manager). The DP model is loaded by vLLM. The
 layout is of vLLM's own model class, and its parameters are views for this member's rank. The rule
 for each kind of layer (``rules``) says which views. How a layer applies its weights is vLLM's
 ``quant_method`` seam (``shared_weights``), so no vLLM class is changed. Layers that vLLM repacks as
-it loads them can be no views: the layout loads its own shard of these.
+it loads them can be no views: the layout loads its own shard of these, and of a draft model.
 """
 
 from collections.abc import Callable
@@ -117,11 +117,20 @@ def load_owned(loader: BaseModelLoader, model: nn.Module, config: ModelConfig) -
         loader.load_weights(layer, config)
 
 
-def owned_bytes(model: nn.Module) -> int:
-    """Return the bytes of the layers that a layout has for itself, as they are computed with."""
-    owned = (layer for layer in model.modules() if owns_weights(layer))
+def owned_bytes(model: nn.Module, draft: nn.Module | None = None) -> int:
+    """Return the bytes of the layers that a layout has for itself, as they are computed with.
+
+    Args:
+        model: the layout's.
+        draft: its draft model, some of whose layers may be the model's.
+    """
+    owned = {part for layer in model.modules() if owns_weights(layer) for part in layer.modules()}
+    if draft is not None:
+        owned |= set(draft.modules()) - set(model.modules())
     return sum(
-        tensor.nbytes for layer in owned for tensor in (*layer.parameters(), *layer.buffers())
+        tensor.nbytes
+        for layer in owned
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
     )
 
 
@@ -169,6 +178,9 @@ def register_view_loader(
         ) -> nn.Module:
             from vllm.distributed.parallel_state import get_tp_group
 
+            if model_config is not vllm_config.model_config:
+                # A draft model is small: each layout has a shard of its own.
+                return loader().load_model(vllm_config, model_config, prefix)
             group = get_tp_group()
             device = torch.device(vllm_config.device_config.device_type)
             with set_default_torch_dtype(model_config.dtype), device:

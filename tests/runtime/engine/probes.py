@@ -44,7 +44,6 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import owned_bytes as loaded_bytes
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine.owned_bytes import owned_bytes as bytes_owned
 from tests.runtime.engine.pace import Pace
@@ -130,6 +129,8 @@ class ProbedRunner(PacedRunner):
         self.late: list[Callable[[], object]] = []
         """Reads that begin after the next step: see ``read_a_block_late``."""
         self.skips_reseed = False
+        self.proposed: dict[str, dict[int, list[int]]] = {}
+        """See ``keep_proposals``."""
         context: zmq.Context[Any] = zmq.Context()
         self._probes: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._probes.connect(address(node))
@@ -163,7 +164,7 @@ class ProbedRunner(PacedRunner):
 
     def _answer_step(self, seq: int, output: Any) -> None:
         made = output.output if isinstance(output, instructions.Drafted) else output
-        if not isinstance(made, AsyncModelRunnerOutput):
+        if not isinstance(made, AsyncModelRunnerOutput) and not callable(made):
             for request_id, tokens in zip(made.req_ids, made.sampled_token_ids, strict=True):
                 self.sampled.setdefault(request_id, []).extend(tokens)
         super()._answer_step(seq, output)
@@ -510,9 +511,9 @@ def _bytes_of_slots(model: Any) -> int:
     )
 
 
-def repacked_bytes(runner: ProbedRunner) -> dict[str, int]:
+def loaded_bytes(runner: ProbedRunner) -> dict[str, int]:
     """Return the bytes of the layers that each layout loaded for itself, DP among them."""
-    return {of.name: loaded_bytes(worker.model) for of, worker in runner._workers.items()}
+    return {of.name: worker.owned_bytes for of, worker in runner._workers.items()}
 
 
 def damage_repacked(runner: ProbedRunner, layout: Layout) -> None:
@@ -542,6 +543,63 @@ def accept_all_drafts(runner: ProbedRunner, accept: bool) -> None:
         return output
 
     sampler.forward = forward
+
+
+def keep_proposals(runner: ProbedRunner) -> None:
+    """Let the V2 model runner of each layout keep what it proposes from now on."""
+    runner.proposed = {}
+    for worker in runner._workers.values():
+        _keep_proposals(runner.proposed, worker.model_runner)
+
+
+def _keep_proposals(kept: dict[str, dict[int, list[int]]], model_runner: Any) -> None:
+    propose, lengths = model_runner.speculator.propose, model_runner.req_states.total_len.gpu
+
+    def keeping(batch: Any, *args: Any, **options: Any) -> Any:
+        drafts = propose(batch, *args, **options)
+        tokens = lengths[batch.idx_mapping].tolist()
+        for request_id, known, found in zip(batch.req_ids, tokens, drafts.tolist(), strict=True):
+            kept.setdefault(request_id, {})[known] = found
+        return drafts
+
+    model_runner.speculator.propose = keeping
+
+
+def proposed(runner: ProbedRunner) -> dict[str, dict[int, list[int]]]:
+    """Return what was proposed for each request, by how many tokens it had then."""
+    return runner.proposed
+
+
+def spoil_draft_kv(runner: ProbedRunner) -> None:
+    """Put other values into the KV of the draft model, in all blocks of the engine."""
+    model_runner = runner._workers[DP].model_runner
+    layers = model_runner.compilation_config.static_forward_context
+    for name in model_runner.speculator.draft_attn_layer_names:
+        layers[name].kv_cache.neg_()
+
+
+def propose_to_others(runner: ProbedRunner, wrong: bool) -> None:
+    """Give each request of a step of the V2 model runner the next one's drafts."""
+    speculator = runner._worker.model_runner.speculator
+    speculator.__dict__.pop("propose", None)
+    if wrong:
+        propose = speculator.propose
+        speculator.propose = lambda *args, **options: propose(*args, **options).roll(1, 0)
+
+
+def judge_drafts_of_others(runner: ProbedRunner, wrong: bool) -> None:
+    """Let the V2 model runner hold each request's output against the next one's drafts."""
+    sampler = runner._worker.model_runner.rejection_sampler
+    sampler.__dict__.pop("_verify", None)
+    if not wrong:
+        return
+    verify = sampler._verify
+
+    def verify_others(*args: Any) -> Any:
+        *others, drafts = args
+        return verify(*others, drafts.roll(drafts.shape[0] // max(1, len(args[6]))))
+
+    sampler._verify = verify_others
 
 
 _staged = StagingServer._copied

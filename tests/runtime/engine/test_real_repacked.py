@@ -75,9 +75,9 @@ def test_tokens_are_those_of_stocks_layout(
 
 def test_a_group_owns_a_share_of_the_repacked_weights_alone(node: RealNode) -> None:
     """Each member has half of the layers that DP repacks, and views all others."""
-    for owned in node.probe_all(probes.repacked_bytes):
+    for owned in node.probe_all(probes.loaded_bytes):
         assert owned["tp2"] * 2 == owned["dp"] > 0
-    repacked = [of["tp2"] for of in node.probe_all(probes.repacked_bytes)]
+    repacked = [of["tp2"] for of in node.probe_all(probes.loaded_bytes)]
     assert [of["tp2"] for of in node.probe_all(probes.owned_bytes)] == repacked
 
 
@@ -137,7 +137,7 @@ def test_other_forms_generate_the_tokens_of_stocks_layout(
     alone_tokens, pair_tokens = stock_alone(model), stock_pair(model)
     assert len({tuple(output) for output in alone_tokens}) == len(PROMPTS)
     with RealNode(model, 2, dtype=DTYPE) as node:
-        for owned in node.probe_all(probes.repacked_bytes):
+        for owned in node.probe_all(probes.loaded_bytes):
             assert 0 < owned["tp2"] < owned["dp"]
         assert node.generate_spread(singles(2), PROMPTS, TOKENS) == alone_tokens
         with node.bound(PAIR):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +14,37 @@ from shoal.server.options.speculation_options import (
     check_speculation_and_layouts,
     check_speculation_options,
 )
+from tests.draft_checkpoint import write_draft
+from tests.runtime.engine.prompts import MODELS, make_model
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def draft(**changes: Any) -> Any:
+    """Return the configuration of a draft model, with other values of its parts."""
+    values: dict[str, Any] = {
+        "model": "d",
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "quantization": None,
+        "get_total_num_kv_heads": lambda: 8,
+        "get_head_size": lambda: 128,
+    } | changes
+    return SimpleNamespace(**values)
 
 
 def config(**changes: Any) -> Any:
     """Return the configuration of a node that speculates, with other values of its parts."""
     values: dict[str, Any] = {
         "method": "ngram",
+        "draft_model_config": draft(),
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": None,
         "model": "m",
         "use_mla": False,
+        "is_moe": False,
+        "quantization": None,
+        "get_total_num_kv_heads": lambda: 8,
+        "get_head_size": lambda: 128,
         "hf_text_config": SimpleNamespace(layer_types=["full_attention"] * 3),
         "block_size": 16,
     } | changes
@@ -35,15 +56,19 @@ def config(**changes: Any) -> Any:
     )
 
 
-def test_n_grams_are_served() -> None:
-    check_speculation(config())
-    check_speculation(config(num_speculative_tokens=15))
+@pytest.mark.parametrize(("method", "v2"), [("ngram", False), ("ngram", True), ("ngram_gpu", True)])
+def test_n_grams_are_served(method: str, v2: bool) -> None:
+    check_speculation(config(method=method, v2=v2))
+    check_speculation(config(method=method, v2=v2, num_speculative_tokens=15))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"v2": True}, "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"),
+        (
+            {"method": "ngram_gpu"},
+            'method ngram_gpu needs vLLM\'s V2 model runner, and here vLLM uses V1; "method": ',
+        ),
         ({"num_speculative_tokens": 16}, "num_speculative_tokens is at most 15 here"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 2)]}, "per_batch_size is not supported"),
         ({"use_mla": True}, "not supported for m: it has latent attention"),
@@ -64,8 +89,54 @@ def test_other_speculation_is_refused(changes: dict[str, Any], said: str) -> Non
 
 
 def test_what_a_checkpoint_brings_with_it_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^m: speculative decoding by eagle3 is not supported$"):
-        check_speculation(config(method="eagle3"))
+    with pytest.raises(UserError, match=r"^m: speculative decoding by mtp is not supported$"):
+        check_speculation(config(method="mtp"))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"v2": False}, "needs vLLM's V2 model runner, and here vLLM uses V1"),
+        (
+            {"draft_model_config": draft(architectures=["EagleMistralLarge3ForCausalLM"])},
+            "d is a draft model of kind EagleMistralLarge3ForCausalLM: not supported",
+        ),
+        ({"draft_model_config": draft(quantization="fp8")}, "d is quantised (fp8): not supported"),
+        ({"quantization": "fp8"}, "not supported for m, which is quantised (fp8)"),
+        ({"is_moe": True}, "not supported for m, which has routed experts"),
+        (
+            {"draft_model_config": draft(get_head_size=lambda: 64)},
+            "d has 8 KV heads of 64 elements and m 8 KV heads of 128 elements: they must",
+        ),
+    ],
+)
+def test_draft_models_are_served_as_far_as_they_were_tried(
+    method: str, changes: dict[str, Any], said: str
+) -> None:
+    check_speculation(config(method=method, v2=True))
+    with pytest.raises(UserError) as caught:
+        check_speculation(config(**{"method": method, "v2": True} | changes))
+    assert str(caught.value).startswith("--speculative-config: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": None}, 'method eagle3 needs "model", its draft model'),
+        ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size: not supported with"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method: not supported with"),
+    ],
+)
+def test_options_of_draft_models_that_layouts_decide_are_refused(
+    given: dict[str, Any], said: str
+) -> None:
+    asked = {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}
+    check_speculation_options(options(speculative_config=asked))
+    with pytest.raises(UserError) as caught:
+        check_speculation_options(options(speculative_config=asked | given))
+    assert said in str(caught.value)
 
 
 def test_a_node_is_checked_as_it_is_configured() -> None:
@@ -78,6 +149,31 @@ def test_a_node_is_checked_as_it_is_configured() -> None:
         vllm_options.make_vllm_config(args)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_node_with_a_draft_model_is_checked_as_it_is_configured(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # as where there are GPUs
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    model, spec = make_model("llama", tmp_path), MODELS["llama"]
+    for name, heads in (("draft", spec.kv_heads), ("other", spec.kv_heads // 2)):
+        write_draft(model, tmp_path / name, replace(spec, kv_heads=heads), method)
+    asked = {"method": method, "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+
+    def made(**changes: str) -> Any:
+        args = AsyncEngineArgs(
+            model=str(model), block_size=16, speculative_config={**asked, **changes}
+        )
+        return vllm_options.make_vllm_config(args)
+
+    assert made().num_lookahead_tokens == 3
+    with pytest.raises(UserError, match=r"has 2 KV heads of 32 elements and .* 4 KV heads of 32"):
+        made(model=str(tmp_path / "other"))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UserError, match="needs vLLM's V2 model runner, and here vLLM uses V1"):
+        made()
+
+
 def options(**given: Any) -> Any:
     defaults = {"max_sp": 1, "max_pp": 1, "share_weights": 1, "enable_lora": False}
     return SimpleNamespace(**{"speculative_config": NGRAMS, **defaults, **given})
@@ -86,8 +182,10 @@ def options(**given: Any) -> Any:
 @pytest.mark.parametrize("found", [{"num_speculative_tokens": 1}, {"method": "draft_model"}])
 def test_a_method_must_be_named_and_known(found: dict[str, Any]) -> None:
     check_speculation_options(options())
+    check_speculation_options(options(speculative_config=NGRAMS | {"method": "ngram_gpu"}))
     check_speculation_options(options(speculative_config=None))
-    with pytest.raises(UserError, match=r'^--speculative-config: .*; "method": "ngram" is$'):
+    served = r'^--speculative-config: .*; "method": "ngram", "ngram_gpu", "eagle", "eagle3" are$'
+    with pytest.raises(UserError, match=served):
         check_speculation_options(options(speculative_config=found))
 
 

@@ -60,7 +60,7 @@ def test_the_defaults_are_not_refused(parser: ArgumentParser) -> None:
         (["--enable-expert-parallel"], "--enable-expert-parallel"),
         (["--quantization", "awq"], "--quantization"),
         (["--speculative-config", '{"num_speculative_tokens": 1}'], "without a method: not"),
-        (["--speculative-config", '{"method": "eagle3", "model": "m"}'], "method eagle3: not"),
+        (["--speculative-config", '{"method": "medusa", "model": "m"}'], "method medusa: not"),
         (["--spec-method", "ngram"], "--spec-method: use --speculative-config"),
         (["--kv-transfer-config", '{"kv_role": "kv_both"}'], "--kv-transfer-config"),
         (["--runner", "pooling"], "--runner pooling"),

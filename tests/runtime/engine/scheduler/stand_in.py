@@ -45,7 +45,7 @@ class StandIn:
             model_config=SimpleNamespace(max_model_len=100),
         )
         self.batch_queue_size = 2
-        self.num_spec_tokens = 0
+        self.num_spec_tokens = self.num_lookahead_tokens = 0
         self.requests: dict[str, Any] = {}
         self.running: list[Any] = []
         self.waiting: list[Any] = []

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.runtime.config import LayoutConfigs
+from shoal.runtime.engine.scheduler import vllm_core
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import configs_of
 from tests.runtime.engine.scheduler.toy_engines import (
@@ -32,10 +33,14 @@ def expected(configs: LayoutConfigs) -> list[list[int]]:
     return [undisturbed(make, prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture
-def engines(speculating: LayoutConfigs, expected: list[list[int]]) -> ToyEngines:
+@pytest.fixture(params=["v1-sync", "v2-sync", "v2"])
+def engines(
+    speculating: LayoutConfigs, expected: list[list[int]], request: pytest.FixtureRequest
+) -> ToyEngines:
+    """With V1 model runners, vLLM schedules steps that check n-grams one at a time."""
     foreseen = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
-    return ToyEngines(speculating, asynchronous=False, foreseen=foreseen)
+    kind = {"asynchronous": request.param == "v2", "v2": request.param != "v1-sync"}
+    return ToyEngines(speculating, foreseen=foreseen, **kind)
 
 
 def submit_all(engines: ToyEngines) -> list[str]:
@@ -62,15 +67,15 @@ def test_requests_go_on_without_their_drafts(
 ) -> None:
     own, group = engines.own, engines.group
     requests = submit_all(engines)
-    engines.step(own[0], 6)
+    engines.step(own[0], 6 // own[0]._depth)
     assert any(own[0]._scheduler.requests[request].spec_token_ids for request in requests)
     engines.bind(60)
     exported, _ = engines.carry(own[0], group, requests)
     assert all(carried.computed for carried in exported)
-    engines.step(group, 3)
+    engines.step(group, 2)
     engines.carry(group, own[1], requests)
     engines.release()
-    engines.step(own[1], 2)
+    engines.step(own[1])
     assert not any(
         tokens == full
         for tokens, full in zip(map(engines.tokens.get, requests), expected, strict=True)
@@ -115,3 +120,36 @@ def test_adopted_requests_have_room_for_the_drafts_of_their_first_step(
     engines.step(group)
     engines.finish(group)
     assert engines.audit() == []
+
+
+def test_no_third_step_is_scheduled(
+    engines: ToyEngines, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's scheduler has the drafts of two steps at most to take back."""
+    monkeypatch.setattr(vllm_core, "AHEAD_REQUESTS", 1)
+    own, requests = engines.own[0], submit_all(engines)
+    engines.step(own, 6)
+    while own.dispatch():
+        pass
+    assert own.in_flight == own._depth
+    assert own.load.running > 0
+    assert not own.dispatch_ahead()
+    engines.step(own)
+    engines.finish(own)
+    assert [engines.tokens[request] for request in requests] == expected
+
+
+def test_a_lease_has_room_for_all_drafts_in_flight(
+    engines: ToyEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = engines.group
+    requests = submit_all(engines)
+    engines.step(engines.own[0], 6)
+    engines.bind(60)
+    engines.carry(engines.own[0], group, requests)
+    for drafts in (DRAFTS, 2 * DRAFTS):
+        monkeypatch.setattr(group._scheduler, "num_spec_tokens", drafts)
+        tokens = group._depth * (1 + drafts)
+        of_each = -(-tokens // block_tokens(GROUP))
+        assert group._num_holding == len(requests) * of_each
+    assert of_each == group._depth

@@ -117,7 +117,7 @@ def goes_ahead(
 ) -> bool:
     core = SimpleNamespace(
         _in_flight=deque(steps),
-        _scheduler=SimpleNamespace(running=[object()] * running),
+        _scheduler=SimpleNamespace(running=[object()] * running, num_spec_tokens=0),
         _depth=depth,
         block_pool=SimpleNamespace(get_num_free_blocks=lambda: free),
         _carried=SimpleNamespace(has_ended=lambda copy: copy < UNENDED_COPY),

@@ -107,6 +107,10 @@ class Known:
     blocks: list[list[int]]
     """For each KV group."""
     images: Sequence[MultiModalFeatureSpec] = ()
+    computed: int = 0
+    """Tokens whose KV is there. Only V2 model runners know that by themselves."""
+    drafts: list[int] = field(default_factory=list)
+    """What V2 model runners have proposed."""
 
     @property
     def tokens(self) -> list[int]:
@@ -118,7 +122,7 @@ class Runners:
 
     def __init__(self, unit: Unit, memories: dict[int, Memory]) -> None:
         self.unit = unit
-        self.v2 = False
+        self.v2 = self.asynchronous = False
         self.windows: Windows = ALL_TOKENS
         self.drafts = 0
         """Tokens that are proposed for each request; 0: the unit does not speculate."""
@@ -231,16 +235,31 @@ class Runners:
         for request_id, count in scheduled.num_scheduled_tokens.items():
             known = self._known[request_id]
             drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
-            found = self._compute(known, computed[request_id], count - len(drafts))
+            begin = computed[request_id]
+            if self.v2:
+                # With steps in flight, the scheduler counts drafts that may be wrong.
+                begin, drafts = known.computed, (known.drafts + drafts)[: len(drafts)]
+            found = self._compute(known, begin, count - len(drafts))
             sampled[request_id] = found + self._judge(known, drafts)
+            known.computed = begin + count - len(drafts) + max(0, len(sampled[request_id]) - 1)
         order = list(sampled)
         indices = {request_id: index for index, request_id in enumerate(order)}
         output = ModelRunnerOutput(order, indices, [sampled[r] for r in order])
         if self.drafts and sampled:
-            proposed = [self._propose(self._known[r]) if sampled[r] else [] for r in order]
-            output = instructions.Drafted(output, DraftTokenIds(order, proposed))
+            output = self._drafted(output, sampled)
         future.set_result(output)
         return seq, future
+
+    def _drafted(self, output: ModelRunnerOutput, sampled: dict[str, list[int]]) -> Any:
+        proposed = {r: self._propose(self._known[r]) if sampled[r] else [] for r in sampled}
+        if not self.v2:
+            return instructions.Drafted(output, DraftTokenIds([*proposed], [*proposed.values()]))
+        for request_id, drafts in proposed.items():
+            self._known[request_id].drafts = (drafts + [VOCABULARY] * self.drafts)[: self.drafts]
+        if self.asynchronous:
+            return output
+        placeholders = [[-1] * self.drafts for _ in sampled]
+        return instructions.Drafted(output, DraftTokenIds([*sampled], placeholders))
 
     def _judge(self, known: Known, drafts: list[int]) -> list[int]:
         """Compute drafts; return the tokens that follow those which are right."""
@@ -282,6 +301,7 @@ class Runners:
                 outputs = new.prefill_token_ids[len(new.prompt_token_ids) :]
             blocks = [list(group) for group in new.block_ids]
             known = Known(list(new.prompt_token_ids), list(outputs), blocks, new.mm_features)
+            known.computed = new.num_computed_tokens
             self._known[new.req_id] = known
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -456,6 +476,7 @@ class ToyEngines:
         self.runners[unit] = Runners(unit, self.memories)
         self.runners[unit].windows = windows
         self.runners[unit].drafts = config.num_speculative_tokens
+        self.runners[unit].asynchronous = config.scheduler_config.async_scheduling
         self.runners[unit].foreseen = self._foreseen
         made = type("Made", (ToyEngineCore,), {"runners": self.runners[unit], "windows": windows})
         kind = VllmGroupCore if unit.is_group else VllmOwnCore

@@ -354,6 +354,13 @@ def test_a_checkpoint_is_read_again_only_for_layers_that_are_repacked(marked: in
     assert view_loader.owned_bytes(model) == marked * (4 * 3 * 4 + 2 * 4)
 
 
+def test_a_draft_model_counts_without_the_layers_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(8, 2))
+    draft = nn.ModuleDict({"fc": nn.Linear(4, 2, bias=False), "embeddings": model[1]})
+    assert view_loader.owned_bytes(model) == 0
+    assert view_loader.owned_bytes(model, draft) == 4 * 8
+
+
 def test_a_repacked_layer_stays_as_the_rank_loaded_it() -> None:
     full_model, own = nn.ModuleDict({"a": Repacked()}), nn.ModuleDict({"a": Repacked()})
     loaded = own["a"].qweight

@@ -1,0 +1,81 @@
+"""Speculative decoding by EAGLE's draft models on the V2 model runner.
+
+The tokens are those without it, in DP, in TP2, after a pause and through carries. So that the KV of
+a draft model is compared, too, proposals are: they follow from a request's tokens, wherever it is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1200)
+
+CASES = [("eagle3", "1")]
+if os.environ.get("SHOAL_FAMILIES") == "all":
+    CASES += [("eagle", "1"), ("eagle", "0")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(case))
+def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
+    directory, main = str(tmp_path_factory.mktemp("v2")), "tests.runtime.engine.v2_draft_model_main"
+    program = subprocess.run(
+        [sys.executable, "-m", main, directory, *request.param],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 0, program.stderr[-4000:]
+    found: dict[str, Any] = json.loads(program.stdout.splitlines()[-1])
+    return found | {"ahead": request.param[1] == "1"}
+
+
+def differing(result: dict[str, Any], phase: str) -> list[bool]:
+    """Return of each length at which a request proposed in DP, too, whether it did otherwise."""
+    pairs = zip(result["proposed"]["dp"], result["proposed"][phase], strict=True)
+    return [
+        proposed[known] != there[known]
+        for there, proposed in pairs
+        for known in there.keys() & proposed.keys()
+    ]
+
+
+def test_every_layout_generates_the_tokens_without_speculation(result: dict[str, Any]) -> None:
+    assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
+    expected = result["expected"]
+    assert len({tuple(output) for output in expected}) == len(expected)
+    for phase in ("dp", "dp from the prefix cache", "tp2", "paused", "carried"):
+        assert result["tokens"][phase] == expected, phase
+        assert result["drafts"][phase]["accepted"] > 0, phase
+        assert result["drafts"][phase]["rejected"] > 0, phase
+    assert result["drafts"]["tp2"] == result["drafts"]["dp"]
+    assert result["tokens"]["sampled and carried"] == result["expected sampled"]
+    assert (min(result["deferred samples"]) > 0) is result["ahead"]
+    assert min(result["carried"]) > 0
+    assert result["computed again"] == [{}] * 3
+    assert result["problems"] == []
+
+
+def test_requests_take_the_kv_of_the_draft_model_along(result: dict[str, Any]) -> None:
+    for phase in ("dp from the prefix cache", "tp2", "carried"):
+        found = differing(result, phase)
+        assert len(found) > 50, phase
+        assert not any(found), phase
+    assert any(differing(result, "with other KV")), "wrong KV of a draft model would not be noticed"
+    assert result["tokens"]["with other KV"] == result["expected"]
+
+
+def test_members_of_a_group_propose_and_judge_alike(result: dict[str, Any]) -> None:
+    assert result["propose alike"]
+    assert result["sample alike"]
+
+
+def test_what_groups_load_of_the_draft_model_is_counted(result: dict[str, Any]) -> None:
+    assert result["owned"] == [{"dp": 0, "tp2": 0}] * 2, "the model's own weights are shared"
+    for loaded in result["loaded"]:
+        # Heads and MLP are divided, and what makes one hidden state of several is not.
+        assert loaded["dp"] / 2 < loaded["tp2"] < loaded["dp"]
