@@ -65,13 +65,15 @@ setup: $(VENV)/installed
 
 # Everything is pinned and hashed in the lock, which leaves nothing to resolve: --no-deps. PyTorch comes
 # second, and finds its own dependencies in place unless its build brings more of them. What vLLM
-# declares and the lock leaves out on purpose (requirements/excludes.txt) is no conflict.
+# declares and the lock leaves out on purpose (requirements/excludes.txt) is no conflict. pip would compile
+# all modules on one core. Some cannot be compiled, such as templates, and are no modules.
 $(VENV)/locked: requirements/cpu.lock requirements/make_venv.py
 	@echo "Setting up $(VENV) (once; this downloads vLLM and PyTorch)"
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python: apt-get install python3"; exit 1; }
 	@$(PYTHON) requirements/make_venv.py $(VENV)
-	@$(PIP) install --no-deps --require-hashes -r requirements/cpu.lock
-	@$(PIP) install --no-warn-conflicts $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(PIP) install --no-compile --no-deps --require-hashes -r requirements/cpu.lock
+	@$(PIP) install --no-compile --no-warn-conflicts $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 $(VENV)/installed: $(VENV)/locked pyproject.toml

@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -71,6 +72,10 @@ def configure_logging(
         handler.setFormatter(logging.Formatter(f"{start}%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger(OURS).setLevel(logging.INFO)
+    # vLLM sets its own level only when it has a configuration, and warns as it is imported.
+    asked = os.environ.get("VLLM_LOGGING_LEVEL", "").upper()
+    if level := logging.getLevelNamesMapping().get(asked):
+        logging.getLogger("vllm").setLevel(level)
 
 
 def _take_over() -> None:

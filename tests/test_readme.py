@@ -19,7 +19,7 @@ PAGES = sorted(
 ORDER = (
     *("# Shoal", "![Layouts, requests and throughput over time"),
     *("    make serve", "pip install '.[cuda]'", "    docker run --gpus all"),
-    *("it downloads ", "![The live page", "## Beside stock vLLM"),
+    *("| download |", "![The live page", "## Beside stock vLLM"),
     *("## When not to use it", "## Others", "make chaos"),
 )
 """What comes after what: the name, the picture, three commands, what they cost, the rest."""

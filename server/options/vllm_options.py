@@ -31,6 +31,12 @@ from shoal.server.options.unsupported_models import (
     check_quantisation,
 )
 
+_NO_DEVICE = (
+    "no GPU found: the installed vLLM is a build for GPUs, and its driver names none here. "
+    "nvidia-smi must list one; a container needs --gpus all. On CPUs, make serve in a checkout of "
+    "Shoal sets up the build for CPUs"
+)
+
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
     """vLLM's parser, with one-line errors."""
@@ -40,7 +46,13 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return vLLM's parser of ``vllm serve``, without Shoal's own options."""
+    """Return vLLM's parser of ``vllm serve``, without Shoal's own options.
+
+    Raises:
+        UserError: vLLM finds no device that it was built for, which the defaults depend on.
+    """
+    if not current_platform.device_type:
+        raise UserError(_NO_DEVICE)
     parser: argparse.ArgumentParser = make_arg_parser(
         _Parser(
             prog="shoal serve",

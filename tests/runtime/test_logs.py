@@ -14,12 +14,13 @@ from shoal.runtime.protocol.messages.views import SwitchView
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     """Where the log goes; the loggers are as before afterwards."""
-    root, ours = logging.getLogger(), logging.getLogger("shoal")
-    before = root.handlers[:], root.level, ours.level
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    levels = {of: of.level for of in (root, *map(logging.getLogger, ("shoal", "vllm")))}
     yield io.StringIO()
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
+    root.handlers[:] = handlers
+    for logger, level in levels.items():
+        logger.setLevel(level)
     logging.captureWarnings(False)
 
 
@@ -45,6 +46,16 @@ def test_others_are_heard_when_something_is_wrong(
     assert stream.getvalue() == ""
     logging.getLogger("somebody").warning("smoke")
     assert "smoke" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("level", "heard"), [("ERROR", False), ("warning", True), ("wrong", True)])
+def test_vllm_has_its_level_before_it_has_a_configuration(
+    level: str, heard: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+    configure_logging("engine 1 runner", LogFormat.TEXT, stream)
+    logging.getLogger("vllm.triton_utils").warning("smoke")
+    assert ("smoke" in stream.getvalue()) == heard
 
 
 def test_a_record_is_one_object(stream: io.StringIO) -> None:

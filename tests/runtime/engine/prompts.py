@@ -12,10 +12,11 @@ VOCABULARY = 2048
 
 MODELS = {
     "llama": CheckpointSpec(layers=2),
-    "llama-1-kv-head": CheckpointSpec(layers=2, kv_heads=1, seed=1),
     "llama-2-kv-heads": CheckpointSpec(layers=4, kv_heads=2, seed=2),
     "qwen2": CheckpointSpec(Architecture.QWEN2, layers=4),
-    "qwen3-tied": CheckpointSpec(Architecture.QWEN3, layers=2, tied_embeddings=True),
+    "qwen3-1-kv-head": CheckpointSpec(
+        Architecture.QWEN3, layers=2, kv_heads=1, tied_embeddings=True, seed=1
+    ),
 }
 
 # 130 is even: two members share every expert, but four have two experts each.

@@ -73,18 +73,17 @@ def test_tokens_are_stocks_in_every_layout(
     assert node.audit() == []
 
 
-@pytest.mark.parametrize("script", [Script.SP, Script.RANDOM])
 def test_tokens_are_stocks_however_steps_run(
-    node: RealNode, expected: Expected, widest: Unit, script: Script
+    node: RealNode, expected: Expected, widest: Unit
 ) -> None:
     """In a step by sequence a member has few of the tokens, and all the experts of its base."""
     node.switch()
     node.probe_all(probes.take_modes)
-    node.script(script)
+    node.script(Script.RANDOM)
     with node.bound(widest):
         assert node.generate(widest, ALL, TOKENS) == expected
     node.script(Script.TP)
-    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+    assert all(min(ran[mode] for mode in Mode) > 0 for ran in node.probe_all(probes.take_modes))
 
 
 def test_carried_requests_go_on_with_the_right_tokens(node: RealNode, widest: Unit) -> None:

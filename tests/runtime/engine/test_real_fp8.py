@@ -17,8 +17,9 @@ from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import make_model, random_prompts
+from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
@@ -76,7 +77,8 @@ def quantised(model: Path, directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("fp8")
-    return quantised(make_model("llama-1-kv-head", directory), directory / "model")
+    write_checkpoint(directory / "whole", CheckpointSpec(layers=2, kv_heads=1, seed=1))
+    return quantised(directory / "whole", directory / "model")
 
 
 @pytest.fixture(scope="module")

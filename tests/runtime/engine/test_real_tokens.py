@@ -31,16 +31,17 @@ ENGINES = 4
 WIDEST = Layout(tp=ENGINES)
 MAX_SP = {
     "llama": 2,
-    "llama-1-kv-head": 4,
     "llama-2-kv-heads": 4,
     "qwen2": 2,
-    "qwen3-tied": 4,
+    "qwen3-1-kv-head": 4,
 }
 """Largest SP degree of a model's node: of four engines it is (SP 4) or (SP 2, TP 2)."""
 BASES = ("llama", "llama-2-kv-heads")
 """One model for each of the two: with KV heads that are held once and several times, and with
 weights that are whole and shared."""
 THOROUGH = MODELS if os.environ.get("SHOAL_REAL_MODELS") == "all" else BASES
+WIDELY_PADDED = MODELS if THOROUGH is MODELS else BASES[:1]
+STEP_TOKENS = NODE_ARGS["max_num_batched_tokens"]
 SHARE = {"qwen2": 2, "llama-2-kv-heads": 4}
 """Of the models whose engines keep a part of the MLPs each, how many engines share them. With these
 numbers of layers, the last one's slot is the first one's, or the other."""
@@ -86,15 +87,6 @@ def test_tokens_are_stocks(node: RealNode, expected: Expected, layout: str) -> N
     assert_stock(node, expected, LAYOUTS[layout])
 
 
-def test_tokens_are_stocks_when_a_layout_comes_again(
-    node: RealNode, model: Path, expected: Expected
-) -> None:
-    if model.name != "llama":
-        pytest.skip("what is kept from one layout to the next does not depend on the model")
-    for layout in ("dp", "tp4"):
-        assert_stock(node, expected, LAYOUTS[layout])
-
-
 def assert_stock(node: RealNode, expected: Expected, partition: Partition) -> None:
     node.switch(*partition)
     assert node.partition == partition
@@ -121,38 +113,34 @@ def generate_in(node: RealNode, group: Unit, script: Script) -> Expected:
     """Return what a group generates that was just bound; the longest prompt comes a second time.
 
     So batches have any size up to that of a step, one among them, and begin in the prefix cache.
+    Every member runs each step in the mode that the leader chose by the script.
     """
     node.switch()
+    node.probe_all(probes.take_modes)
     node.script(script)
     with node.bound(group):
         outputs = node.generate(group, MIXED, TOKENS) + node.generate(group, PROMPTS[-1:], TOKENS)
     node.script(Script.TP)
+    ran = [node.probe(engine, probes.take_modes) for engine in group.engines]
+    assert all(modes == ran[0] for modes in ran), "one of the members ran another mode"
+    assert ran[0][Mode.SP] > 0
+    assert (ran[0][Mode.TP] > 0) == (script is not Script.SP)
     return outputs
 
 
 @pytest.mark.parametrize(
     ("group", "script"),
-    [
-        # What the order of modes may break does not depend on the degree: once is enough.
-        *(pytest.param(PAIR, script, id=f"pair-{script}") for script in (Script.SP, Script.RANDOM)),
-        *(
-            pytest.param(QUARTET, script, id=f"quartet-{script}")
-            for script in Script
-            if script is not Script.TP
-        ),
-    ],
+    # Each mode follows each other one in a random order. What that may break does not depend on
+    # the degree, so the pair need not run all its steps by sequence as well.
+    [(PAIR, Script.RANDOM), (QUARTET, Script.SP), (QUARTET, Script.RANDOM)],
+    ids=["pair-random", "quartet-sp", "quartet-random"],
 )
 def test_tokens_are_stocks_however_steps_run(
     node: RealNode, model: Path, expected_of_mixed: Expected, group: Unit, script: Script
 ) -> None:
     if model.name not in THOROUGH and (group, script) != (QUARTET, Script.RANDOM):
         pytest.skip(ONE_OF_A_BASE)
-    node.probe_all(probes.take_modes)
     assert generate_in(node, group, script) == expected_of_mixed
-    ran = [node.probe(engine, probes.take_modes) for engine in group.engines]
-    assert all(modes == ran[0] for modes in ran), "one of the members ran another mode"
-    assert ran[0][Mode.SP] > 0
-    assert (ran[0][Mode.TP] > 0) == (script is not Script.SP)
     assert node.audit() == []
 
 
@@ -163,6 +151,8 @@ def test_tokens_are_stocks_where_shares_are_padded_as_for_graphs(
     """CPUs capture none; all but the replay is done, of shares of up to the largest size."""
     if model.name not in THOROUGH:
         pytest.skip(ONE_OF_A_BASE)
+    if max(sizes) > STEP_TOKENS and model.name not in WIDELY_PADDED:
+        pytest.skip("how far a share is padded does not depend on the base of SP")
     node.probe_all(probes.pretend_captures, *sizes)
     assert generate_in(node, QUARTET, Script.SP) == expected_of_mixed
     assert node.probe_all(probes.forget_captures) == [1] * ENGINES, "only the base's are"

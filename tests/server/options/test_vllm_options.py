@@ -6,6 +6,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.platforms.interface import UnspecifiedPlatform
 
 from shoal.server.errors import UserError
 from shoal.server.frontend import vllm_app
@@ -38,6 +39,14 @@ def test_a_model_in_a_directory_does_not_say_where_it_is(model: str, root: str |
     served = BaseModelPath(name="a name", model_path=model)
     vllm_app._hide_directory(SimpleNamespace(base_model_paths=[served]), model)
     assert served == BaseModelPath(name="a name", model_path=root or model)
+
+
+def test_a_build_for_gpus_without_one_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_options, "current_platform", UnspecifiedPlatform())
+    with pytest.raises(UserError, match=r"^no GPU found: .*nvidia-smi.*--gpus all[^\n]*$"):
+        vllm_options.make_parser()
 
 
 def test_every_refused_option_is_one_of_vllms(parser: ArgumentParser) -> None:

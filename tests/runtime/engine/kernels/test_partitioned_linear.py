@@ -219,38 +219,43 @@ def test_a_layer_in_16_bits_is_warmed_up_without_scales(monkeypatch: pytest.Monk
 # --- the kernels ---
 
 
-def interpreted(cases: str) -> list[dict[str, Any]]:
-    """Run all cases in one program: Triton must be imported with its interpreter."""
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Results]:
+    """Run all kinds of cases in one program: Triton must be imported with its interpreter."""
     program = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engine.kernels.partitioned_linear_main", cases],
+        [sys.executable, "-m", "tests.runtime.engine.kernels.partitioned_linear_main"],
         capture_output=True,
         text=True,
         check=False,
     )
     assert program.returncode == 0, program.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads(program.stdout)
-    assert len({result["case"] for result in results}) == len(results)
-    return results
+    kinds: dict[str, Results] = json.loads(program.stdout)
+    for results in kinds.values():
+        assert len({result["case"] for result in results}) == len(results)
+    return kinds
 
 
-def test_the_kernels_compute_it() -> None:
-    results = interpreted("wide")
+def test_the_kernels_compute_it(interpreted: dict[str, Results]) -> None:
+    results = interpreted["wide"]
     assert len(results) == 90
     for result in results:
         assert result["error"] < 1e-4, result
         assert result["counters"] == 0, result
 
 
-def test_of_keys_and_values_in_one_the_operator_finds_each() -> None:
-    results = interpreted("operator")
+def test_of_keys_and_values_in_one_the_operator_finds_each(interpreted: dict[str, Results]) -> None:
+    results = interpreted["operator"]
     assert len(results) == 8
     for result in results:
         assert result["error"] < 0.01, result
         assert result["counters"] == 0, result
 
 
-def test_of_fp8_they_compute_it_with_scales() -> None:
-    results = interpreted("fp8")
+def test_of_fp8_they_compute_it_with_scales(interpreted: dict[str, Results]) -> None:
+    results = interpreted["fp8"]
     assert len(results) == 32
     assert {tuple(result["scales"]) for result in results} == set(
         itertools.product((False, True), repeat=2)
@@ -261,8 +266,8 @@ def test_of_fp8_they_compute_it_with_scales() -> None:
         assert result["counters"] == 0, result
 
 
-def test_of_blocks_they_compute_it_with_scales() -> None:
-    results = interpreted("blocks")
+def test_of_blocks_they_compute_it_with_scales(interpreted: dict[str, Results]) -> None:
+    results = interpreted["blocks"]
     assert len(results) == 12
     for result in results:
         assert result["error"] < 1e-3, result
