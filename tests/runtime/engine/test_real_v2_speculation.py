@@ -6,6 +6,7 @@ ahead, so runners find the drafts themselves; with ``ngram`` it does not.
 """
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,12 @@ from tests.runtime.engine import n_grams
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture(scope="module", params=["ngram", n_grams.ON_DEVICE])
+KINDS = [n_grams.ON_DEVICE]
+if os.environ.get("SHOAL_FAMILIES") == "all":
+    KINDS += ["ngram"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
     directory = str(tmp_path_factory.mktemp("v2"))
