@@ -143,20 +143,10 @@ class Agent:
                 self._stepping.trials.take(message)
             case m.MoveOut():
                 self._moving.begin(message)
-            case m.Expect():
-                self._carrying.expect(message)
             case m.Pin() | m.Reserve() | m.CopyAhead() | m.Settle() | m.Unpin():
                 self._ahead.take(message)
-            case m.Export():
-                self._carrying.export(message)
-            case m.Allot():
-                self._carrying.allot(message)
-            case m.Import():
-                self._carrying.take_in(message)
-            case m.Drop():
-                self._carrying.drop(message)
-            case m.Keep():
-                self._carrying.keep(message)
+            case m.Expect() | m.Export() | m.Allot() | m.Import() | m.Drop() | m.Keep():
+                self._carrying.take(message)
             case m.Prepare():
                 self.binding.prepare(message)
             case m.Commit():

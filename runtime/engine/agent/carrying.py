@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
+from shoal.runtime.engine.agent.allotting import Allotting
 from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.interface import Copied, Core, EngineBackend
@@ -31,9 +32,6 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
-ALLOT_SECONDS = 0.001
-"""For how long requests get blocks in one turn, so that what ends meanwhile is not collected late.
-"""
 TOGETHER_SECONDS = 0.02
 """How long the first requests of a new group wait for those of its other members: longer than a
 step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
@@ -57,23 +55,15 @@ class Arrivals(msgspec.Struct):
     """When the rest is computed again if nothing changes."""
     sharers: list[int]
     """The carries whose requests take turns: this one, and others to the same unit."""
+    served: set[str] = set()
+    """Those of them that have their blocks already."""
     tried: int = -1
     """Free blocks with which there was no room for the first."""
 
-
-class Allotment(msgspec.Struct):
-    """Requests of one carry whose last steps are still in flight."""
-
-    unit: Unit
-    announced: dict[str, m.CarriedRequest]
-    waiting: list[m.CarriedRequest]
-    """Those not tried yet; those that have least to read last."""
-    served: set[str] = set()
-    """Those that have their blocks."""
-
-    def whole(self, request: m.CarriedRequest) -> m.CarriedRequest:
-        """Return all that is known of a request."""
-        return request.after(self.announced[request.request_id]) if request.is_rest else request
+    @property
+    def begins_served(self) -> bool:
+        """Whether the next one has its blocks."""
+        return bool(self.waiting) and self.waiting[0].request_id in self.served
 
 
 class Carrying:
@@ -108,8 +98,7 @@ class Carrying:
         """The requests that each carry is to bring, until they come."""
         self._refused: dict[str, tuple[Frames, ValueError]] = {}
         """Expected requests that are not valid for their unit, and why."""
-        self._allotments: dict[int, Allotment] = {}
-        """By carry, until ``Import`` comes."""
+        self._allotting = Allotting(backend, binding, clock)
         self._arrivals: dict[int, Arrivals] = {}
         self._gathering: dict[Unit, list[int]] = {}
         """Carries that take turns with one whose ``Import`` is still to come."""
@@ -120,6 +109,22 @@ class Carrying:
     def is_under_way(self) -> bool:
         """Whether requests stand still, or are about to, until the next message has come."""
         return bool(self._exports or self._expected)
+
+    def take(self, message: m.Expect | m.Export | m.Allot | m.Import | m.Drop | m.Keep) -> None:
+        """Do what the controller says."""
+        match message:
+            case m.Expect():
+                self.expect(message)
+            case m.Export():
+                self.export(message)
+            case m.Allot():
+                self._allotting.begin(message)
+            case m.Import():
+                self.take_in(message)
+            case m.Drop():
+                self.drop(message)
+            case m.Keep():
+                self.keep(message)
 
     # --- as the source ---
 
@@ -190,34 +195,14 @@ class Carrying:
         """Return whether requests are about to come to a core, so that it needs its blocks."""
         return any(expected.unit == core.unit for expected in self._expected.values())
 
-    def allot(self, message: m.Allot) -> None:
-        """Give requests their blocks before they come, a few of them in each turn."""
-        announced = {request.request_id: request for request in message.requests}
-        waiting = sorted(message.requests, key=lambda request: request.computed, reverse=True)
-        self._allotments[message.carry] = Allotment(message.unit, announced, waiting)
-
-    def _allot_more(self) -> None:
-        serving = {core.unit: core for core in self._binding.serving}
-        until = self._clock() + ALLOT_SECONDS
-        for allotment in self._allotments.values():
-            core = serving.get(allotment.unit)
-            if core is None:
-                continue
-            while allotment.waiting and self._clock() < until:
-                request = allotment.waiting.pop()
-                if core.allot(request):
-                    allotment.served.add(request.request_id)
-
     @property
-    def _allots(self) -> bool:
-        """Whether there is more to allot in the next turn."""
-        units = {core.unit for core in self._binding.serving}
-        return any(each.waiting and each.unit in units for each in self._allotments.values())
+    def _crowded(self) -> set[Unit]:
+        """The units in which requests that have come wait for room."""
+        return {each.message.unit for each in self._arrivals.values() if each.waiting}
 
     def take_in(self, message: m.Import) -> None:
         """Adopt the requests that find room, and forget expected ones that do not come."""
-        none = Allotment(message.unit, {}, [])
-        allotment = self._allotments.pop(message.carry, none)
+        allotment = self._allotting.end(message)
         come = {request.request_id for request in message.requests}
         announced = self._expected.pop(message.carry, None)
         expected = [] if announced is None else list(announced.frames)
@@ -240,7 +225,8 @@ class Carrying:
             ),
         )
         sharers = self._gathering.setdefault(message.unit, [])
-        arrivals = Arrivals(message, waiting, self._clock() + ROOM_SECONDS, sharers)
+        deadline, served = self._clock() + ROOM_SECONDS, allotment.served
+        arrivals = Arrivals(message, waiting, deadline, sharers, served)
         sharers.append(message.carry)
         self._arrivals[message.carry] = arrivals
         if not message.more:
@@ -265,7 +251,7 @@ class Carrying:
                 self._end(unit, self._copying[unit].pop(0), copied)
                 ended = True
         self._admit_all()
-        self._allot_more()
+        self._allotting.go_on(self._crowded)
         return ended
 
     def _end(self, unit: Unit, portion: Portion, copied: Copied) -> None:
@@ -308,7 +294,8 @@ class Carrying:
 
     def _adopt(self, core: Core, arrivals: Arrivals, *, gives_up: bool) -> Portion:
         portion, serves = Portion(arrivals.message.carry), core in self._binding.serving
-        if serves and not gives_up and core.load.free_blocks == arrivals.tried:
+        is_tried = core.load.free_blocks == arrivals.tried and not arrivals.begins_served
+        if serves and not gives_up and is_tried:
             return portion
         share = self._share(core, arrivals) if serves else 0
         while share and arrivals.waiting and self._take(core, arrivals, 0, portion):
@@ -357,7 +344,8 @@ class Carrying:
         for sharer in sharers:
             left = 0.0
             for request in reversed(sharer.waiting):
-                blocks = self._blocks(core, request) if request.computed else 0
+                has_none = request.computed and request.request_id not in sharer.served
+                blocks = self._blocks(core, request) if has_none else 0
                 left += blocks / sharer.message.source.size
                 turns.append((left, blocks, sharer is arrivals))
         free, share = core.load.free_blocks, 0
@@ -422,6 +410,7 @@ class Carrying:
             for arrivals in self._arrivals.values()
             if arrivals.message.unit == core.unit
             for request in arrivals.waiting
+            if request.request_id not in arrivals.served
         ]
         if not waiting:
             return 0
@@ -430,7 +419,7 @@ class Carrying:
 
     def due_in(self) -> float | None:
         """Return seconds until requests have waited long enough; None: none waits."""
-        if self._allots:
+        if self._allotting.is_due(self._crowded):
             return 0.0
         due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
         now, beginning = self._clock(), self._binding.beginning

@@ -6,7 +6,7 @@ engine's KV blocks, and a ``GroupCore`` for each group. Both implementations (``
 ``fake_backend.py``) pass the same tests.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -55,23 +55,6 @@ class EndedSteps(msgspec.Struct, frozen=True):
     mode: Mode
     work: Work
     """All its ``steps`` are of one kind, with prompts or without; the caller sets ``seconds``."""
-
-
-def work_of_step(shares: Iterable[tuple[int, int]]) -> Work:
-    """Return what one step computes. A prompt's last token alone costs, and counts as, a decode.
-
-    Args:
-        shares: for each request, its tokens computed before the step, and those in the step.
-    """
-    decodes = context = prefill = pairs = 0
-    for before, tokens in shares:
-        if tokens == 1 and before:
-            decodes += 1
-            context += before + 1
-        else:
-            prefill += tokens
-            pairs += tokens * (2 * before + tokens + 1) // 2
-    return Work(1, 0.0, decodes, context, prefill, pairs)
 
 
 class Collected(msgspec.Struct, frozen=True):
@@ -146,8 +129,8 @@ class Core(Protocol):
     def announce(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """Describe requests that are about to leave, as they will be without another step.
 
-        The steps in flight still end, and no other is dispatched before ``export``. Only running
-        requests are described whose tokens are known but for those that these steps make.
+        Steps in flight still end; no other is dispatched before ``export``. Requests of which it is
+        not known what they will be are left out.
         """
 
     def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
@@ -172,15 +155,10 @@ class Core(Protocol):
         """
 
     def allot(self, request: CarriedRequest) -> bool:
-        """Give an expected request the blocks that it needs before it comes with ``adopt``.
+        """Give an expected request, as it was announced, its blocks; return whether it has them.
 
-        Nothing is read into them before that. ``abort`` frees them.
-
-        Args:
-            request: the request as it was announced.
-
-        Returns:
-            Whether it has its blocks; if not, nothing has changed.
+        Nothing is read into them before ``adopt``. ``abort`` frees them. A request gets none if it
+        begins like another one that has: it will find that one's blocks when both have come.
         """
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:

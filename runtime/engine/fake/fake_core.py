@@ -17,9 +17,9 @@ from shoal.runtime.engine.agent.interface import (
     CoreOutputs,
     EndedSteps,
     RunnerDied,
-    work_of_step,
 )
 from shoal.runtime.engine.agent.step_mode import Shift
+from shoal.runtime.engine.agent.step_work import work_of_step
 from shoal.runtime.engine.fake import fake_logprobs
 from shoal.runtime.engine.fake.fake_ahead import FakeAhead
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
@@ -175,15 +175,16 @@ class FakeCore:
         self._around.faults.strike(Seam.ALLOT)
         if (expected := self._expected.get(request.request_id)) is None:
             return False
-        return self._scheduler.allot(expected, request.tokens, request.length)
+        beside = [each for each in self._expected.values() if each.blocks and each is not expected]
+        return self._scheduler.allot(expected, request.tokens, request.length, beside)
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``Core.adopt``."""
         self._around.faults.strike(Seam.ADOPT)
         expected = self._expected[request.request_id]
-        if not with_kv:
-            self._scheduler.free(expected)
         computed = request.computed if with_kv else 0
+        if not computed:
+            self._scheduler.free(expected)
         if not self._scheduler.adopt(expected, request.tokens, computed):
             return None
         del self._expected[request.request_id]

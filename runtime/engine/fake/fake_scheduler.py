@@ -8,7 +8,7 @@ leaves out what is in flight already: requests that decode, and chunks of prompt
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
@@ -105,18 +105,30 @@ class FakeScheduler:
         self.waiting.insert(place, request)
         return True
 
-    def allot(self, request: FakeRequest, tokens: Sequence[int], length: int) -> bool:
+    def allot(
+        self,
+        request: FakeRequest,
+        tokens: Sequence[int],
+        length: int,
+        beside: Iterable[FakeRequest],
+    ) -> bool:
         """Give a request that is about to come the blocks that it needs.
 
         Args:
             request: the request; it is in no queue.
             tokens: its output tokens by now.
             length: how many tokens it will have.
+            beside: other requests that were allotted blocks, which are in no cache yet.
 
         Returns:
-            Whether there were blocks enough.
+            Whether it has blocks: there were enough, and it will not find those of others.
         """
         request.extend(tokens[len(request.generated) :])
+        size, found = self._limits.block_tokens, len(self._find(request))
+        missing = request.prefixes(size)[found : found + 1]
+        alike = (other.prefixes(size)[found : found + 1] == missing for other in beside)
+        if missing and self.looks_up(request) and any(alike):
+            return False
         return self._reserve(request, length - request.tokens)
 
     def park(self, ids: Sequence[str]) -> list[FakeRequest]:

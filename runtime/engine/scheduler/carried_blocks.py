@@ -2,19 +2,30 @@
 
 A request that comes gets its blocks when it is adopted, or before that while its last step in its
 old unit runs: it is *allotted* them. Then they are in no prefix cache until it is adopted, because
-nothing is read into them before that.
+nothing is read into them before that. Another request that begins alike waits until it is adopted,
+too, so that it finds these blocks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
 
 from shoal.policies.values.layouts import Unit
 
 PhysicalBlocks = Callable[[Sequence[int]], Mapping[int, list[int]]]
 """Turns block ids of the core into the ids of each member."""
+
+
+class Found(NamedTuple):
+    """What there is of a request in the prefix cache."""
+
+    blocks: Any
+    """vLLM's ``KVCacheBlocks``."""
+    tokens: int
+    missing: bytes | None
+    """The hash of its next block; None: nobody else can have that."""
 
 
 class Place(NamedTuple):
@@ -28,6 +39,8 @@ class Place(NamedTuple):
     """The core's ids of the blocks of its computed tokens, for each KV group."""
     by_member: dict[int, list[list[int]]]
     """The same as each member's own ids."""
+    missing: bytes | None
+    """The hash of its first block that was not cached."""
 
 
 class CarriedBlocks:
@@ -72,12 +85,16 @@ class CarriedBlocks:
             computed: how many of its tokens will come with their KV.
             length: how many tokens it will have.
         """
-        if request.request_id not in self._allotted:
-            place = self._allocate(request, computed, length, cache=False)
-            if place is None:
-                return False
+        if request.request_id in self._allotted:
+            return True
+        found = self._lookup(request, computed)
+        alike = (place.missing == found.missing for place in self._allotted.values())
+        if found.missing is not None and any(alike):
+            return False
+        place = self._allocate(request, found, computed, length, cache=False)
+        if place is not None:
             self._allotted[request.request_id] = place
-        return True
+        return place is not None
 
     def take(self, request: Request, computed: int) -> Place | None:
         """Return the blocks of a request that has come with all its tokens; None: no room.
@@ -87,23 +104,47 @@ class CarriedBlocks:
         place = self._allotted.get(request.request_id)
         if place is None or place.computed != computed:
             self.forget(request)
-            return self._allocate(request, computed, request.num_tokens, cache=True)
+            found = self._lookup(request, computed)
+            return self._allocate(request, found, computed, request.num_tokens, cache=True)
         del self._allotted[request.request_id]
         self._manager.cache_blocks(request, max(place.begin, computed))
         return place
 
     def forget(self, request: Request) -> None:
         """Free what a request was allotted, if it was."""
-        if self._allotted.pop(request.request_id, None) is not None:
-            self._manager.free(request)
+        if self._allotted.pop(request.request_id, None) is None:
+            return
+        freed = set().union(*self._manager.get_block_ids(request.request_id))
+        self._manager.free(request)
+        # The next step must not zero what others may have by then, and may have read.
+        for manager in self.managers:
+            manager.new_block_ids = [b for b in manager.new_block_ids if b not in freed]
 
     def are_allotted(self, blocks: Collection[int]) -> bool:
-        """Return whether any of these blocks is allotted to a request that has not come yet."""
-        places = self._allotted.values()
-        return any(not set(blocks).isdisjoint(*place.groups) for place in places)
+        """Return whether a request that has not come yet has found any of these blocks."""
+        found = (
+            group[: place.begin // self.block_tokens]
+            for place in self._allotted.values()
+            for group in place.groups
+        )
+        return not set(blocks).isdisjoint(set().union(*found))
+
+    def _lookup(self, request: Request, computed: int) -> Found:
+        manager, size = self._manager, self.block_tokens
+        cached = len(prefix := self.prefix_of(request.request_id)) * size
+        if 0 < cached < request.num_tokens:
+            hits = manager.create_kv_cache_blocks((prefix,))
+        else:
+            hits, cached, _ = manager.get_computed_blocks(request)
+        nth = int(cached) // size
+        pool = manager.block_pool
+        hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
+        looks_up = manager.prefix_cache_lookup_enabled(request)
+        is_whole = looks_up and nth < min(len(hashes), computed // size)
+        return Found(hits, int(cached), hashes[nth] if is_whole else None)
 
     def _allocate(
-        self, request: Request, computed: int, length: int, *, cache: bool
+        self, request: Request, found: Found, computed: int, length: int, *, cache: bool
     ) -> Place | None:
         """Give a request blocks; None: there is no room.
 
@@ -111,17 +152,12 @@ class CarriedBlocks:
         drafts that its first step may check: a request that waits and holds blocks must be able to
         run, or it would wait for others, and they for it.
         """
-        manager = self._manager
-        cached = len(prefix := self.prefix_of(request.request_id)) * self.block_tokens
-        if 0 < cached < request.num_tokens:
-            hits = manager.create_kv_cache_blocks((prefix,))
-        else:
-            hits, cached, _ = manager.get_computed_blocks(request)
+        manager, cached = self._manager, found.tokens
         allocated = manager.allocate_slots(
             request,
             0,
             num_new_computed_tokens=cached,
-            new_computed_blocks=hits,
+            new_computed_blocks=found.blocks,
             num_lookahead_tokens=self.most_tokens(request, length) - max(cached, computed),
             num_external_computed_tokens=max(0, computed - cached),
             delay_cache_blocks=not cache,
@@ -132,7 +168,7 @@ class CarriedBlocks:
         if allocated is None:
             return None
         groups = self.computed(request, max(cached, computed))
-        return Place(computed, int(cached), groups, self.by_member(groups))
+        return Place(computed, cached, groups, self.by_member(groups), found.missing)
 
     def most_tokens(self, request: Request, length: int = 0) -> int:
         """Return the tokens of a request after a step that goes on with it, drafts included.

@@ -6,10 +6,11 @@ what xgrammar refuses. So a grammar would be compiled by what the core's first r
 request that was carried would go on with the grammar of another backend.
 """
 
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 
@@ -53,3 +54,10 @@ class GrammarBackends:
         for backend in backends:
             if backend is not first:
                 backend.destroy()
+
+
+def pending_grammars(scheduler: Any) -> Iterator[Any]:
+    """Yield the grammars that requests of vLLM's scheduler wait for."""
+    for request in scheduler.deferred_waiting:
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            yield request.structured_output_request

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from shoal.runtime.engine.agent.interface import work_of_step
+from shoal.runtime.engine.agent.step_work import work_of_step
 from shoal.runtime.protocol.messages import Work
 
 

@@ -6,16 +6,16 @@ those moments are its safe points.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
@@ -33,7 +33,7 @@ from shoal.runtime.engine.link.executor import UnitChannel, UnitExecutor
 from shoal.runtime.engine.scheduler.block_holders import holders, preempt
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
-from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends
+from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pending_grammars
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
 from shoal.runtime.engine.scheduler.scheduled_steps import (
@@ -376,7 +376,7 @@ class VllmCore:
             if not tells_runners(scheduled) and not self._scheduler.grammar_compile_error_reqs:
                 return False
         sample = not (tokens and awaits_tokens(scheduled))
-        grammar = self._grammar(scheduled) if sample else None
+        grammar = self._scheduler.get_grammar_bitmask(scheduled) if sample and tokens else None
         self._carried.renew(scheduled)
         mode = self.shift.mode(tokens)
         self._tokens.pack(scheduled)
@@ -393,20 +393,10 @@ class VllmCore:
 
         The end of compiling sends no message, so somebody has to look.
         """
-        return self._carried.num_aside > 0 or any(self._grammars())
+        return self._carried.num_aside > 0 or any(pending_grammars(self._scheduler))
 
     def _grammar_ready(self) -> bool:
-        return any(grammar.is_grammar_ready for grammar in self._grammars())
-
-    def _grammars(self) -> Iterator[Any]:
-        for request in self._scheduler.deferred_waiting:
-            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-                yield request.structured_output_request
-
-    def _grammar(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
-        if not scheduled.total_num_scheduled_tokens:
-            return None
-        return self._scheduler.get_grammar_bitmask(scheduled)
+        return any(grammar.is_grammar_ready for grammar in pending_grammars(self._scheduler))
 
     @property
     def in_flight(self) -> int:

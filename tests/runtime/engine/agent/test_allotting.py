@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from shoal.runtime.engine.agent.carrying import ALLOT_SECONDS
+from shoal.runtime.engine.agent.allotting import ALLOT_SECONDS
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import Bench, started
@@ -41,6 +41,12 @@ def rest(request_id: str) -> m.CarriedRequest:
 @pytest.fixture
 def bench() -> Bench:
     return started(step_seconds=STEP, prefix_caching=True)
+
+
+@pytest.fixture
+def plain() -> Bench:
+    """Return an engine that caches no prefixes, so that requests with one prompt share nothing."""
+    return started(step_seconds=STEP)
 
 
 def free(bench: Bench) -> int:
@@ -98,14 +104,14 @@ def test_a_request_that_is_not_as_it_was_foretold_is_taken_whole(bench: Bench) -
 
 
 @pytest.mark.parametrize("aborted", [True, False])
-def test_what_does_not_come_gives_its_blocks_back(bench: Bench, aborted: bool) -> None:
-    expect(bench, "ended", "comes")
-    allot(bench, "ended", "comes")
+def test_what_does_not_come_gives_its_blocks_back(plain: Bench, aborted: bool) -> None:
+    expect(plain, "ended", "comes")
+    allot(plain, "ended", "comes")
     if aborted:
-        bench.tell(m.AbortRequests(OWN, ["ended"]))
-        assert free(bench) == 200 - BLOCKS
-    only(take_in(bench, rest("comes")), m.Imported)
-    assert (free(bench), problems(bench.backend)) == (200 - BLOCKS, [])
+        plain.tell(m.AbortRequests(OWN, ["ended"]))
+        assert free(plain) == 200 - BLOCKS
+    only(take_in(plain, rest("comes")), m.Imported)
+    assert (free(plain), problems(plain.backend)) == (200 - BLOCKS, [])
 
 
 def test_an_aborted_request_gets_no_blocks(bench: Bench) -> None:
@@ -115,36 +121,58 @@ def test_an_aborted_request_gets_no_blocks(bench: Bench) -> None:
     assert free(bench) == 200
 
 
+def test_a_request_that_begins_alike_waits_for_the_first_one(bench: Bench) -> None:
+    expect(bench, "a", "b")
+    allot(bench, "a", "b")
+    assert free(bench) == 200 - BLOCKS
+    imported = only(take_in(bench, rest("a"), rest("b")), m.Imported)
+    assert sorted(imported.carried) == ["a", "b"]
+    assert free(bench) == 200 - BLOCKS - 1, "two of the blocks are the first one's"
+    assert problems(bench.backend) == []
+
+
+def test_what_has_come_and_waits_for_room_goes_first(plain: Bench) -> None:
+    taken = plain.backend.own.lend(200 - 2)
+    expect(plain, "r", carry=2)
+    assert take_in(plain, carried("r"), carry=2) == []
+    expect(plain, "later")
+    allot(plain, "later")
+    assert plain.agent.next_wakeup() != 0.0
+    plain.backend.own.take_back(taken[:1])
+    assert only(plain.turn(2), m.Imported).carried == ["r"]
+    assert free(plain) == 0
+
+
 def test_many_get_their_blocks_in_several_turns(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = bench.backend.own
+    core = plain.backend.own
     take = core.allot
 
     def slowly(request: m.CarriedRequest) -> bool:
-        bench.clock.advance(0.6 * ALLOT_SECONDS)
+        plain.clock.advance(0.6 * ALLOT_SECONDS)
         return take(request)
 
     monkeypatch.setattr(core, "allot", slowly)
-    expect(bench, "a", "b", "c")
-    allot(bench, "a", "b", "c")
-    assert free(bench) == 200 - 2 * BLOCKS
-    assert bench.agent.next_wakeup() == 0.0
-    bench.turn()
-    assert free(bench) == 200 - 3 * BLOCKS
+    expect(plain, "a", "b", "c")
+    allot(plain, "a", "b", "c")
+    assert free(plain) == 200 - 2 * BLOCKS
+    assert plain.agent.next_wakeup() == 0.0
+    plain.turn()
+    assert free(plain) == 200 - 3 * BLOCKS
 
 
-def test_those_that_find_no_room_come_as_others_do(bench: Bench) -> None:
-    taken = bench.backend.own.lend(200 - BLOCKS)
-    expect(bench, "r", "late")
-    allot(bench, "r", "late")
-    assert free(bench) == 0
-    imported = only(take_in(bench, rest("r"), rest("late")), m.Imported)
+def test_those_that_find_no_room_come_as_others_do(plain: Bench) -> None:
+    taken = plain.backend.own.lend(200 - BLOCKS)
+    expect(plain, "r", "late")
+    allot(plain, "r", "late")
+    assert free(plain) == 0
+    imported = only(take_in(plain, rest("r"), rest("late")), m.Imported)
     assert (imported.left, len(imported.carried)) == (1, 1)
-    bench.backend.own.take_back(taken)
-    assert bench.turn() == [], "the first one's step is in flight"
-    bench.clock.advance(STEP)
-    imported = only(bench.turn(), m.Imported)
+    plain.backend.own.take_back(taken)
+    assert plain.turn() == [], "the first one's step is in flight"
+    plain.clock.advance(STEP)
+    imported = only(plain.turn(), m.Imported)
     assert (imported.left, len(imported.carried)) == (0, 1)
 
 

@@ -140,7 +140,43 @@ def test_nobody_else_gets_allotted_blocks_whose_copy_fails(make: Make) -> None:
     announced = engines.own[0].announce(["r"])
     assert engines.group.allot(announced[0])
     blocks = engines.group._carried.blocks
-    place = blocks._allotted["r"]
-    assert blocks.are_allotted({place.groups[0][0]})
+    (first, *_) = blocks._allotted["r"].groups[0]
+    assert not blocks.are_allotted({first}), "it is new: what fills it comes later"
     engines.group.abort(["r"])
-    assert not blocks.are_allotted({place.groups[0][0]})
+    engines.carry(engines.own[0], engines.group, ["r"], foretold=True)
+    engines.submit(engines.own[0], "alike", PROMPT)
+    engines.step(engines.own[0], 6)
+    engines.group.expect("alike", engines.frames["alike"])
+    (announced,) = engines.own[0].announce(["alike"])
+    assert engines.group.allot(announced)
+    (found, *_) = blocks._allotted["alike"].groups[0]
+    assert blocks.are_allotted({found})
+    engines.group.abort(["alike"])
+    assert not blocks.are_allotted({found})
+
+
+def test_requests_that_begin_alike_share_blocks_as_without_foretelling(make: Make) -> None:
+    def left(*, foretold: bool) -> int:
+        engines = make()
+        for name in ("r", "s"):
+            engines.submit(engines.own[0], name, PROMPT)
+        engines.step(engines.own[0], 6)
+        engines.bind(LEASE)
+        engines.carry(engines.own[0], engines.group, ["r", "s"], foretold=foretold)
+        remaining = free(engines)
+        engines.finish(engines.group)
+        assert engines.tokens["r"] == engines.tokens["s"] == undisturbed(make, PROMPT)
+        return remaining
+
+    assert left(foretold=True) == left(foretold=False)
+
+
+def test_a_step_zeroes_no_blocks_that_were_given_back(make: Make) -> None:
+    engines = running(make)
+    (announced,) = engines.own[0].announce(["r"])
+    assert engines.group.allot(announced)
+    blocks = engines.group._carried.blocks
+    (manager, *_) = blocks.managers
+    manager.new_block_ids = [*blocks._allotted["r"].groups[0], 39]
+    engines.group.abort(["r"])
+    assert manager.new_block_ids == [39]

@@ -1,0 +1,82 @@
+"""Requests that get their blocks in this engine while their last steps run in another unit.
+
+Most of what a destination does for a request needs only its blocks and all but its last tokens. So
+it is done while the request does not stand still yet.
+"""
+
+from collections.abc import Collection
+
+import msgspec
+
+from shoal.policies.values.layouts import Unit
+from shoal.runtime.clock import Clock
+from shoal.runtime.engine.agent.binding import Binding
+from shoal.runtime.engine.agent.interface import EngineBackend
+from shoal.runtime.protocol import messages as m
+
+ALLOT_SECONDS = 0.001
+"""For how long requests get blocks in one turn, so that what ends meanwhile is not collected late.
+"""
+
+
+class Allotment(msgspec.Struct):
+    """Requests of one carry whose last steps are still in flight."""
+
+    unit: Unit
+    announced: dict[str, m.CarriedRequest]
+    waiting: list[m.CarriedRequest]
+    """Those not tried yet; those that have least to read last."""
+    served: set[str] = set()
+    """Those that have their blocks."""
+
+    def whole(self, request: m.CarriedRequest) -> m.CarriedRequest:
+        """Return all that is known of a request."""
+        return request.after(self.announced[request.request_id]) if request.is_rest else request
+
+
+class Allotting:
+    """Gives requests blocks before they come, a few of them in each turn.
+
+    Args:
+        backend: the engine.
+        binding: knows which cores serve.
+        clock: seconds.
+    """
+
+    def __init__(self, backend: EngineBackend, binding: Binding, clock: Clock) -> None:
+        self._backend, self._binding, self._clock = backend, binding, clock
+        self._allotments: dict[int, Allotment] = {}
+        """By carry, until ``Import`` comes."""
+
+    def begin(self, message: m.Allot) -> None:
+        """Take note of requests that are to get blocks."""
+        announced = {request.request_id: request for request in message.requests}
+        waiting = sorted(message.requests, key=lambda request: request.computed, reverse=True)
+        self._allotments[message.carry] = Allotment(message.unit, announced, waiting)
+
+    def end(self, message: m.Import) -> Allotment:
+        """Return what became of the requests of a carry, which have come."""
+        return self._allotments.pop(message.carry, Allotment(message.unit, {}, []))
+
+    def go_on(self, crowded: Collection[Unit]) -> None:
+        """Give more requests their blocks.
+
+        Args:
+            crowded: units in which requests that have come wait for room. They go first, because
+                they stand still.
+        """
+        until = self._clock() + ALLOT_SECONDS
+        for allotment in self._due(crowded):
+            core = self._backend.cores[allotment.unit]
+            while allotment.waiting and self._clock() < until:
+                request = allotment.waiting.pop()
+                if core.allot(request):
+                    allotment.served.add(request.request_id)
+
+    def is_due(self, crowded: Collection[Unit]) -> bool:
+        """Return whether there is more to do in the next turn."""
+        return bool(self._due(crowded))
+
+    def _due(self, crowded: Collection[Unit]) -> list[Allotment]:
+        units = {core.unit for core in self._binding.serving}.difference(crowded)
+        return [each for each in self._allotments.values() if each.waiting and each.unit in units]
