@@ -11,7 +11,7 @@ from shoal.loadgen.shapes import Lengths, bursty, poisson
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
-from shoal.runtime.simulation.simulated_node import simulate
+from shoal.runtime.simulation.simulated_node import Arrival, simulate
 
 NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max_group=2, max_sp=2)
 STATIC = ("static-dp", "static-tp", "shift")
@@ -48,20 +48,24 @@ def test_the_wrong_layout_would_be_noticed() -> None:
 def test_it_is_ahead_of_all_of_them_where_bursts_cross_from_one_layout_to_another() -> None:
     """DP is best in the bursts and one group between them."""
     lengths = Lengths((100, 400), (80, 160))
-    coming = bursty(
-        random.Random(2),
-        lengths,
-        rate=(24.0, 24.0),
-        burst_rate=(140.0, 140.0),
-        quiet_seconds=12.0,
-        burst_seconds=4.0,
-    )
-    arrivals = list(takewhile(lambda arrival: arrival.at < 32.0, coming))
     h100 = replace(NODE, hardware=hardware_named("h100"), max_num_seqs=1024)
 
-    def seconds(policy: str) -> float:
-        run = simulate(h100, policy, arrivals)
-        assert not run.policy_errors
-        return mean(life.ended - life.arrived for life in run.lives if life.ended is not None)
+    def arrivals(seed: int) -> list[Arrival]:
+        coming = bursty(
+            random.Random(seed),
+            lengths,
+            rate=(24.0, 24.0),
+            burst_rate=(140.0, 140.0),
+            quiet_seconds=12.0,
+            burst_seconds=4.0,
+        )
+        return list(takewhile(lambda arrival: arrival.at < 32.0, coming))
 
-    assert seconds("adaptive") < 0.97 * min(map(seconds, ("static-dp", "shift")))
+    def seconds(policy: str) -> float:
+        runs = [simulate(h100, policy, arrivals(seed)) for seed in (2, 3)]
+        assert not any(run.policy_errors for run in runs)
+        lives = [life for run in runs for life in run.lives]
+        return mean(life.ended - life.arrived for life in lives if life.ended is not None)
+
+    # One run alone varies by 3 %: a millisecond decides when the policy looks.
+    assert seconds("adaptive") < 0.98 * min(map(seconds, ("static-dp", "shift")))
