@@ -52,12 +52,6 @@ class Carry(msgspec.Struct):
     reserved: int = 0
     """Blocks of the destination to which the requests' KV is copied ahead, or was."""
 
-    def whole(self, exported: CarriedRequest) -> CarriedRequest:
-        """Return all that is known of a request that the source has exported."""
-        if exported.is_rest:
-            return exported.after(self.announced[exported.request_id])
-        return exported
-
 
 class CarryBook:
     """All running carries."""

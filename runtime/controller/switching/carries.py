@@ -276,7 +276,7 @@ class Carries:
             request = self._requests.find(described.request_id)
             if request is None or described.request_id not in carry.ids:
                 continue
-            whole = carry.whole(described)
+            whole = described.whole(carry.announced)
             grown = continued(request, whole.tokens, self._clock())
             if self._capacity.can_hold(carry.destination, grown.seen):
                 moved.append(grown)

@@ -29,10 +29,6 @@ class Allotment(msgspec.Struct):
     served: set[str] = set()
     """Those that have their blocks."""
 
-    def whole(self, request: m.CarriedRequest) -> m.CarriedRequest:
-        """Return all that is known of a request."""
-        return request.after(self.announced[request.request_id]) if request.is_rest else request
-
 
 class Allotting:
     """Gives requests blocks before they come, a few of them in each turn.

@@ -218,7 +218,7 @@ class Carrying:
             beginning.by = self._clock() + TOGETHER_SECONDS
         copied = self._ahead.arrive(message.carry)
         waiting = sorted(
-            map(allotment.whole, message.requests),
+            (request.whole(allotment.announced) for request in message.requests),
             key=lambda request: (
                 request.request_id not in allotment.served,
                 request.computed - copied.get(request.request_id, 0),

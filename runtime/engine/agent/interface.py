@@ -129,8 +129,8 @@ class Core(Protocol):
     def announce(self, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """Describe requests that are about to leave, as they will be without another step.
 
-        Steps in flight still end; no other is dispatched before ``export``. Requests of which it is
-        not known what they will be are left out.
+        Steps in flight still end; no other is dispatched before ``export``. Requests whose state
+        after these steps is not known are left out.
         """
 
     def export(self, request_ids: Sequence[str]) -> list[CarriedRequest]:

@@ -63,12 +63,9 @@ class FakeLeaving:
     def _rest(self, request: FakeRequest) -> CarriedRequest | None:
         """Describe what is new of an announced request; None: it is not as it was foretold."""
         announced = self._announced.get(request.id)
-        now = request.computed, request.tokens
-        if announced is None or (announced.computed, announced.length) != now:
+        if announced is None:
             return None
-        tokens = request.generated[len(announced.tokens) :]
-        hits = 0 if request.generated else announced.cached
-        return structs.replace(announced, tokens=tokens, blocks={}, cached=hits, is_rest=True)
+        return announced.rest(request.generated, request.computed, request.tokens)
 
     def _describe(self, request: FakeRequest, computed: int, faults: Faults) -> CarriedRequest:
         tokens = list(request.generated)

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from shoal.policies.values.layouts import Unit
@@ -25,7 +25,6 @@ from shoal.runtime.engine.agent.interface import Copied, RunnerDied
 from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
-from shoal.runtime.engine.scheduler.carried_blocks import PhysicalBlocks
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
 
@@ -79,7 +78,6 @@ class BlocksAhead:
         unit: the core's unit.
         scheduler: vLLM's, of the core.
         channel: the queues to the members' runners.
-        physical: what backs the core's blocks.
         carried: the requests that come to the core.
     """
 
@@ -88,15 +86,14 @@ class BlocksAhead:
         unit: Unit,
         scheduler: Any,
         channel: UnitChannel,
-        physical: PhysicalBlocks,
         carried: CarriedRequests,
     ) -> None:
         self._unit, self._scheduler, self._channel = unit, scheduler, channel
-        self._physical, self._carried = physical, carried
+        self._carried, self._blocks = carried, carried.blocks
         self._pinned: dict[int, list[KVCacheBlock]] = {}
         self._reserved: dict[int, _Carry] = {}
         self._copying: list[_Copy] = []
-        carried.blocks.prefix_of = self.prefix
+        self._blocks.prefix_of = self.prefix
 
     @property
     def num_held(self) -> int:
@@ -121,11 +118,11 @@ class BlocksAhead:
         unsure = {*beginning, *self._carried.unread}
         known = self._scheduler.requests
         chosen = [known[name] for name in request_ids if name in known and name not in unsure]
-        pinned = [self._pin(carry, request) for request in chosen if self._looks_up(request)]
+        pinned = [self._pin(carry, request) for request in chosen if self._blocks.looks_up(request)]
         return [request for request in pinned if request is not None]
 
     def _pin(self, carry: int, request: Request) -> CarriedRequest | None:
-        size = self._carried.blocks.block_tokens
+        size = self._blocks.block_tokens
         # With steps in flight, vLLM counts tokens as computed that the devices have not come to.
         whole = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // size
         groups = self._manager.get_blocks(request.request_id).blocks
@@ -148,7 +145,7 @@ class BlocksAhead:
         """
         table = list(blocks)
         first = next((n for n, block in enumerate(table) if not block.is_null), len(table))
-        hashes = self._hashes(request)
+        hashes = self._blocks.hashes(request)
         for nth in range(first - 1, max(-1, first - 1 - BEHIND), -1):
             found = self._pool.get_cached_block(hashes[nth], [group])
             if found is None:
@@ -184,11 +181,11 @@ class BlocksAhead:
         The request learns the tokens that it has by now. So it computes the hashes of its blocks
         as it will when it is adopted.
         """
-        if of_carry.settled or not self._looks_up(request):
+        if of_carry.settled or not self._blocks.looks_up(request):
             return []
         request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
-        size = self._carried.blocks.block_tokens
-        hashes, end = self._hashes(request), carried.computed // size
+        size = self._blocks.block_tokens
+        hashes, end = self._blocks.hashes(request), carried.computed // size
         tables = self._found(of_carry, request, hashes, end)
         begins, rest = [len(table) for table in tables], self._rest(request, tables, end)
         if not _has_all(carried, begins, end, size) or not self._has_room(tables, end, rest):
@@ -214,7 +211,7 @@ class BlocksAhead:
         """
         hits, _, _ = self._manager.get_computed_blocks(request)
         tables = list[Table]()
-        for manager, found in zip(self._carried.blocks.managers, hits.blocks, strict=True):
+        for manager, found in zip(self._blocks.managers, hits.blocks, strict=True):
             first = manager.get_num_skipped_tokens(end * manager.block_size) // manager.block_size
             tables.append(list(found) if len(found) >= first else [self._pool.null_block] * first)
         for nth in range(min(map(len, tables)), end):
@@ -232,7 +229,7 @@ class BlocksAhead:
         """
         if self._unit.is_group:
             return 0
-        whole = self._carried.blocks.most_tokens(request) // self._carried.blocks.block_tokens
+        whole = self._blocks.most_tokens(request) // self._blocks.block_tokens
         return sum(whole + 1 - max(end, len(table)) for table in tables)
 
     def _has_room(self, tables: Sequence[Table], end: int, rest: int) -> bool:
@@ -262,9 +259,7 @@ class BlocksAhead:
         self._forget(carry, over)
 
     def _cache(self, reserved: _Reserved) -> None:
-        of_groups = zip(
-            self._carried.blocks.managers, reserved.tables, reserved.begins, strict=True
-        )
+        of_groups = zip(self._blocks.managers, reserved.tables, reserved.begins, strict=True)
         for manager, table, begin in of_groups:
             self._pool.cache_full_blocks(
                 request=reserved.request,
@@ -327,21 +322,10 @@ class BlocksAhead:
 
     # --- vLLM's ---
 
-    def _looks_up(self, request: Request) -> bool:
-        """Return whether a request takes what is in the prefix cache."""
-        return bool(self._manager.prefix_cache_lookup_enabled(request))
-
-    def _hashes(self, request: Request) -> Sequence[bytes]:
-        size = self._carried.blocks.block_tokens
-        hashes: Sequence[bytes] = resolve_block_hashes(
-            request.block_hashes, self._pool.hash_block_size, size
-        )
-        return hashes
-
     def _by_member(self, tables: Iterable[Table]) -> dict[int, list[list[int]]]:
         """Return each member's own block ids, for each KV group."""
-        mapped = [self._physical([block.block_id for block in table]) for table in tables]
-        return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
+        ids = [[block.block_id for block in table] for table in tables]
+        return self._blocks.by_member(ids)
 
     @property
     def _manager(self) -> Any:

@@ -18,16 +18,6 @@ PhysicalBlocks = Callable[[Sequence[int]], Mapping[int, list[int]]]
 """Turns block ids of the core into the ids of each member."""
 
 
-class Found(NamedTuple):
-    """What there is of a request in the prefix cache."""
-
-    blocks: Any
-    """vLLM's ``KVCacheBlocks``."""
-    tokens: int
-    missing: bytes | None
-    """The hash of its next block; None: nobody else can have that."""
-
-
 class Place(NamedTuple):
     """The blocks that a request has got."""
 
@@ -39,8 +29,6 @@ class Place(NamedTuple):
     """The core's ids of the blocks of its computed tokens, for each KV group."""
     by_member: dict[int, list[list[int]]]
     """The same as each member's own ids."""
-    missing: bytes | None
-    """The hash of its first block that was not cached."""
 
 
 class CarriedBlocks:
@@ -55,6 +43,8 @@ class CarriedBlocks:
     def __init__(self, unit: Unit, scheduler: Any, physical: PhysicalBlocks) -> None:
         self._unit, self._scheduler, self._physical = unit, scheduler, physical
         self._allotted: dict[str, Place] = {}
+        self._unread: dict[str, bytes] = {}
+        """Of those whose next block others may begin with, the hash of that block."""
         self.prefix_of: Callable[[str], Sequence[KVCacheBlock]] = lambda _: ()
         """The blocks of a request's first tokens, if somebody holds them for it."""
 
@@ -87,26 +77,30 @@ class CarriedBlocks:
         """
         if request.request_id in self._allotted:
             return True
-        found = self._lookup(request, computed)
-        alike = (place.missing == found.missing for place in self._allotted.values())
-        if found.missing is not None and any(alike):
+        hits, cached = self._lookup(request)
+        missing = self._missing(request, cached, computed)
+        if missing in self._unread.values():
             return False
-        place = self._allocate(request, found, computed, length, cache=False)
-        if place is not None:
-            self._allotted[request.request_id] = place
-        return place is not None
+        place = self._allocate(request, hits, cached, computed, length, cache=False)
+        if place is None:
+            return False
+        self._allotted[request.request_id] = place
+        if missing is not None:
+            self._unread[request.request_id] = missing
+        return True
 
     def take(self, request: Request, computed: int) -> Place | None:
         """Return the blocks of a request that has come with all its tokens; None: no room.
 
-        What of them is full is in the prefix cache from now on.
+        Those of the blocks that are full are in the prefix cache from now on.
         """
         place = self._allotted.get(request.request_id)
         if place is None or place.computed != computed:
             self.forget(request)
-            found = self._lookup(request, computed)
-            return self._allocate(request, found, computed, request.num_tokens, cache=True)
+            length = request.num_tokens
+            return self._allocate(request, *self._lookup(request), computed, length, cache=True)
         del self._allotted[request.request_id]
+        self._unread.pop(request.request_id, None)
         self._manager.cache_blocks(request, max(place.begin, computed))
         return place
 
@@ -114,6 +108,7 @@ class CarriedBlocks:
         """Free what a request was allotted, if it was."""
         if self._allotted.pop(request.request_id, None) is None:
             return
+        self._unread.pop(request.request_id, None)
         freed = set().union(*self._manager.get_block_ids(request.request_id))
         self._manager.free(request)
         # The next step must not zero what others may have by then, and may have read.
@@ -129,22 +124,24 @@ class CarriedBlocks:
         )
         return not set(blocks).isdisjoint(set().union(*found))
 
-    def _lookup(self, request: Request, computed: int) -> Found:
-        manager, size = self._manager, self.block_tokens
-        cached = len(prefix := self.prefix_of(request.request_id)) * size
+    def _lookup(self, request: Request) -> tuple[Any, int]:
+        """Return vLLM's ``KVCacheBlocks`` of what is cached of a request, and their tokens."""
+        cached = len(prefix := self.prefix_of(request.request_id)) * self.block_tokens
         if 0 < cached < request.num_tokens:
-            hits = manager.create_kv_cache_blocks((prefix,))
-        else:
-            hits, cached, _ = manager.get_computed_blocks(request)
-        nth = int(cached) // size
-        pool = manager.block_pool
-        hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
-        looks_up = manager.prefix_cache_lookup_enabled(request)
-        is_whole = looks_up and nth < min(len(hashes), computed // size)
-        return Found(hits, int(cached), hashes[nth] if is_whole else None)
+            return self._manager.create_kv_cache_blocks((prefix,)), cached
+        hits, cached, _ = self._manager.get_computed_blocks(request)
+        return hits, int(cached)
+
+    def _missing(self, request: Request, cached: int, computed: int) -> bytes | None:
+        """Return the hash of the first block that is not cached; None: nobody can share it."""
+        nth = cached // self.block_tokens
+        if not self.looks_up(request) or nth >= computed // self.block_tokens:
+            return None
+        hashes = self.hashes(request)
+        return hashes[nth] if nth < len(hashes) else None
 
     def _allocate(
-        self, request: Request, found: Found, computed: int, length: int, *, cache: bool
+        self, request: Request, hits: Any, cached: int, computed: int, length: int, *, cache: bool
     ) -> Place | None:
         """Give a request blocks; None: there is no room.
 
@@ -152,12 +149,12 @@ class CarriedBlocks:
         drafts that its first step may check: a request that waits and holds blocks must be able to
         run, or it would wait for others, and they for it.
         """
-        manager, cached = self._manager, found.tokens
+        manager = self._manager
         allocated = manager.allocate_slots(
             request,
             0,
             num_new_computed_tokens=cached,
-            new_computed_blocks=found.blocks,
+            new_computed_blocks=hits,
             num_lookahead_tokens=self.most_tokens(request, length) - max(cached, computed),
             num_external_computed_tokens=max(0, computed - cached),
             delay_cache_blocks=not cache,
@@ -168,7 +165,7 @@ class CarriedBlocks:
         if allocated is None:
             return None
         groups = self.computed(request, max(cached, computed))
-        return Place(computed, cached, groups, self.by_member(groups), found.missing)
+        return Place(computed, cached, groups, self.by_member(groups))
 
     def most_tokens(self, request: Request, length: int = 0) -> int:
         """Return the tokens of a request after a step that goes on with it, drafts included.
@@ -203,6 +200,18 @@ class CarriedBlocks:
         return begin, filled
 
     # --- vLLM's ---
+
+    def looks_up(self, request: Request) -> bool:
+        """Return whether a request takes what is in the prefix cache."""
+        return bool(self._manager.prefix_cache_lookup_enabled(request))
+
+    def hashes(self, request: Request) -> Sequence[bytes]:
+        """Return the hashes of a request's full blocks."""
+        pool, size = self._manager.block_pool, self.block_tokens
+        hashes: Sequence[bytes] = resolve_block_hashes(
+            request.block_hashes, pool.hash_block_size, size
+        )
+        return hashes
 
     @property
     def managers(self) -> Sequence[Any]:

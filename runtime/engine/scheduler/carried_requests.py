@@ -100,12 +100,10 @@ class CarriedRequests:
     def _rest(self, request: Request) -> CarriedRequest | None:
         """Describe what is new of an announced request; None: it is not as it was foretold."""
         announced = self._announced.get(request.request_id)
-        computed, length = request.num_computed_tokens, request.num_tokens
-        if announced is None or (announced.computed, announced.length) != (computed, length):
+        if announced is None:
             return None
-        tokens = list(request.output_token_ids[len(announced.tokens) :])
-        cached = announced.cached if not request.num_output_tokens else 0
-        return structs.replace(announced, tokens=tokens, blocks={}, cached=cached, is_rest=True)
+        tokens = request.output_token_ids
+        return announced.rest(tokens, request.num_computed_tokens, request.num_tokens)
 
     def _park(self, leaving: set[Request]) -> None:
         scheduler = self._scheduler

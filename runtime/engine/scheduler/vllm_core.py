@@ -105,7 +105,7 @@ class VllmCore:
         self._tokens = PackedTokens(self._scheduler)
         channel = self._executor.channel
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
-        self._ahead = BlocksAhead(unit, self._scheduler, channel, self._physical, self._carried)
+        self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
         """Return each member's own ids of blocks of this core."""

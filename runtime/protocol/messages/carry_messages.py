@@ -3,6 +3,8 @@
 ``engine.py`` has the unions that they belong to.
 """
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from shoal.policies.values.layouts import Unit
@@ -27,10 +29,31 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     """Whether it was announced (``Leaving``) and is as it was foretold: then ``tokens`` are those
     since, and ``blocks`` is empty."""
 
+    def rest(self, tokens: Sequence[int], computed: int, length: int) -> "CarriedRequest | None":
+        """Return what is new of a request that was announced as this; None: it is otherwise.
+
+        Args:
+            tokens: all its output tokens now.
+            computed: how many of its tokens have their KV now.
+            length: how many tokens it has now.
+        """
+        if (self.computed, self.length) != (computed, length):
+            return None
+        cached, new = 0 if tokens else self.cached, list(tokens[len(self.tokens) :])
+        return msgspec.structs.replace(self, tokens=new, blocks={}, cached=cached, is_rest=True)
+
     def after(self, announced: "CarriedRequest") -> "CarriedRequest":
         """Return the whole description of an announced request, of which this is the rest."""
         tokens = announced.tokens + self.tokens
         return msgspec.structs.replace(announced, tokens=tokens, cached=self.cached)
+
+    def whole(self, announced: "Mapping[str, CarriedRequest]") -> "CarriedRequest":
+        """Return the whole description of a request, if this may be the rest of an announced one.
+
+        Args:
+            announced: what was announced, by request id.
+        """
+        return self.after(announced[self.request_id]) if self.is_rest else self
 
 
 class AheadRequest(msgspec.Struct, frozen=True):
@@ -126,8 +149,9 @@ class Unpin(Message, frozen=True):
 class Export(Message, frozen=True):
     """To the leader of the unit that requests are carried from; answer ``Exported``.
 
-    The unit begins no other step. Once none is in flight, it stops computing these requests, and
-    keeps their KV until ``Drop`` or ``Keep``. Before it may say what they will be (``Leaving``).
+    The unit begins no other step. While steps are in flight, it may say what the requests will be
+    after these (``Leaving``). Once none is in flight, it stops computing the requests, and keeps
+    their KV until ``Drop`` or ``Keep``.
     """
 
     carry: int
@@ -215,7 +239,8 @@ class CopiedAhead(Message, frozen=True):
 class Leaving(Message, frozen=True):
     """Comes before ``Exported`` while steps are in flight: what the requests will be after these.
 
-    Only requests of which that is known are in it. Some may end with these steps.
+    It leaves out requests whose state after these steps is not known. Some requests may end with
+    these steps.
     """
 
     carry: int

@@ -218,7 +218,7 @@ class CarryCost:
                 assert isinstance(message, m.Import)
             with self._timed("adopt"):
                 for request in message.requests:
-                    whole = request.after(announced[request.request_id])
+                    whole = request.whole(announced)
                     assert target.adopt(source.unit, whole, with_kv=True)
             with self._timed("tell the runners"):
                 target.copy()

@@ -153,7 +153,7 @@ class Node:
         self.tell(source.leader, m.Export(carry, source, ids))
         (exported,) = self.wait(m.Exported, 1)
         announced = self._announced.pop(carry, {})
-        whole = [r.after(announced[r.request_id]) if r.is_rest else r for r in exported.requests]
+        whole = [request.whole(announced) for request in exported.requests]
         self._carries[carry] = m.Import(carry, target, source, whole)
         return self._carries[carry]
 

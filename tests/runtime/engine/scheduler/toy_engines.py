@@ -590,10 +590,7 @@ class ToyEngines:
         for request_id in () if expected else request_ids:
             target.expect(request_id, self.frames[request_id])
         announced = self.foretell(source, target, request_ids) if foretold else {}
-        exported = [
-            request.after(announced[request.request_id]) if request.is_rest else request
-            for request in source.export(request_ids)
-        ]
+        exported = [request.whole(announced) for request in source.export(request_ids)]
         for request in exported:
             assert target.adopt(source.unit, request, with_kv=True) is not None
         target.copy()
