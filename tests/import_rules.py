@@ -96,7 +96,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.grammar_backends",
         "shoal.runtime.engine.scheduler.grammar_replay",
         "shoal.runtime.engine.scheduler.kv_groups",
-        "shoal.runtime.engine.scheduler.packed_tokens",
+        "shoal.runtime.engine.scheduler.beginnings",
         "shoal.runtime.engine.scheduler.scheduled_steps",
         "shoal.runtime.engine.scheduler.vllm_backend",
         "shoal.runtime.engine.scheduler.vllm_core",

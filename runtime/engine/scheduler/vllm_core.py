@@ -30,12 +30,12 @@ from shoal.runtime.engine.agent.interface import (
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, UnitExecutor
+from shoal.runtime.engine.scheduler.beginnings import Beginnings
 from shoal.runtime.engine.scheduler.block_holders import holders, preempt
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pending_grammars
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
-from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     awaits_tokens,
     beginning,
@@ -102,8 +102,8 @@ class VllmCore:
         self._stalled = False
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
-        self._tokens = PackedTokens(self._scheduler)
         channel = self._executor.channel
+        self._beginnings = Beginnings(self._scheduler, channel)
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
 
@@ -146,6 +146,7 @@ class VllmCore:
         """See ``interface.Core.abort``."""
         self._carried.forget(request_ids)
         self._ahead.forget(request_ids)
+        self._beginnings.forget(request_ids)
         self.engine_core.abort_requests(list(request_ids))
         self._stalled = False
 
@@ -177,8 +178,9 @@ class VllmCore:
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
         """See ``interface.Core.expect``."""
-        self._tokens.expect(request := self._decoded(frames))
+        request = self._decoded(frames)
         self._carried.expect(request)
+        self._beginnings.expect(request)
 
     def allot(self, request: CarriedRequest) -> bool:
         """See ``interface.Core.allot``."""
@@ -379,8 +381,8 @@ class VllmCore:
         grammar = self._scheduler.get_grammar_bitmask(scheduled) if sample and tokens else None
         self._carried.renew(scheduled)
         mode = self.shift.mode(tokens)
-        self._tokens.pack(scheduled)
-        seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
+        told, begun = self._beginnings.tell(scheduled)
+        seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
         if not sample:

@@ -149,6 +149,8 @@ class ProbedRunner(PacedRunner):
         self.modes[step.mode] += output.total_num_scheduled_tokens > 0
         for request in output.scheduled_new_reqs:
             self.blocks[request.req_id] = list(request.block_ids[0])
+        for rest in step.begun.requests:
+            self.blocks[rest.request_id] = list(rest.blocks[0])
         cached = output.scheduled_cached_reqs
         for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:

@@ -41,6 +41,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.scheduler import vllm_core
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
@@ -144,6 +145,7 @@ class Runners:
         self.encoded: dict[str, float] = {}
         """What the encoder made of images, by their identifiers, as long as it is kept."""
         self.encoder_runs = 0
+        self.introductions = Introductions()
         self._known: dict[str, Known] = {}
         self._batch: set[str] = set()
         self._backing: dict[int, dict[int, int]] = {engine: {0: 0} for engine in unit.engines}
@@ -163,6 +165,8 @@ class Runners:
                 self._carry(instruction)
             case instructions.CopyAhead():
                 self._copy_ahead(instruction)
+            case instructions.Introduce():
+                self.introductions.add(instruction.request)
             case _:
                 pass
 
@@ -224,8 +228,11 @@ class Runners:
 
     # --- steps ---
 
-    def run_step(self, scheduled: SchedulerOutput, *_: Any, **__: Any) -> "tuple[int, Future[Any]]":
+    def run_step(
+        self, scheduled: SchedulerOutput, *_: Any, begun: instructions.Begun, **__: Any
+    ) -> "tuple[int, Future[Any]]":
         seq, future = self.expect(1)
+        scheduled = self.introductions.complete(scheduled, begun)
         self._learn(scheduled)
         self._encode(scheduled)
         sampled: dict[str, list[int]] = {}
