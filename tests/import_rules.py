@@ -75,6 +75,8 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.kv.staging_memory",
         "shoal.runtime.engine.kv.vllm_pages",
         "shoal.runtime.engine.layouts.cpu_speculation",
+        "shoal.runtime.engine.layouts.introductions",
+        "shoal.runtime.engine.layouts.seats",
         "shoal.runtime.engine.layouts.seeded_sampling",
         "shoal.runtime.engine.layouts.adapters",
         "shoal.runtime.engine.layouts.encoder_cache",

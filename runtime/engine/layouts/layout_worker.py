@@ -70,7 +70,7 @@ class LayoutWorker:
         other modes adds them here."""
         self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
         """Makes of the layout's model a context in which vLLM warms up and captures CUDA graphs."""
-        self.introductions = Introductions()
+        self.introductions = Introductions(self._physical)
         """The requests that are to come to the layout."""
         self.borrowed_bytes = 0
         """Bytes of weights that this process has mapped and that other engines keep."""
@@ -162,6 +162,9 @@ class LayoutWorker:
         watched = self.watch_captures(self.model) if captures else nullcontext()
         with self.active(), self._buffer.in_use(), watched:
             return run_method(self._worker, method, args, kwargs or {})
+
+    def _physical(self, blocks: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        return blocks if self.block_map is None else self.block_map.of_groups(blocks)
 
     def execute(
         self, scheduler_output: Any, mode: Mode = Mode.TP, begun: Begun | None = None

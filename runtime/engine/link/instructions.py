@@ -54,21 +54,36 @@ class Introduce:
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """What a step says of a request that begins with it and was introduced."""
+    """What is new of a request that was introduced."""
 
     request_id: str
     tokens: "array[int]"
     """Those that have come since."""
     computed: int
     blocks: tuple[list[int], ...]
-    """For each KV group."""
+    """For each KV group. The step of a request that is seated says it like that of one that runs.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Give requests rows, because they have blocks; the next step with tokens begins with them.
+
+    It follows the unit's bind. What it says of tokens and computed ones may change.
+    """
+
+    requests: list[Rest]
 
 
 class Begun(msgspec.Struct):
     """What a step says of requests that were introduced."""
 
     requests: list[Rest] = []
-    """Those that begin with the step."""
+    """Those that begin with the step, but for ``seated``; those that have rows get others."""
+    seated: list[Rest] = []
+    """Those that begin with it in their rows."""
+    unseated: list[str] = []
+    """Those that are to lose their rows, because they do not begin now."""
     forgotten: list[str] = []
     """Those that do not come."""
 
@@ -247,6 +262,7 @@ class Detach:
 Instruction = (
     Call
     | Introduce
+    | Seat
     | Step
     | Sample
     | Attach

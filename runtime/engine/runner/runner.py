@@ -222,6 +222,9 @@ class Runner:
     def _on_introduce(self, introduce: instructions.Introduce) -> None:
         self._worker.introductions.add(introduce.request)
 
+    def _on_seat(self, seat: instructions.Seat) -> None:
+        self._worker.introductions.seat(seat.requests, self._worker.model_runner)
+
     def _on_step(self, step: instructions.Step) -> None:
         output = self._worker.execute(step.scheduler_output, step.mode, step.begun)
         if output is not None:

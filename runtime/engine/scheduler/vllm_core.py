@@ -7,8 +7,6 @@ those moments are its safe points.
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -37,6 +35,7 @@ from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pending_grammars
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.scheduled_steps import (
+    InFlight,
     awaits_tokens,
     beginning,
     tells_runners,
@@ -47,19 +46,6 @@ from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, 
 
 AHEAD_REQUESTS = 16
 """With so many running requests, a step is scheduled before an ended one is collected."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A step that was queued for the runners and not collected."""
-
-    seq: int
-    scheduled: SchedulerOutput
-    future: "Future[Any]"
-    mode: Mode
-    work: Work
-    copy: int
-    """The last copy that was begun before it (``CarriedRequests.latest_copy``)."""
 
 
 class VllmCore:
@@ -187,7 +173,12 @@ class VllmCore:
         is_allotted = self._carried.allot(request)
         if is_allotted:
             self._ahead.forget([request.request_id])
+            self._beginnings.seat(request.request_id, request.computed)
         return is_allotted
+
+    def tell_allotted(self) -> None:
+        """See ``interface.Core.tell_allotted``."""
+        self._beginnings.send_seats()
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""

@@ -210,6 +210,7 @@ class CarryCost:
             with self._timed("before: allot"):
                 for request in found:
                     assert target.allot(request)
+                target.tell_allotted()
             announced |= {request.request_id: request for request in found}
         return announced
 

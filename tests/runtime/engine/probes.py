@@ -124,6 +124,8 @@ class ProbedRunner(PacedRunner):
         """Block ids (virtual in a group) of every request's table, as the scheduler said."""
         self.sampled: dict[str, list[int]] = {}
         """Tokens that this member sampled itself, by request, asynchronous steps left out."""
+        self.seated = 0
+        """Requests that got a row before their first step."""
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
         self.late: list[Callable[[], object]] = []
@@ -137,6 +139,12 @@ class ProbedRunner(PacedRunner):
 
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
+
+    def _on_seat(self, seat: instructions.Seat) -> None:
+        for rest in seat.requests:
+            self.blocks[rest.request_id] = list(rest.blocks[0])
+        self.seated += len(seat.requests)
+        super()._on_seat(seat)
 
     def _on_step(self, step: instructions.Step) -> None:
         output = step.scheduler_output
@@ -226,6 +234,11 @@ def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
     """Return the steps by mode since this was last asked."""
     modes, runner.modes = dict(runner.modes), Counter()
     return modes
+
+
+def seated(runner: ProbedRunner) -> int:
+    """Return how many requests have got a row before their first step."""
+    return runner.seated
 
 
 def sampled(runner: ProbedRunner) -> dict[str, list[int]]:

@@ -192,3 +192,72 @@ def test_nothing_is_kept_of_a_request_that_has_begun(make: Make) -> None:
     engines.step(engines.group)
     assert engines.group.num_requests == 1
     assert kept(engines) == (0, 0)
+
+
+# --- seats ---
+
+
+def foretold(make: Make, requests: int = 2, **options: Any) -> tuple[ToyEngines, list[str]]:
+    """Return engines that are about to carry requests into a group, and these."""
+    engines, names = make(), [f"r{number}" for number in range(requests)]
+    for name, prompt in zip(names, random_prompts((20,) * requests, seed=2), strict=True):
+        engines.submit(engines.own[0], name, prompt, **options)
+    engines.step(engines.own[0], 3)
+    engines.bind(40)
+    return engines, names
+
+
+def seats(engines: ToyEngines) -> int:
+    return engines.runners[engines.group.unit].seated
+
+
+def test_requests_that_were_foretold_have_seats(make: Make) -> None:
+    engines, names = foretold(make)
+    engines.carry(engines.own[0], engines.group, names, foretold=True)
+    engines.step(engines.group, 3)
+    v2 = engines.runners[engines.group.unit].v2
+    assert seats(engines) == (len(names) if v2 else 0)
+    assert kept(engines) == (0, 0)
+
+
+def test_where_requests_run_nobody_is_seated(make: Make) -> None:
+    engines, names = foretold(make)
+    (prompt,) = random_prompts((9,), seed=3)
+    engines.submit(engines.group, "runs", prompt)
+    engines.step(engines.group, 2)
+    engines.carry(engines.own[0], engines.group, names, foretold=True)
+    engines.step(engines.group, 2)
+    assert seats(engines) == 0
+
+
+def test_requests_whose_penalties_count_outputs_are_not_seated(make: Make) -> None:
+    engines, names = foretold(make, frequency_penalty=0.5)
+    engines.carry(engines.own[0], engines.group, names, foretold=True)
+    engines.step(engines.group)
+    assert seats(engines) == 0
+
+
+def test_a_request_that_ends_with_its_last_step_gives_its_seat_back(make: Make) -> None:
+    engines, names = foretold(make)
+    for name in names:
+        engines.group.expect(name, engines.frames[name])
+    announced = engines.foretell(engines.own[0], engines.group, names)
+    exported = [r.whole(announced) for r in engines.own[0].export(names)]
+    assert engines.group.adopt(engines.own[0].unit, exported[0], with_kv=True) is not None
+    engines.group.abort(names[1:])
+    engines.group.copy()
+    engines.step(engines.group)
+    assert kept(engines) == (0, 0)
+    assert set(engines.runners[engines.group.unit]._known) == set(names[:1])
+
+
+def test_a_seat_is_no_place_for_two(make: Make) -> None:
+    """There are no more seats than a runner has rows."""
+    engines, names = foretold(make)
+    engines.group._scheduler.max_num_running_reqs = 1
+    for name in names:
+        engines.group.expect(name, engines.frames[name])
+    engines.foretell(engines.own[0], engines.group, names)
+    known = engines.group._beginnings._introduced.values()
+    v2 = engines.runners[engines.group.unit].v2
+    assert sum(each.blocks is not None for each in known) == int(v2)
