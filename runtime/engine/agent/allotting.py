@@ -14,9 +14,9 @@ from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.interface import EngineBackend
 from shoal.runtime.protocol import messages as m
 
-ALLOT_SECONDS = 0.001
+ALLOT_SECONDS = 0.002
 """For how long requests get blocks in one turn, so that what ends meanwhile is not collected late.
-"""
+A turn takes a slow host another millisecond."""
 
 
 class Allotment(msgspec.Struct):

@@ -50,6 +50,8 @@ class Beginnings:
         """Expected requests, until a step begins with them."""
         self._seats: list[instructions.Rest] = []
         """Those that are to be seated."""
+        self._seated = 0
+        """How many have been seated since the last step with tokens."""
         self._forgotten: list[str] = []
         """Requests that were introduced and do not come, of which runners have not been told."""
 
@@ -85,15 +87,16 @@ class Beginnings:
             computed: how many of its tokens will be computed when it begins.
         """
         known, scheduler = self._introduced.get(request_id), self._scheduler
-        if known is None or known.blocks is not None or not self._has_seats():
+        if known is None or known.blocks is not None or scheduler.running:
             return
-        if scheduler.running or not _samples_plainly(known.request):
+        if not self._has_seats() or not _samples_plainly(known.request):
             return
         # It may have been here before. The runners forget that now, and not with the next step.
         scheduler.finished_req_ids.discard(request_id)
         known.blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
         tokens = array("i", known.request.all_token_ids[known.tokens :])
         known.tokens += len(tokens)
+        self._seated += 1
         self._seats.append(instructions.Rest(request_id, tokens, computed, known.blocks))
 
     def _has_seats(self) -> bool:
@@ -101,9 +104,8 @@ class Beginnings:
         scheduler = self._scheduler
         if scheduler.num_spec_tokens or scheduler.model_uses_mrope:
             return False  # rows of these have more than is known of a request by now
-        taken = sum(known.blocks is not None for known in self._introduced.values())
-        taken += len(scheduler.finished_req_ids) + len(self._forgotten)
-        return bool(taken < scheduler.max_num_running_reqs)
+        gone = len(scheduler.finished_req_ids) + len(self._forgotten)
+        return bool(self._seated + gone < scheduler.max_num_running_reqs)
 
     def send_seats(self) -> None:
         """Tell runners of the requests that were seated since the last time."""
@@ -140,6 +142,9 @@ class Beginnings:
 
     def _leave_seats(self, begun: instructions.Begun) -> None:
         """Let the requests that did not begin have no seats: others need these from now on."""
+        if not self._seated:
+            return
+        self._seated = 0
         for request_id, known in self._introduced.items():
             if known.blocks is not None:
                 known.blocks = None
