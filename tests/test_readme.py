@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,21 @@ def out_of_order(text: str) -> list[str]:
     return wrong
 
 
+Results = Mapping[str, Any]
+
+
+def read(name: str) -> Results:
+    """Return the results of a run on Llama-3-8B's shape."""
+    path = ROOT / "docs" / "benchmarks" / f"llama-3-8b-{name}.json"
+    found: Results = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def flat(text: str) -> str:
+    """Return a text on one line, as the sentences of it go on over the ends of lines."""
+    return " ".join(text.split())
+
+
 def table(text: str) -> list[list[str]]:
     """Return the rows of the table below "Beside stock vLLM" without its head."""
     section = text.partition("## Beside stock vLLM")[2].partition("\n## ")[0]
@@ -45,7 +60,7 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def figures(results: Mapping[str, Any]) -> list[list[str]]:
+def figures(results: Results) -> list[list[str]]:
     """Return the table's figures: means of first token and request for each load, in ms."""
     systems = [results["systems"][name]["ways"] for name in ("stock-dp", "stock-tp", "shoal")]
     ways = [next(iter(way.values())) for way in systems]
@@ -67,11 +82,109 @@ def test_a_missing_part_is_seen(part: str) -> None:
     assert part in out_of_order(README.replace(part, ""))
 
 
+def later(results: Results, system: str, *others: str) -> list[float]:
+    """Return by how many per cent a system's mean request ends later than the best other's."""
+
+    def times(name: str) -> list[float]:
+        (way,) = results["systems"][name]["ways"].values()
+        return [load["mean_e2el_ms"] for load in way.values()]
+
+    rows = zip(times(system), *map(times, others), strict=True)
+    return [(mine / min(rest) - 1) * 100 for mine, *rest in rows]
+
+
+def said_of_four_loads(results: Results) -> list[str]:
+    """Return what the README must say of the run whose table it shows."""
+    worst = min(
+        max(later(results, *pair)) for pair in (("stock-dp", "stock-tp"), ("stock-tp", "stock-dp"))
+    )
+    beside = later(results, "shoal", "stock-dp", "stock-tp")
+    behind = sorted(percent for percent in beside if percent > 0)
+    assert (len(beside), len(behind)) == (4, 2), "the README speaks of two loads and two others"
+    return [
+        f"under some load each takes at least {worst:.0f} % longer than the other",
+        f"Shoal is ahead of both under two loads, and {behind[0]:.0f} and {behind[1]:.0f} % behind",
+    ]
+
+
+def said_of_three_loads(results: Results) -> list[str]:
+    """Return the same of the earlier run."""
+    ahead = sorted(-percent for percent in later(results, "shoal", "stock-dp", "stock-tp"))
+    return [f"Shoal was {ahead[0]:.0f} to {ahead[-1]:.0f} % ahead"]
+
+
+def said_of_one_gpu(results: Results) -> list[str]:
+    """Return the same of the run on one GPU."""
+    percents = sorted(later(results, "shoal", "stock-dp"))
+    between = f"between {-percents[0]:.1f} % shorter and {percents[-1]:.0f} % longer"
+    return [f"on three traces the mean request was {between} than with stock vLLM"]
+
+
+def said_of_a_carry(results: Results) -> list[str]:
+    """Return the same of the latest switches that carried running requests."""
+    latest = [carry for name, carry in results.items() if name.startswith("carry at")][-1]
+    eight = latest["8x4096"]
+    assert eight["prefilled_again"] == 0, "a prompt was computed again"
+    more = sorted(eight[way]["beyond_step"]["p50"] * 1e3 for way in ("bind", "release"))
+    added = f"adds {more[0]:.0f} to {more[1]:.0f} ms in the median"
+    return [f"carries eight running requests of 4,096 tokens {added}"]
+
+
+def said_of_an_idle_switch(results: Results) -> list[str]:
+    """Return the same of switches of an idle node."""
+    bind = results["systems"]["shoal"]["measures"]["switch-idle"]["bind"]
+    return [f"A switch of an idle node takes {bind['p50'] * 1e3:.2f} ms"]
+
+
+DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
+    ("2xh100-traffic-c", said_of_four_loads),
+    ("2xh100-traffic", said_of_three_loads),
+    ("1xh200", said_of_one_gpu),
+    ("2xh100", said_of_a_carry),
+    ("2xh200-c", said_of_an_idle_switch),
+)
+"""The page that the README names as the source of a sentence, and what the sentence must say."""
+RAW = {"1xh200": "1xh200-traffic"}
+"""Results, where they have another name than the page."""
+ONLY_ON_PAGES = {
+    "2xh100-traffic-c": ("17 to 22 %",),
+    "2xh100-traffic": ("150 ms and carried 230", "26 requests"),
+}
+"""What the README says of runs whose raw results do not have it: the page has to say the same."""
+
+
 def test_its_figures_are_those_of_the_run() -> None:
     section = README.partition("## Beside stock vLLM")[2]
-    (page,) = re.findall(r"\[all figures\]\((docs/benchmarks/\S+)\.md\)", section)
-    results = json.loads((ROOT / f"{page}.json").read_text("utf-8"))
-    assert [row[1:] for row in table(README)] == figures(results)
+    (page,) = re.findall(r"\[all figures\]\(docs/benchmarks/llama-3-8b-(\S+)\.md\)", section)
+    assert [row[1:] for row in table(README)] == figures(read(page))
+    assert page == DERIVED[0][0]
+
+
+@pytest.mark.parametrize(("page", "said"), DERIVED)
+def test_what_it_concludes_is_what_the_results_say(
+    page: str, said: Callable[[Results], list[str]]
+) -> None:
+    assert f"docs/benchmarks/llama-3-8b-{page}.md" in README
+    for sentence in said(read(RAW.get(page, page))):
+        assert sentence in flat(README)
+
+
+@pytest.mark.parametrize(("page", "figures"), ONLY_ON_PAGES.items())
+def test_figures_without_raw_results_are_those_of_their_page(
+    page: str, figures: Sequence[str]
+) -> None:
+    text = (ROOT / "docs" / "benchmarks" / f"llama-3-8b-{page}.md").read_text("utf-8")
+    for figure in figures:
+        assert figure in flat(text)
+        assert figure.replace("26 requests", "26 running requests") in flat(README)
+
+
+def test_another_result_is_seen() -> None:
+    results = read("2xh100-traffic-c")
+    (way,) = results["systems"]["stock-dp"]["ways"].values()
+    for load in way.values():
+        load["mean_e2el_ms"] *= 0.98
+    assert not [said for said in said_of_four_loads(results) if said in flat(README)]
 
 
 def test_the_least_time_of_each_kind_is_bold() -> None:
