@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
-from openai.types import Batch
+from openai.types import Batch, FileDeleted, FileObject
 
 from shoal.server.commands import cli
 from tests.server.batch.batches import jsonl
 from tests.server.batch.batches import line as any_line
+from tests.server.batch.openai_objects import list_problems, problems
 from tests.server.node import ServedNode, children_of, key_file, served_node
 
 MODEL = "shoal-demo"
@@ -25,6 +27,7 @@ COMPLETIONS = "/v1/completions"
 KEYS: list[str | dict[str, Any]] = [
     "one",
     "other",
+    "pages",
     {"key": "small", "name": "small", "max_batches": 1, "max_file_bytes": 2000},
 ]
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -167,7 +170,7 @@ async def test_files_expire_when_it_was_said(client: openai.OpenAI) -> None:
     assert output.expires_at == output.created_at + 7200
 
 
-async def test_lists_have_pages(node: ServedNode) -> None:
+def test_lists_of_files_have_pages(node: ServedNode) -> None:
     with client_of(node, "other") as client:
         files = [client.files.create(file=(f"{n}.jsonl", b"{}"), purpose="batch") for n in range(5)]
         ids = [file.id for file in files]
@@ -178,6 +181,83 @@ async def test_lists_have_pages(node: ServedNode) -> None:
         for one in files:
             client.files.delete(one.id)
         assert client.files.list().data == []
+
+
+async def test_lists_of_batches_have_pages(node: ServedNode) -> None:
+    with client_of(node, "pages") as client, client_of(node) as another:
+        batches = [started(client, [line("a")]) for _ in range(5)]
+        ids = [batch.id for batch in reversed(batches)]
+        assert [one.id for one in client.batches.list(limit=2)] == ids, "over three pages"
+        first, last = client.batches.list(limit=2), client.batches.list(limit=2, after=ids[2])
+        assert ([one.id for one in first.data], first.has_more) == (ids[:2], True)
+        assert ([one.id for one in last.data], last.has_more) == (ids[3:], False)
+        whole = client.batches.list(limit=5)
+        assert ([one.id for one in whole.data], whole.has_more) == (ids, False)
+        nothing = client.batches.list(after=ids[-1])
+        assert (nothing.data, nothing.has_more) == ([], False)
+        for wrong, status in (({"limit": 0}, 400), ({"limit": 101}, 400), ({"after": "none"}, 404)):
+            fields: dict[str, Any] = wrong
+            with pytest.raises(openai.APIStatusError) as error:
+                client.batches.list(**fields)
+            assert (error.value.status_code, error.value.param) == (status, *wrong)
+        with pytest.raises(openai.NotFoundError):
+            another.batches.list(after=ids[0])
+        for batch in batches:
+            await until(client, batch, "completed")
+        assert [one.id for one in client.batches.list(limit=3)] == ids, "those that ended, too"
+
+
+async def test_answers_are_what_the_openai_package_knows(
+    client: openai.OpenAI, node: ServedNode
+) -> None:
+    with worker_held(node):
+        new = started(client, [line("a"), line("b", max_tokens=-1)], metadata={"for": "test"})
+        cancelled = client.batches.cancel(started(client, [line("a")]).id)
+    failed = started(client, [line("a"), line("a"), line("c", model="other")])
+    batches = [
+        *(new, await until(client, new, "completed")),
+        *(cancelled, await until(client, cancelled, "cancelled")),
+        await until(client, failed, "failed"),
+    ]
+    ids = [new.input_file_id, batches[1].output_file_id, batches[1].error_file_id]
+
+    def raw(method: str, path: str) -> dict[str, Any]:
+        headers = {"Authorization": "Bearer one"}
+        response = httpx.request(method, f"{node.url}/v1/{path}", headers=headers, timeout=120)
+        found: dict[str, Any] = response.json()
+        return found
+
+    shown = [raw("GET", f"batches/{batch.id}") for batch in batches]
+    # The two that came as answers to their creation and to their cancellation.
+    shown += [batch.to_dict() for batch in (new, cancelled)]
+    assert {batch["status"] for batch in shown} >= {"completed", "cancelled", "failed"}
+    assert [problems(Batch, batch) for batch in shown] == [[]] * len(shown)
+    assert [problems(FileObject, raw("GET", f"files/{name}")) for name in ids] == [[]] * 3
+    assert list_problems(FileObject, raw("GET", "files")) == []
+    assert list_problems(Batch, raw("GET", "batches")) == []
+    assert problems(FileDeleted, raw("DELETE", f"files/{ids[0]}")) == []
+
+
+def test_an_answer_that_the_package_does_not_know_is_seen() -> None:
+    file: dict[str, Any] = {
+        **{"id": "file-1", "bytes": 1, "created_at": 1, "filename": "a", "object": "file"},
+        **{"purpose": "batch", "status": "processed"},
+    }
+    assert problems(FileObject, file) == []
+    assert problems(FileObject, {**file, "owner": "one"}) == ["owner"]
+    counts = {"completed": 0, "failed": 0, "total": 0, "late": 0}
+    batch = {
+        **{"id": "batch_1", "completion_window": "24h", "created_at": 1, "endpoint": "/v1/x"},
+        **{"input_file_id": "file-1", "object": "batch", "status": "completed"},
+    }
+    assert problems(Batch, {**batch, "request_counts": counts}) == ["request_counts.late"]
+    assert list_problems(FileObject, {"data": [{**file, "x": 1}], "has_more": True}) == ["data.x"]
+    for wrong in ({"bytes": "1"}, {"object": "batch"}, {"status": "late"}):
+        with pytest.raises(pydantic.ValidationError):
+            problems(FileObject, {**file, **wrong})
+    del file["bytes"]
+    with pytest.raises(pydantic.ValidationError):
+        problems(FileObject, file)
 
 
 async def test_a_wrong_file_fails_with_the_lines(client: openai.OpenAI) -> None:
