@@ -441,28 +441,6 @@ def test_run_batch_refuses_a_wrong_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_run_batch_starts_a_server_for_the_job(
-    node: ServedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "python"
-    said = f"Shoal serves {MODEL} on {node.url}"
-    script.write_text(
-        f"#!/bin/sh\necho $@ > {tmp_path}/told\necho '{said}'\nexec tail -f /dev/null\n"
-    )
-    script.chmod(0o700)
-    monkeypatch.setattr("sys.executable", str(script))
-    monkeypatch.setenv("OPENAI_API_KEY", "one")
-    assert run_batch(tmp_path, [line("a")], "--engines", "1") == 0
-    assert (tmp_path / "told").read_text().split()[-5:] == [
-        "serve",
-        "--port",
-        "0",
-        "--engines",
-        "1",
-    ]
-    assert len(read(tmp_path / "out.jsonl")) == 1
-
-
 async def test_a_killed_worker_goes_on(client: openai.OpenAI, node: ServedNode) -> None:
     lines = [line(f"line {number}") for number in range(2000)]
     batch = started(client, lines)
